@@ -1,0 +1,47 @@
+"""Errors that a user can fix.
+
+SafelaunchError                 anything below; the command line prints it and exits
+ ├── UsageError                 our own options, presets, configuration, resources, bundle directory (exit 2)
+ │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
+ │    └── ResourceError         GPUs or ports that are not to be had
+ └── CaptureError               a source of evidence failed; costs that artifact only
+
+Code raises; only ``safelaunch.cli`` prints and exits.
+"""
+
+from __future__ import annotations
+
+
+class SafelaunchError(Exception):
+    """Base of the errors that are shown as one message, never as a traceback.
+
+    ``message`` says what happened and why it matters, ``fix`` what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.fix}" if self.fix else self.message
+
+
+class UsageError(SafelaunchError):
+    """An error in what safelaunch was asked to do; nothing has been started."""
+
+    exit_code = 2
+
+
+class PresetError(UsageError):
+    """A preset or configuration file that cannot be used; the message names file and line."""
+
+
+class ResourceError(UsageError):
+    """GPUs or ports that were asked for and are not to be had."""
+
+
+class CaptureError(SafelaunchError):
+    """One source of evidence failed; ``message`` is what the manifest says of it."""
