@@ -1,0 +1,91 @@
+"""Runs a helper program (py-spy, nvidia-smi, ...) that must not outlive its deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from safelaunch.errors import CaptureError
+
+MAX_OUTPUT_BYTES = 64 << 20
+GRACE_S = 0.5  # for a killed helper to be reaped; one that is stuck in the kernel is left to a thread
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a program left: ``returncode`` as in ``subprocess``; ``timed_out`` when the deadline ended it."""
+
+    returncode: int | None
+    stdout: bytes
+    stderr: str
+    timed_out: bool = False
+
+
+def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Output:
+    """Run ``argv`` without stdin for at most ``deadline_s`` seconds, then SIGKILL it and its process group.
+
+    Never waits for a helper that the kernel does not let die. Raises ``CaptureError`` when it cannot be
+    started.
+    """
+    begin = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            cwd=cwd,
+        )
+    except OSError as error:
+        raise CaptureError(f"cannot start {argv[0]}: {error.strerror or error}") from error
+    readers = [_Reader(process.stdout), _Reader(process.stderr)]
+    for reader in readers:  # the ends of the pipes come first: waiting for them, unlike for a pid, needs no polling
+        reader.thread.join(_left(begin, deadline_s))
+    timed_out = any(reader.thread.is_alive() for reader in readers)  # also a child that holds them beyond its end
+    try:
+        process.wait(_left(begin, deadline_s))
+    except subprocess.TimeoutExpired:
+        timed_out = True
+    if timed_out:
+        _kill(process)
+        for reader in readers:
+            reader.thread.join(GRACE_S)
+    stdout, stderr = (bytes(reader.data) for reader in readers)
+    return Output(process.returncode, stdout, stderr.decode("utf-8", "replace"), timed_out)
+
+
+class _Reader:
+    """Drains one pipe in a daemon thread, up to ``MAX_OUTPUT_BYTES``; the rest is read and dropped."""
+
+    def __init__(self, pipe: object) -> None:
+        self.data = bytearray()
+        self._pipe = pipe
+        self.thread = threading.Thread(target=self._drain, name="capture pipe", daemon=True)
+        self.thread.start()
+
+    def _drain(self) -> None:
+        with self._pipe as pipe:  # type: ignore[attr-defined]
+            while chunk := os.read(pipe.fileno(), 1 << 16):
+                if len(self.data) < MAX_OUTPUT_BYTES:
+                    self.data += chunk
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: the number is its pid as long as a member lives
+    except (ProcessLookupError, PermissionError):
+        pass
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        threading.Thread(target=process.wait, name="capture reap", daemon=True).start()
+
+
+def _left(begin: float, deadline_s: float) -> float:
+    return max(0.0, begin + deadline_s - time.monotonic())

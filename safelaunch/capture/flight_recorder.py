@@ -1,0 +1,243 @@
+"""Flight Recorder dumps: c10d's record of the last collectives of a rank, versions 2.0 to 2.10.
+
+Two forms of the same thing: JSON from the worker server, which needs no GIL and has no frames, and a pickle
+with frames. Both are untrusted: the pickle is read by an unpickler that knows no classes, and every value is
+checked.
+
+What gloo does differently (torch 2.13): ``state`` stays ``"scheduled"`` for ever (``retired`` tells),
+``pg_config`` is keyed ``""`` where entries say ``"0"``, and the numbers of ``pg_status`` are strings in the
+JSON.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from safelaunch.capture.result import Result, attempt
+from safelaunch.capture.worker_server import Unanswered, post
+from safelaunch.errors import CaptureError
+from safelaunch.model import Collective, FlightRecord, Frame, GroupStatus
+
+MAX_DUMP_BYTES = 256 << 20
+MAX_ENTRIES = 200_000
+_MAX_ITEMS = 4096  # tensors of one collective, frames of one stack
+
+JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
+PICKLE_HANDLERS = ("safelaunch_flight_record", "dump_nccl_trace_pickle")
+
+
+@dataclass(frozen=True)
+class FlightCapture:
+    """What one rank's recorder gave: the best record, and both raw dumps for the bundle."""
+
+    record: Result[FlightRecord]
+    json: Result[bytes]
+    pickle: Result[bytes]
+
+
+def flight_record_of(
+    socket_path: str,
+    *,
+    json_deadline_s: float = 2.0,
+    pickle_deadline_s: float = 2.0,
+    ask_python: bool = True,
+) -> FlightCapture:
+    """The Flight Recorder of a live rank: JSON first, then the pickle unless ``ask_python`` is False; never
+    raises.
+
+    The record is that of the pickle, which has frames, when it could be had and read, else that of the JSON.
+    """
+    as_json = _first_of(socket_path, JSON_HANDLERS, json_deadline_s)
+    if ask_python:
+        as_pickle = _first_of(socket_path, PICKLE_HANDLERS, pickle_deadline_s)
+    else:
+        as_pickle = Result(None, PICKLE_HANDLERS[0], 0.0, missing="not asked: the GIL is not free")
+    reasons: list[str] = []
+    for raw, parse in ((as_pickle, parse_pickle), (as_json, parse_json)):
+        if raw.value is None:
+            reasons.append(raw.missing)
+            continue
+        data = raw.value
+        record = attempt(raw.how, lambda parse=parse, data=data: parse(data))  # type: ignore[misc]
+        if record.value is not None:
+            note = "" if parse is parse_pickle else "without frames"
+            return FlightCapture(Result(record.value, raw.how, record.duration_s, note=note), as_json, as_pickle)
+        reasons.append(record.missing)
+    missing = "; ".join(dict.fromkeys(reasons))
+    return FlightCapture(Result(None, as_json.how, 0.0, missing=missing), as_json, as_pickle)
+
+
+def parse_json(data: bytes) -> FlightRecord:
+    """A dump of handler ``fr_trace_json`` or ``dump_nccl_trace_json``. Raises ``CaptureError``."""
+    _check_size(data)
+    try:
+        dump = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CaptureError(f"Flight Recorder JSON is damaged: {error}") from error
+    return record_of(dump)
+
+
+def parse_pickle(data: bytes) -> FlightRecord:
+    """A dump as ``_dump_fr_trace()`` returns and NCCL writes it, by a restricted unpickler. Raises ``CaptureError``."""
+    _check_size(data)
+    try:
+        dump = _Primitives(io.BytesIO(data)).load()
+    except Exception as error:  # the unpickler raises nearly any type on damaged input
+        raise CaptureError(f"Flight Recorder pickle is damaged: {type(error).__name__}: {error}") from error
+    return record_of(dump)
+
+
+def record_of(dump: object) -> FlightRecord:
+    """The record in a decoded dump; keys that are missing or of another type are left at their defaults.
+
+    Raises ``CaptureError`` when it is not a Flight Recorder dump.
+    """
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list) or not _marks(dump):
+        raise CaptureError("not a Flight Recorder dump: neither version nor entries")
+    entries = dump.get("entries", [])
+    if len(entries) > MAX_ENTRIES:
+        raise CaptureError(f"a Flight Recorder dump of {len(entries)} entries, too many")
+    return FlightRecord(
+        version=_str(dump.get("version")),
+        entries=tuple(_collective(entry) for entry in entries if isinstance(entry, dict)),
+        groups=_groups(dump.get("pg_config")),
+        status=_status(dump.get("pg_status")),
+    )
+
+
+class _Primitives(pickle.Unpickler):
+    """Builds dicts, lists, tuples, strings, numbers; anything that would run code is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no dump does")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to a persistent object, which no dump does")
+
+
+def _first_of(socket_path: str, handlers: tuple[str, ...], deadline_s: float) -> Result[bytes]:
+    """The answer of the first handler that this torch has."""
+    result: Result[bytes] | None = None
+    for handler in handlers:
+        unknown = False
+
+        def ask(handler: str = handler) -> bytes:
+            nonlocal unknown
+            try:
+                return post(socket_path, handler, deadline_s=deadline_s)
+            except Unanswered as error:
+                unknown = error.reason == "no handler"
+                raise
+
+        result = attempt(f"worker server: {handler}", ask)
+        if not unknown:
+            return result
+    assert result is not None
+    return result
+
+
+def _collective(entry: dict[Any, Any]) -> Collective:
+    group = entry.get("process_group")
+    pair = group if isinstance(group, (list, tuple)) else (entry.get("pg_id", ""), "")
+    state = _str(entry.get("state"))
+    op = _str(entry.get("profiling_name"))
+    retired = entry.get("retired") is True
+    return Collective(
+        group=_str(pair[0]) if pair else "",
+        seq=_int(entry.get("collective_seq_id", entry.get("seq_id"))),
+        op=op,
+        completed=retired or state == "completed",
+        state=state,
+        description=_str(pair[1]) if len(pair) > 1 else "",
+        is_p2p=entry.get("is_p2p") is True,
+        p2p_seq=_int(entry.get("p2p_seq_id")),
+        record_id=_int(entry.get("record_id", entry.get("id"))),
+        input_sizes=_sizes(entry.get("input_sizes")),
+        input_dtypes=_strings(entry.get("input_dtypes")),
+        output_sizes=_sizes(entry.get("output_sizes")),
+        output_dtypes=_strings(entry.get("output_dtypes")),
+        created_ns=_int(entry.get("time_created_ns")),
+        started=_started(entry, state, op, retired),
+        timeout_ms=_int(entry.get("timeout_ms")),
+        frames=_frames(entry.get("frames")),
+    )
+
+
+def _started(entry: dict[Any, Any], state: str, op: str, retired: bool) -> bool | None:
+    """Whether the device began it. gloo does not say; nor does an NCCL entry that was retired unseen."""
+    if state in ("started", "completed") or _int(entry.get("time_discovered_started_ns")) > 0:
+        return True
+    return False if state == "scheduled" and not retired and op.startswith(("nccl:", "ncclx:")) else None
+
+
+def _groups(config: object) -> dict[str, tuple[int, ...]]:
+    groups: dict[str, tuple[int, ...]] = {}
+    for key, value in config.items() if isinstance(config, dict) else ():
+        ranks = value.get("ranks") if isinstance(value, dict) else None
+        if isinstance(ranks, str):
+            try:
+                ranks = json.loads(ranks) if len(ranks) < 1 << 20 else None
+            except (ValueError, RecursionError):
+                ranks = None
+        if isinstance(ranks, (list, tuple)) and ranks and all(type(rank) is int for rank in ranks):
+            groups[_str(key)] = tuple(ranks)
+    return groups
+
+
+def _status(status: object) -> dict[str, GroupStatus]:
+    return {
+        _str(key): GroupStatus(
+            last_enqueued=_int(value.get("last_enqueued_collective"), -1),
+            last_started=_int(value.get("last_started_collective"), -1),
+            last_completed=_int(value.get("last_completed_collective"), -1),
+        )
+        for key, value in (status.items() if isinstance(status, dict) else ())
+        if isinstance(value, dict)
+    }
+
+
+def _frames(frames: object) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(_str(frame.get("filename")), _int(frame.get("line")), _str(frame.get("name")))
+        for frame in _items(frames)
+        if isinstance(frame, dict)
+    )
+
+
+def _sizes(sizes: object) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(_int(n) for n in _items(size)) for size in _items(sizes))
+
+
+def _strings(values: object) -> tuple[str, ...]:
+    return tuple(_str(value) for value in _items(values))
+
+
+def _items(value: object) -> list[Any]:
+    return list(value[:_MAX_ITEMS]) if isinstance(value, (list, tuple)) else []
+
+
+def _int(value: object, default: int = 0) -> int:
+    if type(value) is int:
+        return value if -(1 << 63) <= value < 1 << 63 else default
+    if isinstance(value, str) and len(value) < 20 and value.removeprefix("-").isascii():
+        return int(value) if value.removeprefix("-").isdigit() else default
+    return default
+
+
+def _str(value: object) -> str:
+    return value if isinstance(value, str) else str(value) if type(value) is int else ""
+
+
+def _marks(dump: dict[Any, Any]) -> bool:
+    return "version" in dump or "entries" in dump
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_DUMP_BYTES:
+        raise CaptureError(f"a Flight Recorder dump of {len(data)} bytes, too large")
+    if not data:
+        raise CaptureError("an empty Flight Recorder dump")

@@ -1,0 +1,149 @@
+"""What the GPU driver says: NVML and ``nvidia-smi``.
+
+A driver in trouble blocks its callers for ever, so NVML is asked from a process of its own that can be killed:
+``python -m safelaunch.capture.gpu`` prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safelaunch.capture import command
+from safelaunch.capture.result import Result, attempt
+from safelaunch.errors import CaptureError
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+def gpus_json(*, deadline_s: float = 5.0, python: str = sys.executable) -> Result[bytes]:
+    """The GPUs of this node as JSON (see ``query``) through NVML; never raises."""
+
+    def read() -> bytes:
+        # With -m the working directory comes first on the module path: make it ours, not the user's.
+        argv = [python, "-m", "safelaunch.capture.gpu"]
+        output = command.run(argv, deadline_s=deadline_s, cwd=_PACKAGE_ROOT)
+        if output.timed_out:
+            raise CaptureError(f"NVML: no answer within {deadline_s:g} s: the driver itself may be stuck")
+        try:
+            document = json.loads(output.stdout)
+            reason = document.get("missing", "")
+        except (ValueError, AttributeError) as error:
+            said = output.stderr.strip().splitlines()
+            raise CaptureError(f"NVML: {said[-1] if said else error}") from error
+        if reason:
+            raise CaptureError(str(reason))
+        return output.stdout
+
+    return attempt("NVML", read)
+
+
+def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
+    """The output of ``nvidia-smi``; never raises."""
+
+    def read() -> str:
+        program = shutil.which("nvidia-smi")
+        if not program:
+            raise CaptureError("nvidia-smi is not installed here")
+        output = command.run([program], deadline_s=deadline_s)
+        if output.timed_out:
+            raise CaptureError(f"nvidia-smi: no answer within {deadline_s:g} s: the driver itself may be stuck")
+        text = output.stdout.decode("utf-8", "replace")
+        if output.returncode != 0:
+            raise CaptureError(f"nvidia-smi: exit status {output.returncode}: {(output.stderr or text).strip()[:300]}")
+        return text
+
+    return attempt("nvidia-smi", read)
+
+
+def query(nvml: Any) -> dict[str, Any]:
+    """Driver and GPUs by the module ``pynvml``, or ``{"missing": reason}``.
+
+    ``gpus``: index, uuid, name, utilisation_percent, memory_used_bytes, memory_total_bytes, power_w, temperature_c,
+    sm_clock_mhz, ecc_errors (uncorrected, since the driver was loaded) and processes (pid, memory_bytes). What a GPU
+    does not tell is null.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+            return {"missing": "no NVIDIA driver here (libnvidia-ml.so.1 not found)"}
+        return {"missing": f"NVML: {error}"}
+    try:
+        count = nvml.nvmlDeviceGetCount()
+        return {
+            "driver": _ask(nvml, lambda: _text(nvml.nvmlSystemGetDriverVersion())),
+            "cuda_driver": _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion),
+            "gpus": [_gpu(nvml, index) for index in range(count)],
+        }
+    except nvml.NVMLError as error:
+        return {"missing": f"NVML: {error}"}
+    finally:
+        _ask(nvml, nvml.nvmlShutdown)
+
+
+def _gpu(nvml: Any, index: int) -> dict[str, Any]:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError as error:  # fallen off the bus: the most interesting one
+        return {"index": index, "error": str(error)}
+
+    def ask(function: Callable[[], Any]) -> Any:
+        return _ask(nvml, function)
+
+    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    return {
+        "index": index,
+        "uuid": ask(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
+        "name": ask(lambda: _text(nvml.nvmlDeviceGetName(handle))),
+        "utilisation_percent": ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        "memory_used_bytes": memory.used if memory else None,
+        "memory_total_bytes": memory.total if memory else None,
+        "power_w": ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        "temperature_c": ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        "sm_clock_mhz": ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        "ecc_errors": ask(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            )
+        ),
+        "processes": ask(
+            lambda: [
+                {"pid": process.pid, "memory_bytes": process.usedGpuMemory}
+                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            ]
+        ),
+    }
+
+
+def _ask(nvml: Any, function: Callable[[], Any]) -> Any:
+    """``function()``, or None where this GPU or driver does not support the question."""
+    try:
+        return function()
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _main() -> int:
+    warnings.simplefilter("ignore")
+    try:
+        import pynvml
+    except ImportError:
+        document: dict[str, Any] = {"missing": "the Python package nvidia-ml-py is not installed"}
+    else:
+        document = query(pynvml)
+    print(json.dumps(document, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())

@@ -1,0 +1,74 @@
+"""Describes a socket of a process by its inode, from ``/proc/<pid>/net`` (proc(5))."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+MAX_TABLE_BYTES = 4 << 20  # a node with tens of thousands of connections: do without rather than read for seconds
+
+_TCP_STATES = {
+    1: "established", 2: "connecting", 3: "syn received", 4: "fin wait 1", 5: "fin wait 2", 6: "time wait",
+    7: "closed", 8: "close wait", 9: "last ack", 10: "listening", 11: "closing",
+}  # fmt: skip
+
+
+def describe(pid: int, inode: int) -> str:
+    """``tcp 10.0.0.1:80 -> 10.0.0.2:9000 (established)``, ``unix /path``; ``socket:[inode]`` if not found."""
+    net = Path(f"/proc/{pid}/net")
+    for protocol in ("tcp", "tcp6", "udp", "udp6"):
+        found = find_inet(_read(net / protocol), protocol, inode)
+        if found:
+            return found
+    return find_unix(_read(net / "unix"), inode) or f"socket:[{inode}]"
+
+
+def find_inet(table: str, protocol: str, inode: int) -> str:
+    """The line of ``/proc/net/<protocol>`` with this inode in words, or ``""``."""
+    wanted = str(inode)
+    for line in table.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 9 and fields[9] == wanted:
+            local, remote = address(fields[1]), address(fields[2])
+            if protocol.startswith("udp"):
+                return f"{protocol} {local} -> {remote}"
+            state = _TCP_STATES.get(int(fields[3], 16), fields[3])
+            return (
+                f"{protocol} {local} ({state})" if state == "listening" else f"{protocol} {local} -> {remote} ({state})"
+            )
+    return ""
+
+
+def find_unix(table: str, inode: int) -> str:
+    """The line of ``/proc/net/unix`` with this inode in words, or ``""``."""
+    wanted = str(inode)
+    for line in table.splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) >= 7 and fields[6] == wanted:
+            return f"unix {fields[7]}" if len(fields) == 8 else f"unix socket:[{inode}] (unnamed, e.g. a socketpair)"
+    return ""
+
+
+def address(text: str) -> str:
+    """``0100007F:1F90`` (words in host byte order, hexadecimal) → ``127.0.0.1:8080``; IPv6 in brackets."""
+    host, _, port = text.partition(":")
+    words = [int(host[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(host), 8)]
+    raw = b"".join(words)
+    if len(raw) == 4:
+        return f"{socket.inet_ntop(socket.AF_INET, raw)}:{int(port, 16)}"
+    return f"[{socket.inet_ntop(socket.AF_INET6, raw)}]:{int(port, 16)}"
+
+
+def _read(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            parts: list[bytes] = []
+            size = 0
+            while size < MAX_TABLE_BYTES and (chunk := os.read(file.fileno(), 1 << 16)):
+                parts.append(chunk)
+                size += len(chunk)
+            return b"".join(parts).decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,131 @@
+"""Questions to c10d's worker server: HTTP over a unix socket, answered from C++ even while the rank hangs.
+
+It wants ``POST /handler/<name>`` with a Content-Length (torch 2.6 and 2.9 wait for one until they time out),
+and answers with a Content-Length and, unless told otherwise, an open connection.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from typing import Literal
+
+from safelaunch.errors import CaptureError
+from safelaunch.model import GilTest
+
+MAX_RESPONSE_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 64 << 10
+
+Reason = Literal["absent", "timeout", "no handler", "broken"]
+
+
+class Unanswered(CaptureError):
+    """A question that got no usable answer; ``reason`` says which way.
+
+    ``absent``: nobody listens. ``timeout``: the deadline passed. ``no handler``: the server does not know the
+    name. ``broken``: anything else.
+    """
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+
+
+def post(socket_path: str, handler: str, *, deadline_s: float) -> bytes:
+    """The body of the answer to ``POST /handler/<handler>``; everything within ``deadline_s`` seconds.
+
+    Raises ``Unanswered`` (a ``CaptureError``).
+    """
+    until = time.monotonic() + deadline_s
+    request = f"POST /handler/{handler} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.settimeout(_left(until))
+            connection.connect(socket_path)
+            connection.sendall(request.encode("ascii"))
+            return _answer(connection, handler, until)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise Unanswered("absent", "the worker server is not up") from error
+        except TimeoutError as error:
+            raise Unanswered("timeout", f"worker server: {handler}: no answer within {deadline_s:g} s") from error
+        except BlockingIOError as error:  # the queue of connections is full: a stopped process accepts none
+            raise Unanswered("timeout", "the worker server accepts no connections") from error
+        except OSError as error:
+            raise Unanswered("broken", f"worker server: {handler}: {error}") from error
+
+
+def gil_test(socket_path: str, *, deadline_s: float = 1.0, handler: str = "safelaunch_gil") -> GilTest:
+    """Whether the rank's C++ side answers, and whether Python code gets to run in it; never raises.
+
+    ``handler`` needs the GIL and is asked twice, ``deadline_s`` seconds each: a busy Python loop gives the
+    GIL up often enough to answer. Both stay None when the server is not up, ``python`` when the handler is
+    not there.
+    """
+    try:
+        post(socket_path, "ping", deadline_s=deadline_s)
+    except Unanswered as error:
+        return GilTest(ping=False if error.reason == "timeout" else None)
+    for _ in range(2):
+        try:
+            post(socket_path, handler, deadline_s=deadline_s)
+            return GilTest(ping=True, python=True)
+        except Unanswered as error:
+            if error.reason != "timeout":
+                return GilTest(ping=True)
+    return GilTest(ping=True, python=False)
+
+
+def parse_head(head: bytes) -> tuple[int, int | None]:
+    """Status and Content-Length (None if absent) of an HTTP response's head. Raises ``ValueError``."""
+    first, _, rest = head.decode("latin-1").partition("\r\n")
+    status = re.match(r"HTTP/1\.[01] (\d{3})", first)
+    if not status:
+        raise ValueError(f"not an HTTP response: {first[:80]!r}")
+    if re.search(r"^transfer-encoding:\s*(?!identity)", rest, re.IGNORECASE | re.MULTILINE):
+        raise ValueError("an encoded response, which c10d's server does not send")
+    length = re.search(r"^content-length:\s*(\d+)\s*$", rest, re.IGNORECASE | re.MULTILINE)
+    return int(status[1]), int(length[1]) if length else None
+
+
+def _answer(connection: socket.socket, handler: str, until: float) -> bytes:
+    data = bytearray()
+    while (end := data.find(b"\r\n\r\n")) < 0:
+        if len(data) > _MAX_HEADER_BYTES:
+            raise Unanswered("broken", f"worker server: {handler}: endless header")
+        _receive(connection, data, until, handler)
+    try:
+        status, length = parse_head(bytes(data[:end]))
+    except ValueError as error:
+        raise Unanswered("broken", f"worker server: {handler}: {error}") from error
+    del data[: end + 4]
+    if length is not None and length > MAX_RESPONSE_BYTES:
+        raise Unanswered("broken", f"worker server: {handler}: an answer of {length} bytes, too large")
+    while length is None or len(data) < length:
+        if not _receive(connection, data, until, handler, may_end=length is None):
+            break
+        if len(data) > MAX_RESPONSE_BYTES:
+            raise Unanswered("broken", f"worker server: {handler}: an answer without end")
+    body = bytes(data if length is None else data[:length])
+    if status == 404:
+        raise Unanswered("no handler", f"this torch's worker server has no handler {handler}")
+    if status != 200:
+        text = body[:200].decode("utf-8", "replace").strip()
+        raise Unanswered("broken", f"worker server: {handler}: status {status}: {text}")
+    return body
+
+
+def _receive(connection: socket.socket, data: bytearray, until: float, handler: str, *, may_end: bool = False) -> bool:
+    connection.settimeout(_left(until))
+    chunk = connection.recv(1 << 18)
+    data += chunk
+    if not chunk and not may_end:
+        raise Unanswered("broken", f"worker server: {handler}: the connection closed before the answer was complete")
+    return bool(chunk)
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
