@@ -18,12 +18,14 @@ def parse_membership(text: str) -> dict[str, str]:
     return groups
 
 
+def membership(pid: int) -> dict[str, str]:
+    """The control groups of a process; empty when it is gone."""
+    return parse_membership(_text(Path(f"/proc/{pid}/cgroup")))
+
+
 def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
     """Directory of the process's cgroup in v2 (``""``) or under a v1 controller; None if not mounted."""
-    try:
-        path = parse_membership(Path(f"/proc/{pid}/cgroup").read_text()).get(controller)
-    except OSError:
-        return None
+    path = membership(pid).get(controller)
     if path is None:
         return None
     mounts = [root / controller] if controller else [root, root / "unified"]
@@ -42,7 +44,7 @@ def is_frozen(pid: int) -> bool:
     if unified and "frozen 1" in _text(unified / "cgroup.events").splitlines():
         return True
     freezer = directory(pid, "freezer")
-    return bool(freezer) and _text(freezer / "freezer.state") == "FROZEN" if freezer else False
+    return freezer is not None and _text(freezer / "freezer.state") == "FROZEN"
 
 
 def limits(pid: int) -> dict[str, str]:

@@ -23,14 +23,14 @@ _RELEVANT = re.compile(
     r"out of memory|oom[-_ ]?kill|killed process|memory cgroup|\bnvrm\b|\bxid\b|nvidia|nvlink|nvswitch|gpu has fallen"
     r"|hung task|blocked for more than|soft lockup|hard lockup|rcu.*stall|segfault|general protection|traps:"
     r"|i/o error|blk_update_request|buffer i/o|nvme.*(timeout|reset|abort)|ext4-fs error|xfs.*(error|corrupt)"
-    r"|\bnfs\b|\blustre|\bceph|\bgpfs|\bmmfs|\bbeegfs|fuse.*(error|abort)|server .* not responding|remounting filesystem"
+    r"|\bnfs\b|\blustre|\bceph|\bgpfs|\bmmfs|\bbeegfs|fuse.*(error|abort)|server .* not responding"
     r"|machine check|\bmce: .*error|edac .*error|hardware error|aer: |pcie bus error|dmar: .*fault|iommu.*fault"
-    r"|mlx5.*(error|timeout|fail|down)|link (is )?down|thermal.*critical|temperature above|throttl",
+    r"|remounting filesystem|mlx5.*(error|timeout|fail|down)|link (is )?down|thermal.*critical|temperature above|throttl",
     re.IGNORECASE,
 )
 
 
-def log_tail(records: Iterable[tuple[int, str | int, bytes]]) -> str:
+def log_tail(records: Iterable[tuple[int, int, bytes]]) -> str:
     """The records of a rank's ring (CLOCK_REALTIME ns, stream, bytes) as ``log_tail.txt``, secrets redacted.
 
     One line per line written, ``HH:MM:SS.mmm out| text`` in UTC, at the time its first part was written. A line that a
@@ -39,7 +39,7 @@ def log_tail(records: Iterable[tuple[int, str | int, bytes]]) -> str:
     lines: list[tuple[int, str, bytes]] = []
     open_lines: dict[str, tuple[int, bytes]] = {}
     for time_ns, stream, data in records:
-        name = STREAMS.get(stream, str(stream)) if isinstance(stream, int) else _short(stream)
+        name = STREAMS.get(stream, str(stream))
         begun, rest = open_lines.pop(name, (time_ns, b""))
         *whole, rest = (rest + data).split(b"\n")
         for number, line in enumerate(whole):
@@ -123,10 +123,6 @@ def _journal(deadline_s: float, denied: Exception) -> list[str]:
     if output.timed_out or output.returncode != 0 or not output.stdout.strip():
         raise CaptureError(f"/dev/kmsg: {reason}; journalctl -k shows nothing", remedy)
     return output.stdout.decode("utf-8", "replace").splitlines()
-
-
-def _short(stream: str) -> str:
-    return {"stdout": "out", "stderr": "err"}.get(stream, stream)
 
 
 def _visible(line: bytes) -> str:

@@ -80,6 +80,8 @@ def read_process(pid: int, *, clock: Callable[[], float] = time.monotonic, deadl
         threads, cmdline, notes = within(deadline_s, f"/proc/{pid}", lambda: _details(pid, quick.state))
     except CaptureError as error:
         return structs.replace(quick, note=error.message)
+    except Exception as error:  # noqa: BLE001 - the boundary: what was read without blocking still counts
+        return structs.replace(quick, note=f"details of /proc/{pid}: {type(error).__name__}: {error}")
     return structs.replace(quick, threads=threads or quick.threads, cmdline=cmdline, note="; ".join(notes))
 
 

@@ -1,0 +1,216 @@
+"""Flight Recorder dumps of several versions and backends, damaged ones, and hostile ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from safelaunch.capture import flight_recorder
+from safelaunch.capture.flight_recorder import parse_json, parse_pickle, record_of
+from safelaunch.errors import CaptureError
+from safelaunch.model import Collective, Frame, GroupStatus
+
+# torch 2.13 on gloo: the group is "0" in entries and "" in pg_config, the state never changes.
+GLOO_ENTRY: dict[str, Any] = {
+    "collective_seq_id": 6,
+    "frames": [
+        {"filename": "/env/torch/distributed/distributed_c10d.py", "line": 3245, "name": "all_reduce"},
+        {"filename": "/home/me/train.py", "line": 18, "name": "<module>"},
+    ],
+    "input_dtypes": ["Float"],
+    "input_sizes": [[7, 3]],
+    "is_p2p": False,
+    "op_id": 6,
+    "output_dtypes": ["Float"],
+    "output_sizes": [[7, 3]],
+    "p2p_seq_id": 0,
+    "pg_id": 0,
+    "process_group": ("0", "default_pg"),
+    "profiling_name": "gloo:all_reduce",
+    "record_id": 6,
+    "retired": False,
+    "state": "scheduled",
+    "thread_id": "140298925697920",
+    "thread_name": "python3",
+    "time_created_ns": 1795170632995829080,
+    "time_discovered_completed_ns": None,
+    "time_discovered_started_ns": None,
+    "timeout_ms": 1800000,
+}
+GLOO: dict[str, Any] = {
+    "comm_lib_version": "",
+    "entries": [{**GLOO_ENTRY, "retired": True, "collective_seq_id": 5, "record_id": 5}, GLOO_ENTRY],
+    "pg_config": {"": {"desc": "", "name": "", "ranks": "[]"}},
+    "pg_status": {
+        "0": {"last_completed_collective": 5, "last_enqueued_collective": 6, "last_started_collective": -1},
+    },
+    "version": "2.10",
+}
+# NCCL, as torch 2.4 wrote it.
+NCCL: dict[str, Any] = {
+    "version": "2.4",
+    "pg_config": {
+        "0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"},
+        "1": {"name": "1", "desc": "tp", "ranks": "[1]"},
+    },
+    "pg_status": {"0": {"last_enqueued_collective": 2, "last_started_collective": 1, "last_completed_collective": 1}},
+    "entries": [
+        {
+            "frames": [{"name": "forward", "filename": "/home/me/model.py", "line": 3}],
+            "record_id": 0,
+            "pg_id": 0,
+            "process_group": ("0", "default_pg"),
+            "collective_seq_id": 1,
+            "p2p_seq_id": 0,
+            "op_id": 1,
+            "profiling_name": "nccl:all_reduce",
+            "time_created_ns": 1724779239936775119,
+            "input_sizes": [[3, 4]],
+            "input_dtypes": ["Float"],
+            "output_sizes": [[3, 4]],
+            "output_dtypes": ["Float"],
+            "state": "completed",
+            "time_discovered_started_ns": 1724779239943775119,
+            "time_discovered_completed_ns": 1724779239953775119,
+            "retired": False,
+            "timeout_ms": 600000,
+            "is_p2p": False,
+        },
+        {"process_group": ("0", "default_pg"), "collective_seq_id": 2, "profiling_name": "nccl:all_gather",
+         "state": "scheduled", "retired": False},
+        {"process_group": ("0", "default_pg"), "p2p_seq_id": 3, "profiling_name": "nccl:send 0->1",
+         "state": "started", "is_p2p": True},
+    ],
+}  # fmt: skip
+
+
+def as_json(dump: dict[str, Any]) -> bytes:
+    """The JSON of the same dump: numbers of ``pg_status`` as strings, times 0 for None, no frames."""
+    dump = json.loads(json.dumps(dump))
+    for entry in dump["entries"]:
+        entry.pop("frames", None)
+        entry.update({key: 0 for key, value in entry.items() if value is None})
+    dump["pg_status"] = {g: {k: str(v) for k, v in s.items()} for g, s in dump["pg_status"].items()}
+    return json.dumps(dump).encode()
+
+
+def test_gloo_pickle() -> None:
+    record = parse_pickle(pickle.dumps(GLOO, protocol=2))
+    assert record.version == "2.10"
+    assert record.groups == {}  # "ranks" is empty there: unknown, not a group without members
+    assert record.status == {"0": GroupStatus(last_enqueued=6, last_started=-1, last_completed=5)}
+    assert [entry.completed for entry in record.entries] == [True, False]
+    assert record.entries[1] == Collective(
+        group="0",
+        seq=6,
+        op="gloo:all_reduce",
+        completed=False,
+        state="scheduled",
+        description="default_pg",
+        record_id=6,
+        input_sizes=((7, 3),),
+        input_dtypes=("Float",),
+        output_sizes=((7, 3),),
+        output_dtypes=("Float",),
+        created_ns=1795170632995829080,
+        started=None,
+        timeout_ms=1800000,
+        frames=(
+            Frame("/env/torch/distributed/distributed_c10d.py", 3245, "all_reduce"),
+            Frame("/home/me/train.py", 18, "<module>"),
+        ),
+    )
+
+
+@pytest.mark.parametrize("dump", [GLOO, NCCL])
+def test_json_says_the_same_without_frames(dump: dict[str, Any]) -> None:
+    from msgspec.structs import replace
+
+    pickled = parse_pickle(pickle.dumps(dump))
+    without = replace(pickled, entries=tuple(replace(entry, frames=()) for entry in pickled.entries))
+    assert parse_json(as_json(dump)) == without
+
+
+def test_nccl() -> None:
+    record = parse_pickle(pickle.dumps(NCCL))
+    assert record.groups == {"0": (0, 1), "1": (1,)}
+    first, second, sent = record.entries
+    assert (first.completed, first.started) == (True, True)
+    assert (second.completed, second.started, second.seq) == (False, False, 2)
+    assert (sent.is_p2p, sent.p2p_seq, sent.started, sent.seq) == (True, 3, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "group", "seq"),
+    [
+        ({"pg_id": 3, "seq_id": 9, "profiling_name": "nccl:x"}, "3", 9),  # version 1 and 2.0
+        ({"process_group": ["7"], "collective_seq_id": 1}, "7", 1),
+        ({"process_group": [], "collective_seq_id": "12"}, "", 12),
+        ({}, "", 0),
+    ],
+)
+def test_older_and_poorer_entries(entry: dict[str, Any], group: str, seq: int) -> None:
+    (collective,) = record_of({"version": "2.0", "entries": [entry]}).entries
+    assert (collective.group, collective.seq, collective.completed) == (group, seq, False)
+
+
+@pytest.mark.parametrize(
+    "ranks", ["[0, 1", "__import__('os').abort()", "[0, true]", '["0"]', 7, None, {"0": 1}, "[" * 100000]
+)
+def test_ranks_that_are_not_a_list_of_numbers_are_unknown(ranks: object) -> None:
+    assert record_of({"version": "2.10", "entries": [], "pg_config": {"0": {"ranks": ranks}}}).groups == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entries": [None, 3, "x", []]},
+        {"entries": [{"frames": [None, {"line": "x"}], "input_sizes": [3, "ab", [None]], "state": 5}]},
+        {"pg_status": {"0": None, 1: {"last_enqueued_collective": []}}},
+        {"pg_config": [1], "pg_status": "x", "version": 2},
+        {"entries": [{"collective_seq_id": 1 << 80, "time_created_ns": "-", "process_group": ("0", 5, 6)}]},
+    ],
+)
+def test_values_of_other_types_cost_only_themselves(change: dict[str, Any]) -> None:
+    record_of({**GLOO, **change})
+
+
+@pytest.mark.parametrize("parse", [parse_json, parse_pickle])
+@pytest.mark.parametrize("data", [b"", b"garbage", b"[]", b"null", b"\x80\x02}q\x00.", b"[" * 100_000, b"{}"])
+def test_what_is_no_dump(parse: Callable[[bytes], object], data: bytes) -> None:
+    with pytest.raises(CaptureError):
+        parse(data)
+
+
+def test_a_truncated_dump_is_an_error_at_every_length() -> None:
+    whole = pickle.dumps(GLOO, protocol=2)
+    for length in range(len(whole)):
+        with pytest.raises(CaptureError):
+            parse_pickle(whole[:length])
+
+
+class Hostile:
+    def __init__(self, reduction: tuple[Any, ...]) -> None:
+        self.reduction = reduction
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduction
+
+
+@pytest.mark.parametrize("reduction", [(os.abort, ()), (eval, ("1/0",)), (bytearray, (1,)), (print, ("x",))])
+def test_a_pickle_that_runs_code_is_refused(reduction: tuple[Any, ...]) -> None:
+    with pytest.raises(CaptureError, match="which no dump does"):
+        parse_pickle(pickle.dumps({**GLOO, "comm_lib_version": Hostile(reduction)}))
+
+
+def test_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "MAX_DUMP_BYTES", 100)
+    with pytest.raises(CaptureError, match="too large"):
+        parse_pickle(pickle.dumps(GLOO))
+    with pytest.raises(CaptureError, match="too many"):
+        record_of({"entries": [None] * (flight_recorder.MAX_ENTRIES + 1)})

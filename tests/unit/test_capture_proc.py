@@ -1,0 +1,158 @@
+"""Parsing of what the kernel says of processes, sockets and control groups."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from safelaunch.capture import cgroups, sockets, syscalls
+from safelaunch.capture.proc import parse_io, parse_stat, parse_syscall, process_tree, role_of
+from safelaunch.model import Frame, ProcessState, StackSample, Thread
+
+REST = "S 10 20 30 0 -1 4194304 98 0 0 0 250 50 7 8 20 0 1 0 77510 3133440 360 18446744073709551615 1 2 3"
+
+
+@pytest.mark.parametrize("name", ["python", "my (job) x", "a) R 1 (b", ") S 1", "((", "pt_main_thread", "a\nb"])
+def test_stat_survives_any_name(name: str) -> None:
+    stat = parse_stat(f"4711 ({name}) {REST}")
+    assert (stat.pid, stat.name, stat.state, stat.ppid, stat.start_ticks) == (4711, name, "S", 10, 77510)
+    assert stat.cpu_ms == 3000  # 300 ticks of 10 ms; the children's 7 and 8 do not count
+    assert stat.rss_bytes > 0
+
+
+@pytest.mark.parametrize("text", ["", "4711 python S 1", "4711 (python) S 1", "x (y) " + REST])
+def test_stat_rejects_other_text(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_stat(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("running", None),
+        ("", None),
+        ("-1 0x7ffd 0x7fd8", None),
+        ("0 0x5 0x7f00 0x1000 0x0 0x0 0x0 0x7ffe 0x7fd8", (0, (5, 0x7F00, 0x1000, 0, 0, 0))),
+        ("230 0x1 0x1 0x7ffe 0x0 0x0 0x0 0x7ffe 0x7fd8", (230, (1, 1, 0x7FFE, 0, 0, 0))),
+    ],
+)
+def test_syscall(text: str, expected: object) -> None:
+    assert parse_syscall(text) == expected
+
+
+def test_io_counts_what_was_read_and_written() -> None:
+    assert parse_io("rchar: 100\nwchar: 23\nsyscr: 5\nread_bytes: 4096\n") == 123
+    assert parse_io("") is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "number", "name"),
+    [
+        ("x86_64", 0, "read"),
+        ("x86_64", 202, "futex"),
+        ("x86_64", 230, "clock_nanosleep"),
+        ("aarch64", 63, "read"),
+        ("aarch64", 98, "futex"),
+        ("aarch64", 115, "clock_nanosleep"),
+        ("x86_64", 99999, ""),
+        ("riscv64", 63, ""),
+    ],
+)
+def test_syscall_names(machine: str, number: int, name: str) -> None:
+    assert syscalls.name_of(number, machine) == name
+
+
+def test_tree_is_breadth_first_and_ends_on_a_cycle() -> None:
+    table = {1: (0, 5), 2: (1, 10), 3: (1, 11), 4: (2, 12), 5: (4, 13), 9: (8, 1), 8: (9, 1)}
+    assert process_tree(1, table) == [(2, 10), (3, 11), (4, 12), (5, 13)]
+    assert process_tree(9, table) == [(8, 1)]
+    assert process_tree(77, table) == []
+
+
+# --- roles ------------------------------------------------------------------------------------------------------------
+
+WORKER = Frame("/env/lib/site-packages/torch/utils/data/_utils/worker.py", 349, "_worker_loop")
+BOOTSTRAP = Frame("/usr/lib/python3.12/multiprocessing/process.py", 314, "BaseProcess._bootstrap")
+SERVE = Frame("/usr/lib/python3.12/multiprocessing/forkserver.py", 300, "main")
+FORKSERVER = ("python", "-c", "from multiprocessing.forkserver import main; main(5, 6, [])")
+TRACKER = ("python", "-c", "from multiprocessing.resource_tracker import main;main(19)")
+
+
+@pytest.mark.parametrize(
+    ("cmdline", "frames", "role"),
+    [
+        (("python", "train.py"), (WORKER, BOOTSTRAP), "dataloader worker"),
+        (FORKSERVER, (WORKER, BOOTSTRAP, SERVE), "dataloader worker"),
+        (FORKSERVER, (BOOTSTRAP, SERVE), "child"),
+        (FORKSERVER, (SERVE,), "forkserver"),
+        (FORKSERVER, (), "forkserver"),
+        (TRACKER, (), "resource tracker"),
+        (("sh", "-c", "sleep 1"), (), "child"),
+        (("python", "train.py"), (Frame("/home/me/worker.py", 1, "_worker_loop"),), "child"),
+    ],
+)
+def test_roles(cmdline: tuple[str, ...], frames: tuple[Frame, ...], role: str) -> None:
+    state = ProcessState(5, 1, 1, 0.0, "python", cmdline, "S")
+    assert role_of(state, (StackSample(5, 0.0, "py-spy", (Thread(frames),)),)) == role
+
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 11111 1 0 100 0 0 10 0
+   1: 0100000A:0050 0200000A:2328 01 00000000:00000000 00:00000000 00000000     0        0 22222 1 0 20 4 30 10 -1
+   2: 0100000A:9C40 0300000A:01BB 02 00000001:00000000 01:00000000 00000000     0        0 33333 2 0 20 4 30 10 -1
+"""
+TCP6 = """  sl  local_address                         remote_address                        st ...
+   0: 00000000000000000000000001000000:1F90 00000000000000000000000000000000:0000 0A 0:0 0:0 0 0 0 44444 1 0
+"""
+UNIX = """Num       RefCount Protocol Flags    Type St Inode Path
+0000000000000000: 00000002 00000000 00010000 0001 01 55555 /run/my socket
+0000000000000000: 00000003 00000000 00000000 0001 03 66666
+"""
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="recorded on a little-endian machine")
+@pytest.mark.parametrize(
+    ("table", "protocol", "inode", "text"),
+    [
+        (TCP, "tcp", 11111, "tcp 127.0.0.1:8080 (listening)"),
+        (TCP, "tcp", 22222, "tcp 10.0.0.1:80 -> 10.0.0.2:9000 (established)"),
+        (TCP, "tcp", 33333, "tcp 10.0.0.1:40000 -> 10.0.0.3:443 (connecting)"),
+        (TCP, "tcp", 1111, ""),
+        (TCP6, "tcp6", 44444, "tcp6 [::1]:8080 (listening)"),
+        ("", "tcp", 1, ""),
+        ("header\nbroken line", "udp", 1, ""),
+    ],
+)
+def test_inet_sockets(table: str, protocol: str, inode: int, text: str) -> None:
+    assert sockets.find_inet(table, protocol, inode) == text
+
+
+def test_unix_sockets() -> None:
+    assert sockets.find_unix(UNIX, 55555) == "unix /run/my socket"
+    assert sockets.find_unix(UNIX, 66666) == "unix socket:[66666] (unnamed, e.g. a socketpair)"
+    assert sockets.find_unix(UNIX, 1) == ""
+
+
+# --- control groups ---------------------------------------------------------------------------------------------------
+
+
+def test_cgroup_membership() -> None:
+    assert cgroups.parse_membership("6:freezer:/a\n5:cpu,cpuacct:/b\n0::/user.slice/x:y\n") == {
+        "freezer": "/a",
+        "cpu": "/b",
+        "cpuacct": "/b",
+        "": "/user.slice/x:y",
+    }
+
+
+def test_cgroup_seen_from_inside_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of ``/proc/<pid>/cgroup`` is the host's there, and the mount is the group itself."""
+    (tmp_path / "cgroup.controllers").write_text("cpu memory")
+    monkeypatch.setattr(cgroups, "membership", lambda pid: {"": "/kubepods/pod1"})
+    assert cgroups.directory(1, root=tmp_path) == tmp_path
+    (tmp_path / "kubepods" / "pod1").mkdir(parents=True)
+    assert cgroups.directory(1, root=tmp_path) == tmp_path / "kubepods" / "pod1"

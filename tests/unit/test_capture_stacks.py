@@ -1,0 +1,161 @@
+"""py-spy's output and complaints, and the choice of how to ask it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from safelaunch.capture import stacks, tracing
+from safelaunch.errors import CaptureError
+from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
+
+
+def spy_thread(**changes: object) -> dict[str, object]:
+    frame = {"name": "step", "filename": "/home/me/train.py", "short_filename": "train.py", "module": None, "line": 7}
+    outer = {"name": "<module>", "filename": "/home/me/train.py", "line": 9, "is_entry": True}
+    return {
+        "pid": 10,
+        "thread_id": 140283,
+        "thread_name": "MainThread",
+        "os_thread_id": 10,
+        "active": True,
+        "owns_gil": True,
+        "frames": [frame, outer],
+        "process_info": None,
+        **changes,
+    }
+
+
+def test_parse_keeps_the_order_and_ignores_new_keys() -> None:
+    data = json.dumps([spy_thread(new_key={"x": 1}), spy_thread(thread_name=None, os_thread_id=None, frames=[])])
+    sample = stacks.parse(data.encode(), pid=10, at_s=1.5, how="py-spy dump --json")
+    assert sample.threads == (
+        Thread(
+            frames=(Frame("/home/me/train.py", 7, "step"), Frame("/home/me/train.py", 9, "<module>")),
+            name="MainThread",
+            os_tid=10,
+            active=True,
+            owns_gil=True,
+        ),
+        Thread(frames=(), active=True, owns_gil=True),
+    )
+    assert sample.main_thread is sample.threads[0]
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'[{"frames": 3}]', b'[{"pid": 10', b"\xff\xfe"])
+def test_parse_rejects_anything_else(data: bytes) -> None:
+    with pytest.raises(CaptureError, match="unreadable output"):
+        stacks.parse(data, pid=10, at_s=0.0, how="py-spy")
+
+
+def state(letter: str = "S", *, frozen: bool = False, worker: str = "S") -> ProcessState:
+    threads = (ThreadState(10, "python", letter), ThreadState(11, "python", worker))
+    return ProcessState(10, 1, 5, 0.0, "python", ("python", "t.py"), letter, threads, frozen=frozen)
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "why"),
+    [
+        (state("S"), None, ""),
+        (state("R"), state("D"), ""),
+        (state("T"), None, "the process is stopped"),
+        (state("t"), None, "the process is stopped"),
+        (state("S", frozen=True), None, "its cgroup is frozen"),
+        (state("D"), None, "thread 10 is in uninterruptible sleep"),
+        (state("D"), state("D"), "thread 10 is in uninterruptible sleep"),
+        (state("D"), state("S"), ""),  # a short wait for a disk, most likely
+        (state("S", worker="D"), state("S", worker="D"), "thread 11 is in uninterruptible sleep"),
+    ],
+)
+def test_when_the_target_must_not_be_stopped(now: ProcessState, before: ProcessState | None, why: str) -> None:
+    assert stacks.why_nonblocking(now, before) == why
+
+
+def test_text_of_a_sample() -> None:
+    sample = StackSample(
+        10,
+        0.0,
+        "py-spy dump --json",
+        (
+            Thread((Frame("/lib/threading.py", 982, "Thread.run"),), "bg", 11),
+            Thread((Frame("/a/train.py", 7, "read"), Frame("libc.so.6", 0, "poll")), "MainThread", 10, owns_gil=True),
+        ),
+    )
+    main = ThreadState(10, "python", "S", "anon_pipe_read", 0, "read", 5, "pipe:[123]")
+    process = ProcessState(10, 1, 5, 0.0, "python", ("python", "t.py"), "S", (main, ThreadState(11, "bg", "S")))
+    assert stacks.to_text(sample, process) == (
+        "Process 10: python t.py\n"
+        "State S (sleeping)\n"
+        "Read by py-spy dump --json\n"
+        "\n"
+        'Thread 10 (idle+gil): "MainThread" [S, read(fd 5 -> pipe:[123]), in anon_pipe_read]\n'
+        "    read (/a/train.py:7)\n"
+        "    poll (libc.so.6)\n"
+        'Thread 11 (idle): "bg" [S]\n'
+        "    Thread.run (/lib/threading.py:982)\n"
+    )
+
+
+def test_text_without_stacks_still_shows_the_kernels_view() -> None:
+    text = stacks.to_text(None, state("D"), missing="py-spy is not installed")
+    assert "State D (uninterruptible sleep)" in text
+    assert "No Python stacks: py-spy is not installed" in text
+    assert "Kernel thread 11 'python' [S]" in text
+
+
+# --- complaints -------------------------------------------------------------------------------------------------------
+
+FACTS = tracing.Facts(alive=True, same_user=True, capable=True, yama=None, container=False, executable="python3.12")
+NO_CAPABILITY = """Error: Failed to get process executable name. Check that the process is running.
+
+Caused by:
+    0: Permission denied (os error 13)
+    1: Permission denied (os error 13)
+
+Stack backtrace:
+   0: <E as anyhow::context::ext::StdError>::ext_context
+"""
+OTHER_USER = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n"
+
+
+def facts(**changes: object) -> tracing.Facts:
+    return tracing.Facts(**{**FACTS.__dict__, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "known", "expected"),
+    [
+        (NO_CAPABILITY, facts(capable=False, container=True), "--cap-add=SYS_PTRACE"),
+        (NO_CAPABILITY, facts(capable=False, yama=1), "sysctl kernel.yama.ptrace_scope=0"),
+        (NO_CAPABILITY, facts(yama=3), "nobody may trace until the next reboot"),
+        (NO_CAPABILITY, facts(alive=False), "the process is gone"),
+        (OTHER_USER, facts(capable=False, same_user=False), "it runs as another user; run safelaunch as that user"),
+        ("Error: Failed to suspend process\n", FACTS, "the process is stopped"),
+        ("Error: Failed to find python version from target process\n", FACTS, "not a Python process"),
+        ("Error: Unsupported version of Python: 3.19.0\n", FACTS, "upgrade py-spy"),
+        ("Error: Failed to find a python interpreter in the .data section\n", FACTS, "still starting"),
+        (
+            "Error: Strange\n\nCaused by:\n    0: Deep\n    1: Deep\n\nStack backtrace:\n   0: x\n",
+            FACTS,
+            "Strange: Deep",
+        ),
+        ("", FACTS, "it failed without a message"),
+    ],
+)
+def test_complaints_lead_to_a_remedy(stderr: str, known: tracing.Facts, expected: str) -> None:
+    explained = tracing.explain(stderr, known)
+    assert expected in explained
+    assert "\n" not in explained
+
+
+def test_py_spy_is_the_given_one_or_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert stacks.find_py_spy("/opt/py-spy") == "/opt/py-spy"
+    monkeypatch.setattr(stacks.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CaptureError) as caught:
+        stacks.find_py_spy()
+    assert "pip install py-spy" in caught.value.fix
+    (tmp_path / "py-spy").touch(mode=0o755)
+    assert stacks.find_py_spy() == str(tmp_path / "py-spy")

@@ -1,0 +1,194 @@
+"""Logs, NVML's answers, and the circumstances of a node: parsing alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safelaunch.capture import gpu, logs, node, worker_server
+from safelaunch.capture.result import Result, attempt
+from safelaunch.errors import CaptureError
+
+SECOND = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([], ""),
+        ([(0, 1, b"one\ntwo\n")], "00:00:00.000 out| one\n00:00:00.000 out| two\n"),
+        (
+            [(SECOND, 1, b"hal"), (2 * SECOND, 2, b"other\n"), (3 * SECOND, 1, b"f\nrest")],
+            "00:00:01.000 out| half\n00:00:02.000 err| other\n00:00:03.000 out| rest\n",
+        ),
+        ([(1_500_000_000, 2, b" 10%\r 20%\r 30%")], "00:00:01.500 err|  30%\n"),
+        ([(0, 1, b"dos\r\n")], "00:00:00.000 out| dos\n"),
+        ([(0, 1, "grün\n".encode()), (0, 1, b"\xff\n")], "00:00:00.000 out| grün\n00:00:00.000 out| \ufffd\n"),
+        ([(0, 2, b"api_key=abc\n")], "00:00:00.000 err| api_key=[redacted]\n"),
+    ],
+)
+def test_log_tail(records: list[tuple[int, int, bytes]], expected: str) -> None:
+    assert logs.log_tail(records) == expected
+
+
+def test_kernel_records() -> None:
+    record = "4,2,1500000,-;NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus\n SUBSYSTEM=pci\n"
+    assert logs.parse_kmsg(record, 0.0) == (
+        "1970-01-01 00:00:01 NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus"
+    )
+    assert logs.parse_kmsg("nonsense", 0.0) == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Out of memory: Killed process 4711 (python) total-vm:1kB",
+        "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null)",
+        "NVRM: Xid (PCI:0000:65:00): 79",
+        "INFO: task python:4711 blocked for more than 120 seconds.",
+        "nfs: server storage not responding, still trying",
+        "blk_update_request: I/O error, dev nvme0n1, sector 5",
+    ],
+)
+def test_relevant_lines_of_the_kernel(line: str) -> None:
+    assert logs.relevant(["usb 1-1: new device", line, "eth0: link becomes ready"]) == [line]
+
+
+def test_only_the_last_relevant_lines_are_kept() -> None:
+    lines = [f"oom-kill: {number}" for number in range(logs.MAX_KERNEL_LINES + 5)]
+    assert logs.relevant(lines) == lines[5:]
+
+
+# --- NVML -------------------------------------------------------------------------------------------------------------
+
+
+class NvmlError(Exception):
+    value = 12
+
+
+def nvml(**functions: Any) -> Any:
+    """The module ``pynvml`` of a node with one GPU; what is not given is not supported."""
+
+    def unsupported(*_: object) -> Any:
+        raise NvmlError("Not Supported")
+
+    names = [
+        "Init", "Shutdown", "SystemGetDriverVersion", "SystemGetCudaDriverVersion", "DeviceGetCount",
+        "DeviceGetHandleByIndex", "DeviceGetMemoryInfo", "DeviceGetUUID", "DeviceGetName",
+        "DeviceGetUtilizationRates", "DeviceGetPowerUsage", "DeviceGetTemperature", "DeviceGetClockInfo",
+        "DeviceGetTotalEccErrors", "DeviceGetComputeRunningProcesses",
+    ]  # fmt: skip
+    constants = dict.fromkeys(["TEMPERATURE_GPU", "CLOCK_SM", "MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC"], 0) | {
+        "ERROR_LIBRARY_NOT_FOUND": 12
+    }
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        **{f"nvml{name}": functions.get(name, unsupported) for name in names},
+        **{f"NVML_{name}": value for name, value in constants.items()},
+    )
+
+
+def test_a_gpu_in_full_and_what_it_does_not_tell() -> None:
+    process = SimpleNamespace(pid=4711, usedGpuMemory=1 << 30)
+    document = gpu.query(
+        nvml(
+            Init=lambda: None,
+            SystemGetDriverVersion=lambda: b"550.54",
+            DeviceGetCount=lambda: 1,
+            DeviceGetHandleByIndex=lambda index: index,
+            DeviceGetUUID=lambda handle: "GPU-0",
+            DeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=1, total=2),
+            DeviceGetPowerUsage=lambda handle: 70500,
+            DeviceGetComputeRunningProcesses=lambda handle: [process],
+        )
+    )
+    assert document["driver"] == "550.54"
+    (found,) = document["gpus"]
+    assert (found["uuid"], found["power_w"], found["memory_total_bytes"]) == ("GPU-0", 70.5, 2)
+    assert found["processes"] == [{"pid": 4711, "memory_bytes": 1 << 30}]
+    assert found["name"] is None
+    json.dumps(document)
+
+
+def test_a_gpu_that_fell_off_the_bus_is_listed() -> None:
+    document = gpu.query(nvml(Init=lambda: None, DeviceGetCount=lambda: 1))
+    assert document["gpus"] == [{"index": 0, "error": "Not Supported"}]
+
+
+def test_no_driver() -> None:
+    assert gpu.query(nvml()) == {"missing": "no NVIDIA driver here (libnvidia-ml.so.1 not found)"}
+
+
+# --- node -------------------------------------------------------------------------------------------------------------
+
+
+def test_environ() -> None:
+    assert node.parse_environ(b"A=1\0B=x=y\0broken\0=z\0C=\0") == {"A": "1", "B": "x=y", "C": ""}
+
+
+def test_meminfo_and_limits() -> None:
+    assert node.parse_meminfo("MemTotal:       2048 kB\nHugePages_Total:       0\nBuffers: 1 kB\n") == {
+        "MemTotal": 2048 * 1024
+    }
+    limits = "Limit                     Soft Limit           Hard Limit           Units     \n"
+    limits += "Max open files            1024                 4096                 files     \n"
+    assert node.parse_limits(limits) == {"Max open files": "1024"}
+
+
+def test_versions_of_another_installation(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(
+        "__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\ngit_version = 'abc'\nhip: Optional[str] = None\n"
+    )
+    for name, version in [("torch", "2.9.1"), ("nvidia_nccl_cu12", "2.27.5")]:
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    found = node.versions([str(tmp_path), "/opt/x/lib/python3.12/site-packages"]).value
+    assert found is not None
+    expected = {"torch": "2.9.1", "torch_cuda": "12.8", "torch_git": "abc", "nvidia-nccl-cu12": "2.27.5"}
+    assert expected.items() <= found.items()
+    assert found["python"] == "3.12"
+    assert "torch_hip" not in found
+    assert "deepspeed" not in found
+
+
+# --- the guards -------------------------------------------------------------------------------------------------------
+
+
+def test_attempt_names_the_reason() -> None:
+    def fail() -> int:
+        raise CaptureError("the disk is full", "delete something")
+
+    assert attempt("x", fail).missing == "the disk is full (delete something)"
+    assert attempt("x", lambda: 1 // 0).missing.startswith("ZeroDivisionError: ")
+    assert attempt("x", lambda: 5).value == 5
+
+
+def test_a_result_becomes_a_line_of_the_manifest() -> None:
+    artifact = Result(None, "NVML", 0.25, missing="no driver").artifact("node/n/gpus.json")
+    assert (artifact.path, artifact.how, artifact.duration_s, artifact.missing, artifact.bytes) == (
+        "node/n/gpus.json", "NVML", 0.25, "no driver", 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 4", (200, 4)),
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length:  55  \r\nX: y", (404, 55)),
+        (b"HTTP/1.0 200 OK", (200, None)),
+    ],
+)
+def test_head_of_an_answer(head: bytes, expected: object) -> None:
+    assert worker_server.parse_head(head) == expected
+
+
+@pytest.mark.parametrize("head", [b"", b"SSH-2.0-OpenSSH", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked"])
+def test_head_of_something_else(head: bytes) -> None:
+    with pytest.raises(ValueError):
+        worker_server.parse_head(head)
