@@ -1,0 +1,157 @@
+"""``safelaunch presets``: what the shipped presets are; ``safelaunch presets show NAME|FILE``: what one sets, and why.
+
+--json prints the same as one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import UsageError
+from ..presets import EnvSetting, Preset, builtin_names, find_builtin_dir, list_presets, preset_chain
+
+_USAGE = "safelaunch presets [--json] | safelaunch presets show NAME|FILE [--json]"
+
+
+def main(argv: list[str]) -> int:
+    """Prints the table, or one preset. Raises UsageError or PresetError; returns 0."""
+    arguments = _parse(argv)
+    if arguments.ref is None:
+        found = list_presets()
+        _print(json.dumps([_summary_document(p) for p in found], indent=2) if arguments.json else render_table(found))
+        return 0
+    chain = preset_chain([arguments.ref], cwd=Path.cwd())
+    text = json.dumps(_document(chain), indent=2) if arguments.json else render_preset(chain, _width())
+    _print(text)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"safelaunch presets: {message}", f"usage: {_USAGE}")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(
+        "safelaunch presets",
+        usage=_USAGE,
+        description="What the presets are, or (show) what one sets, and why.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="show NAME|FILE", help="a shipped preset, or a file of your own")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_intermixed_args(argv)
+    words = arguments.words
+    if words and words[0] != "show":
+        known = words[0] in builtin_names(find_builtin_dir())
+        fix = f"to see it: safelaunch presets show {words[0]}" if known else f"usage: {_USAGE}"
+        raise UsageError(f"safelaunch presets: unexpected {words[0]!r}", fix)
+    if words and len(words) != 2:
+        raise UsageError("safelaunch presets show takes one name or file", f"usage: {_USAGE}")
+    arguments.ref = words[1] if words else None
+    return arguments
+
+
+def _print(text: str) -> None:
+    print(text.rstrip("\n"))
+
+
+def _width() -> int:
+    """Columns of the terminal, at most 120; 100 where there is none."""
+    return min(120, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def render_table(presets: tuple[Preset, ...]) -> str:
+    """One line for each preset: name and summary."""
+    column = max((len(preset.name) for preset in presets), default=0) + 2
+    lines = [f"{preset.name:<{column}}{preset.summary}" for preset in presets]
+    lines += ["", "What one sets, and why: safelaunch presets show NAME", "Use: safelaunch --preset NAME ... train.py"]
+    return "\n".join(lines)
+
+
+def render_preset(chain: tuple[Preset, ...], width: int) -> str:
+    """One preset (the last of ``chain``) after those that it extends: description, variables, watchdog settings."""
+    preset = chain[-1]
+    rest = preset.description.removeprefix(preset.summary).strip()
+    lines = [preset.name, *_wrapped(preset.summary, "  ", width), *_wrapped(rest, "  ", width), ""]
+    if preset.extends:
+        lines += [f"extends {', '.join(name for name, _ in preset.extends)}", ""]
+    lines += [f"file {preset.path}", ""]
+    settings = _settings(chain)
+    if settings:
+        lines.append("environment (a variable that you export yourself keeps your value):")
+    for setting in settings.values():
+        lines += _setting_lines(setting, preset, width)
+    watchdog = _watchdog(chain)
+    if watchdog:
+        lines += ["", "watchdog:", *(f"  {key} {_shown(value)}" for key, value in watchdog.items())]
+    if not settings and not watchdog:
+        lines.append("It sets nothing.")
+    return "\n".join(lines)
+
+
+def _setting_lines(setting: EnvSetting, preset: Preset, width: int) -> list[str]:
+    notes = [f"torch {setting.torch}"] if setting.torch else []
+    if setting.yields_to:
+        notes.append(f"not if you export {' or '.join(setting.yields_to)}")
+    if setting.origin != f"preset {preset.name}":
+        notes.append(f"from {setting.origin.removeprefix('preset ')}")
+    lines = [f"  {setting.name}={setting.value}", *_wrapped(setting.why, " " * 6, width)]
+    return [*lines, f"      ({'; '.join(notes)})"] if notes else lines
+
+
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+
+
+def _shown(value: object) -> str:
+    return "auto" if value is None else f"{value:g} s" if isinstance(value, float) else str(value)
+
+
+def _settings(chain: tuple[Preset, ...]) -> Mapping[str, EnvSetting]:
+    """What remains for any version of torch: later wins."""
+    return {setting.name: setting for preset in chain for setting in preset.env}
+
+
+def _watchdog(chain: tuple[Preset, ...]) -> Mapping[str, object]:
+    return {key: value for preset in chain for key, value in preset.watchdog.items()}
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _summary_document(preset: Preset) -> dict[str, Any]:
+    return {"name": preset.name, "description": preset.summary}
+
+
+def _document(chain: tuple[Preset, ...]) -> dict[str, Any]:
+    preset = chain[-1]
+    return {
+        "name": preset.name,
+        "file": str(preset.path),
+        "description": preset.description,
+        "extends": [name for name, _ in preset.extends],
+        "env": [_setting_document(setting) for setting in _settings(chain).values()],
+        "watchdog": {key: "auto" if value is None else value for key, value in _watchdog(chain).items()},
+    }
+
+
+def _setting_document(setting: EnvSetting) -> dict[str, Any]:
+    return {
+        "name": setting.name,
+        "value": setting.value,
+        "why": setting.why,
+        "torch": setting.torch,
+        "yields-to": list(setting.yields_to),
+        "from": setting.origin,
+    }
