@@ -20,12 +20,13 @@ _MAX_KMSG_BYTES = 8 << 20
 
 # What explains a hang or a killed rank: memory, GPUs, stuck tasks, storage, network, hardware.
 _RELEVANT = re.compile(
-    r"out of memory|oom[-_ ]?kill|killed process|memory cgroup|\bnvrm\b|\bxid\b|nvidia|nvlink|nvswitch|gpu has fallen"
-    r"|hung task|blocked for more than|soft lockup|hard lockup|rcu.*stall|segfault|general protection|traps:"
-    r"|i/o error|blk_update_request|buffer i/o|nvme.*(timeout|reset|abort)|ext4-fs error|xfs.*(error|corrupt)"
-    r"|\bnfs\b|\blustre|\bceph|\bgpfs|\bmmfs|\bbeegfs|fuse.*(error|abort)|server .* not responding"
-    r"|machine check|\bmce: .*error|edac .*error|hardware error|aer: |pcie bus error|dmar: .*fault|iommu.*fault"
-    r"|remounting filesystem|mlx5.*(error|timeout|fail|down)|link (is )?down|thermal.*critical|temperature above|throttl",
+    r"out of memory|oom[-_ ]?kill|killed process|memory cgroup|\bnvrm\b|\bxid\b|nvidia|nvlink|nvswitch"
+    r"|gpu has fallen|hung task|blocked for more than|soft lockup|hard lockup|rcu.*stall|segfault"
+    r"|general protection|traps:|i/o error|blk_update_request|nvme.*(timeout|reset|abort)|ext4-fs error"
+    r"|xfs.*(error|corrupt)|\bnfs\b|\blustre|\bceph|\bgpfs|\bmmfs|\bbeegfs|fuse.*(error|abort)"
+    r"|server .* not responding|remounting filesystem|machine check|\bmce: .*error|edac .*error|hardware error"
+    r"|aer: |pcie bus error|dmar: .*fault|iommu.*fault|mlx5.*(error|timeout|fail|down)|link (is )?down"
+    r"|thermal.*critical|temperature above|throttl",
     re.IGNORECASE,
 )
 

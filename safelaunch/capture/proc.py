@@ -82,7 +82,9 @@ def read_process(pid: int, *, clock: Callable[[], float] = time.monotonic, deadl
         return structs.replace(quick, note=error.message)
     except Exception as error:  # noqa: BLE001 - the boundary: what was read without blocking still counts
         return structs.replace(quick, note=f"details of /proc/{pid}: {type(error).__name__}: {error}")
-    return structs.replace(quick, threads=threads or quick.threads, cmdline=cmdline, note="; ".join(notes))
+    threads = threads or quick.threads
+    letter = next((t.state for t in threads if t.tid == pid), quick.state)  # of the same moment as the rest
+    return structs.replace(quick, state=letter, threads=threads, cmdline=cmdline, note="; ".join(notes))
 
 
 def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> ProcessState:

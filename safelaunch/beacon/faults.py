@@ -1,0 +1,128 @@
+"""What a rank leaves behind when it ends: fatal-signal stacks, its first uncaught exception, the way it exited."""
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+from time import monotonic_ns, time
+
+from . import layout, log, marks, page
+
+PR_SET_PTRACER = 0x59616D61
+YAMA = "/proc/sys/kernel/yama/ptrace_scope"
+
+_owner = 0
+_supervisor = 0
+_words = None
+_exception_path = ""
+_previous_hook = None
+_enabled_ours = False
+_fault_fd = -1
+
+
+def install(base, words, supervisor):
+    """Sets the handlers of this rank up; ``base`` is its page's path, ``supervisor`` the pid that may trace it."""
+    global _owner, _supervisor, _words, _exception_path, _previous_hook
+    _owner, _supervisor, _words = os.getpid(), supervisor, words
+    _exception_path = base + layout.EXCEPTION_SUFFIX
+    log.guarded(_install_faulthandler)(base + layout.FAULT_SUFFIX)
+    log.guarded(allow_tracing)()
+    _previous_hook = sys.excepthook
+    sys.excepthook = _excepthook
+    atexit.register(_at_exit)
+
+
+def _install_faulthandler(path):
+    global _enabled_ours, _fault_fd
+    import fcntl
+
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    # A high number: a script that closes and reopens its low descriptors must not find ours under one of them.
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 240)
+        os.close(fd)
+        fd = high
+    except OSError:
+        pass  # few descriptors allowed: the low one serves as well
+    _fault_fd = fd
+    if not faulthandler.is_enabled():  # PYTHONFAULTHANDLER: the user wants it on stderr, and keeps it there
+        faulthandler.enable(file=fd, all_threads=True)
+        _enabled_ours = True
+    faulthandler.register(signal.SIGTERM, file=fd, all_threads=True, chain=True)
+
+
+def allow_tracing():
+    """Under Yama's ptrace_scope=1 only ancestors may trace: names the supervisor, whose descendants then may, too."""
+    if not _supervisor or not os.path.exists(YAMA):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(_supervisor), 0, 0, 0)
+
+
+def detach():
+    """In a forked child: its fatal signals and its SIGTERM must not write into its parent's file."""
+    global _enabled_ours
+    faulthandler.unregister(signal.SIGTERM)
+    if _enabled_ours:
+        faulthandler.disable()
+        _enabled_ours = False
+    if sys.excepthook is _excepthook:
+        sys.excepthook = _previous_hook
+    if _fault_fd >= 0:
+        try:
+            os.close(_fault_fd)
+        except OSError:
+            pass  # the script closed it before us
+    allow_tracing()
+
+
+def _excepthook(kind, value, traceback):
+    _note_exception(kind, value, traceback)
+    _previous_hook(kind, value, traceback)
+    # The peers are looked at while this rank still holds its connections: once it is gone they fail, too.
+    if os.getpid() == _owner and issubclass(kind, Exception):
+        log.guarded(page.wait_for_ack)(_words, _supervisor)
+
+
+@log.guarded
+def _note_exception(kind, value, traceback):
+    if os.getpid() != _owner or _words[layout.EXCEPTION_NS]:
+        return
+    _words[layout.EXCEPTION_NS] = monotonic_ns()
+    import json
+    from traceback import format_exception, walk_tb
+
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(traceback)]
+    record = {
+        "type": f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__,
+        "message": _text_of(value)[:4096],
+        "time_unix_s": time(),
+        "frames": [{"file": os.path.abspath(f), "line": n or 0, "function": name} for f, n, name in frames[::-1]],
+        "text": "".join(format_exception(kind, value, traceback))[-32768:],
+    }
+    partial = _exception_path + ".partial"
+    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(record, file)
+    os.rename(partial, _exception_path)
+    marks.set_state(layout.EXCEPTION)
+
+
+def _text_of(value):
+    try:
+        return str(value)
+    except Exception as error:  # the exception's own __str__ failed; the traceback module copes, and so do we
+        return f"<unprintable: {type(error).__name__}>"
+
+
+@log.guarded
+def _at_exit():
+    if os.getpid() != _owner:
+        return
+    # A script that put its own sys.excepthook in place of ours: the interpreter has noted the exception all the same.
+    value = getattr(sys, "last_value", None)
+    if value is not None and not _words[layout.EXCEPTION_NS]:
+        _note_exception(type(value), value, value.__traceback__)
+    _words[layout.EXIT_NS] = monotonic_ns()
+    marks.set_state(layout.EXITED)

@@ -1,0 +1,36 @@
+"""Where the beacon's own faults go: a file in the run directory, never the job's output."""
+
+import os
+import sys
+
+from . import layout
+
+run_dir = ""
+
+
+def fault(where):
+    """Notes the exception being handled. Costs the evidence that depended on it, nothing else."""
+    try:
+        import traceback
+
+        text = f"[pid {os.getpid()}] {where}: {''.join(traceback.format_exception(*sys.exc_info()))}\n"
+        fd = os.open(os.path.join(run_dir, layout.LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, text.encode("utf-8", "backslashreplace"))
+        finally:
+            os.close(fd)
+    except Exception:
+        return  # the run directory is gone or full: there is nowhere left to say it but the job's own output
+
+
+def guarded(function):
+    """Decorator: an exception of ``function`` (safelaunch's own fault) is noted and does not reach the script."""
+
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            fault(getattr(function, "__name__", "step"))
+            return None
+
+    return call

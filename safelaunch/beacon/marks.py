@@ -1,0 +1,91 @@
+"""Step, phase and state marks: plain stores into the progress page. Nothing here makes a system call."""
+
+from time import monotonic_ns
+
+from . import layout
+
+# Before a page is claimed, and in a forked child, the marks go to a page that nobody reads.
+_bytes = bytearray(layout.SIZE)
+_words = memoryview(_bytes).cast("Q")
+_slots = {}
+
+
+def use(buffer, words):
+    """Directs all marks to ``buffer`` (bytes) and ``words`` (the same as 64-bit words)."""
+    global _bytes, _words
+    _bytes, _words = buffer, words
+
+
+def detach():
+    """Directs all marks to nowhere: the page belongs to the parent of this process."""
+    use(bytearray(layout.SIZE), memoryview(bytearray(layout.SIZE)).cast("Q"))
+
+
+def optimizer_stepped(optimizer, args, kwargs):
+    """torch's optimizer step post hook: counts per optimizer, so that a GAN's two do not look like one that is twice as fast."""
+    slot = _slots.get(id(optimizer))
+    if slot is None:
+        slot = _new_slot(optimizer)
+    words = _words
+    words[slot] += 1
+    words[layout.LAST_STEP_NS] = monotonic_ns()
+
+
+def _new_slot(optimizer):
+    """The word that counts this optimizer; those past the last word only mark the time."""
+    number = len(_slots)
+    if number >= layout.MAX_OPTIMIZERS:
+        slot = layout.FIRST_OPTIMIZER + layout.MAX_OPTIMIZERS  # a word that no reader looks at
+    else:
+        slot = layout.FIRST_OPTIMIZER + number
+        _words[layout.OPTIMIZERS] = number + 1
+    _slots[id(optimizer)] = slot
+    if not _words[layout.FIRST_STEP_NS]:
+        _words[layout.FIRST_STEP_NS] = monotonic_ns()
+    return slot
+
+
+def user_stepped():
+    """``safelaunch.step()``."""
+    words = _words
+    words[layout.USER_STEPS] += 1
+    now = monotonic_ns()
+    words[layout.LAST_STEP_NS] = now
+    if not words[layout.FIRST_STEP_NS]:
+        words[layout.FIRST_STEP_NS] = now
+
+
+def set_state(state):
+    """One of ``layout.STARTED`` ... ``layout.EXITED``; a state never goes back."""
+    if state > _words[layout.STATE]:
+        _words[layout.STATE] = state
+
+
+def server_is_up():
+    _words[layout.SERVER_NS] = monotonic_ns()
+
+
+def set_phase(name, timeout_s):
+    """``safelaunch.phase()``: ``timeout_s`` 0 = the watchdog's own threshold. Returns the phase before, to go back to."""
+    before = get_phase()
+    data = name.encode("utf-8", "replace")[: layout.PHASE_MAX]
+    _words[layout.PHASE_LENGTH] = 0  # a reader never sees the new length with the old text
+    _bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + len(data)] = data
+    _words[layout.PHASE_TIMEOUT_NS] = int(timeout_s * 1e9)
+    _words[layout.PHASE_SINCE_NS] = monotonic_ns()
+    _words[layout.PHASE_LENGTH] = len(data)
+    return before
+
+
+def get_phase():
+    """``(name, timeout_s)`` of the current phase; ``("", 0.0)`` outside any."""
+    length = _words[layout.PHASE_LENGTH]
+    text = bytes(_bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length])
+    return text.decode("utf-8", "replace"), _words[layout.PHASE_TIMEOUT_NS] / 1e9
+
+
+def pause(delta):
+    """+1 pauses the watch of this rank, -1 undoes it and counts as progress."""
+    _words[layout.PAUSED] = max(0, _words[layout.PAUSED] + delta)
+    if not _words[layout.PAUSED]:
+        _words[layout.PHASE_SINCE_NS] = monotonic_ns()

@@ -1,0 +1,42 @@
+"""Creating and writing a progress page from inside a rank or the agent."""
+
+import mmap
+import os
+from time import monotonic_ns, sleep
+
+from . import layout
+
+
+def start_ticks():
+    """This process's start time in clock ticks since boot: field 22 of /proc/self/stat."""
+    with open("/proc/self/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+def create(path):
+    """Maps a new page of ``layout.WORDS`` words at ``path``; returns ``(mmap, view of 64-bit words)``.
+
+    The blocks are allocated before they are mapped: storing into a hole of a full tmpfs would end the rank by SIGBUS.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, layout.SIZE)
+        mapped = mmap.mmap(fd, layout.SIZE)
+    finally:
+        os.close(fd)
+    words = memoryview(mapped).cast("Q")
+    words[layout.PID] = os.getpid()
+    words[layout.START_TICKS] = start_ticks()
+    words[layout.CLAIMED_NS] = monotonic_ns()
+    return mapped, words
+
+
+def wait_for_ack(words, supervisor_pid):
+    """Waits until the supervisor has looked at the peers, at most ``layout.HOLD_S`` and only while it lives."""
+    deadline = monotonic_ns() + int(layout.HOLD_S * 1e9)
+    while not words[layout.ACK] and monotonic_ns() < deadline:
+        try:
+            os.kill(supervisor_pid, 0)
+        except OSError:
+            return
+        sleep(0.01)

@@ -1,0 +1,66 @@
+"""c10d's worker server: an HTTP server on a unix socket, run by C++ threads, that answers while Python hangs.
+
+It is started before any process group exists and never stopped: destroying it in a forked child shuts the listener of
+the parent down, which then aborts.
+"""
+
+import os
+import sys
+
+GIL_HANDLER = "safelaunch_gil"
+FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
+
+
+def start(path):
+    """Starts the server on ``path``. Returns False where this torch has none."""
+    try:
+        from torch._C import _distributed_c10d as c10d
+
+        server_class = c10d._WorkerServer
+    except (ImportError, AttributeError):
+        return False
+    register = getattr(c10d, "_register_handler", None)
+    if register is not None:
+        register(GIL_HANDLER, _answer_gil)
+        register(FLIGHT_RECORD_HANDLER, _answer_flight_record)
+    server = _without_its_greeting(lambda: server_class(path))
+    _never_destroy(server)
+    return True
+
+
+def _answer_gil(request, response):
+    response.set_content(b"ok", "text/plain")
+    response.set_status(200)
+
+
+def _answer_flight_record(request, response):
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    response.set_content(_dump_fr_trace(), "application/octet-stream")
+    response.set_status(200)
+
+
+def _never_destroy(server):
+    import ctypes
+
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+
+
+def _without_its_greeting(make):
+    """Calls ``make`` while descriptor 2 leads to memory; puts back on stderr what is not the server's greeting."""
+    sys.stderr.flush()
+    kept = os.memfd_create("safelaunch-stderr", os.MFD_CLOEXEC)
+    real = os.dup(2)
+    try:
+        os.dup2(kept, 2, inheritable=True)
+        try:
+            return make()
+        finally:
+            os.dup2(real, 2, inheritable=True)
+            said = os.pread(kept, 1 << 20, 0)
+            for line in said.splitlines(keepends=True):
+                if b"Server listening" not in line:
+                    os.write(2, line)
+    finally:
+        os.close(real)
+        os.close(kept)

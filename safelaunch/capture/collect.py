@@ -1,0 +1,173 @@
+"""Everything about each rank, written into the bundle as it comes: from the looks already taken to the logs.
+
+The order is that of intrusiveness: what needs nothing of the rank, then what needs no GIL, then what needs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from safelaunch.beacon import layout, ring
+from safelaunch.model import (
+    Artifact,
+    GilTest,
+    Progress,
+    RankEvidence,
+    RankException,
+    RankExit,
+)
+
+from . import flight_recorder, logs, stacks, worker_server
+from .flight_recorder import FlightCapture
+from .look import Look, RankLook, Target, evidence_of
+from .parallel import gather
+from .result import attempt
+
+RANK_DEADLINE_S = 8.0
+
+
+class Sink(Protocol):
+    """Takes artifacts: the bundle being assembled."""
+
+    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
+
+    def add_json(self, artifact: Artifact, value: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the supervisor knows of a rank without asking it."""
+
+    progress: Progress | None = None
+    exception: RankException | None = None
+    exit: RankExit | None = None
+    code_roots: tuple[str, ...] = ()
+
+
+def ranks(
+    targets: Sequence[Target],
+    looks: Sequence[Look],
+    known: Mapping[int, Known],
+    pages: Path,
+    host: str,
+    sink: Sink,
+    *,
+    ask: bool = True,
+) -> tuple[RankEvidence, ...]:
+    """The evidence of all ``targets``, in parallel; every file or its absence goes to ``sink``.
+
+    ``ask`` False: the ranks are gone, or about to be: their worker servers are not asked.
+    """
+
+    def one(target: Target) -> RankEvidence:
+        return _rank(target, looks, known.get(target.rank, Known()), pages, host, sink, ask)
+
+    calls = [lambda target=target: one(target) for target in targets]  # type: ignore[misc]
+    results = gather(calls, deadline_s=RANK_DEADLINE_S + 2.0)
+    return tuple(
+        result or RankEvidence(target.rank, host, target.pid, target.local_rank)
+        for target, result in zip(targets, results, strict=True)
+    )
+
+
+def _rank(
+    target: Target, looks: Sequence[Look], known: Known, pages: Path, host: str, sink: Sink, ask: bool
+) -> RankEvidence:
+    folder = f"ranks/{target.rank}"
+    main, children = evidence_of(looks, target.rank)
+    last = next((look.ranks[target.rank] for look in reversed(looks) if target.rank in look.ranks), None)
+    _write_stacks(folder, last, sink)
+    sink.add_json(_from_proc(f"{folder}/proc.json", main is not None), {"main": main, "children": children})
+    progress = known.progress
+    sink.add_json(
+        Artifact(f"{folder}/progress.json", "progress page", 0.0, "" if progress else "this rank has no beacon"),
+        progress,
+    )
+    gil = GilTest()
+    record = None
+    if ask and target.socket is not None:
+        gil = worker_server.gil_test(str(target.socket))
+        capture = flight_recorder.flight_record_of(str(target.socket), ask_python=gil.python is not False)
+        record = capture.record.value
+        _write_flight_record(target.rank, capture, sink)
+    else:
+        reason = "not asked: the rank is ending" if not ask else _no_server(target)
+        sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
+    tail = _write_beacon_files(folder, target, pages, known.exception, sink)
+    return RankEvidence(
+        rank=target.rank,
+        host=host,
+        pid=target.pid,
+        local_rank=target.local_rank,
+        progress=progress,
+        main=main,
+        children=children,
+        flight_record=record,
+        gil=gil,
+        exception=known.exception,
+        exit=known.exit,
+        beacon=target.has_beacon,
+        code_roots=known.code_roots,
+        log_tail=tail,
+    )
+
+
+def _no_server(target: Target) -> str:
+    if not target.has_beacon:
+        return "this rank has no beacon (python -I, or PYTHONPATH was replaced)"
+    return "the worker server is not up: torch.distributed was not imported yet, or this torch has none"
+
+
+def _from_proc(path: str, there: bool) -> Artifact:
+    return Artifact(path, "/proc", 0.0, "" if there else "the process had ended")
+
+
+def _write_stacks(folder: str, look: RankLook | None, sink: Sink) -> None:
+    main = look.main if look is not None else None
+    if look is None or main is None:
+        sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, "the rank could not be looked at"), None)
+        return
+    texts = [stacks.to_text(main.stack.value, main.state, missing=main.stack.missing)]
+    for child in look.children:
+        texts.append(stacks.to_text(child.stack.value, child.state, missing=child.stack.missing))
+    shown = msgspec.structs.replace(main.stack.artifact(f"{folder}/stack.txt"), missing="", note=main.stack.missing)
+    sink.add(shown, "\n".join(texts))
+    samples = [process.stack.value for process in (main, *look.children) if process.stack.value is not None]
+    sink.add_json(main.stack.artifact(f"{folder}/stack.json"), samples or None)
+
+
+def _write_flight_record(rank: int, capture: FlightCapture, sink: Sink) -> None:
+    sink.add(capture.json.artifact(f"ranks/{rank}/flight_recorder.json"), capture.json.value)
+    sink.add(capture.pickle.artifact(f"ranks/{rank}/flight_recorder.pickle"), capture.pickle.value)
+    if capture.pickle.value is not None:
+        # The folder that torchfrtrace reads.
+        sink.add(capture.pickle.artifact(f"flight_recorder/nccl_trace_rank_{rank}"), capture.pickle.value)
+
+
+def _write_beacon_files(
+    folder: str, target: Target, pages: Path, exception: RankException | None, sink: Sink
+) -> str:
+    """The output ring, the fault file and the exception; returns the decoded end of the rank's output."""
+    if not target.has_beacon:
+        sink.add(Artifact(f"{folder}/log_tail.txt", "output ring", 0.0, "this rank has no beacon"), None)
+        return ""
+    base = pages / target.page_name
+    result = attempt("output ring", lambda: logs.log_tail(ring.read(f"{base}{layout.RING_SUFFIX}")))
+    sink.add(result.artifact(f"{folder}/log_tail.txt"), result.value)
+    fault = Path(f"{base}{layout.FAULT_SUFFIX}")
+    begin = time.monotonic()
+    try:
+        data = fault.read_bytes()[: 1 << 20]
+    except OSError:
+        data = b""
+    if data:
+        sink.add(Artifact(f"{folder}/fault.txt", "faulthandler", time.monotonic() - begin), data)
+    if exception is not None:
+        sink.add_json(Artifact(f"{folder}/exception.json", "beacon", 0.0), exception)
+    return result.value or ""

@@ -1,0 +1,139 @@
+"""One look at all ranks at once: the kernel's view of every process and thread, then the Python stacks.
+
+Two looks some seconds apart show what moves; both stay in the bundle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safelaunch.errors import CaptureError
+from safelaunch.model import ProcessEvidence, ProcessState, StackSample
+
+from . import proc, stacks
+from .parallel import gather
+from .result import Result
+
+MAX_CHILDREN = 48  # per rank; more than that is not a loader's worker pool, and the look must stay short
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A rank to look at. ``socket``: its worker server's path, None when it is not up. ``start_ticks`` with
+    ``pid`` identifies the process."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    start_ticks: int
+    page_name: str = ""
+    socket: Path | None = None
+
+    @property
+    def has_beacon(self) -> bool:
+        return bool(self.page_name)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLook:
+    """One process at one moment; ``state`` None: it is gone."""
+
+    pid: int
+    state: ProcessState | None
+    stack: Result[StackSample]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLook:
+    """A rank and its children at one moment; ``main`` None: nothing could be read within the deadline."""
+
+    rank: int
+    main: ProcessLook | None
+    children: tuple[ProcessLook, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All ranks at one moment; ``begin_s`` and ``end_s`` are CLOCK_MONOTONIC."""
+
+    begin_s: float
+    end_s: float
+    ranks: dict[int, RankLook] = field(default_factory=dict)
+
+
+def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None = None, native: bool = False) -> Look:
+    """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; never raises.
+
+    ``earlier`` settles which D states last, so that py-spy is not made to wait for them.
+    """
+    begin = time.monotonic()
+    table = proc.process_table()
+    before = _states(earlier)
+
+    def one(target: Target) -> RankLook:
+        return _rank(target, table, before, min(deadline_s, stacks.DEADLINE_S), native)
+
+    results = gather([lambda target=target: one(target) for target in targets], deadline_s=deadline_s)  # type: ignore[misc]
+    ranks = {
+        target.rank: result or RankLook(target.rank, None) for target, result in zip(targets, results, strict=True)
+    }
+    return Look(begin, time.monotonic(), ranks)
+
+
+def _states(look: Look | None) -> dict[int, ProcessState]:
+    found: dict[int, ProcessState] = {}
+    for rank in look.ranks.values() if look else ():
+        for process in (rank.main, *rank.children):
+            if process is not None and process.state is not None:
+                found[process.pid] = process.state
+    return found
+
+
+def _rank(
+    target: Target,
+    table: dict[int, tuple[int, int]],
+    before: dict[int, ProcessState],
+    deadline_s: float,
+    native: bool,
+) -> RankLook:
+    main = _process(target.pid, before, deadline_s, native)
+    if main.state is not None and main.state.start_ticks != target.start_ticks:
+        main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
+    below = proc.process_tree(target.pid, table)[:MAX_CHILDREN]
+    looks = gather(
+        [lambda pid=pid: _process(pid, before, deadline_s, False) for pid, _ in below],  # type: ignore[misc]
+        deadline_s=2 * deadline_s,
+        workers=4,
+    )
+    return RankLook(target.rank, main, tuple(look for look in looks if look is not None and look.state is not None))
+
+
+def _process(pid: int, before: dict[int, ProcessState], deadline_s: float, native: bool) -> ProcessLook:
+    try:
+        state = proc.read_process(pid)
+    except CaptureError as error:
+        return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
+    stack = stacks.stack_of(pid, before.get(pid, state), deadline_s=deadline_s, native=native)
+    return ProcessLook(pid, state, stack)
+
+
+def evidence_of(looks: Sequence[Look], rank: int) -> tuple[ProcessEvidence | None, tuple[ProcessEvidence, ...]]:
+    """The rank's main process and its children over several looks, oldest first."""
+    mains = [look.ranks[rank].main for look in looks if rank in look.ranks]
+    children: dict[int, list[ProcessLook]] = {}
+    for look in looks:
+        for child in look.ranks[rank].children if rank in look.ranks else ():
+            children.setdefault(child.pid, []).append(child)
+    main = _merge([process for process in mains if process is not None], "main")
+    return main, tuple(merged for c in children.values() if (merged := _merge(c, "")) is not None)
+
+
+def _merge(looks: Sequence[ProcessLook], role: str) -> ProcessEvidence | None:
+    states = tuple(look.state for look in looks if look.state is not None)
+    samples = tuple(look.stack.value for look in looks if look.stack.value is not None)
+    if not states and not samples:
+        return None
+    return ProcessEvidence(role or proc.role_of(states[-1] if states else None, samples), states, samples)

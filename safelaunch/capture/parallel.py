@@ -1,0 +1,47 @@
+"""Runs several looks at once in daemon threads; one that never returns costs its own result, not the others'."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int = 16) -> list[T | None]:
+    """The results of ``calls`` in their order; None for one that did not return within ``deadline_s`` seconds
+    in all.
+
+    The calls must not raise (sources return their failures); one that does counts as not returned.
+    """
+    waiting: SimpleQueue[int] = SimpleQueue()
+    done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
+    for index in range(len(calls)):
+        waiting.put(index)
+
+    def work() -> None:
+        while True:
+            try:
+                index = waiting.get_nowait()
+            except Empty:
+                return
+            result: T | None = None
+            try:
+                result = calls[index]()
+            finally:
+                done.put((index, result))
+
+    for number in range(min(workers, len(calls))):
+        threading.Thread(target=work, name=f"capture-{number}", daemon=True).start()
+    results: list[T | None] = [None] * len(calls)
+    until = time.monotonic() + deadline_s
+    for _ in calls:
+        try:
+            index, result = done.get(timeout=max(0.0, until - time.monotonic()))
+        except Empty:
+            break
+        results[index] = result
+    return results

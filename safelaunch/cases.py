@@ -1,0 +1,185 @@
+"""A stall and a crash, each from its first sign to its bundle: what is looked at when, and when the ranks are let go.
+
+``advance`` is called with every tick and never blocks; the work is done in threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from . import incident
+from .console import say
+from .incident import Circumstances, Looks, Report
+from .model import RankExit
+from .stall import Movement, Stall
+from .task import Task
+from .watch import Glance, Watch
+
+Exits = Callable[[], Mapping[int, RankExit]]
+
+
+@dataclass
+class _Suspicion:
+    """A closer look under way: what is suspected, what has been seen, when the second look is due (None: no sooner)."""
+
+    stall: Stall
+    looks: Looks | None = None
+    second_look_s: float | None = None
+
+
+class StallCase:
+    """suspect → two looks → conclusion → bundle."""
+
+    def __init__(self, watch: Watch, about: Circumstances, exits: Exits) -> None:
+        self._watch = watch
+        self._about = about
+        self._exits = exits
+        self._suspicion: _Suspicion | None = None
+        self._looking: Task[Looks] | None = None
+        self._writing: Task[Report] | None = None
+        self._said_undecided = False
+
+    @property
+    def busy(self) -> bool:
+        return self.looking or self.writing
+
+    @property
+    def looking(self) -> bool:
+        return self._suspicion is not None
+
+    @property
+    def writing(self) -> bool:
+        return self._writing is not None
+
+    def abandon(self) -> None:
+        """A rank has failed meanwhile: that is what happened, and the stall was its beginning."""
+        self._suspicion = None
+        self._looking = None
+
+    def advance(self, glance: Glance, now: float) -> Report | None:
+        """One tick; returns the report when a hang has been confirmed and its bundle is written."""
+        event = glance.event
+        if event is not None and event.kind == "suspect" and event.stall is not None:
+            self._suspicion = _Suspicion(event.stall)
+            self._look(None)
+        elif event is not None and event.kind == "recovered" and self._said_undecided:
+            self._said_undecided = False
+            say("it moves again; watching on")
+        if self._suspicion is not None:
+            self._advance_suspicion(self._suspicion, now)
+        if self._writing is not None and self._writing.done:
+            writing, self._writing = self._writing, None
+            return writing.result()
+        return None
+
+    def _look(self, looks: Looks | None) -> None:
+        targets = self._watch.targets()
+        self._looking = Task("look", lambda: incident.look_at(targets, looks))
+
+    def _advance_suspicion(self, suspicion: _Suspicion, now: float) -> None:
+        if suspicion.second_look_s is not None and now >= suspicion.second_look_s:
+            suspicion.second_look_s = None
+            self._look(suspicion.looks)
+        if self._looking is None or not self._looking.done:
+            return
+        first = suspicion.looks is None
+        suspicion.looks = self._looking.result()
+        self._looking = None
+        if first:
+            suspicion.second_look_s = now + self._watch.policy.confirm_s
+        else:
+            self._suspicion = None
+            self._conclude(suspicion.stall, suspicion.looks, now)
+
+    def _conclude(self, stall: Stall, looks: Looks, now: float) -> None:
+        event = self._watch.conclude(stall, self._movement(stall, looks), now)
+        if event is None or self._writing is not None:
+            return
+        if event.kind == "undecided":
+            self._say_undecided(stall, now)
+        elif event.kind == "hang":
+            self._begin_writing(stall, looks, now)
+
+    def _movement(self, stall: Stall, looks: Looks) -> Movement:
+        from . import movement
+
+        if self._watch.stepped_since(stall):
+            return "moving"
+        return movement.judge(looks.taken[-2], looks.taken[-1])
+
+    def _begin_writing(self, stall: Stall, looks: Looks, now: float) -> None:
+        stalled_s = now - stall.mark_s
+        where = "no step yet" if stall.before_first_step else f"last step {stall.step}"
+        say(f"nothing has moved for {stalled_s:.0f} s ({where}): collecting evidence from every rank")
+        known = incident.known_of(self._watch, self._exits())
+        self._writing = Task(
+            "bundle", lambda: incident.write("hang", looks, known, self._about, stall_s=stalled_s)
+        )
+
+    def _say_undecided(self, stall: Stall, now: float) -> None:
+        if self._said_undecided:
+            return
+        self._said_undecided = True
+        policy = self._watch.policy
+        limit = policy.startup_max_s if stall.before_first_step else policy.max_stall_s
+        until = f"--max-stall, {limit:.0f} s, decides" if limit is not None else "not a reason to act before the first step"
+        say(f"no step for {now - stall.mark_s:.0f} s, but something computes or writes ({until})")
+
+
+class CrashCase:
+    """first failure → one look at the peers while they live → they are let go → the agent's account → bundle."""
+
+    def __init__(self, watch: Watch, about: Circumstances, exits: Exits) -> None:
+        self._watch = watch
+        self._about = about
+        self._exits = exits
+        self._looks: Looks | None = None
+        self._looking: Task[Looks] | None = None
+        self._writing: Task[Report] | None = None
+        self._failed = False
+
+    @property
+    def busy(self) -> bool:
+        return self._looking is not None or self._writing is not None
+
+    def wants(self, glance: Glance) -> bool:
+        """Whether a first failure has just been seen."""
+        failing = any(event.event == "failing" for event in glance.agent)
+        return self._looks is None and (failing or bool(glance.raised))
+
+    def advance(self, glance: Glance) -> Report | None:
+        """One tick; returns the report when a crash is over and its bundle is written."""
+        if any(event.event == "started" for event in glance.agent):
+            self._looks, self._failed = None, False
+        if self.wants(glance):
+            self._begin()
+        if self._looking is not None and self._looking.done:
+            self._looks, self._looking = self._looking.result(), None
+        if self._looking is None and self._looks is not None and (glance.raised or glance.agent):
+            self._watch.acknowledge()
+        for event in glance.agent:
+            self._failed = self._failed or event.event == "failing"
+            if event.event == "closed" and self._failed and self._writing is None:
+                self._failed = False
+                self._begin_writing()
+        if self._writing is not None and self._writing.done:
+            writing, self._writing = self._writing, None
+            return writing.result()
+        return None
+
+    def _begin(self) -> None:
+        targets = self._watch.targets()
+        self._looks = Looks(targets)
+
+        def look() -> Looks:
+            try:
+                return incident.look_at(targets, None)
+            finally:
+                self._watch.acknowledge()
+
+        self._looking = Task("look", look)
+
+    def _begin_writing(self) -> None:
+        looks, known = self._looks or Looks(()), incident.known_of(self._watch, self._exits())
+        self._writing = Task("bundle", lambda: incident.write("crash", looks, known, self._about, ask=False))

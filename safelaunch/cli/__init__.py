@@ -1,0 +1,47 @@
+"""The command line: one file per subcommand. Code raises; only ``main`` prints an error and turns it into an exit code."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+# The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
+COMMANDS = {
+    "demo": ".demo",
+    "presets": ".presets",
+}
+COMING = ("exec", "colaunch", "diagnose", "dump", "status", "gpus", "doctor")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs safelaunch; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    from safelaunch.errors import SafelaunchError
+
+    try:
+        return _dispatch(words)
+    except SafelaunchError as error:
+        from safelaunch.console import say
+
+        say(str(error))
+        return error.exit_code
+    except BrokenPipeError:
+        # Whoever read our output has gone; say nothing more to it, and end as other programs do.
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    first = words[0] if words else ""
+    if first in COMMANDS:
+        code = import_module(COMMANDS[first], __name__).main(words[1:])
+        return int(code)
+    if first in COMING:
+        from safelaunch.errors import UsageError
+
+        raise UsageError(f"'safelaunch {first}' is not there yet.", "To run a script of that name: ./" + first)
+    from .run import main as run
+
+    return run(words)

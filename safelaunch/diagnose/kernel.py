@@ -1,0 +1,126 @@
+"""What the kernel says a thread waits for, made comparable over samples, Python versions and architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from safelaunch.model import ProcessEvidence, ThreadState
+
+_SLEEP = frozenset({"nanosleep", "clock_nanosleep", "pause", "rt_sigsuspend", "rt_sigtimedwait"})
+_LOCK = frozenset({"futex", "futex_wait", "futex_waitv"})
+_CHILD = frozenset({"wait4", "waitid", "waitpid"})
+_SELECT = frozenset({"select", "pselect6"})
+_POLL = frozenset({"poll", "ppoll", "epoll_wait", "epoll_pwait", "epoll_pwait2"})
+_IO = frozenset(
+    "read write pread64 pwrite64 readv writev preadv pwritev preadv2 pwritev2 recvfrom recvmsg recvmmsg sendto sendmsg"
+    " sendmmsg connect accept accept4 open openat openat2 close flock fcntl fsync fdatasync sync syncfs msync sendfile"
+    " splice copy_file_range io_getevents io_uring_enter stat fstat newfstatat statx getdents64 rename renameat2 unlink"
+    " unlinkat ftruncate fallocate mkdir mkdirat recv send".split()
+)
+_WCHAN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("sleep", ("nanosleep", "sys_pause", "sigtimedwait", "sigsuspend")),
+    ("lock", ("futex",)),
+    ("child", ("do_wait", "kernel_waitid")),
+    ("poll", ("poll_schedule_timeout", "ep_poll", "epoll", "do_select", "do_poll")),
+    (
+        "io",
+        ("pipe", "fifo", "wait_for_partner", "unix_stream", "unix_dgram", "wait_woken", "sk_wait", "sk_stream", "tcp_",
+         "inet_", "skb_", "locks_lock", "flock", "fuse", "nfs", "rpc_", "tty", "n_tty", "folio_wait", "io_schedule"),
+    ),
+)  # fmt: skip
+
+BUSY_SHARE = 0.2  # of a core, over the time between the samples; cores may be shared, waits use under 0.02
+
+
+@dataclass(frozen=True)
+class KernelWait:
+    """``kind``: running | sleep | lock | child | select | poll | io | disk | stopped | dead | unknown.
+
+    ``call`` is the system call or wait channel as shown to people; ``target`` what a read or write is on.
+    ``cpu_share``: of one core between the first and the last sample; None with a single sample.
+    """
+
+    kind: str
+    call: str = ""
+    target: str = ""
+    fd: int | None = None
+    cpu_share: float | None = None
+
+    @property
+    def busy(self) -> bool:
+        if self.cpu_share is not None:
+            return self.cpu_share >= BUSY_SHARE
+        return self.kind == "running"
+
+
+def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tuple[float, ThreadState]]:
+    """(time, state) of one thread, the main thread by default, oldest first."""
+    found = []
+    for state in process.states:
+        wanted = state.pid if tid is None else tid
+        found += [(state.at_s, thread) for thread in state.threads if thread.tid == wanted]
+    return found
+
+
+def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
+    """What ``tid`` (default: the main thread) waits for.
+
+    A state has to last: D or T in one of several samples is a passing moment, and a thread with CPU time between the
+    samples is running whatever the moment of the look showed. The first informative sample names the call, because
+    a stack reader that stopped the process leaves ``restart_syscall`` behind.
+    """
+    samples = thread_samples(process, tid)
+    main = tid is None or (bool(process.states) and tid == process.pid)
+    whole = {state.state for state in process.states} if main else set()
+    if whole and whole <= {"Z", "X"}:
+        return KernelWait("dead")
+    if process.states and all(state.frozen for state in process.states):
+        return KernelWait("stopped", "frozen cgroup")
+    states = [thread.state for _, thread in samples] or sorted(whole)
+    share = _cpu_share(samples)
+    if states and all(state in "Tt" for state in states):
+        return KernelWait("stopped", cpu_share=share)
+    if states and all(state == "D" for state in states):
+        return KernelWait("disk", _channel([t for _, t in samples]), cpu_share=share)
+    if share is not None and share >= BUSY_SHARE:
+        return KernelWait("running", cpu_share=share)
+    for _, thread in samples:
+        kind = _kind(thread)
+        if kind != "unknown":
+            return KernelWait(kind, thread.syscall_name or thread.wchan, thread.fd_target, thread.fd, share)
+    running = bool(states) and all(state == "R" for state in states) and share is None
+    return KernelWait("running" if running else "unknown", cpu_share=share)
+
+
+def _kind(thread: ThreadState) -> str:
+    name = thread.syscall_name
+    for kind, names in (("sleep", _SLEEP), ("lock", _LOCK), ("child", _CHILD), ("select", _SELECT), ("poll", _POLL)):
+        if name in names:
+            return kind
+    if name in _IO:
+        return "io"
+    for kind, channels in _WCHAN:
+        if any(channel in thread.wchan for channel in channels):
+            return kind
+    return "unknown"
+
+
+def _channel(threads: list[ThreadState]) -> str:
+    return next((t.wchan for t in threads if t.wchan not in ("", "0")), "") or next(
+        (t.syscall_name for t in threads if t.syscall_name), ""
+    )
+
+
+def _cpu_share(samples: list[tuple[float, ThreadState]]) -> float | None:
+    if len(samples) < 2:
+        return None
+    (begin, first), (end, last) = samples[0], samples[-1]
+    return (last.cpu_ms - first.cpu_ms) / 1000 / (end - begin) if end > begin else None
+
+
+def wait_words(wait: KernelWait) -> str:
+    """The wait in brackets after a sentence: ``system call read on pipe:[7]``."""
+    if wait.kind == "running":
+        return "" if wait.cpu_share is None else f"{wait.cpu_share:.0%} of a core"
+    target = f" on {wait.target}" if wait.target else ""
+    return f"{wait.call}{target}" if wait.call else ""

@@ -1,0 +1,73 @@
+"""From a main thread that waits for a lock to the thread or child that keeps it waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.conditions import Condition, View, thread_condition
+from safelaunch.model import Claim, Thread
+
+
+def process_condition(view: View, children: Sequence[View] = ()) -> Condition:
+    """What keeps the process where it is: its main thread's condition, followed through the locks of the process."""
+    own = thread_condition(view, view.main)
+    return own if own.lock is None else _follow(view, own, own.lock, children)
+
+
+def _follow(view: View, own: Condition, lock: fr.LockWait, children: Sequence[View]) -> Condition:
+    """Who could end the wait?
+
+    A joined thread or a future (``work``) is somebody's work, so whichever single thread (or, with no thread, child)
+    still runs user code is what the main thread waits for. A queue or an event (``signal``) is fed by some thread:
+    it is followed to one that is blocked, not to one asleep, which is more likely a timer. A plain lock is held by
+    somebody we cannot see: the wait itself is the finding, and the other threads are told as evidence.
+    """
+    others = _others(view)
+    waiting = [(t, c) for t, c in others if c.lock is not None]
+    claims = tuple(view.stack_claim(f"thread {t.name or t.os_tid!r} {c.reason}") for t, c in others)
+    if lock.on == "work":
+        if len(others) == 1:
+            return _blame(own, others[0][1], others[0][0].name or str(others[0][0].os_tid))
+        if waiting and len(waiting) == len(others):
+            return replace(waiting[0][1], reason=_deadlock_words(waiting), claims=own.claims + claims)
+        if not others and (child := _child(children)):
+            return _blame(own, child[1], "", child[0])
+    elif lock.on == "signal":
+        blocked = [(t, c) for t, c in others if c.cause in ("blocking-io", "uninterruptible-io")]
+        if len(blocked) == 1:
+            return replace(_blame(own, blocked[0][1], blocked[0][0].name), confidence="medium")
+    reason = own.reason
+    if waiting:
+        reason += " while " + ", ".join(f"thread {t.name or t.os_tid!r} {c.reason}" for t, c in waiting[:4])
+    sure = "high" if waiting else own.confidence
+    return replace(own, reason=reason, confidence=sure, claims=own.claims + claims)
+
+
+def _others(view: View) -> list[tuple[Thread, Condition]]:
+    """The other threads that are inside user code; pools that wait for work and library threads are not."""
+    found = []
+    for thread in view.sample.threads if view.sample else ():
+        if thread is view.main or fr.user_frame(fr.python_frames(thread), view.code_roots) is None:
+            continue
+        found.append((thread, thread_condition(view, thread)))
+    return sorted(found, key=lambda pair: pair[0].os_tid or 0)
+
+
+def _child(children: Sequence[View]) -> tuple[View, Condition] | None:
+    """The one child process that is inside user code, when there is exactly one."""
+    inside = [v for v in children if v.user_frame is not None]
+    return (inside[0], process_condition(inside[0])) if len(inside) == 1 else None
+
+
+def _blame(own: Condition, other: Condition, thread: str, child: View | None = None) -> Condition:
+    who = f"child process {child.process.pid}" if child else f"its thread {thread!r}"
+    process = f"{child.process.role} (pid {child.process.pid})" if child else own.process
+    claims: tuple[Claim, ...] = own.claims + other.claims
+    return replace(other, reason=f"{own.reason}; {who} {other.reason}", process=process, claims=claims)
+
+
+def _deadlock_words(waiting: Sequence[tuple[Thread, Condition]]) -> str:
+    parts = [f"thread {t.name or t.os_tid!r} {c.reason}" for t, c in waiting[:4]]
+    return "has threads that wait for each other's locks: " + ", ".join(parts)

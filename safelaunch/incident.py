@@ -1,0 +1,215 @@
+"""One incident, from the first closer look to the published bundle: looks → evidence → verdict → bundle.
+
+Everything here runs in threads of the supervisor, so that signals and the job's end are still handled meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from .beacon import layout
+from .bundle import PUBLISH_DEADLINE_S, Published, Staging, name_of, publish
+from .capture import collect, gpu, logs, node
+from .capture.look import Look, Target, take
+from .capture.parallel import gather
+from .model import Artifact, Evidence, Outcome, RankEvidence, RankExit, Verdict
+from .progress import read_exception, read_meta
+from .watch import Watch
+
+LOOK_DEADLINE_S = 6.0
+NODE_DEADLINE_S = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """The ranks that were looked at, and each look at them, oldest first."""
+
+    targets: tuple[Target, ...]
+    taken: tuple[Look, ...] = ()
+
+    def plus(self, look: Look) -> Looks:
+        return replace(self, taken=(*self.taken, look)[-4:])
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of an incident."""
+
+    verdict: Verdict
+    evidence: Evidence
+    published: Published
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a bundle says about the job itself. ``launch`` goes to ``launch.json`` (already redacted)."""
+
+    run_name: str
+    run_dir: Path
+    bundle_dir: Path
+    fallback_dir: Path
+    launch: Mapping[str, object]
+    host: str = field(default_factory=socket.gethostname)
+
+
+def look_at(targets: Sequence[Target], looks: Looks | None, *, native: bool = False) -> Looks:
+    """One more look at the ranks; the first with ``looks`` None."""
+    earlier = looks.taken[-1] if looks is not None and looks.taken else None
+    look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier, native=native)
+    return (looks or Looks(tuple(targets))).plus(look)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The supervisor's knowledge of the ranks at the moment of an incident."""
+
+    ranks: Mapping[int, collect.Known]
+    world_size: int
+
+
+def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
+    """Pages, exceptions and exits as they are now."""
+    pages = watch.roster.pages()
+    found: dict[int, collect.Known] = {}
+    for rank in sorted(set(pages) | set(watch.roster.workers)):
+        page = pages.get(rank)
+        if page is None:
+            found[rank] = collect.Known(exit=exits.get(rank))
+            continue
+        meta = read_meta(watch.roster.companion(page, layout.META_SUFFIX))
+        found[rank] = collect.Known(
+            progress=page.read(),
+            exception=read_exception(watch.roster.companion(page, layout.EXCEPTION_SUFFIX)),
+            exit=exits.get(rank),
+            code_roots=meta.code_roots,
+        )
+    return Known(found, watch.world_size)
+
+
+def write(
+    outcome: Outcome,
+    looks: Looks,
+    known: Known,
+    about: Circumstances,
+    *,
+    stall_s: float = 0.0,
+    moving: bool = False,
+    ask: bool = True,
+) -> Report:
+    """Collects the rest, reaches a verdict and publishes the bundle. ``ask`` False: the ranks are gone."""
+    staging = Staging(about.run_dir / f"bundle-{outcome}-{time.time_ns()}")
+    sides: list[tuple[RankEvidence, ...]] = []
+
+    def ranks() -> None:
+        pages = about.run_dir / "pages"
+        sides.append(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
+
+    gather([ranks, lambda: _node(looks.targets, known, about, staging)], deadline_s=20.0)
+    evidence = _evidence(outcome, sides[0] if sides else (), known, about.host)
+    evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
+    from .diagnose import diagnose  # late: a run that never stalls does not pay for it
+
+    verdict = diagnose(evidence)
+    _finish(staging, verdict, evidence, about)
+    name = name_of(about.run_name, time.time(), outcome)
+    published = publish(staging.root, about.bundle_dir, name, about.fallback_dir, deadline_s=PUBLISH_DEADLINE_S)
+    return Report(verdict, evidence, published)
+
+
+def _evidence(outcome: Outcome, ranks: tuple[RankEvidence, ...], known: Known, host: str) -> Evidence:
+    """Ranks that were seen, those that had ended before anybody could look, and those nobody knows of."""
+    seen = {rank.rank for rank in ranks}
+    ended = tuple(
+        RankEvidence(
+            rank=rank,
+            host=host,
+            pid=item.progress.pid if item.progress else 0,
+            local_rank=item.progress.local_rank if item.progress else -1,
+            progress=item.progress,
+            exception=item.exception,
+            exit=item.exit,
+            code_roots=item.code_roots,
+            beacon=item.progress is not None,
+        )
+        for rank, item in known.ranks.items()
+        if rank not in seen
+    )
+    everybody = tuple(sorted((*ranks, *ended), key=lambda evidence: evidence.rank))
+    there = {rank.rank for rank in everybody}
+    missing = tuple(rank for rank in range(known.world_size) if rank not in there)
+    return Evidence(outcome=outcome, world_size=known.world_size, ranks=everybody, missing_ranks=missing)
+
+
+def _node(targets: Sequence[Target], known: Known, about: Circumstances, staging: Staging) -> None:
+    """The node's own files, in parallel."""
+    folder = f"node/{about.host}"
+    pid = targets[0].pid if targets else None
+    roots = next((item.code_roots for item in known.ranks.values() if item.code_roots), ())
+
+    def gpus() -> None:
+        result = gpu.gpus_json(deadline_s=NODE_DEADLINE_S)
+        staging.add(result.artifact(f"{folder}/gpus.json"), result.value)
+        text = gpu.nvidia_smi_text(deadline_s=NODE_DEADLINE_S)
+        staging.add(text.artifact(f"{folder}/nvidia_smi.txt"), text.value)
+
+    def kernel() -> None:
+        result = logs.kernel_log(deadline_s=NODE_DEADLINE_S)
+        staging.add(result.artifact(f"{folder}/kernel_log.txt"), result.value)
+
+    def rest() -> None:
+        versions = node.versions(roots, pid=pid)
+        staging.add_json(versions.artifact(f"{folder}/versions.json"), versions.value)
+        resources = node.resources(pid=pid)
+        staging.add_json(resources.artifact(f"{folder}/resources.json"), resources.value)
+        if pid is not None:
+            env = node.environment_of(pid)
+            staging.add_json(env.artifact(f"{folder}/env.json"), env.value)
+        _run_files(about.run_dir, folder, staging)
+
+    gather([gpus, kernel, rest], deadline_s=NODE_DEADLINE_S + 2.0)
+
+
+def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:
+    """What torch, NCCL and the beacons left in the run directory: their own dumps and logs."""
+    for path in sorted((run_dir / "flight_recorder").iterdir()):
+        place = f"flight_recorder/{path.name}" if "trace_rank" in path.name else f"{folder}/{path.name}"
+        staging.add(Artifact(place, "written by the job", 0.0), path.read_bytes()[: 64 << 20])
+    log = run_dir / layout.LOG
+    if log.exists():
+        staging.add(Artifact(f"{folder}/beacon.log", "beacon", 0.0), log.read_bytes()[: 1 << 20])
+
+
+def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances) -> None:
+    """verdict, reports, launch and, last, the manifest that lists all the others."""
+    staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), verdict)
+    staging.add_json(Artifact("launch.json", "safelaunch", 0.0), about.launch)
+    from . import report
+
+    begin = time.monotonic()
+    artifacts = tuple(sorted(staging.artifacts, key=lambda artifact: artifact.path))
+    for path, render in (("report.md", report.markdown), ("report.html", report.html)):
+        try:
+            text: str | None = render(verdict, evidence, artifacts)
+            missing = ""
+        except Exception as error:
+            text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
+        staging.add(Artifact(path, "safelaunch", round(time.monotonic() - begin, 3), missing), text)
+    listed = sorted(staging.artifacts, key=lambda artifact: artifact.path)
+    manifest = {
+        "schema": 1,
+        "host": about.host,
+        "written_unix_s": round(time.time(), 3),
+        "user": os.getuid(),
+        "artifacts": listed,
+        "missing": [artifact.path for artifact in listed if artifact.missing],
+    }
+    problem = staging.write("manifest.json", msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    if problem:
+        staging.artifacts.append(Artifact("manifest.json", "safelaunch", 0.0, problem))

@@ -1,0 +1,64 @@
+"""What a bundle says about how its job was started (``launch.json``), with secrets left out."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+from pathlib import Path
+
+from . import __version__
+from .capture.redact import redact_argv, redact_env
+from .incident import Circumstances
+from .paths import run_root
+from .session import Job
+
+
+def circumstances(job: Job) -> Circumstances:
+    """Everything a bundle needs to know about ``job``."""
+    assert job.run is not None
+    plan = job.plan
+    return Circumstances(
+        run_name=plan.run_name,
+        run_dir=job.run.root,
+        bundle_dir=plan.settings.bundle_dir,
+        fallback_dir=run_root({}, os.getuid()) / "bundles",
+        launch=_launch(job),
+    )
+
+
+def _launch(job: Job) -> dict[str, object]:
+    plan, settings = job.plan, job.plan.settings
+    values = redact_env({setting.name: setting.value for setting in plan.applied})
+    return {
+        "schema": 1,
+        "run_name": plan.run_name,
+        "host": socket.gethostname(),
+        "user": _user(),
+        "cwd": os.fspath(Path.cwd()),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(job.started_unix_s)),
+        "command": redact_argv(list(plan.argv)),
+        "safelaunch": __version__,
+        "torch": plan.torch.version,
+        "agent_pid": job.agent.pid,
+        "presets": list(settings.presets),
+        "environment": [
+            {"name": s.name, "value": values[s.name], "origin": s.origin, "why": s.why, "kept_yours": s.kept}
+            for s in plan.applied
+        ],
+        "watchdog": {
+            "stall_timeout_s": settings.effective_stall_timeout_s,
+            "startup_timeout_s": settings.startup_timeout_s,
+            "max_stall_s": settings.effective_max_stall_s,
+            "on_stall": settings.on_stall,
+            "origins": dict(settings.origins),
+        },
+    }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -1,0 +1,217 @@
+"""Starting, signalling and reaping the job's processes.
+
+A process is identified by its pid *and* its start time: nothing is ever signalled by name, by environment, or by a pid
+that may have been given to somebody else meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+# Passed on to torchrun as they come. SIGTSTP is left alone: Ctrl-Z stops safelaunch, as it would stop torchrun.
+FORWARDED = (
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+SI_KERNEL = 0x80  # siginfo.si_code of a signal that the terminal sent, <signal.h>
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process that cannot be mistaken for a later one with the same pid."""
+
+    pid: int
+    start_ticks: int
+
+    def is_alive(self) -> bool:
+        """Whether it still runs; a zombie does not."""
+        found = _stat(self.pid)
+        return found is not None and found.start_ticks == self.start_ticks and found.state not in "ZX"
+
+    def is_stopped(self) -> bool:
+        found = _stat(self.pid)
+        return found is not None and found.start_ticks == self.start_ticks and found.state in "Tt"
+
+    def send(self, signum: int) -> bool:
+        """Sends a signal if the process is still the same one. Returns whether it was."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            return self._send_by_pid(signum)
+        try:
+            # The descriptor pins the pid: what the start time says now stays true until the signal is sent.
+            if not self.is_alive():
+                return False
+            signal.pidfd_send_signal(descriptor, signum)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _send_by_pid(self, signum: int) -> bool:
+        """For kernels older than 5.3, which have no pidfd."""
+        if not self.is_alive():
+            return False
+        try:
+            os.kill(self.pid, signum)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    pid: int
+    ppid: int
+    state: str
+    start_ticks: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return _Stat(pid, int(fields[1]), fields[0].decode(), int(fields[19])) if len(fields) > 19 else None
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The identity of a process, or None when it is gone. A zombie still has one."""
+    found = _stat(pid)
+    return ProcessId(pid, found.start_ticks) if found else None
+
+
+def descendants(roots: Iterable[int], *, exclude: Iterable[int] = ()) -> tuple[ProcessId, ...]:
+    """Every process below ``roots`` (not themselves), parents before children; one pass over /proc.
+
+    ``exclude``: pids that are left out together with what is below them.
+    """
+    children: dict[int, list[_Stat]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (found := _stat(int(entry))) is not None:
+            children.setdefault(found.ppid, []).append(found)
+    left_out = set(exclude)
+    found_below: list[ProcessId] = []
+    queue = list(roots)
+    while queue:
+        for child in children.pop(queue.pop(0), ()):
+            if child.pid not in left_out:
+                found_below.append(ProcessId(child.pid, child.start_ticks))
+                queue.append(child.pid)
+    return tuple(found_below)
+
+
+def block_signals() -> frozenset[signal.Signals]:
+    """Blocks what the supervisor waits for itself; returns the mask before, which the job must start with.
+
+    To be called in the main thread before any other exists: threads inherit the mask.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
+    return frozenset(signal.Signals(number) for number in before)
+
+
+def start(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> int:
+    """Starts the job's first process in a session of its own, with our stdin, stdout and stderr; returns its pid.
+
+    Raises OSError. ``posix_spawn`` rather than ``subprocess``: it sets the signal mask, and it costs a few milliseconds
+    less to have. Python ignores SIGPIPE and SIGXFSZ for itself; the job starts with the defaults.
+    """
+    return os.posix_spawn(
+        argv[0],
+        list(argv),
+        dict(env),
+        setsid=True,
+        setsigmask=list(mask),
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+    )
+
+
+def become_subreaper() -> None:
+    """Orphans of the job become our children instead of init's, so that they can be found. Best effort (Linux 3.4)."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap(pid: int) -> int | None:
+    """The wait status of child ``pid`` if it has ended, else None."""
+    try:
+        done, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    return status if done else None
+
+
+def reap_orphans(keep: Iterable[int]) -> None:
+    """Reaps ended children that are not in ``keep`` (those whose status somebody waits for)."""
+    kept = set(keep)
+    while True:
+        try:
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if info is None or info.si_pid in kept:
+            return
+        reap(info.si_pid)
+
+
+def end_as(status: int) -> int:
+    """The exit code for a wait status; where a signal ended the job, ends this process by the same signal."""
+    if not os.WIFSIGNALED(status):
+        return os.waitstatus_to_exitcode(status)
+    signum = os.WTERMSIG(status)
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if signum not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
+    os.kill(os.getpid(), signum)
+    return 128 + signum  # not reached, unless the kernel refuses
+
+
+def end_all(
+    agent: ProcessId,
+    find: Callable[[], Sequence[ProcessId]],
+    *,
+    grace_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[ProcessId, ...]:
+    """SIGTERM, ``grace_s`` seconds, SIGKILL for the agent and all that ``find`` lists; returns what would not die.
+
+    The agent is asked first, so that torchrun ends its ranks as it does when a user stops it. ``find`` is called again
+    and again, as processes may be started meanwhile. What is left after SIGKILL is in the kernel's hands (D state).
+    """
+    known = {agent, *find()}
+    agent.send(signal.SIGTERM)
+    deadline = clock() + grace_s
+    while clock() < deadline:
+        known.update(find())
+        alive = [p for p in known if p.is_alive()]
+        if not alive or all(p.is_stopped() for p in alive if p != agent) and not agent.is_alive():
+            break
+        sleep(0.05)
+    deadline = clock() + max(2.0, grace_s)
+    while clock() < deadline:
+        known.update(find())
+        alive = [p for p in known if p.is_alive()]
+        if not alive:
+            return ()
+        for process in alive:
+            process.send(signal.SIGKILL)
+        sleep(0.05)
+    return tuple(p for p in known if p.is_alive())

@@ -1,0 +1,79 @@
+"""One job, end to end: run directory, start, watch, and the way it ends. What comes before the start is kept light."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import process
+from .console import say
+from .paths import RunPaths, create_run
+from .plan import Plan
+
+EXIT_HUNG = 124
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A started job: its agent, and where its run directory is (None: not watched)."""
+
+    plan: Plan
+    agent: process.ProcessId
+    run: RunPaths | None
+    started_unix_s: float
+
+
+def run(plan: Plan) -> int:
+    """Starts the job of ``plan`` and sees it to its end; returns the exit code. Raises OSError when it cannot start."""
+    directory = _prepare(plan)
+    env = plan.env if directory is not None else _without_beacon(plan)
+    mask = process.block_signals()
+    pid = process.start(plan.argv, env, mask)
+    # From here on everything that is imported costs the job nothing.
+    identity = process.identify(pid) or process.ProcessId(pid, 0)
+    job = Job(plan, identity, directory, time.time())
+    try:
+        from .supervise import Supervisor
+
+        return process.end_as(Supervisor(job).run()) if directory is not None else _only_forward(pid)
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory.root, ignore_errors=True)
+
+
+def _prepare(plan: Plan) -> RunPaths | None:
+    """The run directory, or None when the job is not watched, by choice or because it cannot be."""
+    if not plan.watched:
+        return None
+    try:
+        return create_run(plan.run_dir.parent, os.getpid(), os.getuid())
+    except OSError as error:
+        say(f"cannot watch this job: no run directory in {plan.run_dir.parent}: {error.strerror or error}")
+        say("it runs as under plain torchrun; free some space there, or remove what is in the way")
+        return None
+
+
+def _without_beacon(plan: Plan) -> dict[str, str]:
+    from .config import INTERNAL_ENV
+
+    env = {name: value for name, value in plan.env.items() if name not in INTERNAL_ENV}
+    inject = os.fspath(Path(__file__).parent / "beacon" / "inject")
+    if "PYTHONPATH" in env:
+        parts = [part for part in env["PYTHONPATH"].split(os.pathsep) if part != inject]
+        env["PYTHONPATH"] = os.pathsep.join(parts)
+        if not env["PYTHONPATH"] and "SAFELAUNCH_PYTHONPATH" not in plan.env:
+            del env["PYTHONPATH"]
+    return env
+
+
+def _only_forward(pid: int) -> int:
+    """A job that is not watched: signals are passed on, its end is ours."""
+    from .forward import Forwarder
+
+    forwarder = Forwarder(pid)
+    while (status := process.reap(pid)) is None:
+        forwarder.wait(1.0)
+    return process.end_as(status)

@@ -1,0 +1,151 @@
+"""When has a job stopped making progress? A pure state machine over the ranks' marks.
+
+``tick`` is given the marks several times a second and says when to *suspect* a stall; the caller then looks closer
+(two samples of stacks and process states some seconds apart) and tells ``conclude`` what it saw. The job is as far as
+its slowest stepping rank. Times are seconds of CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
+
+# Between two ticks the supervisor itself was stopped or the machine suspended: what it missed is no stall.
+CLOCK_GAP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Thresholds in seconds. ``startup_max_s`` None: before the first step, a rank that computes is never given up."""
+
+    stall_s: float
+    startup_s: float
+    max_stall_s: float
+    startup_max_s: float | None
+    confirm_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One rank's progress: when it was claimed and last stepped (None: never). ``exited``: its script has ended."""
+
+    rank: int
+    claimed_s: float
+    last_step_s: float | None = None
+    step: int | None = None
+    exited: bool = False
+    paused: bool = False
+    phase: str = ""
+    phase_since_s: float = 0.0
+    phase_timeout_s: float = 0.0
+
+
+class Status(Enum):
+    WATCHING = "watching"
+    CONFIRMING = "confirming"  # the caller is taking a closer look
+    UNDECIDED = "undecided"  # no step, yet something computes or writes
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """``base_s``: marks older than this count as made then (start of the watch, or the clock started again)."""
+
+    status: Status = Status.WATCHING
+    base_s: float = 0.0
+    last_tick_s: float = 0.0
+    look_again_s: float = 0.0
+    mark_s: float = 0.0  # the slowest rank's mark that the present suspicion rests on
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Why the job is suspected. ``ranks``: those whose mark is the oldest. ``before_first_step``: none has stepped."""
+
+    ranks: tuple[int, ...]
+    mark_s: float
+    stalled_s: float
+    threshold_s: float
+    before_first_step: bool
+    step: int | None = None
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    kind: Literal["suspect", "hang", "undecided", "recovered", "clock-restarted"]
+    stall: Stall | None = None
+
+
+Movement = Literal["moving", "active", "still", "stopped"]
+"""What the closer look saw: a mark changed; something computes or writes; nothing does; every rank is stopped."""
+
+
+def started(now: float) -> State:
+    """The state at the beginning of an attempt."""
+    return State(base_s=now, last_tick_s=now)
+
+
+def oldest(marks: tuple[Mark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
+    """How far behind the slowest rank is; None when there is nobody to judge (no rank yet, all done, one paused)."""
+    live = [mark for mark in marks if not mark.exited]
+    if not live or any(mark.paused for mark in live):
+        return None
+    stepping = [mark for mark in live if mark.last_step_s is not None]
+    judged = stepping or live
+    times = {mark.rank: _mark_s(mark, base_s) for mark in judged}
+    # Before the first step the latest arrival counts: ranks of one job may start far apart.
+    slowest_s = min(times.values()) if stepping else max(times.values())
+    slowest = [mark for mark in judged if times[mark.rank] == slowest_s]
+    threshold = policy.stall_s if stepping else policy.startup_s
+    threshold = max((mark.phase_timeout_s for mark in judged if mark.phase), default=0.0) or threshold
+    return Stall(
+        ranks=tuple(mark.rank for mark in (slowest if stepping else live)),
+        mark_s=slowest_s,
+        stalled_s=now - slowest_s,
+        threshold_s=threshold,
+        before_first_step=not stepping,
+        step=slowest[0].step,
+        phase=slowest[0].phase,
+    )
+
+
+def _mark_s(mark: Mark, base_s: float) -> float:
+    last = mark.claimed_s if mark.last_step_s is None else mark.last_step_s
+    return max(last, mark.phase_since_s, base_s)
+
+
+def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> tuple[State, Event | None]:
+    """One look at the marks. Emits ``suspect`` (take a closer look now), ``recovered`` or ``clock-restarted``."""
+    if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
+        return State(base_s=now, last_tick_s=now), Event("clock-restarted")
+    state = replace(state, last_tick_s=now)
+    if state.status is Status.HUNG:
+        return state, None
+    stall = oldest(marks, policy, state.base_s, now)
+    if stall is None or stall.mark_s > state.mark_s and state.status is not Status.WATCHING:
+        if state.status is Status.UNDECIDED:
+            return replace(state, status=Status.WATCHING), Event("recovered", stall)
+        # While the closer look is under way its own conclusion decides.
+        return state, None
+    if state.status is Status.CONFIRMING or stall.stalled_s < stall.threshold_s or now < state.look_again_s:
+        return state, None
+    return replace(state, status=Status.CONFIRMING, mark_s=stall.mark_s), Event("suspect", stall)
+
+
+def conclude(state: State, stall: Stall, movement: Movement, policy: Policy, now: float) -> tuple[State, Event | None]:
+    """What the closer look saw. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
+    ``clock-restarted``."""
+    if movement == "moving":
+        return replace(state, status=Status.WATCHING), Event("recovered", stall)
+    if movement == "stopped":
+        return State(base_s=now, last_tick_s=now), Event("clock-restarted", stall)
+    limit = policy.startup_max_s if stall.before_first_step else policy.max_stall_s
+    if movement == "still" or (limit is not None and now - stall.mark_s >= limit):
+        return replace(state, status=Status.HUNG), Event("hang", stall)
+    # Looking closer costs the job a little, so the looks grow rarer as the wait grows longer.
+    wait = max(policy.confirm_s, min(stall.threshold_s / 4, 60.0))
+    if limit is not None:
+        wait = min(wait, max(0.0, stall.mark_s + limit - now - policy.confirm_s))
+    return replace(state, status=Status.UNDECIDED, look_again_s=now + wait), Event("undecided", stall)

@@ -1,0 +1,40 @@
+"""Work that the supervisor's loop must not wait for: a daemon thread with a result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Task(Generic[T]):
+    """Runs ``work`` at once in a thread. ``result`` raises what ``work`` raised."""
+
+    def __init__(self, name: str, work: Callable[[], T]) -> None:
+        self._values: list[T] = []
+        self._error: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._values.append(self._work())
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits at most ``timeout_s`` seconds; returns whether the work is done."""
+        self._thread.join(timeout_s)
+        return self.done
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._values[0]
