@@ -1,0 +1,622 @@
+"""The sources of evidence against real processes: sleeping, blocked, stopped, frozen, in D state, dead."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from safelaunch.capture import gpu, logs, node, proc, stacks, worker_server
+from safelaunch.capture.flight_recorder import flight_record_of
+from safelaunch.errors import CaptureError
+from safelaunch.model import GilTest, ProcessState
+
+Start = Callable[..., "Program"]
+
+
+class Program:
+    """A running Python program; ``pid``, and ``wait_for`` a state of it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.pid = process.pid
+
+    def wait_for(self, reached: Callable[[ProcessState], bool], patience_s: float = 30.0) -> ProcessState:
+        until = time.monotonic() + patience_s
+        while not reached(state := proc.read_process(self.pid)):
+            assert time.monotonic() < until, state
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.01)
+        return state
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    programs: list[Program] = []
+
+    def run(source: str, *argv: str) -> Program:
+        script = tmp_path / f"program{len(programs)}.py"
+        script.write_text(textwrap.dedent(source))
+        process = subprocess.Popen(
+            [sys.executable, str(script), *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        programs.append(Program(process))
+        return programs[-1]
+
+    yield run
+    for program in programs:
+        tree = [pid for pid, _ in proc.process_tree(program.pid)] if program.process.poll() is None else []
+        for pid in [program.pid, *tree]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        program.process.communicate()
+
+
+def in_call(name: str) -> Callable[[ProcessState], bool]:
+    return lambda state: state.main_thread is not None and state.main_thread.syscall_name == name
+
+
+SLEEP = """
+    import threading, time
+    def background():
+        time.sleep(1000)
+    def train():
+        time.sleep(1000)
+    threading.Thread(target=background, daemon=True, name="bg").start()
+    train()
+"""
+COUNT = """
+    import time
+    print("up", flush=True)
+    n = 0
+    while True:
+        n += 1
+"""
+
+
+# --- /proc ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sleeping_process(start: Start) -> None:
+    program = start(SLEEP)
+    state = program.wait_for(lambda s: in_call("clock_nanosleep")(s) and len(s.threads) == 2)
+    assert (state.pid, state.ppid, state.state, state.note) == (program.pid, os.getpid(), "S", "")
+    assert state.cmdline[0] == sys.executable
+    assert state.start_ticks == proc.start_ticks(program.pid)
+    assert state.rss_bytes > 1 << 20
+    assert {thread.wchan for thread in state.threads} == {"hrtimer_nanosleep"}
+
+
+BLOCKED = {
+    "pipe": ("import os; r, w = os.pipe(); os.read(r, 1)", "read", r"pipe:\[\d+\]"),
+    "accept": (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); s.accept()",
+        "accept4",
+        r"tcp 127\.0\.0\.1:\d+ \(listening\)",
+    ),
+    "recv with a timeout": (
+        "import socket; s = socket.create_server(('127.0.0.1', 0));"
+        "c = socket.create_connection(s.getsockname()); c.settimeout(1000); c.recv(1)",
+        "poll",
+        r"tcp 127\.0\.0\.1:\d+ -> 127\.0\.0\.1:\d+ \(established\)",
+    ),
+    "recv of a socketpair": (
+        "import socket; a, b = socket.socketpair(); a.recv(1)",
+        "recvfrom",
+        r"unix socket:\[\d+\] .*",
+    ),
+    "flock": (
+        "import fcntl, os, sys; a = os.open(sys.argv[0], 0); b = os.open(sys.argv[0], 0);"
+        "fcntl.flock(a, 2); fcntl.flock(b, 2)",
+        "flock",
+        r"/.*/program0\.py",
+    ),
+    "open of a fifo": (
+        "import os, sys; path = sys.argv[0] + '.fifo'; os.mkfifo(path); os.open(path, os.O_RDONLY)",
+        "openat",
+        r"/.*/program0\.py\.fifo",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(BLOCKED))
+def test_what_a_blocked_call_waits_for(start: Start, case: str) -> None:
+    import re
+
+    source, call, target = BLOCKED[case]
+    state = start(source).wait_for(in_call(call))
+    main = state.main_thread
+    assert main is not None
+    assert re.fullmatch(target, main.fd_target), main
+
+
+def test_the_tree_and_a_zombie(start: Start) -> None:
+    program = start(
+        """
+        import os, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c",
+            "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"])
+        dead = subprocess.Popen(["true"])
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        print(child.pid, dead.pid, flush=True)
+        time.sleep(1000)
+        """
+    )
+    child, dead = (int(pid) for pid in program.line().split())
+    until = time.monotonic() + 20
+    while len(tree := proc.process_tree(program.pid)) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert {child, dead} <= {pid for pid, _ in tree}
+    assert all(proc.start_ticks(pid) == ticks for pid, ticks in tree)
+    state = proc.read_process(dead)
+    assert state.state == "Z"
+    assert "zombie" in state.note
+    assert "zombie" in stacks.stack_of(dead).missing
+
+
+def test_a_process_that_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    with pytest.raises(CaptureError, match="is gone"):
+        proc.read_process(process.pid)
+    assert proc.start_ticks(process.pid) is None
+    assert stacks.stack_of(process.pid).missing == f"process {process.pid} is gone"
+    assert "gone" in stacks.dump(process.pid).missing
+    assert "gone" in node.environment_of(process.pid).missing
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+def test_another_users_process(start: Start) -> None:
+    program = start(SLEEP)
+    program.wait_for(in_call("clock_nanosleep"))
+    os.seteuid(65534)
+    try:
+        state = proc.read_process(program.pid)
+        environment = node.environment_of(program.pid)
+    finally:
+        os.seteuid(0)
+    assert state.state == "S"
+    assert state.cmdline[0] == sys.executable
+    assert "permission denied" in state.note
+    assert "permission denied" in environment.missing
+
+
+def test_environment_of_a_process_is_redacted(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "very secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    environment = node.environment_of(start(SLEEP).pid).value
+    assert environment is not None
+    assert environment["WANDB_API_KEY"] == "[redacted]"
+    assert environment["NCCL_DEBUG"] == "INFO"
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def functions(result: stacks.Result[stacks.StackSample]) -> list[str]:
+    assert result.value is not None, result.missing
+    main = result.value.main_thread
+    assert main is not None
+    return [frame.function for frame in main.frames]
+
+
+def test_stacks_of_a_sleeping_process(start: Start) -> None:
+    program = start(SLEEP)
+    state = program.wait_for(lambda s: in_call("clock_nanosleep")(s) and len(s.threads) == 2)
+    result = stacks.stack_of(program.pid, state)
+    assert functions(result) == ["train", "<module>"]
+    assert (result.how, result.note) == ("py-spy dump --json", "")
+    assert result.value is not None
+    text = stacks.to_text(result.value, state)
+    assert f'Thread {program.pid} (idle): "MainThread" [S, clock_nanosleep, in hrtimer_nanosleep]\n    train (' in text
+    assert '"bg"' in text
+
+
+def test_a_stopped_process_stays_stopped(start: Start) -> None:
+    program = start(SLEEP)
+    program.wait_for(in_call("clock_nanosleep"))
+    os.kill(program.pid, signal.SIGSTOP)
+    program.wait_for(lambda s: s.state == "T")
+    result = stacks.stack_of(program.pid)
+    assert functions(result) == ["train", "<module>"]
+    assert "the process is stopped" in result.note
+    assert proc.state_letter(program.pid) == "T"
+
+
+@pytest.fixture
+def uninterruptible(start: Start, tmp_path: Path) -> Program:
+    """A Python process in D state: it waits in vfork for a child that does not exec."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        pytest.skip("needs a C compiler")
+    source = tmp_path / "wait.c"
+    source.write_text("#include <unistd.h>\nvoid wait_d(void) { if (vfork() == 0) { pause(); _exit(0); } }\n")
+    library = tmp_path / "wait.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    program = start(
+        """
+        import ctypes, sys
+        def load_shard():
+            ctypes.CDLL(sys.argv[1]).wait_d()
+        load_shard()
+        """,
+        str(library),
+    )
+    program.wait_for(lambda state: state.state == "D")
+    return program
+
+
+def test_uninterruptible_sleep(uninterruptible: Program) -> None:
+    state = proc.read_process(uninterruptible.pid)
+    assert state.main_thread is not None
+    assert state.main_thread.wchan
+    result = stacks.stack_of(uninterruptible.pid, state)
+    assert functions(result)[-2:] == ["load_shard", "<module>"]
+    assert "uninterruptible sleep" in result.note
+    assert result.duration_s < 2.0
+
+
+def test_py_spy_that_waits_for_a_d_state_is_given_up(uninterruptible: Program) -> None:
+    blocked = stacks.dump(uninterruptible.pid, deadline_s=0.5)
+    assert "no answer within 0.5 s" in blocked.missing
+    assert blocked.duration_s < 1.5
+    # An earlier look saw no D state: the first way is tried, given up, and the other one taken.
+    now = proc.read_process(uninterruptible.pid)
+    before = ProcessState(now.pid, now.ppid, now.start_ticks, 0.0, now.name, now.cmdline, "S")
+    result = stacks.stack_of(uninterruptible.pid, before, deadline_s=0.5)
+    assert functions(result)[-2:] == ["load_shard", "<module>"]
+    assert "no answer within 0.5 s" in result.note
+    # And when the wait ends, the process goes on as if nobody had looked.
+    (child, _), *_ = proc.process_tree(uninterruptible.pid)
+    os.kill(child, signal.SIGKILL)
+    assert uninterruptible.process.wait(10) == 0
+
+
+def test_a_py_spy_killed_at_any_moment_leaves_its_target_running(start: Start) -> None:
+    program = start(COUNT)
+    assert program.line() == "up"
+    for milliseconds in range(1, 31):
+        stacks.dump(program.pid, deadline_s=milliseconds / 1000)
+        assert proc.state_letter(program.pid) not in ("T", "t")
+    before = proc.read_process(program.pid).threads[0].cpu_ms
+    program.wait_for(lambda state: state.threads[0].cpu_ms > before, patience_s=10)
+
+
+def test_native_code_that_holds_the_gil(start: Start) -> None:
+    program = start(
+        """
+        import ctypes
+        def tokenize():
+            ctypes.PyDLL(None).sleep(1000)
+        tokenize()
+        """
+    )
+    program.wait_for(in_call("clock_nanosleep"))
+    result = stacks.stack_of(program.pid)
+    assert functions(result) == ["tokenize", "<module>"]
+    assert result.value is not None
+    main = result.value.main_thread
+    assert main is not None
+    assert (main.owns_gil, main.active) == (True, False)
+    native = stacks.stack_of(program.pid, native=True, deadline_s=stacks.NATIVE_DEADLINE_S)
+    assert "sleep" in functions(native)
+    assert native.value is not None
+    assert native.value.native
+
+
+def test_not_a_python_process() -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        assert "not a Python process" in stacks.stack_of(process.pid).missing
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_eight_processes_at_once(start: Start) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    programs = [start(SLEEP) for _ in range(8)]
+    for program in programs:
+        program.wait_for(in_call("clock_nanosleep"))
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda program: stacks.stack_of(program.pid), programs))
+    assert all(functions(result) == ["train", "<module>"] for result in results)
+
+
+FAKES = {
+    "hanging": ("#!/bin/sh\nexec sleep 1000\n", 0o755, "no answer within 0.5 s"),
+    "hanging, its child holds the pipe": ("#!/bin/sh\nsleep 1000\n", 0o755, "no answer within 0.5 s"),
+    "gone, its child holds the pipe": ("#!/bin/sh\nsleep 1000 &\n", 0o755, "no answer within 0.5 s"),
+    "not executable": ("#!/bin/sh\n", 0o644, "cannot start"),
+    "garbage": ("#!/bin/sh\necho garbage\n", 0o755, "unreadable output"),
+    "failing": ("#!/bin/sh\necho 'Error: no luck' >&2\nexit 1\n", 0o755, "no luck"),
+    "endless": ("#!/bin/sh\nexec cat /dev/zero\n", 0o755, "no answer within 0.5 s"),
+}
+
+
+@pytest.mark.parametrize("case", list(FAKES))
+def test_a_py_spy_that_does_not_work(tmp_path: Path, case: str) -> None:
+    script, mode, expected = FAKES[case]
+    fake = tmp_path / "py-spy"
+    fake.write_text(script)
+    fake.chmod(mode)
+    result = stacks.dump(os.getpid(), deadline_s=0.5, py_spy=str(fake))
+    assert expected in result.missing
+    assert result.duration_s < 2.0
+
+
+def test_no_py_spy_at_all(tmp_path: Path) -> None:
+    assert "cannot start" in stacks.dump(os.getpid(), py_spy=str(tmp_path / "missing")).missing
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A cgroup of a mounted freezer: v1's, or any of v2's."""
+    for root in (Path("/sys/fs/cgroup/freezer"), Path("/sys/fs/cgroup")):
+        group = root / f"safelaunch-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / "cgroup.procs").exists():
+            break
+        group.rmdir()
+    else:
+        pytest.skip("no cgroup may be made here")
+    yield group
+    until = time.monotonic() + 10
+    while time.monotonic() < until:  # the kernel frees the group when its last process is reaped
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.02)
+
+
+def test_a_frozen_process(freezer: Path, start: Start) -> None:
+    program = start(SLEEP)
+    program.wait_for(in_call("clock_nanosleep"))
+    (freezer / "cgroup.procs").write_text(str(program.pid))
+    v1 = freezer / "freezer.state"
+    switch, on, off = (v1, "FROZEN", "THAWED") if v1.exists() else (freezer / "cgroup.freeze", "1", "0")
+    switch.write_text(on)
+    try:
+        state = program.wait_for(lambda s: s.frozen)
+        result = stacks.stack_of(program.pid, state)
+        assert functions(result) == ["train", "<module>"]
+        assert "frozen" in result.note
+    finally:
+        switch.write_text(off)
+        program.process.kill()
+        program.process.wait()
+
+
+# --- the worker server ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen(1)
+        yield path, server
+
+
+def answer(server: socket.socket, *parts: bytes, hold: bool = False) -> threading.Thread:
+    """Answer one connection with ``parts``; with ``hold`` keep it open until the client closes it."""
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            for part in parts:
+                connection.sendall(part)
+            while hold and connection.recv(4096):
+                pass
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "parts", [(HEAD + b"pong",), (HEAD[:20], HEAD[20:] + b"po", b"ng"), (HEAD + b"pong and more",)]
+)
+def test_an_answer_ends_with_its_length_not_with_the_connection(
+    listener: tuple[str, socket.socket], parts: tuple[bytes, ...]
+) -> None:
+    path, server = listener
+    thread = answer(server, *parts, hold=True)
+    begin = time.monotonic()
+    assert worker_server.post(path, "ping", deadline_s=5.0) == b"pong"
+    assert time.monotonic() - begin < 2.0
+    thread.join(5)
+
+
+@pytest.mark.parametrize(
+    ("parts", "hold", "reason"),
+    [
+        ((), True, "timeout"),
+        ((HEAD + b"po",), True, "timeout"),
+        ((HEAD + b"po",), False, "broken"),
+        ((), False, "broken"),
+        ((b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",), False, "no handler"),
+        ((b"HTTP/1.1 500 Oops\r\nContent-Length: 2\r\n\r\nno",), False, "broken"),
+        ((b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",), True, "broken"),
+        ((b"SSH-2.0\r\n\r\n",), True, "broken"),
+    ],
+)
+def test_an_answer_that_is_none(
+    listener: tuple[str, socket.socket], parts: tuple[bytes, ...], hold: bool, reason: str
+) -> None:
+    path, server = listener
+    thread = answer(server, *parts, hold=hold)
+    begin = time.monotonic()
+    with pytest.raises(worker_server.Unanswered) as caught:
+        worker_server.post(path, "ping", deadline_s=0.3)
+    assert caught.value.reason == reason
+    assert time.monotonic() - begin < 1.0
+    thread.join(5)
+
+
+def test_a_server_that_accepts_nothing(listener: tuple[str, socket.socket], tmp_path: Path) -> None:
+    path, _ = listener
+    for _ in range(4):  # fills the queue: then connecting itself fails
+        with pytest.raises(worker_server.Unanswered) as caught:
+            worker_server.post(path, "ping", deadline_s=0.1)
+        assert caught.value.reason == "timeout"
+    assert worker_server.gil_test(path, deadline_s=0.1) == GilTest(ping=False)
+    assert worker_server.gil_test(str(tmp_path / "none")) == GilTest()
+    capture = flight_record_of(str(tmp_path / "none"))
+    assert capture.record.missing == "the worker server is not up"
+    too_long = str(tmp_path / ("x" * 200))
+    with pytest.raises(worker_server.Unanswered) as caught:
+        worker_server.post(too_long, "ping", deadline_s=0.1)
+    assert caught.value.reason == "broken"
+
+
+SERVER = """
+    import ctypes, os, sys, time
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _WorkerServer, _register_handler, _dump_fr_trace
+    def reply(body):
+        def handler(request, response):
+            response.set_content(body(), "application/octet-stream")
+            response.set_status(200)
+        return handler
+    _register_handler("safelaunch_gil", reply(lambda: b"ok"))
+    _register_handler("safelaunch_flight_record", reply(_dump_fr_trace))
+    server = _WorkerServer(sys.argv[1])
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=0, world_size=1)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4, 3))
+    print("up", flush=True)
+    sys.stdin.readline()
+    ctypes.PyDLL(None).sleep(1000)
+"""
+
+
+@pytest.mark.torch
+def test_the_worker_server_of_a_real_rank(start: Start, tmp_path: Path) -> None:
+    path = str(tmp_path / "ws")
+    program = start(SERVER, path)
+    assert program.line() == "up"
+    assert worker_server.gil_test(path) == GilTest(ping=True, python=True)
+    free = flight_record_of(path)
+    assert free.record.value is not None
+    assert [entry.op for entry in free.record.value.entries] == ["gloo:all_reduce"] * 3
+    assert free.record.value.entries[-1].frames[-1].file.endswith("program0.py")
+    assert free.json.value is not None
+    assert free.pickle.value is not None
+
+    assert program.process.stdin is not None
+    program.process.stdin.write("\n")
+    program.process.stdin.flush()
+    program.wait_for(in_call("clock_nanosleep"))
+    assert worker_server.gil_test(path, deadline_s=0.3) == GilTest(ping=True, python=False)
+    held = flight_record_of(path, pickle_deadline_s=0.3)
+    assert held.record.value is not None
+    assert held.record.note == "without frames"
+    assert "no answer within 0.3 s" in held.pickle.missing
+    assert flight_record_of(path, ask_python=False).pickle.missing == "not asked: the GIL is not free"
+
+    os.kill(program.pid, signal.SIGSTOP)
+    assert worker_server.gil_test(path, deadline_s=0.3) == GilTest(ping=False)
+
+
+@pytest.mark.torch
+def test_a_loader_worker_is_recognised(start: Start) -> None:
+    program = start(
+        """
+        import time
+        import torch.utils.data as data
+        class Shards(data.Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, index):
+                time.sleep(1000)
+        next(iter(data.DataLoader(Shards(), num_workers=1)))
+        """
+    )
+    until = time.monotonic() + 60
+    while not (tree := proc.process_tree(program.pid)) and time.monotonic() < until:
+        time.sleep(0.02)
+    ((worker, _),) = tree
+    Program.wait_for(_of(program, worker), in_call("clock_nanosleep"))
+    result = stacks.stack_of(worker)
+    assert functions(result)[0].endswith("__getitem__")
+    assert result.value is not None
+    assert proc.role_of(proc.read_process(worker), (result.value,)) == "dataloader worker"
+
+
+def _of(program: Program, pid: int) -> Program:
+    other = Program(program.process)
+    other.pid = pid
+    return other
+
+
+# --- the node ---------------------------------------------------------------------------------------------------------
+
+
+def test_gpus_or_the_reason_why_not(tmp_path: Path) -> None:
+    result = gpu.gpus_json(deadline_s=20.0)
+    assert (result.value is None) == bool(result.missing)
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\nexec sleep 1000\n")
+    fake.chmod(0o755)
+    stuck = gpu.gpus_json(deadline_s=0.3, python=str(fake))
+    assert "the driver itself may be stuck" in stuck.missing
+    assert stuck.duration_s < 1.5
+
+
+def test_the_users_own_modules_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pynvml.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    assert "wrong module" not in gpu.gpus_json(deadline_s=20.0).missing
+
+
+def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\nexec /bin/sleep 1000\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "the driver itself may be stuck" in gpu.nvidia_smi_text(deadline_s=0.3).missing
+
+
+def test_kernel_log_versions_and_resources(tmp_path: Path) -> None:
+    kernel = logs.kernel_log()
+    assert (kernel.value is None) == bool(kernel.missing)
+    versions = node.versions().value
+    assert versions is not None
+    assert versions["kernel"] == os.uname().release
+    resources = node.resources(pid=os.getpid(), cwd=str(tmp_path / "missing")).value
+    assert resources is not None
+    assert resources["memory_bytes"]["MemTotal"] > 0
+    assert resources["disks"]["/tmp"]["total_bytes"] > 0
+    assert resources["disks"][str(tmp_path / "missing")] == {"missing": "No such file or directory"}
