@@ -114,13 +114,33 @@ def write(
     gather([ranks, lambda: _node(looks.targets, known, about, staging)], deadline_s=20.0)
     evidence = _evidence(outcome, sides[0] if sides else (), known, about.host)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
-    from .diagnose import diagnose  # late: a run that never stalls does not pay for it
-
-    verdict = diagnose(evidence)
+    verdict = _verdict(evidence)
     _finish(staging, verdict, evidence, about)
     name = name_of(about.run_name, time.time(), outcome)
     published = publish(staging.root, about.bundle_dir, name, about.fallback_dir, deadline_s=PUBLISH_DEADLINE_S)
     return Report(verdict, evidence, published)
+
+
+def _verdict(evidence: Evidence) -> Verdict:
+    """The diagnosis. A fault in a rule costs the verdict, not the bundle and not what is done about the job."""
+    from .diagnose import diagnose  # late: a run that never stalls does not pay for it
+
+    try:
+        return diagnose(evidence)
+    except Exception as error:
+        return Verdict(
+            schema=1,
+            outcome=evidence.outcome,
+            cause="no-rank-stands-out",
+            confidence="low",
+            summary=f"safelaunch's own diagnosis failed ({type(error).__name__}: {error}); the evidence is in the bundle.",
+            culprits=(),
+            victims="",
+            evidence=(),
+            ruled_out=(),
+            missing=("the diagnosis",),
+            suggestions=("Run 'safelaunch diagnose' on the bundle with a newer safelaunch, and report this.",),
+        )
 
 
 def _evidence(outcome: Outcome, ranks: tuple[RankEvidence, ...], known: Known, host: str) -> Evidence:

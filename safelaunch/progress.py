@@ -43,6 +43,10 @@ class Page:
         """Tells a rank (or the agent) that waits for it that its peers have been looked at."""
         self._words[layout.ACK] = 1
 
+    def announce_end(self) -> None:
+        """Tells the agent that the SIGTERM that follows is ours, so that it need not print where it was."""
+        self._words[layout.ENDING] = 1
+
     @property
     def acknowledged(self) -> bool:
         return self._words[layout.ACK] != 0

@@ -129,6 +129,8 @@ class Supervisor:
             self._show(report)
             return
         self._hung = report
+        if self._watch.roster.agent_page is not None:
+            self._watch.roster.agent_page.announce_end()
         agent = self._job.agent
         self._ending = Task("end", lambda: process.end_all(agent, _below_us, grace_s=GRACE_S))
 

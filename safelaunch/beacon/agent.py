@@ -7,6 +7,7 @@ It appends one JSON object a line to ``agent.events``:
 """
 
 import os
+import sys
 from time import time
 
 from . import imports, layout, log, page
@@ -24,7 +25,19 @@ def start(run_dir, role):
     os.environ["SAFELAUNCH_AGENT_PID"] = str(os.getpid())
     _, _words = page.create(os.path.join(run_dir, layout.AGENT_PAGE))
     _words[layout.READY] = layout.MAGIC
+    _hush_our_own_stop()
     imports.after_import("torch.distributed.elastic.multiprocessing.api", _wrap_context)
+
+
+def _hush_our_own_stop():
+    """When the supervisor ends a hung job, torchrun's traceback of our SIGTERM says nothing and hides the verdict."""
+    original = sys.excepthook
+
+    def excepthook(kind, value, traceback):
+        if not (_words[layout.ENDING] and kind.__name__ == "SignalException"):
+            original(kind, value, traceback)
+
+    sys.excepthook = excepthook
 
 
 @log.guarded

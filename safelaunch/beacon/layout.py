@@ -29,7 +29,8 @@ EXCEPTION_NS = 16
 EXIT_NS = 17
 SERVER_NS = 18
 OPTIMIZERS = 19
-ACK = 20  # the one word that the supervisor writes: it has looked at the peers
+ACK = 20  # written by the supervisor: it has looked at the peers
+ENDING = 21  # written by the supervisor, in the agent's page: it is about to end this job
 FIRST_OPTIMIZER = 32
 MAX_OPTIMIZERS = 32
 
@@ -53,7 +54,7 @@ def parse_page_name(name: str) -> "tuple[int, int, int] | None":
     return int(parts[0]), int(parts[1]), int(parts[2])
 
 
-AGENT_PAGE = "agent"  # the torchrun agent's page: only PID, START_TICKS and ACK are used
+AGENT_PAGE = "agent"  # the torchrun agent's page: only PID, START_TICKS, ACK and ENDING are used
 SERVER_SUFFIX = ".sock"
 RING_SUFFIX = ".ring"
 META_SUFFIX = ".meta"

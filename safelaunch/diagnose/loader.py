@@ -32,7 +32,7 @@ def loader_condition(view: View, children: Sequence[View]) -> Condition:
     workers = [v for v in children if _is_worker(v)]
     held = [(v, process_condition(v)) for v in workers if not fr.worker_idle(v.frames) or _cannot_run(v)]
     claims = [view.stack_claim(f"its main thread waits for a DataLoader at {fr.place(view.user_frame)}")]
-    held = [(v, c) for v, c in held if v.user_frame is not None or _cannot_run(v)]
+    held = [(v, c) for v, c in held if v.frames or _cannot_run(v)]
     if not held:
         seen = f"none of its {len(workers)} workers that were seen has work" if workers else "no worker of it was seen"
         text = f"waits for its DataLoader at {fr.place(view.user_frame)}; {seen}"

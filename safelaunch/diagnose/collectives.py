@@ -1,0 +1,221 @@
+"""Flight Recorder entries of all ranks, aligned by process group and sequence number.
+
+Sequence numbers count the collectives of one group on one rank, so ranks that run the same program have the same
+operation under the same number. Everything here tolerates windows of different length (a ring buffer that wrapped), a
+rank without a record, and gloo's quirks: ``state`` is not looked at, ``retired`` is (:class:`Collective.completed`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from safelaunch.diagnose import frames as fr
+from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
+
+Signature = tuple[object, ...]
+
+# Operations in which every rank has to pass the same number of elements of the same type. In the others (gather with
+# a root, all_to_all, coalesced and ragged forms) sizes may differ by design.
+_SAME_SIZE = frozenset(
+    {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "_all_gather_base",
+     "all_gather_into_tensor", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor", "all_reduce_barrier"}
+)  # fmt: skip
+_DEFAULT_GROUPS = ("0", "", "default_pg")
+
+
+def op_name(entry: Collective) -> str:
+    """``gloo:all_reduce`` → ``all_reduce``."""
+    return entry.op.rsplit(":", 1)[-1]
+
+
+def signature(entry: Collective) -> Signature:
+    """What has to be equal on all ranks. Shapes count by their number of elements: (4, 1) and (4,) do match."""
+    op = op_name(entry)
+    if op not in _SAME_SIZE:
+        return (op,)
+    return (op, sum(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+
+
+def describe(entry: Collective) -> str:
+    """``all_reduce of (4,) Float``, for sentences."""
+    sizes = ", ".join("(" + ", ".join(map(str, size)) + ")" for size in entry.input_sizes[:3])
+    dtypes = ", ".join(dict.fromkeys(entry.input_dtypes))
+    of = f" of {sizes}{' ' + dtypes if dtypes else ''}" if sizes else ""
+    return op_name(entry) + of
+
+
+class Alignment:
+    """The records of all ranks, indexed. Building it is linear in the number of entries."""
+
+    def __init__(self, ranks: Iterable[RankEvidence], world_size: int) -> None:
+        self.world_size = world_size
+        self.records: dict[int, FlightRecord] = {
+            r.rank: r.flight_record for r in ranks if r.flight_record is not None
+        }
+        self._by_seq: dict[int, dict[tuple[str, int], Collective]] = {}
+        self._last: dict[int, dict[str, int]] = {}
+        self._users: dict[str, set[int]] = {}
+        self._default: set[str] = {"0", ""}
+        for rank, record in self.records.items():
+            self._index(rank, record)
+
+    def _index(self, rank: int, record: FlightRecord) -> None:
+        by_seq: dict[tuple[str, int], Collective] = {}
+        last: dict[str, int] = {}
+        for entry in record.entries:
+            if entry.is_p2p:
+                continue
+            by_seq[entry.group, entry.seq] = entry
+            last[entry.group] = max(last.get(entry.group, -1), entry.seq)
+            if entry.description in _DEFAULT_GROUPS[2:]:
+                self._default.add(entry.group)
+        for group, status in record.status.items():
+            last[group] = max(last.get(group, -1), status.last_enqueued)
+        self._by_seq[rank] = by_seq
+        self._last[rank] = last
+        for group in last:
+            self._users.setdefault(group, set()).add(rank)
+
+    def entry(self, rank: int, group: str, seq: int) -> Collective | None:
+        return self._by_seq.get(rank, {}).get((group, seq))
+
+    def last(self, rank: int, group: str) -> int:
+        """The highest sequence number that ``rank`` has entered in ``group``; -1 for none."""
+        return self._last.get(rank, {}).get(group, -1)
+
+    def joined(self, rank: int) -> bool:
+        """The rank has been a member of some group: it is past ``init_process_group``."""
+        record = self.records.get(rank)
+        return record is not None and bool(record.entries or record.groups or record.status)
+
+    def pending(self, rank: int) -> list[Collective]:
+        """What the rank has entered and not completed, the oldest of each group (a backend works in order)."""
+        oldest: dict[tuple[str, bool], Collective] = {}
+        record = self.records.get(rank)
+        for entry in record.entries if record else ():
+            key = (entry.group, entry.is_p2p)
+            if not entry.completed and (key not in oldest or _order(entry) < _order(oldest[key])):
+                oldest[key] = entry
+        return sorted(oldest.values(), key=lambda e: e.record_id)
+
+    def members(self, group: str) -> tuple[frozenset[int], bool]:
+        """``(ranks of the group, is that known)``.
+
+        Dumps say it in ``pg_config``; gloo's does so under the name ``""`` and for the default group only. Otherwise
+        the ranks that have used the group are its members once a collective of it has completed, because that takes
+        all of them. Before that, any rank of the world may be one.
+        """
+        world = frozenset(range(self.world_size))
+        for record in self.records.values():
+            if record.groups.get(group):
+                return frozenset(record.groups[group]), True
+        if group in self._default:
+            return world, True
+        users = frozenset(self._users.get(group, ()))
+        done = any(
+            entry.completed
+            for rank in users
+            for (name, _), entry in self._by_seq[rank].items()
+            if name == group
+        )
+        if done and len(users) > 1 and len(self.records) == self.world_size:
+            return users, True
+        return world, False
+
+
+def _order(entry: Collective) -> tuple[int, int]:
+    return (entry.p2p_seq if entry.is_p2p else entry.seq, entry.record_id)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One sequence number under which ranks recorded different things. ``odd`` is the minority, or all when tied."""
+
+    group: str
+    seq: int
+    classes: Mapping[Signature, tuple[int, ...]]
+    odd: tuple[int, ...]
+    majority: bool
+
+
+def vote(classes: Mapping[Signature, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
+    """``(ranks outside the strict majority, there is one)``; with no strict majority, everybody is at odds."""
+    counts = {key: tuple(ranks) for key, ranks in classes.items()}
+    total = sum(map(len, counts.values()))
+    most = max(counts, key=lambda key: len(counts[key]))
+    if 2 * len(counts[most]) > total:
+        return tuple(sorted(r for key, ranks in counts.items() if key != most for r in ranks)), True
+    return tuple(sorted(r for ranks in counts.values() for r in ranks)), False
+
+
+def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
+    """Whether the members of ``group`` recorded different operations, sizes or types under ``seq``."""
+    members, _ = alignment.members(group)
+    classes: dict[Signature, list[int]] = {}
+    for rank in sorted(members):
+        entry = alignment.entry(rank, group, seq)
+        if entry is not None:
+            classes.setdefault(signature(entry), []).append(rank)
+    if len(classes) < 2:
+        return None
+    odd, majority = vote(classes)
+    return Mismatch(group, seq, {key: tuple(ranks) for key, ranks in classes.items()}, odd, majority)
+
+
+def first_mismatch(alignment: Alignment) -> Mismatch | None:
+    """The oldest mismatch that all windows still hold, over all groups."""
+    seqs: set[tuple[str, int]] = set()
+    for rank in alignment.records:
+        seqs.update(alignment._by_seq[rank])
+    for group, seq in sorted(seqs, key=lambda pair: pair[1]):
+        found = mismatch_at(alignment, group, seq)
+        if found is not None:
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The last number under which all ranks called from one line, and where they were under the next."""
+
+    seq: int
+    sites: Mapping[tuple[str, int], tuple[int, ...]]
+
+
+def parting(
+    alignment: Alignment, ranks: Iterable[int], group: str, seq: int, roots: Mapping[int, tuple[str, ...]]
+) -> Parting | None:
+    """Where the call sites of ``ranks`` parted on their way to ``seq``, for a mismatch that shows late.
+
+    Walks back from ``seq`` to the last number at which all called from the same user line. Different lines are no
+    fault by themselves (``if rank == 0: all_reduce(a) else: all_reduce(b)``), so this explains a mismatch that was
+    found, and is never a finding of its own. None when the frames are missing or they parted at ``seq`` itself.
+    """
+    ranks = list(ranks)
+    at = seq
+    while at > 0:
+        sites = {r: _site(alignment.entry(r, group, at - 1), roots.get(r, ())) for r in ranks}
+        if None in sites.values():
+            return None
+        if len(set(sites.values())) == 1:
+            break
+        at -= 1
+    if at == seq or at <= 0:
+        return None
+    places: dict[tuple[str, int], list[int]] = {}
+    for rank in ranks:
+        site = _site(alignment.entry(rank, group, at), roots.get(rank, ()))
+        if site is not None:
+            places.setdefault((site.file, site.line), []).append(rank)
+    return Parting(at, {key: tuple(found) for key, found in places.items()})
+
+
+def _site(entry: Collective | None, roots: tuple[str, ...]) -> Frame | None:
+    return fr.user_frame(entry.frames, roots) if entry is not None and entry.frames else None
+
+
+def most_common(values: Iterable[str]) -> str:
+    return Counter(values).most_common(1)[0][0]

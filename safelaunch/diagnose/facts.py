@@ -1,0 +1,274 @@
+"""Evidence → one :class:`RankFacts` per rank: either it waits for its peers, or it has a condition of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.collectives import Alignment, Signature, describe, op_name, signature
+from safelaunch.diagnose.conditions import Condition, View
+from safelaunch.diagnose.gil import gil_condition
+from safelaunch.diagnose.gone import ended_by_others, gone_condition, is_consequence, one_line
+from safelaunch.diagnose.kernel import KernelWait, kernel_wait
+from safelaunch.diagnose.loader import loader_condition
+from safelaunch.diagnose.threads import process_condition
+from safelaunch.model import Claim, Collective, Evidence, Frame, RankEvidence
+
+
+@dataclass(frozen=True)
+class PeerWait:
+    """A rank waits for other ranks.
+
+    ``kind``: init | collective | p2p. ``group`` and ``seq`` come from the Flight Recorder; None when only a stack
+    tells. ``signature`` is what has to be equal among those that meet there.
+    """
+
+    kind: str
+    op: str
+    group: str | None
+    seq: int | None
+    signature: Signature
+    frame: Frame | None
+    words: str
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.kind, self.group, self.seq, self.signature)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank, understood as far as its own evidence goes.
+
+    Either ``wait`` or ``condition`` is set; neither, when the rank was ended from outside before it was looked at.
+    """
+
+    evidence: RankEvidence
+    frame: Frame | None
+    wait: PeerWait | None
+    condition: Condition | None
+
+    @property
+    def rank(self) -> int:
+        return self.evidence.rank
+
+    @property
+    def step(self) -> int | None:
+        return self.evidence.progress.step if self.evidence.progress else None
+
+    @property
+    def folder(self) -> str:
+        return f"ranks/{self.rank}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    evidence: Evidence
+    ranks: Mapping[int, RankFacts]
+    alignment: Alignment
+
+    @property
+    def world(self) -> frozenset[int]:
+        return frozenset(range(self.evidence.world_size)) | frozenset(self.ranks)
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        return frozenset(self.evidence.missing_ranks) | (self.world - frozenset(self.ranks))
+
+    @property
+    def roots(self) -> dict[int, tuple[str, ...]]:
+        return {rank: facts.evidence.code_roots for rank, facts in self.ranks.items()}
+
+
+def derive(evidence: Evidence) -> Facts:
+    alignment = Alignment(evidence.ranks, evidence.world_size)
+    ranks = {r.rank: rank_facts(r, alignment) for r in evidence.ranks}
+    return Facts(evidence, dict(sorted(ranks.items())), alignment)
+
+
+def view_of(rank: RankEvidence) -> View | None:
+    return View(rank.main, rank.code_roots, f"ranks/{rank.rank}") if rank.main else None
+
+
+def child_views(rank: RankEvidence) -> list[View]:
+    return [View(child, rank.code_roots, f"ranks/{rank.rank}") for child in rank.children]
+
+
+def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
+    """The surest reading first.
+
+    Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for peers;
+    waiting for its DataLoader; then whatever its own stack and the kernel say.
+    """
+    view = view_of(rank)
+    frame = view.user_frame if view else None
+    condition = gone_condition(rank, view)
+    if condition is None and view is not None:
+        condition = _held(view) or gil_condition(rank, view) or _left(rank, view)
+    wait = None
+    if condition is None:
+        wait = _raised_wait(rank) or _peer_wait(rank, view, alignment)
+    if condition is None and wait is None and (view is not None or not ended_by_others(rank)):
+        condition = _own(rank, view, alignment)
+    if wait is not None and frame is None:
+        frame = wait.frame
+    return RankFacts(rank, frame, wait, condition)
+
+
+def _held(view: View) -> Condition | None:
+    if kernel_wait(view.process).kind in ("stopped", "disk"):
+        return process_condition(view)
+    return None
+
+
+def _left(rank: RankEvidence, view: View) -> Condition | None:
+    """The script has ended or has given up its process group, and the process is still there."""
+    folder = view.folder
+    why, claim = "", view.stack_claim("its main thread is past the end of the script")
+    raw = view.main.frames if view.main else ()
+    if rank.progress is not None and rank.progress.state == "exited":
+        why = "its script has ended"
+        claim = Claim("its progress page says that the script has ended", f"{folder}/progress.json")
+    elif raw:
+        why = fr.leaving(raw)
+    wait = fr.torch_wait(view.frames, rank.code_roots)
+    if not why and wait is not None and wait.kind == "teardown":
+        why = "it is in destroy_process_group"
+        claim = view.stack_claim("its main thread is in destroy_process_group")
+    if not why:
+        return None
+    where = f", now at {fr.place(view.user_frame)}" if view.user_frame else ""
+    text = f"has left the training loop: {why}{where}"
+    return Condition("uneven-batches", text, view.user_frame, view.process.pid, claims=(claim,))
+
+
+def _own(rank: RankEvidence, view: View | None, alignment: Alignment) -> Condition:
+    if view is None or not (view.process.states or view.frames):
+        return _only_record(rank, alignment)
+    children = child_views(rank)
+    if fr.loader_wait(view.frames, rank.code_roots):
+        return loader_condition(view, children)
+    condition = process_condition(view, children)
+    if condition.cause == "missing-from-collective":
+        return _only_record(rank, alignment)
+    if fr.loader_on_stack(view.frames) and condition.cause != "busy-loop":
+        return replace(condition, reason=f"{condition.reason}, in its dataset, called by a DataLoader without workers")
+    return condition
+
+
+def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
+    """No stack: the Flight Recorder alone says how far the rank came."""
+    record = alignment.records.get(rank.rank)
+    done = [entry for entry in record.entries if not entry.is_p2p] if record else []
+    if not done:
+        text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
+        return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
+    last = max(done, key=lambda e: e.record_id)
+    site = fr.user_frame(last.frames, rank.code_roots)
+    text = f"did not enter it; the last that it recorded is {op_name(last)} number {last.seq} of group {last.group!r}"
+    text += f" at {fr.place(site)}" if site else ""
+    claim = Claim(f"its last recorded collective: {describe(last)}", f"ranks/{rank.rank}/flight_recorder.json")
+    return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
+
+
+def _raised_wait(rank: RankEvidence) -> PeerWait | None:
+    """The communication reported a peer's absence: the traceback shows what this rank was waiting in."""
+    if rank.exception is None or not is_consequence(rank.exception):
+        return None
+    frames = rank.exception.frames
+    mine = fr.user_frame(frames, rank.code_roots)
+    seen = fr.torch_wait(frames, rank.code_roots) or fr.TorchWait("collective", "a collective")
+    claim = Claim(
+        f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",
+        f"ranks/{rank.rank}/exception.json",
+    )
+    words = f"{seen.op} at {fr.place(mine)}"
+    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+
+
+# --- waiting for peers --------------------------------------------------------------------------------------------
+
+
+def _peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> PeerWait | None:
+    """Does the main thread wait for other ranks, and in which operation?
+
+    Its stack says so (a c10d frame innermost); or it rests inside torch or in a C call of the user's own line
+    (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder: a pending operation that
+    some rank has not joined cannot complete whatever this thread does. With no stack the record alone has to do.
+    """
+    pending = alignment.pending(rank.rank)
+    if view is None or not view.frames:
+        return _from_entry(rank, pending[0], None) if pending and not _kernel_says_busy(view) else None
+    seen = fr.torch_wait(view.frames, rank.code_roots)
+    mine = view.user_frame
+    if seen is not None and seen.kind == "init":
+        claim = view.stack_claim("its main thread is in init_process_group")
+        text = f"init_process_group at {fr.place(mine)}"
+        return PeerWait("init", seen.op, None, None, ("init",), mine, text, (claim,))
+    if seen is not None:
+        entry = _entry_for(seen, pending, mine, rank)
+        return _from_entry(rank, entry, mine) if entry else _from_stack(view, seen)
+    return _quiet_wait(rank, view, pending)
+
+
+def _quiet_wait(rank: RankEvidence, view: View, pending: list[Collective]) -> PeerWait | None:
+    """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
+    wait = kernel_wait(view.process)
+    native = fr.native_wait(view.process.stacks, view.process.pid)
+    if native in ("peers", "p2p") and not wait.busy:
+        op = "a send or receive" if native == "p2p" else "a collective"
+        entry = _entry_for(None, pending, view.user_frame, rank)
+        if native == "peers" and entry is not None:
+            return _from_entry(rank, entry, view.user_frame)
+        return _from_stack(view, fr.TorchWait("p2p" if native == "p2p" else "collective", op))
+    if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
+        return None
+    inner, mine = fr.user_part(view.frames, rank.code_roots)
+    if fr.in_torch(view.frames, rank.code_roots) or (mine is not None and not inner):
+        return _from_entry(rank, pending[0], mine)
+    return None
+
+
+def _kernel_says_busy(view: View | None) -> bool:
+    wait = kernel_wait(view.process) if view else KernelWait("unknown")
+    return wait.kind in ("running", "sleep", "child", "disk", "stopped", "dead")
+
+
+def _entry_for(
+    seen: fr.TorchWait | None, pending: list[Collective], mine: Frame | None, rank: RankEvidence
+) -> Collective | None:
+    """The pending entry that the stack shows: made by the same user line, else of the same name, else the newest.
+
+    The main thread blocks in what it called last; older entries are asynchronous ones, which wait on their own.
+    """
+    fitting = [e for e in pending if e.is_p2p == (seen is not None and seen.kind == "p2p")]
+    if seen is not None and seen.op == "new_group":
+        return None
+    for entry in reversed(fitting):
+        site = fr.user_frame(entry.frames, rank.code_roots)
+        if site is not None and mine is not None and (site.file, site.line) == (mine.file, mine.line):
+            return entry
+    named = [e for e in fitting if seen is not None and op_name(e).strip("_") in seen.op]
+    return (named or fitting or [None])[-1]
+
+
+def _from_entry(rank: RankEvidence, entry: Collective, mine: Frame | None) -> PeerWait:
+    site = mine or fr.user_frame(entry.frames, rank.code_roots)
+    number = entry.p2p_seq if entry.is_p2p else entry.seq
+    words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
+    claim = Claim(
+        f"entered and not completed: {describe(entry)}, number {number} of group {entry.group!r}",
+        f"ranks/{rank.rank}/flight_recorder.json",
+    )
+    stack = (Claim(f"its main thread waits at {fr.place(mine)}", f"ranks/{rank.rank}/stack.txt"),) if mine else ()
+    kind = "p2p" if entry.is_p2p else "collective"
+    return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
+
+
+def _from_stack(view: View, seen: fr.TorchWait) -> PeerWait:
+    mine = view.user_frame
+    claim = view.stack_claim(f"its main thread waits in {seen.op} at {fr.place(mine)}")
+    words = f"{seen.op} at {fr.place(mine)}"
+    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))

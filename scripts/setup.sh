@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Makes the virtual environment .venv (or $VENV) with torch, safelaunch (editable) and the tools for tests and lint.
+# Takes the first python3 that is at least 3.10 ($PYTHON to choose another). Run again at will: it only adds what is missing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+VENV=${VENV:-.venv}
+PYTHON=${PYTHON:-python3}
+TORCH=${TORCH:-torch==2.13.0}
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+  echo "safelaunch needs Python 3.10 or newer; set PYTHON to one" >&2
+  exit 2
+}
+# The tests compile a small program that blocks in the kernel; everything else needs no compiler.
+if ! command -v gcc >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  apt-get update -q && apt-get install -y -q gcc libc6-dev
+fi
+if [ ! -x "$VENV/bin/python" ]; then
+  "$PYTHON" -m venv "$VENV"
+fi
+"$VENV/bin/python" -c 'import torch' 2>/dev/null || "$VENV/bin/python" -m pip install -q "$TORCH"
+"$VENV/bin/python" -m pip install -q -e '.[test,lint]'
