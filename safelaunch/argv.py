@@ -77,6 +77,8 @@ def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
         return False
     if word in takes_value or _matches(word.partition("=")[0], takes_value):
         return True
+    if word[:2] in takes_value:
+        return True  # a short one with its value in the same word, which may hold anything
     return not (_NEGATIVE_NUMBER.match(word) or " " in word)
 
 

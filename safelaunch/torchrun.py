@@ -114,7 +114,8 @@ def options(package: Path) -> dict[str, bool]:
 
 def parse_options(source: str) -> dict[str, bool]:
     """The option strings that ``get_args_parser`` in ``source`` adds, and whether each takes a value."""
-    function = re.search(r"^def get_args_parser\b.*?(?=^\S(?!.*\)\s*->))", source, re.S | re.M)
+    # Only this function is parsed: it ends where the next statement at the margin begins.
+    function = re.search(r"^def get_args_parser\b.*?(?=^[^\s)#]|\Z)", source, re.S | re.M)
     if function is None:
         return {}
     table = {"-h": False, "--help": False}
