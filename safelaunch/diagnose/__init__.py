@@ -1,0 +1,102 @@
+"""Evidence → verdict, by rules, with no effects: ``diagnose(evidence)``.
+
+Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
+The order goes from what explains itself to what has to be inferred:
+
+1. ``slow_not_stuck``   a dump of a job that moves accuses nobody
+2. ``first_failure``    a rank raised, was killed or exited: the first in time
+3. ``stopped_ranks``    a process that may not run (state T, frozen cgroup)
+4. ``init_not_joined``  peers wait in init_process_group for ranks that never came
+5. ``held_up``          peers wait for a rank that waits for nobody: its own state is the cause
+6. ``unseen_peers``     peers wait for ranks that were not seen: nobody is named
+7. ``cycles``           ranks wait for each other: group order, sends and receives, different collectives
+8. ``mispaired``        all have arrived, and earlier met in different operations
+9. ``alone``            nobody waits for a peer: the odd one out, if there is one
+10. ``nobody_stands_out``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from safelaunch.diagnose.facts import Facts, derive
+from safelaunch.diagnose.findings import Finding, Ruling
+from safelaunch.diagnose.rules_state import (
+    alone,
+    first_failure,
+    init_not_joined,
+    nobody_stands_out,
+    slow_not_stuck,
+    stopped_ranks,
+)
+from safelaunch.diagnose.rules_wait import cycles, held_up, mispaired, unseen_peers
+from safelaunch.diagnose.suggestions import suggestions_for
+from safelaunch.diagnose.waits import waits_of
+from safelaunch.model import Claim, Evidence, Verdict, format_ranks
+
+__all__ = ["diagnose"]
+
+SCHEMA = 1
+
+
+def diagnose(evidence: Evidence) -> Verdict:
+    """The verdict over one job's evidence; never raises on evidence that is merely incomplete."""
+    facts = derive(evidence)
+    ruled_out: list[str] = []
+    for rule in _rules(facts):
+        ruling = rule()
+        if isinstance(ruling, Finding):
+            return _verdict(facts, ruling, ruled_out)
+        if ruling:
+            ruled_out.append(ruling)
+    return _verdict(facts, nobody_stands_out(facts), ruled_out)
+
+
+def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
+    for rule in (slow_not_stuck, first_failure, stopped_ranks, init_not_joined):
+        yield lambda rule=rule: rule(facts)  # type: ignore[misc]
+    waits = waits_of(facts)
+    for graph_rule in (held_up, unseen_peers, cycles, mispaired):
+        yield lambda rule=graph_rule: rule(facts, waits)  # type: ignore[misc]
+    yield lambda: alone(facts)
+
+
+def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
+    named = {c.rank for c in finding.culprits}
+    victims = [r for r, f in facts.ranks.items() if r not in named and f.condition is None]
+    if finding.cause == "slow-not-stuck":
+        victims = []
+    return Verdict(
+        schema=SCHEMA,
+        outcome=facts.evidence.outcome,
+        cause=finding.cause,
+        confidence=finding.confidence,
+        summary=finding.summary,
+        culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
+        victims=format_ranks(victims),
+        evidence=_distinct(finding.claims),
+        ruled_out=(*ruled_out, *finding.ruled_out),
+        missing=tuple(dict.fromkeys((*finding.missing, *_missing(facts)))),
+        suggestions=suggestions_for(finding.cause),
+    )
+
+
+def _distinct(claims: tuple[Claim, ...], limit: int = 24) -> tuple[Claim, ...]:
+    return tuple(dict.fromkeys(claims))[:limit]
+
+
+def _missing(facts: Facts) -> Iterator[str]:
+    """What was not seen, rank by rank: the verdict is only as good as that."""
+    if facts.unseen:
+        yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
+    alive = [f.evidence for f in facts.ranks.values() if f.evidence.exit is None]
+    without_stack = [r.rank for r in alive if r.main is None or not r.main.stacks]
+    if without_stack:
+        yield f"no Python stack: {_named(without_stack)}"
+    without_record = [r.rank for r in alive if r.flight_record is None]
+    if without_record:
+        yield f"no Flight Recorder: {_named(without_record)}"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"

@@ -7,7 +7,6 @@ rank without a record, and gloo's quirks: ``state`` is not looked at, ``retired`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -52,9 +51,7 @@ class Alignment:
 
     def __init__(self, ranks: Iterable[RankEvidence], world_size: int) -> None:
         self.world_size = world_size
-        self.records: dict[int, FlightRecord] = {
-            r.rank: r.flight_record for r in ranks if r.flight_record is not None
-        }
+        self.records: dict[int, FlightRecord] = {r.rank: r.flight_record for r in ranks if r.flight_record is not None}
         self._by_seq: dict[int, dict[tuple[str, int], Collective]] = {}
         self._last: dict[int, dict[str, int]] = {}
         self._users: dict[str, set[int]] = {}
@@ -116,10 +113,7 @@ class Alignment:
             return world, True
         users = frozenset(self._users.get(group, ()))
         done = any(
-            entry.completed
-            for rank in users
-            for (name, _), entry in self._by_seq[rank].items()
-            if name == group
+            entry.completed for rank in users for (name, _), entry in self._by_seq[rank].items() if name == group
         )
         if done and len(users) > 1 and len(self.records) == self.world_size:
             return users, True
@@ -215,7 +209,3 @@ def parting(
 
 def _site(entry: Collective | None, roots: tuple[str, ...]) -> Frame | None:
     return fr.user_frame(entry.frames, roots) if entry is not None and entry.frames else None
-
-
-def most_common(values: Iterable[str]) -> str:
-    return Counter(values).most_common(1)[0][0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.kernel import KernelWait, kernel_wait, wait_words
 from safelaunch.model import Claim, Confidence, Frame, ProcessEvidence, StackSample, Thread
@@ -27,7 +28,7 @@ class Condition:
     process: str = "main"
     confidence: Confidence = "high"
     claims: tuple[Claim, ...] = ()
-    lock: fr.LockWait | None = None
+    lock: calls.LockWait | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class View:
     def sample(self) -> StackSample | None:
         """The newest sample with Python stacks, one of the interpreter alone where there is one."""
         plain = [s for s in self.process.stacks if not s.native]
-        return (plain or list(self.process.stacks) or [None])[-1]
+        samples = plain or list(self.process.stacks)
+        return samples[-1] if samples else None
 
     @property
     def main(self) -> Thread | None:
@@ -119,11 +121,11 @@ def _active(view: View) -> bool:
 def _waits_for_outside(wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
     """A person, a subprocess or an event loop: neither a lock nor a file is at fault."""
     where = fr.place(mine)
-    if wait.kind == "child" or fr.waits_for_child(inner):
+    if wait.kind == "child" or calls.waits_for_child(inner):
         return Condition("stuck-in-user-code", f"waits for a subprocess at {where}", mine)
     if wait.kind == "io" and wait.fd == 0 and wait.call == "read":
         return Condition("stuck-in-user-code", f"waits for standard input at {where}", mine)
-    if fr.in_event_loop(inner):
+    if calls.in_event_loop(inner):
         text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not come"
         return Condition("stuck-in-user-code", text, mine, confidence="medium")
     return None
@@ -136,13 +138,13 @@ def _lock(
 
     A C extension's own condition variable looks the same; a native sample settles it where there is one.
     """
-    known = fr.lock_wait(inner)
+    known = calls.lock_wait(inner)
     if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
         return None
-    native = fr.native_wait(view.process.stacks, tid)
-    if known is None and (native in ("peers", "p2p") or (inner and fr.in_torch(inner, view.code_roots))):
+    native = calls.native_wait(view.process.stacks, tid)
+    if known is None and (native in ("peers", "p2p") or (inner and calls.in_torch(inner, view.code_roots))):
         return None
-    lock = known or fr.LockWait("a lock")
+    lock = known or calls.LockWait("a lock")
     sure: Confidence = "high" if known or native == "lock" else "medium"
     return Condition("lock-deadlock", f"waits for {lock.what} at {fr.place(mine)}", mine, confidence=sure, lock=lock)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.collectives import Alignment, Signature, describe, op_name, signature
 from safelaunch.diagnose.conditions import Condition, View
@@ -132,8 +133,8 @@ def _left(rank: RankEvidence, view: View) -> Condition | None:
         why = "its script has ended"
         claim = Claim("its progress page says that the script has ended", f"{folder}/progress.json")
     elif raw:
-        why = fr.leaving(raw)
-    wait = fr.torch_wait(view.frames, rank.code_roots)
+        why = calls.leaving(raw)
+    wait = calls.torch_wait(view.frames, rank.code_roots)
     if not why and wait is not None and wait.kind == "teardown":
         why = "it is in destroy_process_group"
         claim = view.stack_claim("its main thread is in destroy_process_group")
@@ -148,12 +149,12 @@ def _own(rank: RankEvidence, view: View | None, alignment: Alignment) -> Conditi
     if view is None or not (view.process.states or view.frames):
         return _only_record(rank, alignment)
     children = child_views(rank)
-    if fr.loader_wait(view.frames, rank.code_roots):
+    if calls.loader_wait(view.frames, rank.code_roots):
         return loader_condition(view, children)
     condition = process_condition(view, children)
     if condition.cause == "missing-from-collective":
         return _only_record(rank, alignment)
-    if fr.loader_on_stack(view.frames) and condition.cause != "busy-loop":
+    if calls.loader_on_stack(view.frames) and condition.cause != "busy-loop":
         return replace(condition, reason=f"{condition.reason}, in its dataset, called by a DataLoader without workers")
     return condition
 
@@ -179,7 +180,7 @@ def _raised_wait(rank: RankEvidence) -> PeerWait | None:
         return None
     frames = rank.exception.frames
     mine = fr.user_frame(frames, rank.code_roots)
-    seen = fr.torch_wait(frames, rank.code_roots) or fr.TorchWait("collective", "a collective")
+    seen = calls.torch_wait(frames, rank.code_roots) or calls.TorchWait("collective", "a collective")
     claim = Claim(
         f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",
@@ -201,7 +202,7 @@ def _peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> P
     pending = alignment.pending(rank.rank)
     if view is None or not view.frames:
         return _from_entry(rank, pending[0], None) if pending and not _kernel_says_busy(view) else None
-    seen = fr.torch_wait(view.frames, rank.code_roots)
+    seen = calls.torch_wait(view.frames, rank.code_roots)
     mine = view.user_frame
     if seen is not None and seen.kind == "init":
         claim = view.stack_claim("its main thread is in init_process_group")
@@ -216,17 +217,17 @@ def _peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> P
 def _quiet_wait(rank: RankEvidence, view: View, pending: list[Collective]) -> PeerWait | None:
     """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
     wait = kernel_wait(view.process)
-    native = fr.native_wait(view.process.stacks, view.process.pid)
+    native = calls.native_wait(view.process.stacks, view.process.pid)
     if native in ("peers", "p2p") and not wait.busy:
         op = "a send or receive" if native == "p2p" else "a collective"
         entry = _entry_for(None, pending, view.user_frame, rank)
         if native == "peers" and entry is not None:
             return _from_entry(rank, entry, view.user_frame)
-        return _from_stack(view, fr.TorchWait("p2p" if native == "p2p" else "collective", op))
+        return _from_stack(view, calls.TorchWait("p2p" if native == "p2p" else "collective", op))
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
         return None
     inner, mine = fr.user_part(view.frames, rank.code_roots)
-    if fr.in_torch(view.frames, rank.code_roots) or (mine is not None and not inner):
+    if calls.in_torch(view.frames, rank.code_roots) or (mine is not None and not inner):
         return _from_entry(rank, pending[0], mine)
     return None
 
@@ -237,7 +238,7 @@ def _kernel_says_busy(view: View | None) -> bool:
 
 
 def _entry_for(
-    seen: fr.TorchWait | None, pending: list[Collective], mine: Frame | None, rank: RankEvidence
+    seen: calls.TorchWait | None, pending: list[Collective], mine: Frame | None, rank: RankEvidence
 ) -> Collective | None:
     """The pending entry that the stack shows: made by the same user line, else of the same name, else the newest.
 
@@ -251,7 +252,8 @@ def _entry_for(
         if site is not None and mine is not None and (site.file, site.line) == (mine.file, mine.line):
             return entry
     named = [e for e in fitting if seen is not None and op_name(e).strip("_") in seen.op]
-    return (named or fitting or [None])[-1]
+    best = named or fitting
+    return best[-1] if best else None
 
 
 def _from_entry(rank: RankEvidence, entry: Collective, mine: Frame | None) -> PeerWait:
@@ -267,7 +269,7 @@ def _from_entry(rank: RankEvidence, entry: Collective, mine: Frame | None) -> Pe
     return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
 
 
-def _from_stack(view: View, seen: fr.TorchWait) -> PeerWait:
+def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
     mine = view.user_frame
     claim = view.stack_claim(f"its main thread waits in {seen.op} at {fr.place(mine)}")
     words = f"{seen.op} at {fr.place(mine)}"

@@ -74,7 +74,7 @@ def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:
         if wait is not None:
             places.setdefault(wait.words, []).append(rank)
     groups = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))
-    parts = []
+    parts: list[str] = []
     for words, members in groups[:limit]:
         verb = "" if parts else (" waits" if len(members) == 1 else " wait")
         parts.append(f"{small(ranks_word(members))}{verb} in {words}")

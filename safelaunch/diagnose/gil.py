@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.kernel import kernel_wait, wait_words
@@ -26,7 +27,7 @@ def gil_condition(rank: RankEvidence, view: View) -> Condition | None:
         text = "holds the GIL in native code; no stack could be read"
         return Condition("gil-held", text, None, view.process.pid, confidence="medium", claims=_claims(view, True))
     frames = fr.python_frames(owner)
-    if fr.torch_wait(frames, rank.code_roots) is not None:
+    if calls.torch_wait(frames, rank.code_roots) is not None:
         return None
     wait = kernel_wait(view.process, owner.os_tid)
     if not failed and (wait.busy or wait.kind in ("running", "unknown")):

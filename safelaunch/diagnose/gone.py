@@ -11,14 +11,15 @@ from safelaunch.model import Claim, RankEvidence, RankException
 
 # What a rank reports when a peer has gone or does not come: transport and store errors, group timeouts.
 _CONSEQUENCE = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused|aborted)|closed by (?:the )?(?:remote )?peer|reset by peer|broken pipe"
-    r"|remote process (?:exited|has)|socket (?:was )?closed|network error|failed to connect|no route to host"
-    r"|nccl (?:communicator was aborted|error.*remote)|ncclremoteerror|ncclsystemerror"
-    r"|timed out waiting|timed out after|wait timeout|watchdog caught collective|\btimeout\b.*(?:recv|send|rank|store|barrier)"
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|closed by (?:the )?(?:remote )?peer|reset by peer"
+    r"|broken pipe|remote process (?:exited|has)|socket (?:was )?closed|network error|failed to connect"
+    r"|no route to host|nccl (?:communicator was aborted|error.*remote)|ncclremoteerror|ncclsystemerror"
+    r"|timed out waiting|timed out after|wait timeout|watchdog caught collective"
+    r"|\btimeout\b.*(?:recv|send|rank|store|barrier)"
     r"|rank \d+ (?:successfully reached|failed to (?:pass|reach|reply))|ranks? .* failed to pass"
     r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv",
     re.IGNORECASE | re.DOTALL,
-)  # fmt: skip
+)
 _TIMEOUT = re.compile(r"timed? ?out|failed to pass monitoredbarrier|timeout", re.IGNORECASE)
 _WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated", re.IGNORECASE)
 _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")

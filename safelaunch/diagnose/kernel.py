@@ -12,11 +12,12 @@ _CHILD = frozenset({"wait4", "waitid", "waitpid"})
 _SELECT = frozenset({"select", "pselect6"})
 _POLL = frozenset({"poll", "ppoll", "epoll_wait", "epoll_pwait", "epoll_pwait2"})
 _IO = frozenset(
-    "read write pread64 pwrite64 readv writev preadv pwritev preadv2 pwritev2 recvfrom recvmsg recvmmsg sendto sendmsg"
-    " sendmmsg connect accept accept4 open openat openat2 close flock fcntl fsync fdatasync sync syncfs msync sendfile"
-    " splice copy_file_range io_getevents io_uring_enter stat fstat newfstatat statx getdents64 rename renameat2 unlink"
-    " unlinkat ftruncate fallocate mkdir mkdirat recv send".split()
-)
+    {"read", "write", "pread64", "pwrite64", "readv", "writev", "preadv", "pwritev", "preadv2", "pwritev2",
+     "recv", "recvfrom", "recvmsg", "recvmmsg", "send", "sendto", "sendmsg", "sendmmsg", "connect", "accept", "accept4",
+     "open", "openat", "openat2", "close", "flock", "fcntl", "fsync", "fdatasync", "sync", "syncfs", "msync",
+     "sendfile", "splice", "copy_file_range", "io_getevents", "io_uring_enter", "stat", "fstat", "newfstatat", "statx",
+     "getdents64", "rename", "renameat2", "unlink", "unlinkat", "ftruncate", "fallocate", "mkdir", "mkdirat"}
+)  # fmt: skip
 _WCHAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sleep", ("nanosleep", "sys_pause", "sigtimedwait", "sigsuspend")),
     ("lock", ("futex",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.kernel import kernel_wait
@@ -30,7 +31,7 @@ def loader_condition(view: View, children: Sequence[View]) -> Condition:
     D state) is named before one that is blocked, and that before one that computes, which may only be slow.
     """
     workers = [v for v in children if _is_worker(v)]
-    held = [(v, process_condition(v)) for v in workers if not fr.worker_idle(v.frames) or _cannot_run(v)]
+    held = [(v, process_condition(v)) for v in workers if not calls.worker_idle(v.frames) or _cannot_run(v)]
     claims = [view.stack_claim(f"its main thread waits for a DataLoader at {fr.place(view.user_frame)}")]
     held = [(v, c) for v, c in held if v.frames or _cannot_run(v)]
     if not held:
@@ -61,7 +62,7 @@ def loader_condition(view: View, children: Sequence[View]) -> Condition:
 
 
 def _is_worker(view: View) -> bool:
-    return view.process.role == "dataloader worker" or fr.is_loader_worker(view.frames)
+    return view.process.role == "dataloader worker" or calls.is_loader_worker(view.frames)
 
 
 def _cannot_run(view: View) -> bool:

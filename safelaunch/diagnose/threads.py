@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.conditions import Condition, View, thread_condition
 from safelaunch.model import Claim, Thread
@@ -16,7 +17,7 @@ def process_condition(view: View, children: Sequence[View] = ()) -> Condition:
     return own if own.lock is None else _follow(view, own, own.lock, children)
 
 
-def _follow(view: View, own: Condition, lock: fr.LockWait, children: Sequence[View]) -> Condition:
+def _follow(view: View, own: Condition, lock: calls.LockWait, children: Sequence[View]) -> Condition:
     """Who could end the wait?
 
     A joined thread or a future (``work``) is somebody's work, so whichever single thread (or, with no thread, child)

@@ -1,0 +1,180 @@
+"""What the library frames inside the user's line wait in: peers, a DataLoader, a lock, a subprocess.
+
+Recognised by file and function of torch and of the standard library, never by anything of the user's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from safelaunch.diagnose.frames import is_native, normal, own_part, short, user_part
+from safelaunch.model import Frame, StackSample
+
+_C10D_FILES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/utils.py",
+    "torch/nn/parallel/distributed.py",
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/constants.py",
+)
+_C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
+_INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
+_NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
+_P2P = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"})
+_TEARDOWN = frozenset({"destroy_process_group", "_shutdown_backend"})
+_RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_bootstrap", "run_path", "run_module"})
+_LOADER_WAITS = frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"})
+
+
+@dataclass(frozen=True)
+class TorchWait:
+    """A wait for other ranks, seen on a stack. ``op`` is the public function nearest to the user's line."""
+
+    kind: str  # "init" | "collective" | "p2p" | "teardown"
+    op: str
+
+
+def _in(frame: Frame, *endings: str) -> bool:
+    return normal(frame.file).endswith(endings)
+
+
+def torch_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> TorchWait | None:
+    """The c10d call in which these frames wait for other ranks, or None.
+
+    The innermost Python frame has to be in c10d itself: then the thread is inside a C++ collective, rendezvous or
+    store call that this frame made. (A collective on the stack with, say, a pickle frame inside it is computing.)
+    ``init_process_group`` and ``new_group`` keep frames of the store and of the rendezvous handlers inside them, so
+    for these two any library frame may be innermost.
+    """
+    inner, _ = user_part(frames, code_roots)
+    names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
+    if _INIT_FUNCTIONS.intersection(names) and any("torch/distributed/" in normal(f.file) for f in inner):
+        return TorchWait("init", "init_process_group")
+    if _NEW_GROUP.intersection(names):
+        return TorchWait("collective", "new_group")
+    if not inner or not _in(inner[0], *_C10D_FILES):
+        return None
+    calls = [short(f.function) for f in inner if _in(f, *_C10D_FILES) and short(f.function) not in _C10D_NOISE]
+    if not calls:
+        return None
+    if _TEARDOWN.intersection(calls):
+        return TorchWait("teardown", "destroy_process_group")
+    op = next((name for name in reversed(calls) if not name.startswith("_")), calls[-1])
+    if _P2P.intersection(calls):
+        return TorchWait("p2p", op)
+    return TorchWait("collective", op.lstrip("_"))
+
+
+def in_torch(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
+    inner, _ = user_part(frames, code_roots)
+    return bool(inner) and "/torch/" in normal(inner[0].file) and not loader_wait(frames, code_roots)
+
+
+def loader_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """The thread waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``)."""
+    inner, _ = user_part(frames, code_roots)
+    return any(_in(f, "torch/utils/data/dataloader.py") and short(f.function) in _LOADER_WAITS for f in inner)
+
+
+def loader_on_stack(frames: Sequence[Frame]) -> bool:
+    """The dataset's code runs in this very process, called by a DataLoader without workers."""
+    return any("torch/utils/data/" in normal(f.file) for f in own_part(frames))
+
+
+def is_loader_worker(frames: Sequence[Frame]) -> bool:
+    return any(_in(f, "torch/utils/data/_utils/worker.py") for f in frames)
+
+
+def worker_idle(frames: Sequence[Frame]) -> bool:
+    """A DataLoader worker that waits for the next index: it owes nobody anything."""
+    return is_loader_worker(frames) and any(_in(f, "multiprocessing/queues.py") for f in frames[:8])
+
+
+def leaving(frames: Sequence[Frame]) -> str:
+    """Why these frames of a main thread mean that its script has ended; ``""`` if they do not.
+
+    ``threading._shutdown`` joins the threads that are left. Exit handlers are called by the interpreter itself: under
+    them there is no ``<module>`` and none of ``runpy``'s frames, which every running script has.
+    """
+    if any(_in(f, "/threading.py", "<frozen threading>") and short(f.function) == "_shutdown" for f in frames):
+        return "its script has ended and the interpreter waits for the remaining threads"
+    outer = own_part(frames)
+    running = any(f.function == "<module>" or short(f.function) in _RUNNERS for f in outer)
+    return "" if running or not outer else "its script has ended and exit handlers are running"
+
+
+@dataclass(frozen=True)
+class LockWait:
+    """A wait on a lock of this process. ``on`` says who can end it.
+
+    ``work``: a thread or future that runs to an end; ``signal``: a queue, event or condition that some thread feeds;
+    ``lock``: whoever holds it.
+    """
+
+    what: str
+    on: str = "lock"
+
+
+_LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
+    ("/threading.py", frozenset({"join", "_wait_for_tstate_lock"}), LockWait("Thread.join", on="work")),
+    ("/concurrent/futures/_base.py", frozenset({"result", "exception", "wait"}), LockWait("Future.result", on="work")),
+    ("/concurrent/futures/thread.py", frozenset({"shutdown"}), LockWait("Executor.shutdown", on="work")),
+    ("/multiprocessing/pool.py", frozenset({"wait", "get", "map", "join"}), LockWait("a pool's result", on="work")),
+    ("/queue.py", frozenset({"get", "put", "join"}), LockWait("a queue", on="signal")),
+    ("/logging/__init__.py", frozenset({"acquire", "handle", "_acquireLock"}), LockWait("a logging lock")),
+    ("/threading.py", frozenset({"wait", "wait_for"}), LockWait("an event or condition", on="signal")),
+    ("/threading.py", frozenset({"acquire", "__enter__"}), LockWait("a lock or semaphore")),
+    (
+        "/multiprocessing/synchronize.py",
+        frozenset({"acquire", "wait", "__enter__"}),
+        LockWait("a multiprocessing lock"),
+    ),
+)
+
+
+def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
+    """What the library frames inside the user's line wait for, if that is a lock, a thread or a queue.
+
+    The frame nearest to the user's line decides: ``Future.result`` waits on a Condition, but what it waits *for* is
+    the future.
+    """
+    for frame in reversed(inner):
+        for ending, functions, wait in _LOCK_CALLS:
+            if _in(frame, ending) and short(frame.function) in functions:
+                return wait
+    return None
+
+
+def waits_for_child(inner: Sequence[Frame]) -> bool:
+    return any(
+        _in(f, "/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py") for f in inner
+    )
+
+
+def in_event_loop(inner: Sequence[Frame]) -> bool:
+    return any("/asyncio/" in normal(f.file) for f in inner)
+
+
+_LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock", "_PySemaphore", "rlock_acquire")
+_PEER_SYMBOLS = ("c10d::", "gloo::", "nccl", "ProcessGroup")
+_P2P_SYMBOLS = ("RecvWork", "SendWork")
+
+
+def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``"lock"``, ``"peers"`` or ``"p2p"``: the C frames inside a thread's innermost Python frame, where a native
+    sample has them; else ``""``.
+
+    ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
+    and both rest in ``futex``.
+    """
+    for thread in (t for s in samples if s.native for t in s.threads if t.os_tid == os_tid):
+        names = [f.function for f in takewhile(is_native, thread.frames)]
+        for answer, symbols in (("p2p", _P2P_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS)):
+            if any(symbol in name for name in names for symbol in symbols):
+                return answer
+    return ""

@@ -1,0 +1,268 @@
+"""Rules over the wait-for graph: follow every wait to its end, or to the cycle in which it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.collectives import (
+    Mismatch,
+    describe,
+    first_mismatch,
+    mismatch_at,
+    op_name,
+    parting,
+    vote,
+)
+from safelaunch.diagnose.conditions import Condition
+from safelaunch.diagnose.facts import Facts
+from safelaunch.diagnose.findings import (
+    Finding,
+    Ruling,
+    condition_claims,
+    culprit,
+    least,
+    lower,
+    ranks_word,
+    small,
+    summary_of,
+    wait_claims,
+    waiting_culprit,
+    waits_words,
+)
+from safelaunch.diagnose.rules_state import small_ranks
+from safelaunch.diagnose.waits import Key, Waits, same_op
+from safelaunch.model import Claim, Confidence
+
+_SURENESS = {"high": 0, "medium": 1, "low": 2}
+
+
+def held_up(facts: Facts, waits: Waits) -> Ruling:
+    """Peers wait in a collective that a rank has not entered, and that rank waits for no peer: its own state is the
+    cause.
+
+    Waits are followed to their end, so a rank that waits for a rank that waits is nobody's culprit. Ranks that hold
+    up others in different ways are all named, under the cause that is surest.
+    """
+    blocking = frozenset(b for found in waits.blockers.values() for b in found) - waits.waiting
+    roots = sorted(blocking & frozenset(facts.ranks))
+    if not roots:
+        return "" if blocking else "every rank that peers wait for waits for its peers too"
+    named = {r: facts.ranks[r].condition or _unexplained() for r in roots}
+    named = dict(sorted(named.items(), key=lambda item: (_SURENESS[item[1].confidence], item[0])))
+    cause = next(iter(named.values())).cause
+    mixed = len({c.cause for c in named.values()}) > 1
+    waiters = sorted(waits.waiting)
+    confidence = least(c.confidence for c in named.values() if c.cause == cause)
+    ruled = []
+    if mixed or (blocking - frozenset(facts.ranks)):
+        confidence = lower(confidence)
+    if _by_stack_alone(waits) and len(roots) > 1:
+        confidence = lower(confidence)
+    if (also := _mismatch_in(facts, waits)) is not None:
+        ruled.append(f"{also}; the runner-up, as a rank that has not arrived explains the wait")
+        confidence = lower(confidence)
+    return Finding(
+        cause,
+        confidence,
+        summary_of(named, facts, waiters),
+        tuple(culprit(facts.ranks[r], c) for r, c in named.items()),
+        condition_claims(named) + wait_claims(facts, waiters),
+        tuple(ruled),
+    )
+
+
+def _unexplained() -> Condition:
+    text = "did not enter it, and was ended before anything was seen of it"
+    return Condition("missing-from-collective", text, None, confidence="low")
+
+
+def _by_stack_alone(waits: Waits) -> bool:
+    return any(w.kind == "collective" and w.seq is None for w in waits.example.values())
+
+
+def _mismatch_in(facts: Facts, waits: Waits) -> str | None:
+    for wait in waits.example.values():
+        if wait.group is not None and wait.seq is not None and wait.kind == "collective":
+            found = mismatch_at(facts.alignment, wait.group, wait.seq)
+            if found is not None:
+                return f"ranks also recorded different operations as number {found.seq} of group {found.group!r}"
+    return None
+
+
+def unseen_peers(facts: Facts, waits: Waits) -> Ruling:
+    """Members of the stuck group were not seen: nobody is named by majority alone.
+
+    A mismatch among those that were seen is a fact all the same, and is told without a culprit.
+    """
+    unseen = frozenset(b for found in waits.blockers.values() for b in found) - frozenset(facts.ranks)
+    if not unseen:
+        return ""
+    words = waits_words(facts, sorted(waits.waiting))
+    text = f"{words[:1].upper()}{words[1:]}; {small_ranks(facts)} not seen and may be what they wait for."
+    cause = "missing-from-collective"
+    if (also := _mismatch_in(facts, waits)) is not None:
+        cause = "collective-mismatch"
+        text += f" Among those seen, {also.replace('ranks also', 'ranks')}."
+    claims = wait_claims(facts, sorted(waits.waiting))
+    return Finding(cause, "low", text, claims=claims, missing=(f"{small_ranks(facts)} not seen",))
+
+
+def cycles(facts: Facts, waits: Waits) -> Ruling:
+    """No wait ends at a rank of its own doing, so somewhere ranks wait for each other in a circle.
+
+    Which circle it is follows from what its members wait in: two groups entered in different orders; sends and
+    receives; or one group in which they do not meet in the same operation.
+    """
+    circles = [c for c in waits.sinks if any(waits.blockers[key] for key in c)]
+    if not circles:
+        return ""
+    circle = max(circles, key=lambda c: sum(len(waits.ranks[k]) for k in c))
+    groups = {waits.example[k].group for k in circle if waits.example[k].group is not None}
+    p2p = sorted(r for k in circle if waits.example[k].kind == "p2p" for r in waits.ranks[k])
+    if len(p2p) > 1:
+        return _p2p_cycle(facts, waits, circle, p2p)
+    if len(groups) > 1 and not p2p:
+        return _group_order(facts, waits, circle)
+    return _mismatch(facts, waits, circle)
+
+
+def _members(waits: Waits, circle: Iterable[Key]) -> list[int]:
+    return sorted(r for key in circle for r in waits.ranks[key])
+
+
+def _p2p_cycle(facts: Facts, waits: Waits, circle: tuple[Key, ...], ranks: list[int]) -> Finding:
+    """gloo records no peer of a send or receive, so the circle is then inferred: nobody else is left to come."""
+    known = all("->" in waits.example[k].op or "<-" in waits.example[k].op for k in circle)
+    text = waits_words(facts, ranks)
+    return Finding(
+        "p2p-cycle",
+        "high" if known else "medium",
+        f"{text[:1].upper()}{text[1:]}: each waits for another, and nobody is left to answer.",
+        tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
+        wait_claims(facts, ranks),
+    )
+
+
+def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
+    ranks = _members(waits, circle)
+    words = []
+    for key in circle:
+        example = waits.example[key]
+        members = waits.ranks[key]
+        verb = "waits" if len(members) == 1 else "wait"
+        words.append(f"{small(ranks_word(members))} {verb} in group {example.group!r} ({example.words})")
+    text = " while ".join(words)
+    known = all(facts.alignment.members(str(waits.example[k].group))[1] for k in circle)
+    return Finding(
+        "group-order",
+        "high" if known else "medium",
+        f"{text[:1].upper()}{text[1:]}: they entered the groups in different orders.",
+        tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
+        wait_claims(facts, ranks),
+    )
+
+
+def _waits_reason(facts: Facts, rank: int) -> str:
+    wait = facts.ranks[rank].wait
+    return f"Rank {rank} waits in {wait.words}." if wait else f"Rank {rank} did not meet its peers."
+
+
+def _mismatch(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
+    """One group, and its members do not meet: who is in the minority?
+
+    The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
+    Without it, the functions in which the stacks wait are compared.
+    """
+    numbered = [waits.example[k] for k in circle if waits.example[k].seq is not None]
+    found = None
+    if numbered:
+        lowest = min(numbered, key=lambda w: w.seq or 0)
+        found = mismatch_at(facts.alignment, str(lowest.group), lowest.seq or 0)
+    if found is not None:
+        return _recorded_mismatch(facts, found)
+    classes: dict[tuple[object, ...], list[int]] = {}
+    for key in circle:
+        op = waits.example[key].op
+        known = next((k for k in classes if same_op(str(k[0]), op)), (op,))
+        classes.setdefault(known, []).extend(waits.ranks[key])
+    odd, majority = vote(classes)
+    return _named_mismatch(facts, odd, majority, _members(waits, circle), "medium" if majority else "low", ())
+
+
+def _recorded_mismatch(facts: Facts, found: Mismatch) -> Finding:
+    ranks = sorted(r for members in found.classes.values() for r in members)
+    text = f"number {found.seq} of group {found.group!r} is " + ", ".join(
+        f"{' '.join(str(part) for part in key[:1])} on {small(ranks_word(members))}"
+        for key, members in found.classes.items()
+    )
+    claims = [Claim(text, f"ranks/{members[0]}/flight_recorder.json") for members in found.classes.values()]
+    parted = parting(facts.alignment, ranks, found.group, found.seq, facts.roots)
+    if parted is not None:
+        sites = " and ".join(
+            f"{small(ranks_word(members))} at {fr.basename(file)}:{line}"
+            for (file, line), members in parted.sites.items()
+        )
+        where = f"they parted earlier, at number {parted.seq}: {sites}"
+        claims.append(Claim(where, f"ranks/{ranks[0]}/flight_recorder.json"))
+    confidence: Confidence = "high" if found.majority else "medium"
+    return _named_mismatch(facts, found.odd, found.majority, ranks, confidence, tuple(claims), found)
+
+
+def _named_mismatch(
+    facts: Facts,
+    odd: tuple[int, ...],
+    majority: bool,
+    ranks: list[int],
+    confidence: Confidence,
+    claims: tuple[Claim, ...],
+    found: Mismatch | None = None,
+) -> Finding:
+    words = {r: _call(facts, r, found) for r in ranks}
+    rest = [r for r in ranks if r not in odd] or list(odd)
+    groups: dict[str, list[int]] = {}
+    for rank in (*odd, *[r for r in ranks if r not in odd]):
+        groups.setdefault(words[rank], []).append(rank)
+    parts = [f"{small(ranks_word(m))} {'waits' if len(m) == 1 else 'wait'} in {w}" for w, m in groups.items()]
+    text = " while ".join(parts[:3])
+    tail = "" if majority else " With no majority, either side may be the one at fault."
+    named = tuple(
+        waiting_culprit(facts.ranks[r], f"Rank {r} waits in {words[r]}, its peers do not.")
+        for r in odd
+        if r in facts.ranks
+    )
+    return Finding(
+        "collective-mismatch",
+        confidence,
+        f"{text[:1].upper()}{text[1:]}.{tail}",
+        named,
+        claims + wait_claims(facts, [*odd[:2], *rest]),
+    )
+
+
+def _call(facts: Facts, rank: int, found: Mismatch | None) -> str:
+    """``all_gather of (4,) Float at train.py:41``, with the size only where sizes are what differs."""
+    wait = facts.ranks[rank].wait if rank in facts.ranks else None
+    entry = facts.alignment.entry(rank, found.group, found.seq) if found else None
+    if entry is None or found is None:
+        return wait.words if wait else "another place"
+    sizes_differ = len({key[0] for key in found.classes}) == 1
+    name = describe(entry) if sizes_differ else op_name(entry)
+    site = fr.user_frame(entry.frames, facts.roots.get(rank, ())) or (wait.frame if wait else None)
+    return f"{name} at {fr.place(site)}" if site else f"{name} (number {entry.seq})"
+
+
+def mispaired(facts: Facts, waits: Waits) -> Ruling:
+    """Every member has arrived and yet they wait: ranks may have met in different operations before.
+
+    A backend pairs by number, not by kind, and may let a wrong pair pass; what it exchanged then is rubbish, and the
+    ranks are one operation apart from there on.
+    """
+    if not waits.ranks:
+        return ""
+    found = first_mismatch(facts.alignment)
+    if found is None:
+        return "all ranks recorded the same operations under the same numbers" if facts.alignment.records else ""
+    if facts.unseen:
+        return ""
+    return _recorded_mismatch(facts, found)
