@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from . import incident
 from .console import say
-from .incident import Circumstances, Looks, Report
+from .incident import Circumstances, Looks, Report, Timeline
 from .model import RankExit
 from .stall import Movement, Stall
 from .task import Task
@@ -24,6 +24,7 @@ class _Suspicion:
     """A closer look under way: what is suspected, what has been seen, when the second look is due (None: no sooner)."""
 
     stall: Stall
+    timeline: Timeline
     looks: Looks | None = None
     second_look_s: float | None = None
 
@@ -61,7 +62,8 @@ class StallCase:
         """One tick; returns the report when a hang has been confirmed and its bundle is written."""
         event = glance.event
         if event is not None and event.kind == "suspect" and event.stall is not None:
-            self._suspicion = _Suspicion(event.stall)
+            timeline = Timeline().plus("last progress", event.stall.mark_s).plus("suspected")
+            self._suspicion = _Suspicion(event.stall, timeline)
             self._look(None)
         elif event is not None and event.kind == "recovered" and self._said_undecided:
             self._said_undecided = False
@@ -90,16 +92,19 @@ class StallCase:
             suspicion.second_look_s = now + self._watch.policy.confirm_s
         else:
             self._suspicion = None
-            self._conclude(suspicion.stall, suspicion.looks, now)
+            self._conclude(suspicion, suspicion.looks, now)
 
-    def _conclude(self, stall: Stall, looks: Looks, now: float) -> None:
+    def _conclude(self, suspicion: _Suspicion, looks: Looks, now: float) -> None:
+        stall = suspicion.stall
         event = self._watch.conclude(stall, self._movement(stall, looks), now)
         if event is None or self._writing is not None:
             return
         if event.kind == "undecided":
             self._say_undecided(stall, now)
         elif event.kind == "hang":
-            self._begin_writing(stall, looks, now)
+            first, second = looks.taken[-2:]
+            timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
+            self._begin_writing(stall, looks, now, timeline.plus("confirmed"))
 
     def _movement(self, stall: Stall, looks: Looks) -> Movement:
         from . import movement
@@ -108,13 +113,13 @@ class StallCase:
             return "moving"
         return movement.judge(looks.taken[-2], looks.taken[-1])
 
-    def _begin_writing(self, stall: Stall, looks: Looks, now: float) -> None:
+    def _begin_writing(self, stall: Stall, looks: Looks, now: float, timeline: Timeline) -> None:
         stalled_s = now - stall.mark_s
         where = "no step yet" if stall.before_first_step else f"last step {stall.step}"
         say(f"nothing has moved for {stalled_s:.0f} s ({where}): collecting evidence from every rank")
         known = incident.known_of(self._watch, self._exits())
         self._writing = Task(
-            "bundle", lambda: incident.write("hang", looks, known, self._about, stall_s=stalled_s)
+            "bundle", lambda: incident.write("hang", looks, known, self._about, stall_s=stalled_s, timeline=timeline)
         )
 
     def _say_undecided(self, stall: Stall, now: float) -> None:

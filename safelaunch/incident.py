@@ -39,6 +39,29 @@ class Looks:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """When a stage of an incident was reached, on both clocks."""
+
+    stage: str
+    unix_s: float
+    monotonic_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The stages of an incident in their order, for ``manifest.json``: how long it took us, and where that went."""
+
+    moments: tuple[Moment, ...] = ()
+
+    def plus(self, stage: str, at_s: float | None = None) -> Timeline:
+        """One stage more, reached at ``at_s`` seconds of CLOCK_MONOTONIC (None: now)."""
+        now = time.monotonic()
+        then = now if at_s is None else at_s
+        moment = Moment(stage, round(time.time() - (now - then), 4), round(then, 4))
+        return Timeline((*self.moments, moment))
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What came of an incident."""
 
@@ -102,8 +125,10 @@ def write(
     stall_s: float = 0.0,
     moving: bool = False,
     ask: bool = True,
+    timeline: Timeline | None = None,
 ) -> Report:
     """Collects the rest, reaches a verdict and publishes the bundle. ``ask`` False: the ranks are gone."""
+    timeline = timeline or Timeline()
     staging = Staging(about.run_dir / f"bundle-{outcome}-{time.time_ns()}")
     sides: list[tuple[RankEvidence, ...]] = []
 
@@ -112,10 +137,11 @@ def write(
         sides.append(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
 
     gather([ranks, lambda: _node(looks.targets, known, about, staging)], deadline_s=20.0)
+    timeline = timeline.plus("evidence complete")
     evidence = _evidence(outcome, sides[0] if sides else (), known, about.host)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
     verdict = _verdict(evidence)
-    _finish(staging, verdict, evidence, about)
+    _finish(staging, verdict, evidence, about, timeline.plus("verdict"))
     name = name_of(about.run_name, time.time(), outcome)
     published = publish(staging.root, about.bundle_dir, name, about.fallback_dir, deadline_s=PUBLISH_DEADLINE_S)
     return Report(verdict, evidence, published)
@@ -206,7 +232,7 @@ def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:
         staging.add(Artifact(f"{folder}/beacon.log", "beacon", 0.0), log.read_bytes()[: 1 << 20])
 
 
-def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances) -> None:
+def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline) -> None:
     """verdict, reports, launch and, last, the manifest that lists all the others."""
     staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), verdict)
     staging.add_json(Artifact("launch.json", "safelaunch", 0.0), about.launch)
@@ -227,6 +253,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         "host": about.host,
         "written_unix_s": round(time.time(), 3),
         "user": os.getuid(),
+        "timeline": timeline.plus("written").moments,
         "artifacts": listed,
         "missing": [artifact.path for artifact in listed if artifact.missing],
     }
