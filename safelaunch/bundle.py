@@ -1,7 +1,7 @@
 """Assembling a bundle on the local disk, and publishing it whole or not at all.
 
-The bundle directory may be a slow or dead network disk: a helper process does the copying, under a deadline, and when it
-fails the bundle stays in a local place that is named.
+The bundle directory may be a slow or dead network disk: a helper process does the copying, under a deadline, and when
+it fails the bundle stays in a local place that is named.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ class Staging:
         root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None:
-        """Writes ``data`` to ``artifact.path``; None lists the artifact as missing. A full disk costs this file only."""
+        """Writes ``data`` to ``artifact.path``; None lists it as missing. A full disk costs this file only."""
         if data is None:
             self.artifacts.append(artifact)
             return
         content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
         problem = self.write(artifact.path, content)
         size = 0 if problem else len(content)
-        self.artifacts.append(
-            msgspec.structs.replace(artifact, bytes=size, missing=artifact.missing or problem)
-        )
+        self.artifacts.append(msgspec.structs.replace(artifact, bytes=size, missing=artifact.missing or problem))
 
     def add_json(self, artifact: Artifact, value: object) -> None:
         self.add(artifact, msgspec.json.format(msgspec.json.encode(value), indent=1) if value is not None else None)

@@ -128,7 +128,9 @@ class StallCase:
         self._said_undecided = True
         policy = self._watch.policy
         limit = policy.startup_max_s if stall.before_first_step else policy.max_stall_s
-        until = f"--max-stall, {limit:.0f} s, decides" if limit is not None else "not a reason to act before the first step"
+        until = (
+            f"--max-stall, {limit:.0f} s, decides" if limit is not None else "not a reason to act before the first step"
+        )
         say(f"no step for {now - stall.mark_s:.0f} s, but something computes or writes ({until})")
 
 

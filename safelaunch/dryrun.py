@@ -52,7 +52,9 @@ def _variables(plan: Plan) -> list[str]:
             lines.append(f"      {setting.why}")
     for name in sorted(INTERNAL_ENV | {"PYTHONPATH"}):
         if plan.watched and name in plan.env:
-            lines.append(f"  {name}={plan.env[name]}   (safelaunch: wakes the beacon; your script sees PYTHONPATH as you set it)")
+            lines.append(
+                f"  {name}={plan.env[name]}   (safelaunch: wakes the beacon; your script sees PYTHONPATH as you set it)"
+            )
     return lines
 
 

@@ -17,7 +17,7 @@ import msgspec
 from .beacon import layout
 from .bundle import PUBLISH_DEADLINE_S, Published, Staging, name_of, publish
 from .capture import collect, gpu, logs, node
-from .capture.look import Look, Target, take
+from .capture.look import Look, RankLook, Target, take
 from .capture.parallel import gather
 from .model import Artifact, Evidence, Outcome, RankEvidence, RankExit, Verdict
 from .progress import read_exception, read_meta
@@ -25,6 +25,7 @@ from .watch import Watch
 
 LOOK_DEADLINE_S = 6.0
 NODE_DEADLINE_S = 6.0
+NATIVE_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,33 @@ def look_at(targets: Sequence[Target], looks: Looks | None, *, native: bool = Fa
     return (looks or Looks(tuple(targets))).plus(look)
 
 
+def _native_where_it_tells(looks: Looks) -> Looks:
+    """One native look at the ranks that rest in a futex called from a line that is not c10d's.
+
+    ``with lock:`` and ``work.wait()`` look alike from Python, and the C frames tell them apart. They cost the job a
+    pause and us a few hundred megabytes for each process, so they are taken only here, after a hang is confirmed.
+    """
+    last = looks.taken[-1] if looks.taken else None
+    if last is None:
+        return looks
+    unclear = [target for target in looks.targets if _is_unclear(last.ranks.get(target.rank))]
+    if not unclear:
+        return looks
+    native = take(unclear, deadline_s=NATIVE_DEADLINE_S, earlier=last, native=True)
+    return replace(looks, taken=(*looks.taken, native))
+
+
+def _is_unclear(look: RankLook | None) -> bool:
+    from .diagnose.frames import torch_wait
+
+    main = look.main if look is not None else None
+    if main is None or main.state is None or main.stack.value is None:
+        return False
+    kernel, thread = main.state.main_thread, main.stack.value.main_thread
+    rests = kernel is not None and kernel.state == "S" and kernel.syscall_name in ("futex", "")
+    return rests and thread is not None and torch_wait(thread.frames) is None
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """The supervisor's knowledge of the ranks at the moment of an incident."""
@@ -133,6 +161,8 @@ def write(
     sides: list[tuple[RankEvidence, ...]] = []
 
     def ranks() -> None:
+        nonlocal looks
+        looks = _native_where_it_tells(looks) if ask else looks
         pages = about.run_dir / "pages"
         sides.append(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
 
@@ -153,13 +183,13 @@ def _verdict(evidence: Evidence) -> Verdict:
 
     try:
         return diagnose(evidence)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a rule stumbles over
         return Verdict(
             schema=1,
             outcome=evidence.outcome,
             cause="no-rank-stands-out",
             confidence="low",
-            summary=f"safelaunch's own diagnosis failed ({type(error).__name__}: {error}); the evidence is in the bundle.",
+            summary=f"The diagnosis itself failed ({type(error).__name__}: {error}); the evidence is in the bundle.",
             culprits=(),
             victims="",
             evidence=(),
@@ -244,7 +274,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         try:
             text: str | None = render(verdict, evidence, artifacts)
             missing = ""
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a report costs nothing but itself
             text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
         staging.add(Artifact(path, "safelaunch", round(time.monotonic() - begin, 3), missing), text)
     listed = sorted(staging.artifacts, key=lambda artifact: artifact.path)

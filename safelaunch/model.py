@@ -19,7 +19,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 
-class Frame(Record):
+class Frame(Record, frozen=True):
     """One Python (or, in a native sample, C) frame. ``file`` is absolute where the reader knows it."""
 
     file: str
@@ -27,7 +27,7 @@ class Frame(Record):
     function: str
 
 
-class Thread(Record):
+class Thread(Record, frozen=True):
     """One thread as a stack reader saw it. ``frames`` is innermost first; ``active`` means on a CPU or runnable."""
 
     frames: tuple[Frame, ...]
@@ -37,7 +37,7 @@ class Thread(Record):
     owns_gil: bool = False
 
 
-class StackSample(Record):
+class StackSample(Record, frozen=True):
     """All threads of one process at one moment. ``how`` names the reader, e.g. ``py-spy --nonblocking``."""
 
     pid: int
@@ -58,7 +58,7 @@ class StackSample(Record):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-class ThreadState(Record):
+class ThreadState(Record, frozen=True):
     """One kernel thread from ``/proc/<pid>/task/<tid>``.
 
     ``state`` is the letter of ``stat`` (R S D T t Z X). ``syscall`` is the x86-64/aarch64 number or None when running
@@ -79,7 +79,7 @@ class ThreadState(Record):
     io_bytes: int | None = None
 
 
-class ProcessState(Record):
+class ProcessState(Record, frozen=True):
     """One process at one moment. ``start_ticks`` is field 22 of ``stat``: with ``pid`` it identifies the process."""
 
     pid: int
@@ -99,7 +99,7 @@ class ProcessState(Record):
         return next((t for t in self.threads if t.tid == self.pid), None)
 
 
-class ProcessEvidence(Record):
+class ProcessEvidence(Record, frozen=True):
     """Everything seen of one process: states and stacks in the order they were taken (oldest first).
 
     ``role``: ``main`` for the rank itself, ``dataloader worker``, or another child's (``child``).
@@ -117,7 +117,7 @@ class ProcessEvidence(Record):
 # --- Flight Recorder --------------------------------------------------------------------------------------------------
 
 
-class Collective(Record):
+class Collective(Record, frozen=True):
     """One Flight Recorder entry. ``group`` is the process group's name as the entry gives it (``"0"``, ...).
 
     ``seq`` is the collective sequence number of that group (``p2p_seq`` for sends and receives); ``op`` has its
@@ -145,7 +145,7 @@ class Collective(Record):
     frames: tuple[Frame, ...] = ()
 
 
-class GroupStatus(Record):
+class GroupStatus(Record, frozen=True):
     """Last sequence numbers of one process group on one rank; -1 where the backend does not say."""
 
     last_enqueued: int = -1
@@ -153,7 +153,7 @@ class GroupStatus(Record):
     last_completed: int = -1
 
 
-class FlightRecord(Record):
+class FlightRecord(Record, frozen=True):
     """One rank's Flight Recorder. ``groups`` maps a group's name to its global ranks where the dump says so."""
 
     version: str
@@ -165,7 +165,7 @@ class FlightRecord(Record):
 # --- a rank -----------------------------------------------------------------------------------------------------------
 
 
-class Progress(Record):
+class Progress(Record, frozen=True):
     """What a rank's progress page says. ``*_ns`` are CLOCK_MONOTONIC of its host; 0 = never.
 
     ``step``: the user's own count where ``safelaunch.step()`` is used, else the highest count over optimizers;
@@ -192,7 +192,7 @@ class Progress(Record):
     exit_ns: int = 0
 
 
-class RankException(Record):
+class RankException(Record, frozen=True):
     """The first uncaught exception of a rank, recorded by its beacon when it reached the top.
 
     ``time_unix_s`` is CLOCK_REALTIME. ``frames`` is innermost first. ``text`` is the traceback as printed.
@@ -205,7 +205,7 @@ class RankException(Record):
     text: str = ""
 
 
-class RankExit(Record):
+class RankExit(Record, frozen=True):
     """How a rank's process ended, from the torchrun agent that reaped it.
 
     ``returncode`` follows ``subprocess``: negative is the signal's number. ``before_close``: it had ended before the
@@ -217,7 +217,7 @@ class RankExit(Record):
     before_close: bool = True
 
 
-class GilTest(Record):
+class GilTest(Record, frozen=True):
     """Two questions to the worker server: one that needs no GIL (``ping``), one that does (a Python handler).
 
     None = not asked or the server was not up. ``ping`` True and ``python`` False means that the GIL is not free.
@@ -227,7 +227,7 @@ class GilTest(Record):
     python: bool | None = None
 
 
-class RankEvidence(Record):
+class RankEvidence(Record, frozen=True):
     """Everything collected from one rank. Any part may be missing: the manifest says why."""
 
     rank: int
@@ -242,14 +242,16 @@ class RankEvidence(Record):
     exception: RankException | None = None
     exit: RankExit | None = None
     beacon: bool = True  # False: the rank runs without our sitecustomize (python -I, a wiped PYTHONPATH)
-    code_roots: tuple[str, ...] = ()  # directories of the standard library and of installed packages, as the rank saw them
+    code_roots: tuple[
+        str, ...
+    ] = ()  # directories of the standard library and of installed packages, as the rank saw them
     log_tail: str = ""  # decoded end of what the rank wrote
 
 
 Outcome = Literal["hang", "crash", "dump"]
 
 
-class Evidence(Record):
+class Evidence(Record, frozen=True):
     """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not seen at all."""
 
     outcome: Outcome
@@ -263,7 +265,7 @@ class Evidence(Record):
 # --- artifacts --------------------------------------------------------------------------------------------------------
 
 
-class Artifact(Record):
+class Artifact(Record, frozen=True):
     """One file of a bundle, or the reason why it is missing.
 
     ``path`` is relative to the bundle. ``how``: the source (``py-spy dump --json``). ``missing``: the reason; empty
@@ -307,7 +309,7 @@ CAUSES = (
 )
 
 
-class Culprit(Record, omit_defaults=False):
+class Culprit(Record, frozen=True, omit_defaults=False):
     """One rank at fault. ``process``: ``main``, ``dataloader worker (pid N)``, or another child's role and pid."""
 
     rank: int
@@ -319,14 +321,14 @@ class Culprit(Record, omit_defaults=False):
     reason: str
 
 
-class Claim(Record, omit_defaults=False):
+class Claim(Record, frozen=True, omit_defaults=False):
     """One piece of evidence: what is claimed, and the file of the bundle that shows it."""
 
     claim: str
     file: str
 
 
-class Verdict(Record, omit_defaults=False):
+class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``)."""
 
     schema: int

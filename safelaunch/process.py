@@ -100,8 +100,8 @@ def descendants(roots: Iterable[int], *, exclude: Iterable[int] = ()) -> tuple[P
     ``exclude``: pids that are left out together with what is below them.
     """
     children: dict[int, list[_Stat]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (found := _stat(int(entry))) is not None:
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and (found := _stat(int(entry.name))) is not None:
             children.setdefault(found.ppid, []).append(found)
     left_out = set(exclude)
     found_below: list[ProcessId] = []
@@ -202,7 +202,7 @@ def end_all(
     while clock() < deadline:
         known.update(find())
         alive = [p for p in known if p.is_alive()]
-        if not alive or all(p.is_stopped() for p in alive if p != agent) and not agent.is_alive():
+        if not alive or (all(p.is_stopped() for p in alive if p != agent) and not agent.is_alive()):
             break
         sleep(0.05)
     deadline = clock() + max(2.0, grace_s)

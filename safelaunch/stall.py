@@ -124,7 +124,7 @@ def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> t
     if state.status is Status.HUNG:
         return state, None
     stall = oldest(marks, policy, state.base_s, now)
-    if stall is None or stall.mark_s > state.mark_s and state.status is not Status.WATCHING:
+    if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
         if state.status is Status.UNDECIDED:
             return replace(state, status=Status.WATCHING), Event("recovered", stall)
         # While the closer look is under way its own conclusion decides.

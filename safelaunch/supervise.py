@@ -81,7 +81,7 @@ class Supervisor:
             return
         try:
             self._tick(time.monotonic())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
             self._watching = False
             self._watch.acknowledge()
             say(f"a fault of safelaunch's own ended the watch; the job goes on ({type(error).__name__}: {error})")
@@ -106,7 +106,7 @@ class Supervisor:
             self._exit_events.setdefault(int(rank), RankExit(code, event.time_unix_s, before_close=first))
 
     def _exits(self) -> dict[int, RankExit]:
-        """What the agent told, and ranks that ended without failing: had they failed, it would have ended the others."""
+        """What the agent told, and ranks that ended without failing: else it would have ended the others."""
         known = dict(self._exit_events)
         for rank in self._watch.ended():
             known.setdefault(rank, RankExit(0, time.time(), before_close=True))

@@ -22,7 +22,7 @@ class Task(Generic[T]):
     def _run(self) -> None:
         try:
             self._values.append(self._work())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
             self._error = error
 
     @property

@@ -132,7 +132,9 @@ def _takes_value(call: ast.Call) -> bool:
     for keyword in call.keywords:
         if keyword.arg == "action":
             value = keyword.value
-            action = value.value if isinstance(value, ast.Constant) else getattr(value, "id", getattr(value, "attr", ""))
+            action = (
+                value.value if isinstance(value, ast.Constant) else getattr(value, "id", getattr(value, "attr", ""))
+            )
             if action in FLAG_ACTIONS:
                 return False
         if keyword.arg == "nargs" and isinstance(keyword.value, ast.Constant) and keyword.value.value == 0:
@@ -155,14 +157,39 @@ def launcher(python: str) -> Path:
     return installed if plain else Path(__file__).parent / "launcher" / "torchrun"
 
 
-_VALUED = (
-    "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf max-restarts monitor-interval start-method "
-    "event-log-handler role log-dir redirects tee local-ranks-filter duplicate-stdout-filters duplicate-stderr-filters "
-    "node-rank master-addr master-port local-addr logs-specs numa-binding signals-to-handle shutdown-timeout"
-).split()
-_FLAGS = "help standalone module no-python run-path virtual-local-rank".split()
+_VALUED = [
+    "nnodes",
+    "nproc-per-node",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "max-restarts",
+    "monitor-interval",
+    "start-method",
+    "event-log-handler",
+    "role",
+    "log-dir",
+    "redirects",
+    "tee",
+    "local-ranks-filter",
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "local-addr",
+    "logs-specs",
+    "numa-binding",
+    "signals-to-handle",
+    "shutdown-timeout",
+]
+_FLAGS = ["help", "standalone", "module", "no-python", "run-path", "virtual-local-rank"]
 KNOWN: dict[str, bool] = {
     **{spelling: True for name in _VALUED for spelling in (f"--{name}", f"--{name.replace('-', '_')}")},
     **{spelling: False for name in _FLAGS for spelling in (f"--{name}", f"--{name.replace('-', '_')}")},
-    **{"-h": False, "-m": False, "-r": True, "-t": True},
+    "-h": False,
+    "-m": False,
+    "-r": True,
+    "-t": True,
 }

@@ -60,20 +60,24 @@ class Watch:
             claimed_s=progress.claimed_ns / 1e9,
             last_step_s=progress.last_step_ns / 1e9 if progress.last_step_ns else None,
             step=progress.step,
-            exited=progress.state == "exited" or self._is_gone(progress, now),
+            exited=self._has_ended(progress, now),
             paused=progress.paused,
             phase=progress.phase,
-            phase_since_s=progress.phase_since_ns / 1e9,
+            phase_since_s=max(progress.phase_since_ns, progress.exit_ns) / 1e9,
             phase_timeout_s=progress.phase_timeout_s,
         )
 
-    def _is_gone(self, progress: Progress, now: float) -> bool:
-        """Whether the process ended without saying so. Asked of the kernel only when it has been quiet for a while."""
-        quiet_s = now - max(progress.last_step_ns, progress.claimed_ns) / 1e9
+    def _has_ended(self, progress: Progress, now: float) -> bool:
+        """Whether a rank has nothing more to do: its process is gone, or its script ended a moment ago.
+
+        A process that is still there long after its script ended hangs in its own shutdown, and is watched on. The
+        kernel is asked only about a rank that has been quiet for a while.
+        """
+        quiet_s = now - max(progress.last_step_ns, progress.claimed_ns, progress.exit_ns) / 1e9
         if progress.pid in self._gone:
             return True
         if quiet_s < self.policy.stall_s:
-            return False
+            return progress.state == "exited"
         found = identify(progress.pid)
         if found is None or found.start_ticks != progress.start_ticks or not found.is_alive():
             self._gone[progress.pid] = now

@@ -6,18 +6,24 @@ It appends one JSON object a line to ``agent.events``:
 ``{"event": "closed", "attempt", "exits"}`` after. Each carries ``time_unix_s``.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from time import time
 
 from . import imports, layout, log, page
 
-_words = None
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_words = memoryview(bytes(layout.SIZE)).cast("Q")
 _supervisor = 0
 
 
 @log.guarded
-def start(run_dir, role):
+def start(run_dir: str, role: str) -> None:
     """Wakes the beacon in the torchrun agent; from here on its children know whose they are."""
     global _words, _supervisor
     log.run_dir = run_dir
@@ -29,11 +35,11 @@ def start(run_dir, role):
     imports.after_import("torch.distributed.elastic.multiprocessing.api", _wrap_context)
 
 
-def _hush_our_own_stop():
+def _hush_our_own_stop() -> None:
     """When the supervisor ends a hung job, torchrun's traceback of our SIGTERM says nothing and hides the verdict."""
     original = sys.excepthook
 
-    def excepthook(kind, value, traceback):
+    def excepthook(kind: type[BaseException], value: BaseException, traceback: Any) -> None:
         if not (_words[layout.ENDING] and kind.__name__ == "SignalException"):
             original(kind, value, traceback)
 
@@ -41,7 +47,7 @@ def _hush_our_own_stop():
 
 
 @log.guarded
-def _tell(event, **values):
+def _tell(event: str, **values: object) -> None:
     import json
 
     line = json.dumps({"event": event, "time_unix_s": time(), **values}) + "\n"
@@ -54,15 +60,15 @@ def _tell(event, **values):
 
 
 @log.guarded
-def _wrap_context(module):
+def _wrap_context(module: Any) -> None:
     context = module.PContext
     original_start, original_close = context.start, context.close
 
-    def start(self):
+    def start(self: Any) -> None:
         original_start(self)
         _started(self)
 
-    def close(self, death_sig=None, *args, **kwargs):
+    def close(self: Any, death_sig: Any = None, *args: Any, **kwargs: Any) -> Any:
         if death_sig is None:  # not because somebody stops the job
             _failing(self)
         try:
@@ -73,22 +79,24 @@ def _wrap_context(module):
     context.start, context.close = start, close
 
 
-def _rank(context, local_rank):
-    return context.envs[local_rank].get("RANK", str(local_rank))
+def _rank(context: Any, local_rank: int) -> str:
+    return str(context.envs[local_rank].get("RANK", local_rank))
 
 
-def _attempt(context):
-    return int(next(iter(context.envs.values()), {}).get("TORCHELASTIC_RESTART_COUNT", "0"))
+def _attempt(context: Any) -> int:
+    for env in context.envs.values():
+        return int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return 0
 
 
 @log.guarded
-def _started(context):
+def _started(context: Any) -> None:
     workers = {_rank(context, local): [local, pid] for local, pid in context.pids().items()}
     _words[layout.ACK] = 0
     _tell("started", attempt=_attempt(context), workers=workers)
 
 
-def _exits(context):
+def _exits(context: Any) -> dict[str, int]:
     """Return codes known so far by rank; ``poll`` of a subprocess that the agent owns is what the agent does itself."""
     codes = {}
     for local, handler in getattr(context, "subprocess_handlers", {}).items():
@@ -100,7 +108,7 @@ def _exits(context):
 
 
 @log.guarded
-def _failing(context):
+def _failing(context: Any) -> None:
     exits = _exits(context)
     if any(exits.values()):
         _tell("failing", attempt=_attempt(context), exits=exits)
@@ -108,5 +116,5 @@ def _failing(context):
 
 
 @log.guarded
-def _closed(context):
+def _closed(context: Any) -> None:
     _tell("closed", attempt=_attempt(context), exits=_exits(context))

@@ -1,5 +1,7 @@
 """What a rank leaves behind when it ends: fatal-signal stacks, its first uncaught exception, the way it exited."""
 
+from __future__ import annotations
+
 import atexit
 import faulthandler
 import os
@@ -9,19 +11,23 @@ from time import monotonic_ns, time
 
 from . import layout, log, marks, page
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+
 PR_SET_PTRACER = 0x59616D61
 YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 
 _owner = 0
 _supervisor = 0
-_words = None
+_words = memoryview(bytes(layout.SIZE)).cast("Q")
 _exception_path = ""
-_previous_hook = None
+_previous_hook = sys.excepthook
 _enabled_ours = False
 _fault_fd = -1
 
 
-def install(base, words, supervisor):
+def install(base: str, words: memoryview, supervisor: int) -> None:
     """Sets the handlers of this rank up; ``base`` is its page's path, ``supervisor`` the pid that may trace it."""
     global _owner, _supervisor, _words, _exception_path, _previous_hook
     _owner, _supervisor, _words = os.getpid(), supervisor, words
@@ -33,7 +39,7 @@ def install(base, words, supervisor):
     atexit.register(_at_exit)
 
 
-def _install_faulthandler(path):
+def _install_faulthandler(path: str) -> None:
     global _enabled_ours, _fault_fd
     import fcntl
 
@@ -52,7 +58,7 @@ def _install_faulthandler(path):
     faulthandler.register(signal.SIGTERM, file=fd, all_threads=True, chain=True)
 
 
-def allow_tracing():
+def allow_tracing() -> None:
     """Under Yama's ptrace_scope=1 only ancestors may trace: names the supervisor, whose descendants then may, too."""
     if not _supervisor or not os.path.exists(YAMA):
         return
@@ -61,7 +67,7 @@ def allow_tracing():
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(_supervisor), 0, 0, 0)
 
 
-def detach():
+def detach() -> None:
     """In a forked child: its fatal signals and its SIGTERM must not write into its parent's file."""
     global _enabled_ours
     faulthandler.unregister(signal.SIGTERM)
@@ -78,7 +84,7 @@ def detach():
     allow_tracing()
 
 
-def _excepthook(kind, value, traceback):
+def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
     _note_exception(kind, value, traceback)
     _previous_hook(kind, value, traceback)
     # The peers are looked at while this rank still holds its connections: once it is gone they fail, too.
@@ -87,7 +93,7 @@ def _excepthook(kind, value, traceback):
 
 
 @log.guarded
-def _note_exception(kind, value, traceback):
+def _note_exception(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
     if os.getpid() != _owner or _words[layout.EXCEPTION_NS]:
         return
     _words[layout.EXCEPTION_NS] = monotonic_ns()
@@ -109,7 +115,7 @@ def _note_exception(kind, value, traceback):
     marks.set_state(layout.EXCEPTION)
 
 
-def _text_of(value):
+def _text_of(value: BaseException) -> str:
     try:
         return str(value)
     except Exception as error:  # the exception's own __str__ failed; the traceback module copes, and so do we
@@ -117,7 +123,7 @@ def _text_of(value):
 
 
 @log.guarded
-def _at_exit():
+def _at_exit() -> None:
     if os.getpid() != _owner:
         return
     # A script that put its own sys.excepthook in place of ours: the interpreter has noted the exception all the same.

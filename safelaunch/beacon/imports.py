@@ -4,32 +4,43 @@ A process that never imports the module pays for one dictionary look-up per impo
 before it is executed, so that ``inspect`` and ``linecache`` see the real one.
 """
 
+from __future__ import annotations
+
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
+
+    Callback = Callable[[ModuleType], object]
 
 
 class _Loader:
-    def __init__(self, original, callback):
+    def __init__(self, original: Any, callback: Callback) -> None:
         self._original = original
         self._callback = callback
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
-    def create_module(self, spec):
+    def create_module(self, spec: Any) -> Any:
         return self._original.create_module(spec)
 
-    def exec_module(self, module):
-        module.__spec__.loader = self._original
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._original
         module.__loader__ = self._original
         self._original.exec_module(module)
         self._callback(module)
 
 
 class _Finder:
-    def __init__(self):
-        self._callbacks = {}
+    def __init__(self) -> None:
+        self._callbacks: dict[str, Callback] = {}
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         callback = self._callbacks.pop(name, None)
         if callback is None:
             return None
@@ -39,18 +50,19 @@ class _Finder:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, callback)
+                    wrapped: Any = _Loader(spec.loader, callback)
+                    spec.loader = wrapped
                 return spec
         return None
 
-    def invalidate_caches(self):
+    def invalidate_caches(self) -> None:
         """Called by ``importlib.invalidate_caches``; there is nothing to forget."""
 
 
 _finder = _Finder()
 
 
-def after_import(name, callback):
+def after_import(name: str, callback: Callback) -> None:
     """Calls ``callback(module)`` after ``name`` was imported; at once when it already is. It must not raise."""
     module = sys.modules.get(name)
     if module is not None:

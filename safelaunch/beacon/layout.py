@@ -5,6 +5,8 @@ side needs a lock. ``MAGIC`` is stored last: a page without it is not ready. Tim
 0 = never.
 """
 
+from __future__ import annotations
+
 SIZE = 4096
 WORDS = SIZE // 8
 MAGIC = 0x534146454C4E0001  # "SAFELN" and the layout's version
@@ -46,7 +48,7 @@ def page_name(attempt: int, rank: int, pid: int) -> str:
     return f"{attempt}-{rank}-{pid}"
 
 
-def parse_page_name(name: str) -> "tuple[int, int, int] | None":
+def parse_page_name(name: str) -> tuple[int, int, int] | None:
     """``(attempt, rank, pid)`` of a page's file name, or None for any other file."""
     parts = name.split("-")
     if len(parts) != 3 or not all(part.isdigit() for part in parts):

@@ -1,14 +1,24 @@
 """Where the beacon's own faults go: a file in the run directory, never the job's output."""
 
+from __future__ import annotations
+
 import os
 import sys
 
 from . import layout
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    T = TypeVar("T")
+
 run_dir = ""
 
 
-def fault(where):
+def fault(where: str) -> None:
     """Notes the exception being handled. Costs the evidence that depended on it, nothing else."""
     try:
         import traceback
@@ -23,10 +33,10 @@ def fault(where):
         return  # the run directory is gone or full: there is nowhere left to say it but the job's own output
 
 
-def guarded(function):
+def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
     """Decorator: an exception of ``function`` (safelaunch's own fault) is noted and does not reach the script."""
 
-    def call(*args, **kwargs):
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
             return function(*args, **kwargs)
         except Exception:

@@ -1,28 +1,31 @@
 """Step, phase and state marks: plain stores into the progress page. Nothing here makes a system call."""
 
+from __future__ import annotations
+
+import mmap
 from time import monotonic_ns
 
 from . import layout
 
 # Before a page is claimed, and in a forked child, the marks go to a page that nobody reads.
-_bytes = bytearray(layout.SIZE)
+_bytes: bytearray | mmap.mmap = bytearray(layout.SIZE)
 _words = memoryview(_bytes).cast("Q")
-_slots = {}
+_slots: dict[int, int] = {}
 
 
-def use(buffer, words):
+def use(buffer: bytearray | mmap.mmap, words: memoryview) -> None:
     """Directs all marks to ``buffer`` (bytes) and ``words`` (the same as 64-bit words)."""
     global _bytes, _words
     _bytes, _words = buffer, words
 
 
-def detach():
+def detach() -> None:
     """Directs all marks to nowhere: the page belongs to the parent of this process."""
     use(bytearray(layout.SIZE), memoryview(bytearray(layout.SIZE)).cast("Q"))
 
 
-def optimizer_stepped(optimizer, args, kwargs):
-    """torch's optimizer step post hook: counts per optimizer, so that a GAN's two do not look like one that is twice as fast."""
+def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
+    """torch's optimizer step post hook: counts per optimizer, so that a GAN's two are not one twice as fast."""
     slot = _slots.get(id(optimizer))
     if slot is None:
         slot = _new_slot(optimizer)
@@ -31,7 +34,7 @@ def optimizer_stepped(optimizer, args, kwargs):
     words[layout.LAST_STEP_NS] = monotonic_ns()
 
 
-def _new_slot(optimizer):
+def _new_slot(optimizer: object) -> int:
     """The word that counts this optimizer; those past the last word only mark the time."""
     number = len(_slots)
     if number >= layout.MAX_OPTIMIZERS:
@@ -45,7 +48,7 @@ def _new_slot(optimizer):
     return slot
 
 
-def user_stepped():
+def user_stepped() -> None:
     """``safelaunch.step()``."""
     words = _words
     words[layout.USER_STEPS] += 1
@@ -55,18 +58,18 @@ def user_stepped():
         words[layout.FIRST_STEP_NS] = now
 
 
-def set_state(state):
+def set_state(state: int) -> None:
     """One of ``layout.STARTED`` ... ``layout.EXITED``; a state never goes back."""
     if state > _words[layout.STATE]:
         _words[layout.STATE] = state
 
 
-def server_is_up():
+def server_is_up() -> None:
     _words[layout.SERVER_NS] = monotonic_ns()
 
 
-def set_phase(name, timeout_s):
-    """``safelaunch.phase()``: ``timeout_s`` 0 = the watchdog's own threshold. Returns the phase before, to go back to."""
+def set_phase(name: str, timeout_s: float) -> tuple[str, float]:
+    """``safelaunch.phase()``: ``timeout_s`` 0 = the watchdog's own threshold. Returns the phase before."""
     before = get_phase()
     data = name.encode("utf-8", "replace")[: layout.PHASE_MAX]
     _words[layout.PHASE_LENGTH] = 0  # a reader never sees the new length with the old text
@@ -77,14 +80,14 @@ def set_phase(name, timeout_s):
     return before
 
 
-def get_phase():
+def get_phase() -> tuple[str, float]:
     """``(name, timeout_s)`` of the current phase; ``("", 0.0)`` outside any."""
     length = _words[layout.PHASE_LENGTH]
     text = bytes(_bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length])
     return text.decode("utf-8", "replace"), _words[layout.PHASE_TIMEOUT_NS] / 1e9
 
 
-def pause(delta):
+def pause(delta: int) -> None:
     """+1 pauses the watch of this rank, -1 undoes it and counts as progress."""
     _words[layout.PAUSED] = max(0, _words[layout.PAUSED] + delta)
     if not _words[layout.PAUSED]:

@@ -1,5 +1,7 @@
 """Creating and writing a progress page from inside a rank or the agent."""
 
+from __future__ import annotations
+
 import mmap
 import os
 from time import monotonic_ns, sleep
@@ -7,13 +9,13 @@ from time import monotonic_ns, sleep
 from . import layout
 
 
-def start_ticks():
+def start_ticks() -> int:
     """This process's start time in clock ticks since boot: field 22 of /proc/self/stat."""
     with open("/proc/self/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
-def create(path):
+def create(path: str) -> tuple[mmap.mmap, memoryview]:
     """Maps a new page of ``layout.WORDS`` words at ``path``; returns ``(mmap, view of 64-bit words)``.
 
     The blocks are allocated before they are mapped: storing into a hole of a full tmpfs would end the rank by SIGBUS.
@@ -31,7 +33,7 @@ def create(path):
     return mapped, words
 
 
-def wait_for_ack(words, supervisor_pid):
+def wait_for_ack(words: memoryview, supervisor_pid: int) -> None:
     """Waits until the supervisor has looked at the peers, at most ``layout.HOLD_S`` and only while it lives."""
     deadline = monotonic_ns() + int(layout.HOLD_S * 1e9)
     while not words[layout.ACK] and monotonic_ns() < deadline:

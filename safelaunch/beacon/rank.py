@@ -3,16 +3,23 @@
 Nothing here may raise into the script, print, change an exit code, or keep the rank from ending.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 
 from . import faults, imports, layout, log, marks, page, ring, streams
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
 _owner = 0  # pid of the process that set the beacon up; a forked child's differs
 
 
 @log.guarded
-def start(run_dir, role):
+def start(run_dir: str, role: str) -> None:
     """Wakes the beacon in this process. ``role`` is ``rank``, or ``spawned`` when the rank's number arrives later."""
     log.run_dir = run_dir
     if role == "spawned":
@@ -22,11 +29,11 @@ def start(run_dir, role):
 
 
 @log.guarded
-def _claim_when_told(module):
+def _claim_when_told(module: Any) -> None:
     """``torchrun --run-path``: the spawned child learns its rank as it enters ``_wrap``, which we enter first."""
     original = module._wrap
 
-    def _wrap(local_rank, fn, args, envs, *rest, **kwargs):
+    def _wrap(local_rank: int, fn: Any, args: Any, envs: Any, *rest: Any, **kwargs: Any) -> Any:
         _claim(log.run_dir, {**os.environ, **envs[local_rank]})
         return original(local_rank, fn, args, envs, *rest, **kwargs)
 
@@ -34,7 +41,7 @@ def _claim_when_told(module):
 
 
 @log.guarded
-def _claim(run_dir, env):
+def _claim(run_dir: str, env: Mapping[str, str]) -> None:
     global _owner
     attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank = int(env["RANK"])
@@ -60,14 +67,14 @@ def _claim(run_dir, env):
 
 
 @log.guarded
-def _torch_optimizer(module):
+def _torch_optimizer(module: Any) -> None:
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is not None:
         register(marks.optimizer_stepped)
 
 
 @log.guarded
-def _torch_distributed(base):
+def _torch_distributed(base: str) -> None:
     marks.set_state(layout.TORCH)
     from . import server
 
@@ -75,7 +82,7 @@ def _torch_distributed(base):
         marks.server_is_up()
 
 
-def _write_meta(base):
+def _write_meta(base: str) -> None:
     """What only this interpreter knows of itself: key TAB value lines (json is not imported yet)."""
     roots = [os.path.dirname(os.__file__)]
     roots += [entry for entry in sys.path if "site-packages" in entry or "dist-packages" in entry]
@@ -87,11 +94,11 @@ def _write_meta(base):
         file.write(text.encode("utf-8", "surrogateescape"))
 
 
-def _private(path, flags):
+def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def _after_fork():
+def _after_fork() -> None:
     """In a forked child (a DataLoader worker, say): let go of everything that is the rank's own."""
     if os.getpid() == _owner:
         return

@@ -1,9 +1,11 @@
 """The last bytes that a rank wrote, with times, in a shared file that outlives it.
 
 Layout: a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of records, written
-around. ``head`` and ``tail`` count bytes since the start of the job: a record begins at ``tail``, the next is written at
-``head``. A record is its time (CLOCK_REALTIME, ns), its length and its stream, then the data.
+around. ``head`` and ``tail`` count bytes since the start: a record begins at ``tail``, the next is written at ``head``.
+ A record is its time (CLOCK_REALTIME, ns), its length and its stream, then the data.
 """
+
+from __future__ import annotations
 
 import mmap
 import os
@@ -18,9 +20,9 @@ STDOUT, STDERR = 1, 2
 
 
 class Ring:
-    """Writer of one ring file. ``append`` never blocks and never raises for a full disk: the space is allocated first."""
+    """Writer of one ring file. ``append`` never blocks, nor fails on a full disk: the space is allocated first."""
 
-    def __init__(self, path, capacity=CAPACITY):
+    def __init__(self, path: str, capacity: int = CAPACITY) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, HEADER.size + capacity)
@@ -32,10 +34,10 @@ class Ring:
         self._busy = False
         self._store()
 
-    def _store(self):
+    def _store(self) -> None:
         HEADER.pack_into(self._map, 0, MAGIC, self._capacity, self._head, self._tail)
 
-    def append(self, stream, data):
+    def append(self, stream: int, data: bytes | memoryview) -> None:
         # A writer that is interrupted by another thread or by a signal handler that prints: the second one's bytes
         # are left out of the ring rather than waited for (the flag is checked and set without a release of the GIL
         # in between often enough, and the reader survives a torn record).
@@ -57,10 +59,10 @@ class Ring:
         finally:
             self._busy = False
 
-    def _read(self, at, size):
+    def _read(self, at: int, size: int) -> bytes:
         return _around(self._map, self._capacity, at, size)
 
-    def _write(self, at, data):
+    def _write(self, at: int, data: bytes) -> None:
         start = at % self._capacity
         first = min(len(data), self._capacity - start)
         self._map[HEADER.size + start : HEADER.size + start + first] = data[:first]
@@ -68,14 +70,14 @@ class Ring:
             self._map[HEADER.size : HEADER.size + len(data) - first] = data[first:]
 
 
-def _around(buffer, capacity, at, size):
+def _around(buffer: bytes | mmap.mmap, capacity: int, at: int, size: int) -> bytes:
     start = at % capacity
     first = min(size, capacity - start)
     part = bytes(buffer[HEADER.size + start : HEADER.size + start + first])
     return part if first == size else part + bytes(buffer[HEADER.size : HEADER.size + size - first])
 
 
-def read(path):
+def read(path: str | os.PathLike[str]) -> list[tuple[int, int, bytes]]:
     """Records of the ring at ``path``, oldest first: ``[(time_ns, stream, data)]``; stream is STDOUT or STDERR.
 
     The writer may be writing: a record that does not make sense ends the reading. Raises OSError when the file cannot

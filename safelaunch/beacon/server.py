@@ -4,14 +4,21 @@ It is started before any process group exists and never stopped: destroying it i
 the parent down, which then aborts.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 
 
-def start(path):
+def start(path: str) -> bool:
     """Starts the server on ``path``. Returns False where this torch has none."""
     try:
         from torch._C import _distributed_c10d as c10d
@@ -21,32 +28,35 @@ def start(path):
         return False
     register = getattr(c10d, "_register_handler", None)
     if register is not None:
-        register(GIL_HANDLER, _answer_gil)
-        register(FLIGHT_RECORD_HANDLER, _answer_flight_record)
+        for name, handler in ((GIL_HANDLER, _answer_gil), (FLIGHT_RECORD_HANDLER, _answer_flight_record)):
+            # C++ drops its reference after the interpreter is gone; were it the last one, the process would abort.
+            _never_destroy(handler)
+            register(name, handler)
     server = _without_its_greeting(lambda: server_class(path))
     _never_destroy(server)
     return True
 
 
-def _answer_gil(request, response):
+def _answer_gil(request: Any, response: Any) -> None:
     response.set_content(b"ok", "text/plain")
     response.set_status(200)
 
 
-def _answer_flight_record(request, response):
-    from torch._C._distributed_c10d import _dump_fr_trace
+def _answer_flight_record(request: Any, response: Any) -> None:
+    from torch._C import _distributed_c10d as c10d
 
-    response.set_content(_dump_fr_trace(), "application/octet-stream")
+    dump: Any = c10d._dump_fr_trace  # type: ignore[attr-defined]
+    response.set_content(dump(), "application/octet-stream")
     response.set_status(200)
 
 
-def _never_destroy(server):
+def _never_destroy(thing: object) -> None:
     import ctypes
 
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def _without_its_greeting(make):
+def _without_its_greeting(make: Callable[[], object]) -> object:
     """Calls ``make`` while descriptor 2 leads to memory; puts back on stderr what is not the server's greeting."""
     sys.stderr.flush()
     kept = os.memfd_create("safelaunch-stderr", os.MFD_CLOEXEC)

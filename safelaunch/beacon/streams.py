@@ -1,27 +1,34 @@
 """Keeps what Python writes to stdout and stderr in the ring, without changing the streams' observable nature.
 
-The raw layer under ``sys.stdout`` is replaced by a ``FileIO`` subclass on the same descriptor; the text layer is built
-again with the same encoding, error handler, newline translation and buffering, so that ``fileno``, ``isatty``, ``tqdm``,
-``subprocess`` and ``dup2`` see what they saw before. What C++ code or ``os.write`` puts on the descriptor is not seen.
+The raw layer under ``sys.stdout`` is replaced by a ``FileIO`` subclass on the same descriptor; the text layer is made
+again with the same encoding, error handler, newline translation and buffering, so that ``fileno``, ``isatty``,
+``tqdm``, ``subprocess`` and ``dup2`` see what they saw before. What C++ code or ``os.write`` puts on the descriptor is
+not seen.
 """
+
+from __future__ import annotations
 
 import io
 import sys
 
 from . import ring as rings
 
-_ring = None
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the typing module is not loaded for it: a rank pays for every import
+    from typing import Any
+
+_ring: rings.Ring | None = None
 
 
 class _Tee(io.FileIO):
     """Writes to the descriptor as before; what was accepted also goes to the ring."""
 
-    def __init__(self, fd, name, stream):
+    def __init__(self, fd: int, name: str, stream: int) -> None:
         super().__init__(fd, "w", closefd=False)
         self.name = name
         self._stream = stream
 
-    def write(self, data):
+    def write(self, data: Any) -> int:
         written = super().write(data)
         if written and _ring is not None:
             try:
@@ -31,7 +38,7 @@ class _Tee(io.FileIO):
         return written
 
 
-def attach(ring):
+def attach(ring: rings.Ring) -> None:
     """Replaces ``sys.stdout`` and ``sys.stderr`` where they are the interpreter's own."""
     global _ring
     _ring = ring
@@ -43,13 +50,13 @@ def attach(ring):
             setattr(sys, f"__{name}__", new)
 
 
-def detach():
+def detach() -> None:
     """Stops keeping output (in a forked child, or when the ring is damaged); the streams go on as before."""
     global _ring
     _ring = None
 
 
-def _rebuilt(old, stream):
+def _rebuilt(old: Any, stream: int) -> io.TextIOWrapper | None:
     if not isinstance(old, io.TextIOWrapper):
         return None
     buffer = old.buffer
@@ -66,5 +73,5 @@ def _rebuilt(old, stream):
         line_buffering=old.line_buffering,
         write_through=old.write_through,
     )
-    new.mode = old.mode
+    vars(new)["mode"] = old.mode
     return new

@@ -68,7 +68,7 @@ def ranks(
     def one(target: Target) -> RankEvidence:
         return _rank(target, looks, known.get(target.rank, Known()), pages, host, sink, ask)
 
-    calls = [lambda target=target: one(target) for target in targets]  # type: ignore[misc]
+    calls = [lambda target=target: one(target) for target in targets]
     results = gather(calls, deadline_s=RANK_DEADLINE_S + 2.0)
     return tuple(
         result or RankEvidence(target.rank, host, target.pid, target.local_rank)
@@ -150,9 +150,7 @@ def _write_flight_record(rank: int, capture: FlightCapture, sink: Sink) -> None:
         sink.add(capture.pickle.artifact(f"flight_recorder/nccl_trace_rank_{rank}"), capture.pickle.value)
 
 
-def _write_beacon_files(
-    folder: str, target: Target, pages: Path, exception: RankException | None, sink: Sink
-) -> str:
+def _write_beacon_files(folder: str, target: Target, pages: Path, exception: RankException | None, sink: Sink) -> str:
     """The output ring, the fault file and the exception; returns the decoded end of the rank's output."""
     if not target.has_beacon:
         sink.add(Artifact(f"{folder}/log_tail.txt", "output ring", 0.0, "this rank has no beacon"), None)

@@ -74,7 +74,7 @@ def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None =
     before = _states(earlier)
 
     def one(target: Target) -> RankLook:
-        return _rank(target, table, before, min(deadline_s, stacks.DEADLINE_S), native)
+        return _rank(target, table, before, deadline_s if native else min(deadline_s, stacks.DEADLINE_S), native)
 
     results = gather([lambda target=target: one(target) for target in targets], deadline_s=deadline_s)  # type: ignore[misc]
     ranks = {

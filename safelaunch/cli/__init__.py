@@ -1,4 +1,4 @@
-"""The command line: one file per subcommand. Code raises; only ``main`` prints an error and turns it into an exit code."""
+"""The command line: one file per subcommand. Code raises; only ``main`` prints errors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""``safelaunch demo [NAME]``: a bundled script that hangs, under the watchdog; checks that the verdict is the right one."""
+"""``safelaunch demo [NAME]``: a bundled script that hangs, under the watchdog; checks its verdict."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -11,9 +10,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from safelaunch.bundle import check_directory
 from safelaunch.console import say
 from safelaunch.errors import UsageError
+from safelaunch.model import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,13 @@ def _judge(demo: Demo, code: int, bundle: Path | None, seconds: float) -> int:
     if bundle is None:
         say(f"FAILED: no bundle was written (exit code {code} after {seconds:.0f} s)")
         return 1
-    verdict = json.loads((bundle / "verdict.json").read_text("utf-8"))
-    culprits = verdict["culprits"]
-    first = culprits[0] if culprits else {"rank": None, "process": "", "frame": None}
-    function = (first["frame"] or {}).get("function", "")
-    found = (verdict["cause"], [c["rank"] for c in culprits], function.rpartition(".")[2], code)
+    verdict = msgspec.json.decode((bundle / "verdict.json").read_bytes(), type=Verdict)
+    first = verdict.culprits[0] if verdict.culprits else None
+    function = first.frame.function.rpartition(".")[2] if first is not None and first.frame is not None else ""
+    found = (verdict.cause, [culprit.rank for culprit in verdict.culprits], function, code)
     expected = (demo.cause, [demo.culprit], demo.function, 124)
-    if found != expected or not first["process"].startswith(demo.process):
-        say(f"FAILED: expected {expected}, the verdict is {found} in {first['process']!r}")
+    if found != expected or first is None or not first.process.startswith(demo.process):
+        say(f"FAILED: expected {expected}, the verdict is {found}")
         return 1
     say(f"the verdict is the right one, {seconds:.0f} s after the start; exit code {code} as in a real run")
     return 0

@@ -38,9 +38,7 @@ def main(words: list[str]) -> int:
     return start(plan)
 
 
-def prepare(
-    command: CommandLine, settings: Settings, torch: torchrun.Torch, environ: dict[str, str]
-) -> Plan:
+def prepare(command: CommandLine, settings: Settings, torch: torchrun.Torch, environ: dict[str, str]) -> Plan:
     """The plan of a job: GPUs chosen, environment merged, run directory named (not made)."""
     visible = None
     if settings.gpus is not None:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ class Samples(Dataset):
 
     def __init__(self, bad: int | None) -> None:
         self.bad = bad
-        self.pipe = os.path.join(tempfile.mkdtemp(prefix="safelaunch-demo-"), "sample")
+        self.pipe = Path(tempfile.mkdtemp(prefix="safelaunch-demo-")) / "sample"
         os.mkfifo(self.pipe)
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
-# Run by every Python process that inherits the job's PYTHONPATH. Decides in a few microseconds which of three roles this
-# one has (torchrun agent, rank, neither), wakes the beacon in the first two, and then does what Python would have done
-# without it: runs the sitecustomize that this one shadows. Nothing may be imported here before the role is known.
+# Run by every Python process that inherits the job's PYTHONPATH. Decides in a few microseconds which of three roles
+# this one has (torchrun agent, rank, neither), wakes the beacon in the first two, and then does what Python would have
+# done without it: runs the sitecustomize that this one shadows. Nothing may be imported before the role is known.
 import os
 import sys
 
