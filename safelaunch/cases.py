@@ -54,7 +54,7 @@ class StallCase:
         return self._writing is not None
 
     def abandon(self) -> None:
-        """A rank has failed meanwhile: that is what happened, and the stall was its beginning."""
+        """What was suspected no longer counts: a rank has failed meanwhile, or the clock was started again."""
         self._suspicion = None
         self._looking = None
 
@@ -65,6 +65,8 @@ class StallCase:
             timeline = Timeline().plus("last progress", event.stall.mark_s).plus("suspected")
             self._suspicion = _Suspicion(event.stall, timeline)
             self._look(None)
+        elif event is not None and event.kind == "clock-restarted":
+            self.abandon()
         elif event is not None and event.kind == "recovered" and self._said_undecided:
             self._said_undecided = False
             say("it moves again; watching on")

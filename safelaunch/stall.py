@@ -50,13 +50,19 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """``base_s``: marks older than this count as made then (start of the watch, or the clock started again)."""
+    """``base_s``: marks older than this count as made then (start of the watch, or the clock started again).
+
+    ``covers``: pauses, and phases with a timeout of their own, that are under way: (rank, since).
+    ``excused``: there is nobody to judge just now.
+    """
 
     status: Status = Status.WATCHING
     base_s: float = 0.0
     last_tick_s: float = 0.0
     look_again_s: float = 0.0
     mark_s: float = 0.0  # the slowest rank's mark that the present suspicion rests on
+    covers: frozenset[tuple[int, float]] = frozenset()
+    excused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +126,11 @@ def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> t
     """One look at the marks. Emits ``suspect`` (take a closer look now), ``recovered`` or ``clock-restarted``."""
     if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
         return State(base_s=now, last_tick_s=now), Event("clock-restarted")
-    state = replace(state, last_tick_s=now)
+    state = _uncovered(replace(state, last_tick_s=now), marks, policy, now)
     if state.status is Status.HUNG:
         return state, None
     stall = oldest(marks, policy, state.base_s, now)
+    state = replace(state, excused=stall is None)
     if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
         if state.status is Status.UNDECIDED:
             return replace(state, status=Status.WATCHING), Event("recovered", stall)
@@ -134,10 +141,23 @@ def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> t
     return replace(state, status=Status.CONFIRMING, mark_s=stall.mark_s), Event("suspect", stall)
 
 
+def _uncovered(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> State:
+    """Starts the clock again when a long pause or timed phase has ended: its peers have waited for it all the while.
+
+    Those no longer than the plain threshold start nothing again: ranks that go in and out of them must not hide another
+    that is stuck.
+    """
+    covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
+    waited_s = max((now - since for _, since in state.covers - covers), default=0.0)
+    return replace(state, covers=covers, base_s=now if waited_s > policy.stall_s else state.base_s)
+
+
 def conclude(state: State, stall: Stall, movement: Movement, policy: Policy, now: float) -> tuple[State, Event | None]:
     """What the closer look saw. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
-    ``clock-restarted``."""
-    if movement == "moving":
+    ``clock-restarted``; nothing when the clock was started again while the look was under way."""
+    if state.status is not Status.CONFIRMING:
+        return state, None
+    if movement == "moving" or state.excused:
         return replace(state, status=Status.WATCHING), Event("recovered", stall)
     if movement == "stopped":
         return State(base_s=now, last_tick_s=now), Event("clock-restarted", stall)

@@ -88,7 +88,6 @@ def get_phase() -> tuple[str, float]:
 
 
 def pause(delta: int) -> None:
-    """+1 pauses the watch of this rank, -1 undoes it and counts as progress."""
+    """+1 pauses the watch of this rank, -1 undoes it; both count as progress."""
+    _words[layout.PHASE_SINCE_NS] = monotonic_ns()
     _words[layout.PAUSED] = max(0, _words[layout.PAUSED] + delta)
-    if not _words[layout.PAUSED]:
-        _words[layout.PHASE_SINCE_NS] = monotonic_ns()
