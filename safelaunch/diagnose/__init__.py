@@ -77,7 +77,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         evidence=_distinct(finding.claims),
         ruled_out=(*ruled_out, *finding.ruled_out),
         missing=tuple(dict.fromkeys((*finding.missing, *_missing(facts)))),
-        suggestions=suggestions_for(finding.cause),
+        suggestions=suggestions_for(finding.cause, (c.reason for c in finding.culprits)),
     )
 
 

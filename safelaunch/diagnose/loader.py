@@ -43,7 +43,7 @@ def loader_condition(view: View, children: Sequence[View]) -> Condition:
     reason = f"waits for its DataLoader; worker {worker.process.pid} {condition.reason}"
     if condition.lock is not None:
         reason += _FORK_NOTE
-    claims += condition.claims
+    claims = [*condition.claims, *claims]
     claims += [v.stack_claim(f"DataLoader worker {v.process.pid} {c.reason}") for v, c in held[1:4]]
     idle = len(workers) - len(held)
     if idle:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 _ADVICE: dict[str, tuple[str, ...]] = {
     "collective-mismatch": (
         "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
@@ -87,6 +90,7 @@ _ADVICE: dict[str, tuple[str, ...]] = {
     "rank-killed": (
         "SIGKILL: look for the out-of-memory killer in node/<host>/kernel_log.txt, then"
         " safelaunch --preset oom-debug ...",
+        "A signal sent by hand or by the scheduler leaves its trace in node/<host>/kernel_log.txt or the scheduler's log.",
         "SIGSEGV, SIGABRT or SIGBUS: the rank's log_tail.txt has faulthandler's stack; for /dev/shm that is full,"
         " safelaunch doctor.",
     ),
@@ -106,5 +110,14 @@ _ADVICE: dict[str, tuple[str, ...]] = {
 }
 
 
-def suggestions_for(cause: str) -> tuple[str, ...]:
-    return _ADVICE.get(cause, ())
+_ONLY_IF = {"If the worker waits for a lock": "waits for a lock", "SIGKILL": "SIGKILL", "SIGSEGV": "SIG(?!KILL|TERM)"}
+
+
+def suggestions_for(cause: str, reasons: Iterable[str] = ()) -> tuple[str, ...]:
+    """The advice for ``cause``; what fits one kind of case only is given where the culprits' ``reasons`` show it."""
+    said = " ".join(reasons)
+    return tuple(
+        advice
+        for advice in _ADVICE.get(cause, ())
+        if all(re.search(sign, said) for start, sign in _ONLY_IF.items() if advice.startswith(start))
+    )
