@@ -107,7 +107,7 @@ def _native_where_it_tells(looks: Looks) -> Looks:
 
 
 def _is_unclear(look: RankLook | None) -> bool:
-    from .diagnose.frames import torch_wait
+    from .diagnose.calls import torch_wait
 
     main = look.main if look is not None else None
     if main is None or main.state is None or main.stack.value is None:

@@ -8,7 +8,8 @@ An unchanged stack alone proves nothing: an evaluation loop, too, stands at one 
 from __future__ import annotations
 
 from .capture.look import Look, ProcessLook, RankLook
-from .diagnose.frames import loader_wait, torch_wait, user_part, waits_for_child
+from .diagnose.calls import loader_wait, torch_wait, waits_for_child
+from .diagnose.frames import user_part
 from .model import Thread, ThreadState
 from .stall import Movement
 
