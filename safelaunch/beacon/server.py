@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,8 +47,40 @@ def _answer_flight_record(request: Any, response: Any) -> None:
     from torch._C import _distributed_c10d as c10d
 
     dump: Any = c10d._dump_fr_trace  # type: ignore[attr-defined]
-    response.set_content(dump(), "application/octet-stream")
+    response.set_content(_without_inductor(dump), "application/octet-stream")
     response.set_status(200)
+
+
+def _without_inductor(dump: Callable[[], bytes]) -> bytes:
+    """Calls ``dump`` while ``torch._inductor`` looks absent to this thread, unless it is imported already.
+
+    To name the frames of compiled code, torch asks whether it has ``_inductor``, and the question imports it: 800
+    modules, a second of CPU in every rank at once, and a wait without end where the rank hangs in an import.
+    """
+    torch = sys.modules["torch"]
+    if "_inductor" in vars(torch):
+        return dump()
+    stand_in = _NotImported(threading.get_ident())
+    vars(torch)["_inductor"] = stand_in
+    try:
+        return dump()
+    finally:
+        if vars(torch).get("_inductor") is stand_in:
+            del vars(torch)["_inductor"]
+
+
+class _NotImported:
+    """``torch._inductor``: without attributes for thread ``owner``, the real one, imported now, for all others."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+
+    def __getattr__(self, name: str) -> Any:
+        if threading.get_ident() == self._owner:
+            raise AttributeError(name)
+        import importlib
+
+        return getattr(importlib.import_module("torch._inductor"), name)
 
 
 def _never_destroy(thing: object) -> None:
