@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from .beacon import layout
+from .beacon.page import start_ticks
 
 # A unix socket's path is limited to 107 bytes; ours adds at most 38 to the run directory.
 LONGEST_RUN_DIR = 64
@@ -19,6 +22,11 @@ class RunPaths:
     """The run directory: private, short, on a local disk, removed when the run ends."""
 
     root: Path
+
+    @property
+    def owner(self) -> Path:
+        """The supervisor's pid and start time: when it is gone, the directory is nobody's."""
+        return self.root / "owner"
 
     @property
     def pages(self) -> Path:
@@ -85,7 +93,35 @@ def create_run(root: Path, pid: int, uid: int) -> RunPaths:
             run.root.mkdir(mode=0o700)
         except FileExistsError:
             continue
+        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")
         run.pages.mkdir(mode=0o700)
         run.flight_recorder.mkdir(mode=0o700)
         return run
     raise FileExistsError(f"{root} is full of run directories")
+
+
+def sweep(root: Path) -> int:
+    """Removes the run directories below ``root`` whose supervisor is gone; returns how many.
+
+    A directory without an owner file is being made, or was left by a crash in that moment: it goes after an hour.
+    """
+    removed = 0
+    for entry in list(root.glob("r[0-9]*")):
+        try:
+            pid, ticks = (int(word) for word in (entry / "owner").read_text().split())
+            dead = not _lives(pid, ticks)
+        except FileNotFoundError:
+            dead = time.time() - entry.lstat().st_mtime > 3600 if entry.exists() else False
+        except (OSError, ValueError):
+            continue  # not ours to judge
+        if dead:
+            shutil.rmtree(entry, ignore_errors=True)
+            removed += 1
+    return removed
+
+
+def _lives(pid: int, ticks: int) -> bool:
+    try:
+        return start_ticks(pid) == ticks
+    except (OSError, IndexError, ValueError):
+        return False

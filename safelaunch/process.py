@@ -139,6 +139,37 @@ def start(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> i
     )
 
 
+def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
+    """Our children that are neither in ``keep`` nor of our session: orphans of the job; ended ones are reaped here.
+
+    What we start ourselves (py-spy, copies) shares our session; torchrun and all below it do not.
+    """
+    kept, session = set(keep), os.getsid(0)
+    orphans = []
+    for pid in _children():
+        if pid in kept:
+            continue
+        try:
+            foreign = os.getsid(pid) != session
+        except ProcessLookupError:
+            continue
+        if foreign and reap(pid) is None and (orphan := identify(pid)) is not None:
+            orphans.append(orphan)
+    return tuple(orphans)
+
+
+def _children() -> list[int]:
+    """Our own children, from the kernel's list per thread (CONFIG_PROC_CHILDREN), else from all of /proc."""
+    found: list[int] = []
+    try:
+        for thread in os.scandir("/proc/self/task"):
+            with open(f"{thread.path}/children") as file:
+                found += [int(word) for word in file.read().split()]
+    except OSError:
+        return [process.pid for process in descendants([os.getpid()])]
+    return found
+
+
 def become_subreaper() -> None:
     """Orphans of the job become our children instead of init's, so that they can be found. Best effort (Linux 3.4)."""
     import ctypes
@@ -153,19 +184,6 @@ def reap(pid: int) -> int | None:
     except ChildProcessError:
         return 0
     return status if done else None
-
-
-def reap_orphans(keep: Iterable[int]) -> None:
-    """Reaps ended children that are not in ``keep`` (those whose status somebody waits for)."""
-    kept = set(keep)
-    while True:
-        try:
-            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        if info is None or info.si_pid in kept:
-            return
-        reap(info.si_pid)
 
 
 def end_as(status: int) -> int:
@@ -191,27 +209,33 @@ def end_all(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[ProcessId, ...]:
-    """SIGTERM, ``grace_s`` seconds, SIGKILL for the agent and all that ``find`` lists; returns what would not die.
+    """SIGTERM, grace, SIGKILL for the agent and all that ``find`` lists; returns what would not die.
 
-    The agent is asked first, so that torchrun ends its ranks as it does when a user stops it. ``find`` is called again
-    and again, as processes may be started meanwhile. What is left after SIGKILL is in the kernel's hands (D state).
+    The agent is asked first, so that torchrun ends its ranks as it does when a user stops it; when it is gone, what is
+    left is asked, too. ``grace_s`` seconds in all, then SIGKILL. ``find`` is called again and again, as processes may
+    be started meanwhile. What is left in the end is in the kernel's hands (D state).
     """
-    known = {agent, *find()}
-    agent.send(signal.SIGTERM)
+    known: set[ProcessId] = {agent, *find()}
+    asked: set[ProcessId] = set()
     deadline = clock() + grace_s
-    while clock() < deadline:
+    while True:
         known.update(find())
-        alive = [p for p in known if p.is_alive()]
-        if not alive or (all(p.is_stopped() for p in alive if p != agent) and not agent.is_alive()):
-            break
-        sleep(0.05)
-    deadline = clock() + max(2.0, grace_s)
-    while clock() < deadline:
-        known.update(find())
-        alive = [p for p in known if p.is_alive()]
+        alive = [process for process in known if process.is_alive()]
         if not alive:
             return ()
+        # A stopped process takes no SIGTERM; waiting for it would be in vain.
+        if clock() >= deadline or (agent not in alive and all(process.is_stopped() for process in alive)):
+            break
+        for process in [agent] if agent in alive else alive:
+            if process not in asked:
+                asked.add(process)
+                process.send(signal.SIGTERM)
+        sleep(0.05)
+    deadline = clock() + max(2.0, grace_s)
+    while alive and clock() < deadline:
         for process in alive:
             process.send(signal.SIGKILL)
         sleep(0.05)
-    return tuple(p for p in known if p.is_alive())
+        known.update(find())
+        alive = [process for process in known if process.is_alive()]
+    return tuple(alive)

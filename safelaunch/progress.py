@@ -102,7 +102,7 @@ class AgentEvent(msgspec.Struct, frozen=True):
     event: str
     time_unix_s: float
     attempt: int = 0
-    workers: dict[str, tuple[int, int]] = {}
+    workers: dict[str, tuple[int, int, int]] = {}
     exits: dict[str, int] = {}
 
 
@@ -190,7 +190,7 @@ class Roster:
                 self.attempt = max(self.attempt, event.attempt)
                 self.workers = {
                     int(rank): Worker(int(rank), local, pid, event.attempt)
-                    for rank, (local, pid) in event.workers.items()
+                    for rank, (local, pid, _) in event.workers.items()
                 }
         self._find_pages()
         if self.agent_page is None:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import process
+from . import guardian, process
 from .console import say
 from .paths import RunPaths, create_run
 from .plan import Plan
@@ -34,14 +34,29 @@ def run(plan: Plan) -> int:
     pid = process.start(plan.argv, env, mask)
     # From here on everything that is imported costs the job nothing.
     identity = process.identify(pid) or process.ProcessId(pid, 0)
+    if directory is None:
+        return process.end_as(_only_forward(pid))
     job = Job(plan, identity, directory, time.time())
+    process.become_subreaper()
+    watcher = _guardian(job)
     try:
         from .supervise import Supervisor
 
-        return process.end_as(Supervisor(job).run()) if directory is not None else _only_forward(pid)
+        status = Supervisor(job, watcher).run()
     finally:
-        if directory is not None:
-            shutil.rmtree(directory.root, ignore_errors=True)
+        shutil.rmtree(directory.root, ignore_errors=True)
+        if watcher is not None:
+            watcher.dismiss()
+    return process.end_as(status)
+
+
+def _guardian(job: Job) -> guardian.Guardian | None:
+    assert job.run is not None
+    try:
+        return guardian.start(job.agent, job.run.agent_events, job.run.root)
+    except OSError as error:
+        say(f"no guardian ({error.strerror or error}): if safelaunch is killed with kill -9, parts of the job may stay")
+        return None
 
 
 def _prepare(plan: Plan) -> RunPaths | None:
@@ -70,10 +85,10 @@ def _without_beacon(plan: Plan) -> dict[str, str]:
 
 
 def _only_forward(pid: int) -> int:
-    """A job that is not watched: signals are passed on, its end is ours."""
+    """A job that is not watched: signals are passed on, its end is ours. Returns its wait status."""
     from .forward import Forwarder
 
     forwarder = Forwarder(pid)
     while (status := process.reap(pid)) is None:
         forwarder.wait(1.0)
-    return process.end_as(status)
+    return status

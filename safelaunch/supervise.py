@@ -14,9 +14,11 @@ from .cases import CrashCase, StallCase
 from .config import Settings
 from .console import say
 from .forward import Forwarder
+from .guardian import Guardian
 from .incident import Report
 from .launchinfo import circumstances
 from .model import RankExit
+from .paths import sweep
 from .progress import AgentEvent, Roster
 from .session import EXIT_HUNG, Job
 from .stall import Policy
@@ -27,6 +29,7 @@ TICK_S = 0.25
 BUSY_TICK_S = 0.05
 GRACE_S = 5.0
 BEACON_PATIENCE_S = 20.0
+ORPHANS_EVERY_S = 1.0
 WRITE_PATIENCE_S = 90.0
 
 
@@ -46,9 +49,12 @@ def policy_of(settings: Settings) -> Policy:
 class Supervisor:
     """Watches one started job. ``run`` returns the wait status to end with."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, watcher: Guardian | None) -> None:
         assert job.run is not None
         self._job = job
+        self._guardian = watcher
+        self._orphans: set[process.ProcessId] = set()
+        self._orphans_s = 0.0
         self._forwarder = Forwarder(job.agent.pid)
         self._watch = Watch(Roster(job.run), policy_of(job.plan.settings), time.monotonic())
         about = circumstances(job)
@@ -63,13 +69,16 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs until the job has ended and everything about it is written; returns its wait status."""
-        process.become_subreaper()
         agent = self._job.agent.pid
+        sweep(self._job.plan.run_dir.parent)
         while (status := process.reap(agent)) is None:
             busy = self._stall.busy or self._crash.busy or self._ending is not None
             self._forwarder.wait(BUSY_TICK_S if busy else TICK_S)
             self._guarded_tick()
+            self._look_for_orphans(time.monotonic())
         stopped_by_us = self._ending is not None
+        if os.WIFSIGNALED(status) and not stopped_by_us:
+            self._end_survivors(status)
         self._finish()
         if stopped_by_us:
             self._say_ended()
@@ -112,6 +121,31 @@ class Supervisor:
             known.setdefault(rank, RankExit(0, time.time(), before_close=True))
         return known
 
+    def _look_for_orphans(self, now: float) -> None:
+        """Processes of the job that lost their parent are ours now; the guardian has to know them by name."""
+        if now < self._orphans_s:
+            return
+        self._orphans_s = now + ORPHANS_EVERY_S
+        for orphan in process.adopted(self._not_the_jobs()):
+            if orphan not in self._orphans and self._guardian is not None:
+                self._orphans.add(orphan)
+                self._guardian.adopt(orphan)
+
+    def _not_the_jobs(self) -> list[int]:
+        return [self._job.agent.pid, *([self._guardian.pid] if self._guardian is not None else [])]
+
+    def _below_us(self) -> tuple[process.ProcessId, ...]:
+        """Everything of the job: what is below the agent, and orphans that have become our own children."""
+        guardian = [self._guardian.pid] if self._guardian is not None else []
+        return process.descendants([os.getpid()], exclude=guardian)
+
+    def _end_survivors(self, status: int) -> None:
+        """torchrun was killed: without it nobody would ever end its ranks."""
+        survivors = self._below_us()
+        if survivors:
+            say(f"torchrun was ended by signal {os.WTERMSIG(status)}: ending the {len(survivors)} processes it left")
+            process.end_all(self._job.agent, self._below_us, grace_s=GRACE_S)
+
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
     def _on_crash(self, glance: Glance) -> None:
@@ -132,7 +166,7 @@ class Supervisor:
         if self._watch.roster.agent_page is not None:
             self._watch.roster.agent_page.announce_end()
         agent = self._job.agent
-        self._ending = Task("end", lambda: process.end_all(agent, _below_us, grace_s=GRACE_S))
+        self._ending = Task("end", lambda: process.end_all(agent, self._below_us, grace_s=GRACE_S))
 
     def _agent_lives(self) -> bool:
         return self._job.agent.is_alive()
@@ -152,7 +186,7 @@ class Supervisor:
     def _say_ended(self) -> None:
         assert self._hung is not None and self._ending is not None
         self._ending.wait(3 * GRACE_S)
-        left = self._ending.result() if self._ending.done else _below_us()
+        left = self._ending.result() if self._ending.done else self._below_us()
         if left:
             say(f"still there, in the kernel's hands: pid {', '.join(str(p.pid) for p in left)}")
         self._show(self._hung)
@@ -177,8 +211,3 @@ class Supervisor:
                 say("no rank has one: safelaunch CANNOT WATCH this job; it runs on as under torchrun")
             else:
                 say("its stacks are still collected when the job hangs")
-
-
-def _below_us() -> tuple[process.ProcessId, ...]:
-    """Everything of the job: what is below the agent, and orphans that have become our own children."""
-    return process.descendants([os.getpid()])

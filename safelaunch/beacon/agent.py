@@ -1,7 +1,8 @@
 """The beacon of the torchrun agent, which knows what nobody else does: its workers' pids and how they ended.
 
 It appends one JSON object a line to ``agent.events``:
-``{"event": "agent", "pid"}``, ``{"event": "started", "attempt", "workers": {rank: [local_rank, pid]}}``,
+``{"event": "agent", "pid"}``, ``{"event": "started", "attempt", "workers": {rank: [local_rank, pid,
+start_ticks]}}``,
 ``{"event": "failing", "attempt", "exits": {rank: returncode}}`` before the peers of a failed rank are ended, and
 ``{"event": "closed", "attempt", "exits"}`` after. Each carries ``time_unix_s``.
 """
@@ -9,6 +10,7 @@ It appends one JSON object a line to ``agent.events``:
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from time import time
 
@@ -61,6 +63,7 @@ def _tell(event: str, **values: object) -> None:
 
 @log.guarded
 def _wrap_context(module: Any) -> None:
+    log.guarded(page.die_with_parent)(_supervisor, signal.SIGTERM)
     context = module.PContext
     original_start, original_close = context.start, context.close
 
@@ -91,7 +94,7 @@ def _attempt(context: Any) -> int:
 
 @log.guarded
 def _started(context: Any) -> None:
-    workers = {_rank(context, local): [local, pid] for local, pid in context.pids().items()}
+    workers = {_rank(context, local): [local, pid, page.start_ticks(pid)] for local, pid in context.pids().items()}
     _words[layout.ACK] = 0
     _tell("started", attempt=_attempt(context), workers=workers)
 

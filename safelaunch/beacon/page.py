@@ -8,10 +8,12 @@ from time import monotonic_ns, sleep
 
 from . import layout
 
+PR_SET_PDEATHSIG = 1
 
-def start_ticks() -> int:
-    """This process's start time in clock ticks since boot: field 22 of /proc/self/stat."""
-    with open("/proc/self/stat", "rb") as file:
+
+def start_ticks(pid: int | str = "self") -> int:
+    """A process's start time in clock ticks since boot: field 22 of /proc/<pid>/stat."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
@@ -31,6 +33,20 @@ def create(path: str) -> tuple[mmap.mmap, memoryview]:
     words[layout.START_TICKS] = start_ticks()
     words[layout.CLAIMED_NS] = monotonic_ns()
     return mapped, words
+
+
+def die_with_parent(parent: int, signum: int) -> None:
+    """Has the kernel send ``signum`` when ``parent`` dies, where that is our parent still. Main thread only.
+
+    The guardian ends a job whose supervisor was killed; this helps when the guardian was killed, too.
+    """
+    if os.getppid() != parent:
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signum)
 
 
 def wait_for_ack(words: memoryview, supervisor_pid: int) -> None:

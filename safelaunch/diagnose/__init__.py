@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 
 from safelaunch.diagnose.facts import Facts, derive
 from safelaunch.diagnose.findings import Finding, Ruling
+from safelaunch.diagnose.loops import ReadSource
+from safelaunch.diagnose.rules_mismatch import mispaired
 from safelaunch.diagnose.rules_state import (
     alone,
     first_failure,
@@ -29,7 +31,7 @@ from safelaunch.diagnose.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
-from safelaunch.diagnose.rules_wait import cycles, held_up, mispaired, unseen_peers
+from safelaunch.diagnose.rules_wait import cycles, held_up, unseen_peers
 from safelaunch.diagnose.suggestions import suggestions_for
 from safelaunch.diagnose.waits import waits_of
 from safelaunch.model import Claim, Evidence, Verdict, format_ranks
@@ -39,9 +41,13 @@ __all__ = ["diagnose"]
 SCHEMA = 1
 
 
-def diagnose(evidence: Evidence) -> Verdict:
-    """The verdict over one job's evidence; never raises on evidence that is merely incomplete."""
-    facts = derive(evidence)
+def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdict:
+    """The verdict over one job's evidence; never raises on evidence that is merely incomplete.
+
+    ``read_source`` gives the text of a source file, or None. It is asked only where ranks wait in different places
+    of one function, to tell a loop that one of them has left from a collective that only some of them call.
+    """
+    facts = derive(evidence, read_source)
     ruled_out: list[str] = []
     for rule in _rules(facts):
         ruling = rule()

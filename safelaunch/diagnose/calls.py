@@ -162,19 +162,38 @@ def in_event_loop(inner: Sequence[Frame]) -> bool:
 
 _LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock", "_PySemaphore", "rlock_acquire")
 _PEER_SYMBOLS = ("c10d::", "gloo::", "nccl", "ProcessGroup")
+_STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
 _P2P_SYMBOLS = ("RecvWork", "SendWork")
 
 
+_NATIVE_WAITS = (
+    ("p2p", _P2P_SYMBOLS),
+    ("store", _STORE_SYMBOLS),
+    ("peers", _PEER_SYMBOLS),
+    ("lock", _LOCK_SYMBOLS),
+)
+_PEER_WAITS = {
+    "p2p": TorchWait("p2p", "a send or receive"),
+    "store": TorchWait("store", "a key of the store"),
+    "peers": TorchWait("collective", "a collective"),
+}
+
+
+def native_peer_wait(samples: Iterable[StackSample], os_tid: int | None) -> TorchWait | None:
+    """The wait for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line."""
+    return _PEER_WAITS.get(native_wait(samples, os_tid))
+
+
 def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``"lock"``, ``"peers"`` or ``"p2p"``: the C frames inside a thread's innermost Python frame, where a native
-    sample has them; else ``""``.
+    """``"lock"``, ``"peers"``, ``"p2p"`` or ``"store"``, by the C frames inside a thread's innermost Python frame; ``""``
+    where no native sample has them.
 
     ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
     and both rest in ``futex``.
     """
     for thread in (t for s in samples if s.native for t in s.threads if t.os_tid == os_tid):
         names = [f.function for f in takewhile(is_native, thread.frames)]
-        for answer, symbols in (("p2p", _P2P_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS)):
+        for answer, symbols in _NATIVE_WAITS:
             if any(symbol in name for name in names for symbol in symbols):
                 return answer
     return ""

@@ -142,7 +142,7 @@ def _lock(
     if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
         return None
     native = calls.native_wait(view.process.stacks, tid)
-    if known is None and (native in ("peers", "p2p") or (inner and calls.in_torch(inner, view.code_roots))):
+    if known is None and (native not in ("", "lock") or (inner and calls.in_torch(inner, view.code_roots))):
         return None
     lock = known or calls.LockWait("a lock")
     sure: Confidence = "high" if known or native == "lock" else "medium"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
@@ -13,6 +13,7 @@ from safelaunch.diagnose.gil import gil_condition
 from safelaunch.diagnose.gone import ended_by_others, gone_condition, is_consequence, one_line
 from safelaunch.diagnose.kernel import KernelWait, kernel_wait
 from safelaunch.diagnose.loader import loader_condition
+from safelaunch.diagnose.loops import ReadSource
 from safelaunch.diagnose.threads import process_condition
 from safelaunch.model import Claim, Collective, Evidence, Frame, RankEvidence
 
@@ -21,8 +22,8 @@ from safelaunch.model import Claim, Collective, Evidence, Frame, RankEvidence
 class PeerWait:
     """A rank waits for other ranks.
 
-    ``kind``: init | collective | p2p. ``group`` and ``seq`` come from the Flight Recorder; None when only a stack
-    tells. ``signature`` is what has to be equal among those that meet there.
+    ``kind``: init | collective | p2p | store. ``group`` and ``seq`` come from the Flight Recorder; None when only a
+    stack tells. ``signature`` is what has to be equal among those that meet there.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Facts:
     evidence: Evidence
     ranks: Mapping[int, RankFacts]
     alignment: Alignment
+    read_source: ReadSource = field(default=lambda path: None)
 
     @property
     def world(self) -> frozenset[int]:
@@ -83,10 +85,10 @@ class Facts:
         return {rank: facts.evidence.code_roots for rank, facts in self.ranks.items()}
 
 
-def derive(evidence: Evidence) -> Facts:
+def derive(evidence: Evidence, read_source: ReadSource | None = None) -> Facts:
     alignment = Alignment(evidence.ranks, evidence.world_size)
     ranks = {r.rank: rank_facts(r, alignment) for r in evidence.ranks}
-    return Facts(evidence, dict(sorted(ranks.items())), alignment)
+    return Facts(evidence, dict(sorted(ranks.items())), alignment, read_source or (lambda path: None))
 
 
 def view_of(rank: RankEvidence) -> View | None:
@@ -218,12 +220,10 @@ def _quiet_wait(rank: RankEvidence, view: View, pending: list[Collective]) -> Pe
     """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
     wait = kernel_wait(view.process)
     native = calls.native_wait(view.process.stacks, view.process.pid)
-    if native in ("peers", "p2p") and not wait.busy:
-        op = "a send or receive" if native == "p2p" else "a collective"
-        entry = _entry_for(None, pending, view.user_frame, rank)
-        if native == "peers" and entry is not None:
-            return _from_entry(rank, entry, view.user_frame)
-        return _from_stack(view, calls.TorchWait("p2p" if native == "p2p" else "collective", op))
+    seen = calls.native_peer_wait(view.process.stacks, view.process.pid)
+    if seen is not None and not wait.busy:
+        entry = _entry_for(None, pending, view.user_frame, rank) if seen.kind == "collective" else None
+        return _from_entry(rank, entry, view.user_frame) if entry else _from_stack(view, seen)
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
         return None
     inner, mine = fr.user_part(view.frames, rank.code_roots)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.facts import Facts, RankFacts
-from safelaunch.model import Claim, Confidence, Culprit, format_ranks
+from safelaunch.model import Claim, Confidence, Culprit, Frame, format_ranks
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ def culprit(facts: RankFacts, condition: Condition, reason: str = "") -> Culprit
     )
 
 
-def waiting_culprit(facts: RankFacts, reason: str) -> Culprit:
-    """A culprit that waits for peers itself."""
-    wait = facts.wait
-    frame = wait.frame if wait else facts.frame
+def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) -> Culprit:
+    """A culprit that waits for peers itself; ``site`` is the line to show where that is not the line of its wait."""
+    frame = site or (facts.wait.frame if facts.wait else facts.frame)
     return Culprit(facts.rank, facts.evidence.host, facts.evidence.pid, "main", frame, facts.step, reason)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from safelaunch.diagnose.conditions import View
 from safelaunch.diagnose.facts import Facts, RankFacts, child_views, derive, view_of
+from safelaunch.diagnose.frames import own_part
 from safelaunch.diagnose.kernel import kernel_wait
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
 
@@ -84,8 +85,8 @@ def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
     merged = []
     for (is_main, role, frames), members in groups.items():
         ranks = format_ranks({rank for rank, _ in members})
-        plural = "s" if len(members) > 1 else ""
-        who = f"rank{plural} {ranks}" if is_main else f"{len(members)} {role}{plural} of rank {ranks}"
+        of = f"rank {ranks}" if ranks.isdigit() else f"ranks {ranks}"
+        who = of if is_main else f"{len(members)} {role}{'s' * (len(members) > 1)} of {of}"
         merged.append((not is_main, -len(members), StackGroup(who, frames, members[0][1].user_frame, len(members))))
     merged.sort(key=lambda item: item[:2])
     seen = {rank for (is_main, _, _), members in groups.items() if is_main for rank, _ in members}
@@ -130,5 +131,5 @@ def _frames_of(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]
         sample = plain[-1]
         inside = next((t for t in sample.threads if culprit.frame in t.frames), sample.main_thread)
         if inside is not None:
-            return inside.frames
+            return own_part(inside.frames)
     return rank.exception.frames if rank.exception else ()

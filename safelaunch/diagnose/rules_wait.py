@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from safelaunch.diagnose import frames as fr
-from safelaunch.diagnose.collectives import (
-    Mismatch,
-    describe,
-    first_mismatch,
-    mismatch_at,
-    op_name,
-    parting,
-    vote,
-)
+from safelaunch.diagnose.collectives import mismatch_at
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.facts import Facts
 from safelaunch.diagnose.findings import (
@@ -30,9 +19,9 @@ from safelaunch.diagnose.findings import (
     waiting_culprit,
     waits_words,
 )
+from safelaunch.diagnose.rules_mismatch import mismatch
 from safelaunch.diagnose.rules_state import small_ranks
-from safelaunch.diagnose.waits import Key, Waits, same_op
-from safelaunch.model import Claim, Confidence
+from safelaunch.diagnose.waits import Key, Waits, members_of
 
 _SURENESS = {"high": 0, "medium": 1, "low": 2}
 
@@ -124,11 +113,7 @@ def cycles(facts: Facts, waits: Waits) -> Ruling:
         return _p2p_cycle(facts, waits, circle, p2p)
     if len(groups) > 1 and not p2p:
         return _group_order(facts, waits, circle)
-    return _mismatch(facts, waits, circle)
-
-
-def _members(waits: Waits, circle: Iterable[Key]) -> list[int]:
-    return sorted(r for key in circle for r in waits.ranks[key])
+    return mismatch(facts, waits, circle)
 
 
 def _p2p_cycle(facts: Facts, waits: Waits, circle: tuple[Key, ...], ranks: list[int]) -> Finding:
@@ -145,7 +130,7 @@ def _p2p_cycle(facts: Facts, waits: Waits, circle: tuple[Key, ...], ranks: list[
 
 
 def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
-    ranks = _members(waits, circle)
+    ranks = members_of(waits, circle)
     words = []
     for key in circle:
         example = waits.example[key]
@@ -166,103 +151,3 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
 def _waits_reason(facts: Facts, rank: int) -> str:
     wait = facts.ranks[rank].wait
     return f"Rank {rank} waits in {wait.words}." if wait else f"Rank {rank} did not meet its peers."
-
-
-def _mismatch(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
-    """One group, and its members do not meet: who is in the minority?
-
-    The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
-    Without it, the functions in which the stacks wait are compared.
-    """
-    numbered = [waits.example[k] for k in circle if waits.example[k].seq is not None]
-    found = None
-    if numbered:
-        lowest = min(numbered, key=lambda w: w.seq or 0)
-        found = mismatch_at(facts.alignment, str(lowest.group), lowest.seq or 0)
-    if found is not None:
-        return _recorded_mismatch(facts, found)
-    classes: dict[tuple[object, ...], list[int]] = {}
-    for key in circle:
-        op = waits.example[key].op
-        known = next((k for k in classes if same_op(str(k[0]), op)), (op,))
-        classes.setdefault(known, []).extend(waits.ranks[key])
-    odd, majority = vote(classes)
-    return _named_mismatch(facts, odd, majority, _members(waits, circle), "medium" if majority else "low", ())
-
-
-def _recorded_mismatch(facts: Facts, found: Mismatch) -> Finding:
-    ranks = sorted(r for members in found.classes.values() for r in members)
-    text = f"number {found.seq} of group {found.group!r} is " + ", ".join(
-        f"{' '.join(str(part) for part in key[:1])} on {small(ranks_word(members))}"
-        for key, members in found.classes.items()
-    )
-    claims = [Claim(text, f"ranks/{members[0]}/flight_recorder.json") for members in found.classes.values()]
-    parted = parting(facts.alignment, ranks, found.group, found.seq, facts.roots)
-    if parted is not None:
-        sites = " and ".join(
-            f"{small(ranks_word(members))} at {fr.basename(file)}:{line}"
-            for (file, line), members in parted.sites.items()
-        )
-        where = f"they parted earlier, at number {parted.seq}: {sites}"
-        claims.append(Claim(where, f"ranks/{ranks[0]}/flight_recorder.json"))
-    confidence: Confidence = "high" if found.majority else "medium"
-    return _named_mismatch(facts, found.odd, found.majority, ranks, confidence, tuple(claims), found)
-
-
-def _named_mismatch(
-    facts: Facts,
-    odd: tuple[int, ...],
-    majority: bool,
-    ranks: list[int],
-    confidence: Confidence,
-    claims: tuple[Claim, ...],
-    found: Mismatch | None = None,
-) -> Finding:
-    words = {r: _call(facts, r, found) for r in ranks}
-    rest = [r for r in ranks if r not in odd] or list(odd)
-    groups: dict[str, list[int]] = {}
-    for rank in (*odd, *[r for r in ranks if r not in odd]):
-        groups.setdefault(words[rank], []).append(rank)
-    parts = [f"{small(ranks_word(m))} {'waits' if len(m) == 1 else 'wait'} in {w}" for w, m in groups.items()]
-    text = " while ".join(parts[:3])
-    tail = "" if majority else " With no majority, either side may be the one at fault."
-    named = tuple(
-        waiting_culprit(facts.ranks[r], f"Rank {r} waits in {words[r]}, its peers do not.")
-        for r in odd
-        if r in facts.ranks
-    )
-    return Finding(
-        "collective-mismatch",
-        confidence,
-        f"{text[:1].upper()}{text[1:]}.{tail}",
-        named,
-        claims + wait_claims(facts, [*odd[:2], *rest]),
-    )
-
-
-def _call(facts: Facts, rank: int, found: Mismatch | None) -> str:
-    """``all_gather of (4,) Float at train.py:41``, with the size only where sizes are what differs."""
-    wait = facts.ranks[rank].wait if rank in facts.ranks else None
-    entry = facts.alignment.entry(rank, found.group, found.seq) if found else None
-    if entry is None or found is None:
-        return wait.words if wait else "another place"
-    sizes_differ = len({key[0] for key in found.classes}) == 1
-    name = describe(entry) if sizes_differ else op_name(entry)
-    site = fr.user_frame(entry.frames, facts.roots.get(rank, ())) or (wait.frame if wait else None)
-    return f"{name} at {fr.place(site)}" if site else f"{name} (number {entry.seq})"
-
-
-def mispaired(facts: Facts, waits: Waits) -> Ruling:
-    """Every member has arrived and yet they wait: ranks may have met in different operations before.
-
-    A backend pairs by number, not by kind, and may let a wrong pair pass; what it exchanged then is rubbish, and the
-    ranks are one operation apart from there on.
-    """
-    if not waits.ranks:
-        return ""
-    found = first_mismatch(facts.alignment)
-    if found is None:
-        return "all ranks recorded the same operations under the same numbers" if facts.alignment.records else ""
-    if facts.unseen:
-        return ""
-    return _recorded_mismatch(facts, found)

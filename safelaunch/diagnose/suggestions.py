@@ -90,7 +90,7 @@ _ADVICE: dict[str, tuple[str, ...]] = {
     "rank-killed": (
         "SIGKILL: look for the out-of-memory killer in node/<host>/kernel_log.txt, then"
         " safelaunch --preset oom-debug ...",
-        "A signal sent by hand or by the scheduler leaves its trace in node/<host>/kernel_log.txt or the scheduler's log.",
+        "A signal sent by hand or by the scheduler leaves its trace in node/<host>/kernel_log.txt or in its own log.",
         "SIGSEGV, SIGABRT or SIGBUS: the rank's log_tail.txt has faulthandler's stack; for /dev/shm that is full,"
         " safelaunch doctor.",
     ),

@@ -32,6 +32,10 @@ class Waits:
         return frozenset(r for ranks in self.ranks.values() for r in ranks)
 
 
+def members_of(waits: Waits, keys: Iterable[Key]) -> list[int]:
+    return sorted(rank for key in keys for rank in waits.ranks[key])
+
+
 def waits_of(facts: Facts) -> Waits:
     ranks: dict[Key, list[int]] = {}
     example: dict[Key, PeerWait] = {}
@@ -55,7 +59,9 @@ def waits_of(facts: Facts) -> Waits:
 
 def _key(rank: int, wait: PeerWait) -> Key:
     """Each send and receive is a class of its own: two ranks in the same ``recv`` line wait for different peers."""
-    return (*wait.key, rank) if wait.kind == "p2p" else wait.key
+    if wait.kind == "p2p":
+        return (*wait.key, rank)
+    return wait.key if wait.seq is not None or wait.kind == "init" else (*wait.key, _line(wait))
 
 
 def _blockers(facts: Facts, wait: PeerWait, inside: frozenset[int]) -> frozenset[int]:
@@ -83,8 +89,16 @@ def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) 
 
 
 def _same_call(facts: Facts, rank: int, wait: PeerWait) -> bool:
+    """``rank`` waits in the same function. Where stacks are all there is for both, in the same line, too: only a
+    Flight Recorder could tell that different lines meet."""
     other = facts.ranks[rank].wait if rank in facts.ranks else None
-    return other is not None and other.kind == wait.kind and same_op(other.op, wait.op)
+    if other is None or other.kind != wait.kind or not same_op(other.op, wait.op):
+        return False
+    return other.seq is not None or wait.seq is not None or _line(other) == _line(wait)
+
+
+def _line(wait: PeerWait) -> tuple[str, int] | None:
+    return (wait.frame.file, wait.frame.line) if wait.frame else None
 
 
 def same_op(one: str, other: str) -> bool:

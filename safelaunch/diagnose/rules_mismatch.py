@@ -1,0 +1,167 @@
+"""Ranks that do not meet: one group, one number, and different operations, sizes, types or lines."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.collectives import Mismatch, describe, first_mismatch, mismatch_at, op_name, parting, vote
+from safelaunch.diagnose.facts import Facts, view_of
+from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small, wait_claims, waiting_culprit
+from safelaunch.diagnose.loops import loop_left
+from safelaunch.diagnose.waits import Key, Waits, members_of, same_op
+from safelaunch.model import Claim, Confidence, Frame
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that should have met, by what each of them is in.
+
+    ``words``: ``all_gather at train.py:41``. ``sites``: the user frame of the call. ``stacks``: the frames from it
+    outwards, innermost first.
+    """
+
+    odd: tuple[int, ...]
+    majority: bool
+    words: Mapping[int, str]
+    sites: Mapping[int, Frame | None]
+    stacks: Mapping[int, tuple[Frame, ...]]
+    confidence: Confidence
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        return tuple(r for r in sorted(self.words) if r not in self.odd)
+
+
+def mismatch(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
+    """One group, and its members do not meet: who is in the minority?
+
+    The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
+    Without it, the functions and lines in which the stacks wait are compared, with less confidence.
+    """
+    numbered = [waits.example[k] for k in circle if waits.example[k].seq is not None]
+    if numbered:
+        lowest = min(numbered, key=lambda w: w.seq or 0)
+        found = mismatch_at(facts.alignment, str(lowest.group), lowest.seq or 0)
+        if found is not None:
+            return _finding(facts, _recorded(facts, found))
+    return _finding(facts, _by_stacks(facts, members_of(waits, circle)))
+
+
+def mispaired(facts: Facts, waits: Waits) -> Ruling:
+    """Every member has arrived and yet they wait: ranks may have met in different operations before.
+
+    A backend pairs by number, not by kind, and may let a wrong pair pass; what it exchanged then is rubbish, and the
+    ranks are one operation apart from there on.
+    """
+    if not waits.ranks:
+        return ""
+    found = first_mismatch(facts.alignment)
+    if found is None:
+        return "all ranks recorded the same operations under the same numbers" if facts.alignment.records else ""
+    return "" if facts.unseen else _finding(facts, _recorded(facts, found))
+
+
+def _recorded(facts: Facts, found: Mismatch) -> Meeting:
+    ranks = sorted(r for members in found.classes.values() for r in members)
+    sizes_differ = len({key[0] for key in found.classes}) == 1
+    words: dict[int, str] = {}
+    sites: dict[int, Frame | None] = {}
+    stacks: dict[int, tuple[Frame, ...]] = {}
+    for rank in ranks:
+        entry = facts.alignment.entry(rank, found.group, found.seq)
+        assert entry is not None  # mismatch_at counts entries
+        stacks[rank], sites[rank] = _user_stack(facts, rank, entry.frames)
+        name = describe(entry) if sizes_differ else op_name(entry)
+        words[rank] = f"{name} at {fr.place(sites[rank])}" if sites[rank] else f"{name} (number {entry.seq})"
+    parts = (
+        f"{words[members[0]].split(' at ')[0]} on {small(ranks_word(members))}" for members in found.classes.values()
+    )
+    text = f"number {found.seq} of group {found.group!r} is {', '.join(parts)}"
+    claims = [Claim(text, f"ranks/{members[0]}/flight_recorder.json") for members in found.classes.values()]
+    parted = parting(facts.alignment, ranks, found.group, found.seq, facts.roots)
+    if parted is not None:
+        places = (f"{small(ranks_word(m))} at {fr.basename(file)}:{line}" for (file, line), m in parted.sites.items())
+        text = f"their call sites parted earlier, at number {parted.seq}: {' and '.join(places)}"
+        claims.append(Claim(text, f"ranks/{ranks[0]}/flight_recorder.json"))
+    sure: Confidence = "high" if found.majority else "medium"
+    return Meeting(found.odd, found.majority, words, sites, stacks, sure, tuple(claims))
+
+
+def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
+    by_op: dict[tuple[Hashable, ...], list[int]] = {}
+    by_site: dict[tuple[Hashable, ...], list[int]] = {}
+    for rank in ranks:
+        wait = facts.ranks[rank].wait
+        op = wait.op if wait else ""
+        site = (wait.frame.file, wait.frame.line) if wait and wait.frame else ("", 0)
+        known = next((key for key in by_op if same_op(str(key[0]), op)), (op,))
+        by_op.setdefault(known, []).append(rank)
+        by_site.setdefault((known, *site), []).append(rank)
+    ops_differ = len(by_op) > 1
+    odd, majority = vote(by_op if ops_differ else by_site)
+    words, sites, stacks = {}, {}, {}
+    for rank in ranks:
+        one = facts.ranks[rank]
+        stacks[rank], sites[rank] = _user_stack(facts, rank, ())
+        words[rank] = one.wait.words if one.wait else "another place"
+    return Meeting(odd, majority, words, sites, stacks, "medium" if majority and ops_differ else "low")
+
+
+def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...]) -> tuple[tuple[Frame, ...], Frame | None]:
+    """The user's call and its callers: as recorded with the entry, else as the main thread shows them."""
+    one = facts.ranks[rank]
+    view = view_of(one.evidence)
+    frames = recorded or (view.frames if view else ())
+    site = fr.user_frame(frames, one.evidence.code_roots) or (one.wait.frame if one.wait else None)
+    return (frames[frames.index(site) :] if site in frames else ()), site
+
+
+def _finding(facts: Facts, meeting: Meeting) -> Finding:
+    """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
+    groups: dict[str, list[int]] = {}
+    for rank in (*meeting.odd, *meeting.rest):
+        groups.setdefault(meeting.words[rank], []).append(rank)
+    parts = [f"{small(ranks_word(m))} {'waits' if len(m) == 1 else 'wait'} in {w}" for w, m in groups.items()]
+    text = " while ".join(parts[:3])
+    text = f"{text[:1].upper()}{text[1:]}"
+    left, loop = _left_loop(facts, meeting)
+    if left:
+        meeting = replace(meeting, odd=left, majority=True, confidence="high")
+        text += f"; {small(ranks_word(left))} {'has' if len(left) == 1 else 'have'} left the loop at line {loop}"
+    tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
+    cause = "uneven-batches" if left else "collective-mismatch"
+    return Finding(
+        cause,
+        meeting.confidence,
+        f"{text}.{tail}",
+        tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, loop), meeting.sites[r]) for r in meeting.odd),
+        meeting.claims + wait_claims(facts, sorted(meeting.words)),
+    )
+
+
+def _reason(meeting: Meeting, rank: int, loop: int | None) -> str:
+    if loop is not None:
+        where = meeting.words[rank]
+        return f"Rank {rank} has left the loop at line {loop}, where its peers still are, and waits in {where}."
+    return f"Rank {rank} waits in {meeting.words[rank]}, its peers do not."
+
+
+def _left_loop(facts: Facts, meeting: Meeting) -> tuple[tuple[int, ...], int | None]:
+    """The ranks past a loop that the others are still in.
+
+    The one that left has had fewer batches: it is named whether it is in the minority or not.
+    """
+    sides: dict[str, list[int]] = {}
+    for rank, words in meeting.words.items():
+        sides.setdefault(words, []).append(rank)
+    if len(sides) != 2:
+        return (), None
+    first, second = sides.values()
+    for ahead, behind in ((first, second), (second, first)):
+        loop = loop_left(meeting.stacks[ahead[0]], meeting.stacks[behind[0]], facts.read_source)
+        if loop is not None:
+            return tuple(sorted(ahead)), loop
+    return (), None
