@@ -1,0 +1,363 @@
+"""Signalling and ending real processes, and only those that are ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from safelaunch import process
+from safelaunch.process import ProcessId, descendants, end_all, identify
+
+Run = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """Starts Python programs; each prints the pids of what it started, one a line, when all are ready."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(source: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", textwrap.dedent(source)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        below = descendants([child.pid])
+        child.kill()
+        for left in below:
+            left.send(signal.SIGKILL)
+        child.communicate()
+
+
+SLEEP = "import time; time.sleep(1000)"
+
+
+def who(child: subprocess.Popen[str]) -> ProcessId:
+    found = identify(child.pid)
+    assert found is not None
+    return found
+
+
+def line(child: subprocess.Popen[str]) -> list[int]:
+    """The pids that a program printed when it was ready."""
+    assert child.stdout is not None
+    return [int(word) for word in child.stdout.readline().split()]
+
+
+def until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def test_ourselves() -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    assert me.pid == os.getpid()
+    assert me.is_alive()
+    assert not me.is_stopped()
+    with open("/proc/self/stat", "rb") as file:
+        assert me.start_ticks == int(file.read().rpartition(b")")[2].split()[19])
+
+
+def test_nobody() -> None:
+    assert identify(2**22 + 1) is None
+    assert not ProcessId(2**22 + 1, 1).is_alive()
+    assert not ProcessId(2**22 + 1, 1).is_stopped()
+    assert not ProcessId(2**22 + 1, 1).send(signal.SIGKILL)
+
+
+def test_a_name_that_mimics_the_stat_format(run: Run) -> None:
+    child = run("""
+        import ctypes, time
+        ctypes.CDLL(None).prctl(15, b") Z 1 1 (", 0, 0, 0)  # PR_SET_NAME
+        print(1, flush=True)
+        time.sleep(1000)
+    """)
+    line(child)
+    with open(f"/proc/{child.pid}/comm") as file:
+        assert file.read() == ") Z 1 1 (\n"
+    assert who(child).is_alive()
+    assert ProcessId(child.pid, who(child).start_ticks) in descendants([os.getpid()])
+
+
+@pytest.mark.parametrize("off", [-1, +1])
+@pytest.mark.parametrize("pidfd", [True, False])
+def test_a_recycled_pid_is_never_signalled(run: Run, off: int, pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pid with another start time is another process."""
+    if not pidfd:  # a kernel older than 5.3
+
+        def missing(pid: int, flags: int = 0) -> int:
+            raise OSError(38, "Function not implemented")
+
+        monkeypatch.setattr(os, "pidfd_open", missing)
+    child = run(SLEEP)
+    impostor = ProcessId(child.pid, who(child).start_ticks + off)
+    assert not impostor.is_alive()
+    assert not impostor.send(signal.SIGKILL)
+    assert not end_all(impostor, list, grace_s=0.1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.2)
+    assert who(child).send(signal.SIGKILL)
+    assert child.wait(30) == -signal.SIGKILL
+
+
+def test_a_pid_that_ends_between_the_look_and_the_signal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = run(SLEEP)
+    target = who(child)
+    alive = ProcessId.is_alive
+
+    def then_gone(self: ProcessId) -> bool:
+        answer = alive(self)
+        child.kill()
+        child.wait(30)
+        return answer
+
+    monkeypatch.setattr(ProcessId, "is_alive", then_gone)
+    assert not target.send(signal.SIGTERM)
+
+
+def test_a_zombie_is_neither_alive_nor_signalled(run: Run) -> None:
+    child = run("")
+    zombie = who(child)
+    until(lambda: not zombie.is_alive())
+    assert identify(child.pid) == zombie, "it still has its identity"
+    assert not zombie.send(signal.SIGTERM)
+
+
+def test_a_stopped_process(run: Run) -> None:
+    child = run(SLEEP)
+    target = who(child)
+    assert target.send(signal.SIGSTOP)
+    until(target.is_stopped)
+    assert target.is_alive()
+    assert target.send(signal.SIGCONT)
+    until(lambda: not target.is_stopped())
+
+
+# --- descendants ------------------------------------------------------------------------------------------------------
+
+TREE = """
+    import os, subprocess, sys, time
+    sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    middle = '''if True:
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+        print(child.pid, flush=True)
+        time.sleep(1000)
+    '''
+    other = subprocess.Popen(sleep)
+    parent = subprocess.Popen([sys.executable, "-c", middle], stdout=subprocess.PIPE, text=True)
+    grandchild = int(parent.stdout.readline())
+    print(other.pid, parent.pid, grandchild, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_descendants_parents_first(run: Run) -> None:
+    top = run(TREE)
+    other, parent, grandchild = line(top)
+    found = [p.pid for p in descendants([top.pid])]
+    assert sorted(found) == sorted([other, parent, grandchild])
+    assert found.index(parent) < found.index(grandchild)
+    assert [p.pid for p in descendants([parent])] == [grandchild]
+    assert [p.pid for p in descendants([parent, top.pid])].count(grandchild) == 1
+    assert {p.pid for p in descendants([top.pid], exclude=[parent])} == {other}
+    assert all(p == identify(p.pid) for p in descendants([top.pid]))
+
+
+def test_a_leaf_has_none(run: Run) -> None:
+    child = run("print(1, flush=True);" + SLEEP)
+    line(child)
+    assert descendants([child.pid]) == ()
+
+
+# --- ending a tree ----------------------------------------------------------------------------------------------------
+
+STUBBORN = """
+    import os, signal, subprocess, sys, time
+    def start(source, **more):
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import signal, time\\n" + source + "\\nprint(1, flush=True)\\ntime.sleep(1000)"],
+            stdout=subprocess.PIPE, **more,
+        )
+        child.stdout.readline()
+        return child.pid
+    signal.signal(signal.SIGTERM, {on_term})
+    deaf = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    stopped = start("")
+    away = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)", start_new_session=True)
+    os.kill(stopped, signal.SIGSTOP)
+    print(deaf, stopped, away, flush=True)
+    time.sleep(1000)
+"""
+
+
+def everyone(pids: list[int]) -> list[ProcessId]:
+    found = [identify(pid) for pid in pids]
+    assert all(found)
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize("on_term", ["signal.SIG_DFL", "signal.SIG_IGN"], ids=["agent obeys", "agent is deaf, too"])
+def test_nothing_of_a_stubborn_tree_is_left(run: Run, on_term: str) -> None:
+    """A child that ignores SIGTERM, a stopped one, a grandchild in a session of its own."""
+    top = run(STUBBORN.format(on_term=on_term))
+    below = everyone(line(top))
+    until(below[1].is_stopped)
+    agent = who(top)
+    begin = time.monotonic()
+    assert end_all(agent, lambda: descendants([agent.pid]), grace_s=0.5) == ()
+    assert time.monotonic() - begin < 10
+    assert not any(p.is_alive() for p in [agent, *below])
+    assert top.wait(30) == (-signal.SIGTERM if on_term == "signal.SIG_DFL" else -signal.SIGKILL)
+
+
+def test_a_tree_that_obeys_is_not_killed(run: Run) -> None:
+    """The agent gets its SIGTERM and the time to end its children itself."""
+    top = run("""
+        import signal, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        def end(signum, frame):
+            child.terminate()
+            sys.exit(10 if child.wait() == -signal.SIGTERM else 11)
+        signal.signal(signal.SIGTERM, end)
+        print(child.pid, flush=True)
+        time.sleep(1000)
+    """)
+    (child,) = everyone(line(top))
+    agent = who(top)
+    assert end_all(agent, lambda: descendants([agent.pid]), grace_s=30.0) == ()
+    assert top.wait(30) == 10
+    assert not child.is_alive()
+
+
+def test_processes_started_meanwhile_are_ended_too(run: Run) -> None:
+    """A child that answers SIGTERM by starting another, which ignores it."""
+    top = run("""
+        import signal, subprocess, sys, time
+        def again(signum, frame):
+            deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+            subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
+        signal.signal(signal.SIGTERM, again)
+        print(1, flush=True)
+        while True:
+            time.sleep(1000)
+    """)
+    line(top)
+    agent = who(top)
+    seen: set[ProcessId] = set()
+
+    def find() -> tuple[ProcessId, ...]:
+        found = descendants([agent.pid])
+        seen.update(found)
+        return found
+
+    assert end_all(agent, find, grace_s=1.0) == ()
+    assert seen, "it started one"
+    assert not any(p.is_alive() for p in [agent, *seen])
+
+
+def test_what_would_not_die_is_named() -> None:
+    """In D state SIGKILL waits as well. The clock is the test's; nothing is slept."""
+    clock = iter(range(1000))
+    me = identify(os.getpid())
+    assert me is not None
+    sent: list[int] = []
+
+    class Unkillable(ProcessId):
+        __slots__ = ()
+
+        def send(self, signum: int) -> bool:
+            sent.append(signum)
+            return True
+
+    stuck = Unkillable(me.pid, me.start_ticks)
+    left = end_all(stuck, list, grace_s=3.0, sleep=lambda _: None, clock=lambda: float(next(clock)))
+    assert left == (stuck,)
+    assert sent[0] == signal.SIGTERM
+    assert set(sent[1:]) == {signal.SIGKILL}
+
+
+# --- starting and reaping ---------------------------------------------------------------------------------------------
+
+
+def test_a_job_starts_in_its_own_session_with_default_signals_and_the_mask_before() -> None:
+    """In a child of ours: blocking signals here would reach into the test runner. ``cat`` changes nothing itself."""
+    source = f"""
+        import os, signal, sys
+        from safelaunch import process
+        mask = process.block_signals()
+        assert set(process.FORWARDED) <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        argv = [{shutil.which("cat")!r}, "/proc/self/status", "/proc/self/stat", "/proc/self/environ"]
+        _, status = os.waitpid(process.start(argv, {{"ONLY": "this"}}, mask), 0)
+        sys.exit(process.end_as(status))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    masks = {name: int(done.stdout.split(f"{name}:\t")[1][:16], 16) for name in ("SigBlk", "SigIgn")}
+    # 32 and 33 are the C library's own, which posix_spawn leaves ignored; pthread_cancel sets them up by itself.
+    assert masks["SigBlk"] == 0
+    assert masks["SigIgn"] & 0x7FFFFFFF == 0
+    pid, _, _, _, group, session = done.stdout.splitlines()[-1].split()[:6]
+    assert pid == group == session
+    assert done.stdout.endswith("ONLY=this\0")
+
+
+def test_reap(run: Run) -> None:
+    sleeper = os.posix_spawn(sys.executable, [sys.executable, "-c", SLEEP], dict(os.environ))
+    assert process.reap(sleeper) is None
+    os.kill(sleeper, signal.SIGKILL)
+    status: list[int | None] = []
+
+    def ended() -> bool:
+        status.append(process.reap(sleeper))
+        return status[-1] is not None
+
+    until(ended)
+    assert os.WTERMSIG(status[-1] or 0) == signal.SIGKILL
+    assert process.reap(sleeper) == 0, "somebody else has reaped it: there is no more to know"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGABRT])
+def test_ending_as_the_job_did(signum: signal.Signals) -> None:
+    source = f"from safelaunch.process import end_as; raise SystemExit(end_as({int(signum)}))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signum, "")
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 124, 255])
+def test_an_exit_code_is_kept(code: int) -> None:
+    assert process.end_as(code << 8) == code
+
+
+def test_the_subreaper_adopts_orphans() -> None:
+    source = """
+        import os, subprocess, sys, time
+        from safelaunch import process
+        process.become_subreaper()
+        middle = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', '" + \\
+            "import time; time.sleep(1000)'], start_new_session=True, stdout=-3, stderr=-3).pid)"
+        done = subprocess.run([sys.executable, "-c", middle], capture_output=True, text=True, check=True)
+        orphan = int(done.stdout)
+        found = {p.pid: p for p in process.descendants([os.getpid()])}
+        found[orphan].send(9)
+        os.waitpid(orphan, 0)
+        print("adopted")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("adopted\n", "")
