@@ -1,0 +1,261 @@
+"""Data flows one way: what each module may import, and what a job waits for before it is started."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import safelaunch
+
+PACKAGE = Path(safelaunch.__file__).parent
+
+# A module may import from the layers below its own, and from its own. The one table to change when a module is added.
+LAYERS: list[tuple[str, set[str]]] = [
+    ("what runs inside the job", {"beacon.*", "safelaunch"}),
+    ("records, pure rules, small tools", {"errors", "model", "stall", "console", "task", "publish"}),
+    ("configuration", {"yamlfile", "options", "presetfile", "presets", "config"}),
+    ("resources", {"gpus", "ports"}),
+    ("starting a job", {"argv", "torchrun", "plan", "process", "forward", "guardian", "paths", "control"}),
+    ("looking", {"progress", "capture.*"}),
+    ("judging", {"diagnose.*", "movement"}),
+    ("watching and telling", {"watch", "bundle", "report", "dryrun", "timeline"}),
+    ("one job, many jobs", {"incident", "cases", "launchinfo", "session", "supervise", "live", "colaunch"}),
+    ("the command line", {"cli.*", "__main__"}),
+]
+# Takes values and returns values: no clock, no process, no file, no environment.
+PURE = {"argv", "stall", "model", "diagnose.*", "movement"}
+IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
+# Scripts that hang on purpose, run as jobs; and what torchrun runs.
+NOT_OURS = ("demos/", "launcher/")
+# Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
+THIRD_PARTY = {
+    "torch": {"beacon.server", "beacon.rank"},
+    "yaml": {"yamlfile"},
+    "msgspec": {
+        "model",
+        "control",
+        "live",
+        "progress",
+        "incident",
+        "capture.*",
+        "bundle",
+        "report",
+        "cli.*",
+        "diagnose.*",
+    },
+    "pynvml": {"gpus", "capture.gpu"},
+    "jinja2": {"report"},
+    "rich": {"report", "cli.*"},
+    "psutil": {"capture.*", "process", "cli.*"},
+    "tomli": {"yamlfile", "config"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """``module`` (within safelaunch, or top-level of another package), imported by ``by``. ``late``: in a function."""
+
+    by: str
+    module: str
+    ours: bool
+    late: bool
+
+
+def modules() -> dict[str, Path]:
+    """Dotted names below safelaunch (``capture.proc``), the package itself as ``safelaunch``."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE)
+        if not inside.as_posix().startswith(NOT_OURS):
+            parts = [*inside.parts[:-1], *([] if inside.stem == "__init__" else [inside.stem])]
+            found[".".join(parts) or "safelaunch"] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports_of(name: str) -> Iterator[Import]:
+    tree = ast.parse(MODULES[name].read_text("utf-8"))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or is_type_checking(function)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        late = id(node) in inside
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield resolved(name, alias.name, late)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = name.split(".") if MODULES[name].stem == "__init__" else name.split(".")[:-1]
+                package = [part for part in package if part != "safelaunch"]
+                above = package[: len(package) - (node.level - 1)]
+                base = ".".join(["safelaunch", *above, *([base] if base else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield resolved(name, whole if whole.removeprefix("safelaunch.") in MODULES else base, late)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def resolved(by: str, module: str, late: bool) -> Import:
+    if module == "safelaunch" or module.startswith("safelaunch."):
+        return Import(by, module.removeprefix("safelaunch.") or "safelaunch", True, late)
+    return Import(by, module.partition(".")[0], False, late)
+
+
+IMPORTS = [found for name in MODULES for found in imports_of(name)]
+
+
+def within(name: str, group: set[str]) -> bool:
+    return name in group or any(
+        name == item[:-2] or name.startswith(item[:-1]) for item in group if item.endswith(".*")
+    )
+
+
+def layer(name: str) -> int:
+    return next((number for number, (_, group) in enumerate(LAYERS) if within(name, group)), -1)
+
+
+def test_the_parser_of_imports_sees_them() -> None:
+    """So that the tests below cannot pass by seeing nothing."""
+    seen = {(found.by, found.module) for found in IMPORTS}
+    assert {("stall", "dataclasses"), ("progress", "beacon.layout"), ("cli.run", "plan"), ("watch", "stall")} <= seen
+    assert {("beacon.rank", "beacon.marks"), ("yamlfile", "yaml"), ("supervise", "report")} <= seen
+    assert Import("session", "supervise", ours=True, late=True) in IMPORTS
+    assert len(MODULES) > 50
+
+
+def test_every_module_has_its_layer() -> None:
+    homeless = [name for name in MODULES if layer(name) < 0]
+    assert not homeless, "give them a layer in this file's table"
+
+
+def test_the_arrows_point_down() -> None:
+    upward = [(i.by, i.module) for i in IMPORTS if i.ours and layer(i.module) > layer(i.by)]
+    assert not upward
+
+
+def test_nobody_imports_the_command_line() -> None:
+    users = {i.by for i in IMPORTS if i.ours and within(i.module, {"cli.*"}) and not within(i.by, {"cli.*"})}
+    assert users == {"__main__"}
+
+
+def test_the_beacon_imports_only_itself_and_the_standard_library() -> None:
+    """It runs in interpreters where safelaunch is not installed; torch is asked for only once the script has it."""
+    for found in IMPORTS:
+        if not within(found.by, {"beacon.*"}):
+            continue
+        if found.ours:
+            assert within(found.module, {"beacon.*"}), found
+        elif found.module == "torch":
+            assert found.late, found
+        else:
+            assert found.module in sys.stdlib_module_names or found.module == "sitecustomize", found
+
+
+def test_before_its_role_is_known_a_process_of_the_job_imports_nothing() -> None:
+    early = {i.module for i in IMPORTS if i.by == "beacon.inject.sitecustomize" and not i.late}
+    assert early == {"os", "sys", "sitecustomize"}, "os and sys are there already"
+
+
+def test_the_public_package_imports_nothing_of_ours() -> None:
+    """``import safelaunch`` in a training script costs nothing."""
+    assert not [i for i in IMPORTS if i.by == "safelaunch" and (i.ours or i.module not in sys.stdlib_module_names)]
+
+
+@pytest.mark.parametrize("module", THIRD_PARTY)
+def test_third_party_modules_are_imported_where_they_belong(module: str) -> None:
+    users = {i.by for i in IMPORTS if not i.ours and i.module == module}
+    assert not [by for by in users if not within(by, THIRD_PARTY[module])]
+
+
+def test_no_third_party_module_is_unknown() -> None:
+    foreign = {(i.by, i.module) for i in IMPORTS if not i.ours and i.module not in sys.stdlib_module_names}
+    known = {*THIRD_PARTY, "sitecustomize", "tomllib", "_safelaunch_beacon"}
+    assert not {(by, module) for by, module in foreign if module not in known}
+
+
+def test_torch_is_never_imported_by_the_supervisor() -> None:
+    assert {i.by for i in IMPORTS if i.module == "torch"} <= {n for n in MODULES if within(n, {"beacon.*"})}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if within(name, PURE)])
+def test_pure_modules_touch_nothing(name: str) -> None:
+    assert not {i.module for i in imports_of(name)} & IMPURE
+
+
+# --- what is imported before the job has been started -----------------------------------------------------------------
+
+HEAVY = {
+    "torch",
+    "yaml",
+    "msgspec",
+    "psutil",
+    "rich",
+    "jinja2",
+    "pynvml",
+    "numpy",
+    "markupsafe",
+    "subprocess",
+    "argparse",
+}
+REPORT = """
+import atexit, os, sys
+def report():
+    with open(os.environ["SEEN"], "w") as file:
+        file.write("\\n".join(sys.modules))
+{when}
+"""
+AT_EXIT = "atexit.register(report)"
+AT_START = """
+def start(*args, **kwargs):
+    report()
+    os._exit(0)
+os.posix_spawn = start
+"""
+
+
+def seen_by(tmp_path: Path, when: str, *words: str) -> set[str]:
+    """The modules that ``safelaunch WORDS`` had imported at its end, or at the moment it starts its job."""
+    (tmp_path / "watching.py").write_text(REPORT.format(when=when))
+    (tmp_path / "script.py").write_text("")
+    code = "import sys, watching; sys.argv[0] = 'safelaunch'; from safelaunch.cli import main; sys.exit(main())"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("SAFELAUNCH_")}
+    environ |= {"SEEN": os.fspath(tmp_path / "seen"), "PYTHONPATH": os.fspath(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    seen = {line.partition(".")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert "safelaunch" in seen
+    return seen
+
+
+def test_a_dry_run_without_presets_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert not seen_by(tmp_path, AT_EXIT, "--dry-run", "--nproc-per-node", "2", "script.py") & HEAVY
+
+
+@pytest.mark.parametrize(
+    "own", [[], ["--no-watch"], ["--stall-timeout", "60"]], ids=["watched", "unwatched", "options"]
+)
+def test_before_the_job_has_been_started_nothing_heavy_is_imported(tmp_path: Path, own: list[str]) -> None:
+    assert not seen_by(tmp_path, AT_START, *own, "script.py") & HEAVY
