@@ -29,6 +29,11 @@ class RunPaths:
         return self.root / "owner"
 
     @property
+    def control(self) -> Path:
+        """The supervisor's socket, for ``safelaunch status`` and ``safelaunch dump``."""
+        return self.root / "control"
+
+    @property
     def pages(self) -> Path:
         return self.root / "pages"
 

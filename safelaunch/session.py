@@ -43,6 +43,9 @@ def run(plan: Plan) -> int:
         from .supervise import Supervisor
 
         status = Supervisor(job, watcher).run()
+    except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
+        say(f"a fault of safelaunch's own ended the watch; the job goes on ({type(error).__name__}: {error})")
+        status = _only_forward(pid)
     finally:
         shutil.rmtree(directory.root, ignore_errors=True)
         if watcher is not None:

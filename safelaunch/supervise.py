@@ -17,6 +17,7 @@ from .forward import Forwarder
 from .guardian import Guardian
 from .incident import Report
 from .launchinfo import circumstances
+from .live import Live
 from .model import RankExit
 from .paths import sweep
 from .progress import AgentEvent, Roster
@@ -60,6 +61,7 @@ class Supervisor:
         about = circumstances(job)
         self._stall = StallCase(self._watch, about, self._exits)
         self._crash = CrashCase(self._watch, about, self._exits)
+        self._live = Live(job, self._watch, about, self._exits)
         self._exit_events: dict[int, RankExit] = {}
         self._hung: Report | None = None
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
@@ -72,7 +74,7 @@ class Supervisor:
         agent = self._job.agent.pid
         sweep(self._job.plan.run_dir.parent)
         while (status := process.reap(agent)) is None:
-            busy = self._stall.busy or self._crash.busy or self._ending is not None
+            busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
             self._forwarder.wait(BUSY_TICK_S if busy else TICK_S)
             self._guarded_tick()
             self._look_for_orphans(time.monotonic())
@@ -105,6 +107,7 @@ class Supervisor:
             return
         self._on_crash(glance)
         self._on_stall(glance, now)
+        self._live.tick(now)
         self._check_beacons(now)
 
     def _note_exits(self, event: AgentEvent) -> None:
