@@ -1,0 +1,94 @@
+"""Runs the hang zoo, every class with every rank as the culprit, and prints what the verdicts were.
+
+    python scripts/zoo.py                       # the whole matrix
+    python scripts/zoo.py --only asleep,gil     # some classes
+    python scripts/zoo.py --ranks 4 --json zoo.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+
+import zoo
+
+
+def main() -> int:
+    words = _arguments()
+    names = words.only.split(",") if words.only else list(zoo.BY_NAME)
+    unknown = [name for name in names if name not in zoo.BY_NAME]
+    if unknown:
+        print(f"no such class: {', '.join(unknown)}; there are {', '.join(zoo.BY_NAME)}", file=sys.stderr)
+        return 2
+    cases = []
+    for name in names:
+        specimen = zoo.BY_NAME[name]
+        if specimen.unavailable():
+            print(f"{name:<18} not run: {specimen.unavailable()}")
+            continue
+        world = words.ranks or specimen.ranks
+        culprits = range(world) if words.culprit is None else [words.culprit]
+        cases += [(specimen, culprit, world) for culprit in culprits]
+    print(f"{'class':<18}{'culprit':<9}{'seconds':>7}  {'cause':<24}{'confidence':<11}verdict")
+    begin = time.monotonic()
+    with ThreadPoolExecutor(words.jobs) as pool:
+        rows = []
+        for row in pool.map(lambda case: _one(*case, Path(words.keep) if words.keep else None), cases):
+            rows.append(row)
+            print(
+                f"{row['class']:<18}{row['culprit']}/{row['ranks']:<7}{row['seconds']:>7.1f}  {row['cause']:<24}"
+                f"{row['confidence']:<11}{'; '.join(row['wrong']) or 'right'}",
+                flush=True,
+            )
+    right = sum(not row["wrong"] for row in rows)
+    print(f"{right} of {len(rows)} right, {time.monotonic() - begin:.0f} s")
+    if words.json:
+        Path(words.json).write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if right == len(rows) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="CLASSES", help="comma-separated; all by default")
+    parser.add_argument("--ranks", type=int, help="size of each job; by default what the class needs")
+    parser.add_argument("--culprit", type=int, help="this rank only; by default each in turn")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time [2]")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument("--keep", metavar="DIR", help="keep bundles and output below DIR")
+    return parser.parse_args()
+
+
+def _one(specimen: zoo.Specimen, culprit: int, world: int, keep: Path | None) -> dict[str, object]:
+    name = f"{specimen.name}-{culprit}of{world}"
+    scratch = Path(tempfile.mkdtemp(prefix="zoo-"))
+    if keep is not None:
+        scratch.rmdir()
+        scratch = (keep / name).absolute()
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    row: dict[str, object] = {"class": specimen.name, "culprit": culprit, "ranks": world}
+    try:
+        with zoo.start(specimen, culprit, scratch, ranks=world) as job:
+            result = job.wait()
+        verdict = result.verdict if len(result.bundles) == 1 else {}
+        wrong = zoo.judge(specimen, culprit, result, ranks=world)
+        seconds = result.seconds
+    except AssertionError as error:  # it did not end; what it said is in the message
+        verdict, wrong, seconds = {}, [str(error).splitlines()[0]], job.seconds
+    row |= {"seconds": round(seconds, 1), "cause": verdict.get("cause", "-")}
+    row |= {"confidence": verdict.get("confidence", "-"), "summary": verdict.get("summary", ""), "wrong": wrong}
+    if keep is None:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Runs safelaunch on a program of ``programs/`` and reads what it left: exit code, output, bundle, processes.
+
+Everything that a job starts carries a variable of its own in the environment. That is how a test finds what is left
+behind, and how it cleans up after itself: only processes of this very job, each checked again before it is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = Path(__file__).parent / "programs"
+TAG = "JOB_UNDER_TEST"
+SECRETS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_" + "AbCdEfGhIjKlMnOpQrStUvWx",
+    "DATABASE_URL": "postgres://trainer:correct-horse-battery@db.example/runs",
+}
+SECRET_VALUES = (SECRETS["WANDB_API_KEY"], SECRETS["HF_TOKEN"], "correct-horse-battery")
+PATIENCE_S = 150.0
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A published bundle, as somebody who receives it reads it."""
+
+    path: Path
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text())
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        return self.json("verdict.json")
+
+    def text(self, name: str) -> str:
+        return (self.path / name).read_text()
+
+    def problems(self) -> list[str]:
+        """What is wrong with it as a bundle: files, manifest, modes, secrets."""
+        found = []
+        listed = {artifact["path"]: artifact for artifact in self.json("manifest.json")["artifacts"]}
+        files = {str(path.relative_to(self.path)) for path in self.path.rglob("*") if path.is_file()}
+        for name, artifact in listed.items():
+            if artifact.get("missing"):
+                if name in files:
+                    found.append(f"{name} is there and said to be missing")
+            elif name not in files:
+                found.append(f"{name} is neither there nor said to be missing")
+        found += [f"{name} is not in the manifest" for name in sorted(files - set(listed) - {"manifest.json"})]
+        needed = {"verdict.json", "report.md", "report.html", "launch.json"} - files
+        found += [f"there is no {name}" for name in sorted(needed)]
+        if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
+            found.append(f"its mode is {stat.S_IMODE(self.path.stat().st_mode):o}")
+        for path in self.path.rglob("*"):
+            if stat.S_IMODE(path.stat().st_mode) & 0o077:
+                found.append(f"others may read {path.relative_to(self.path)}")
+            if path.is_file() and any(secret.encode() in path.read_bytes() for secret in SECRET_VALUES):
+                found.append(f"a secret is in {path.relative_to(self.path)}")
+        for claim in self.verdict["evidence"]:
+            if claim["file"] not in files:
+                found.append(f"the claim {claim['claim']!r} points at {claim['file']}, which is not there")
+        return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is left of a job that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    bundles: tuple[Bundle, ...]
+    leftovers: tuple[str, ...]
+
+    @property
+    def bundle(self) -> Bundle:
+        """The only bundle; the assertion shows what the job said instead."""
+        assert len(self.bundles) == 1, (self.bundles, self.code, self.stderr)
+        return self.bundles[0]
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        return self.bundle.verdict
+
+    @property
+    def said(self) -> str:
+        """safelaunch's own lines, without their prefix, as one text."""
+        own = [line for line in self.stderr.splitlines() if line.startswith("safelaunch: ")]
+        return "\n".join(line.removeprefix("safelaunch: ") for line in own)
+
+
+class Job:
+    """A safelaunch of its own, with its own run directory and bundle directory. ``with Job(...) as job: job.wait()``
+
+    ``words`` is the whole command line after ``safelaunch``. Leaving the block ends whatever is still there.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str | Path],
+        scratch: Path,
+        *,
+        env: Mapping[str, str | None] | None = None,
+        bundle_dir: Path | None = None,
+        interpreter: Sequence[str] = (),
+    ) -> None:
+        self.scratch = scratch
+        self.bundle_dir = bundle_dir or scratch / "bundles"
+        self.runtime = Path(tempfile.mkdtemp(prefix="sl-", dir="/tmp"))  # sockets need a short path
+        self.tag = uuid.uuid4().hex
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_"))}
+        environ |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": os.fspath(self.runtime), TAG: self.tag, **SECRETS}
+        for name, value in (env or {}).items():
+            environ.pop(name, None)
+            if value is not None:
+                environ[name] = value
+        own = [] if bundle_dir is None and "--bundle-dir" in words else [f"--bundle-dir={self.bundle_dir}"]
+        command = [*(interpreter or (sys.executable, "-m", "safelaunch")), *own, *map(os.fspath, words)]
+        self._out, self._err = scratch / "stdout.txt", scratch / "stderr.txt"
+        self.begin_s = time.monotonic()
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                command, cwd=scratch, env=environ, stdin=subprocess.PIPE, stdout=out, stderr=err
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clean_up()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    def until(self, reached: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+        """Waits until ``reached`` is true; a job that has ended meanwhile has one last chance."""
+        deadline = time.monotonic() + patience_s
+        while not reached():
+            assert time.monotonic() < deadline, f"waited {patience_s:g} s for {what}\n{self.stderr}"
+            if self.process.poll() is not None:
+                assert reached(), f"ended with {self.process.returncode} before {what}\n{self.stderr}"
+                return
+            time.sleep(0.05)
+
+    def wait(self, patience_s: float = PATIENCE_S) -> Result:
+        """The result, once safelaunch has ended."""
+        self.until(lambda: self.process.poll() is not None, "the end of safelaunch", patience_s)
+        took, left = self.seconds, tuple(self.left_behind())
+        return Result(self.process.returncode, self.stdout, self.stderr, took, self.bundles(), left)
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self.begin_s
+
+    def bundles(self) -> tuple[Bundle, ...]:
+        found = self.bundle_dir.glob("[!.]*-*Z-*") if self.bundle_dir.is_dir() else ()
+        return tuple(Bundle(path) for path in sorted(found) if not path.is_symlink())
+
+    def left_behind(self) -> list[str]:
+        """Processes and run directories of this job that are still there; a moment's grace for the kernel."""
+        deadline = time.monotonic() + 3.0
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [f"pid {pid}: {_command_of(pid)}" for pid in pids]
+        runs = self.runtime / "safelaunch"
+        return left + [str(path) for path in (runs.iterdir() if runs.is_dir() else ()) if path.name != "bundles"]
+
+    def pids(self) -> list[int]:
+        """All processes of this job, safelaunch itself excepted; zombies have no environment and do not count."""
+        mark = f"{TAG}={self.tag}".encode()
+        found = []
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit() and int(entry.name) != self.process.pid:
+                try:
+                    environ = Path(entry.path, "environ").read_bytes()
+                except OSError:
+                    continue
+                if mark in environ.split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """rank → pid of the processes that torchrun has started as ranks and that live."""
+        found = {}
+        for pid in self.pids():
+            try:
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                session = os.getsid(pid)
+            except OSError:
+                continue
+            number = next((item[5:] for item in environ if item.startswith(b"RANK=")), None)
+            if number is not None and session == pid:
+                found[int(number)] = pid
+        return found
+
+    def clean_up(self) -> None:
+        """Ends what this job may have left, and its directories in /tmp."""
+        if self.process.poll() is None:
+            self.process.kill()
+        for _ in range(100):
+            pids = self.pids()
+            if not pids:
+                break
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.05)
+        self.process.wait(10)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "?"

@@ -1,0 +1,85 @@
+"""One rank does not come back from a call between two steps."""
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import torch
+from training import Training, parser
+
+options = parser.parse_args()
+
+
+def wait_for_licence() -> None:
+    time.sleep(86_400)  # HANGS: asleep
+
+
+def read_new_prompts() -> str:
+    path = os.path.join(options.scratch, "prompts")
+    os.mkfifo(path)
+    with open(path) as prompts:  # HANGS: fifo
+        return prompts.read()
+
+
+def ask_reward_server() -> bytes:
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    client.sendall(b"score this\n")
+    return client.recv(4096)  # HANGS: socket
+
+
+def read_control_pipe() -> bytes:
+    reading, _writing = os.pipe()
+    return os.read(reading, 1)  # HANGS: pipe
+
+
+def run_evaluation_script() -> None:
+    subprocess.run(["sleep", "86400"], check=True)  # HANGS: subprocess
+
+
+def confirm() -> str:
+    return input()  # HANGS: input
+
+
+def read_dead_disk() -> None:
+    # A child of vfork() that does not exec: its parent waits in the kernel, uninterruptibly (state D).
+    ctypes.CDLL(os.path.join(options.scratch, "libdisk.so")).read_dead_disk()  # HANGS: disk
+
+
+def save_checkpoint(job: Training) -> None:
+    path = os.path.join(options.scratch, "checkpoint.pt")
+    os.mkfifo(path)
+    disk = os.open(path, os.O_RDWR)  # takes 64 KB and no more, as a full or dead disk does
+    state = {"model": job.model.state_dict(), "buffer": torch.zeros(1 << 20)}
+    with open(disk, "wb") as file:
+        torch.save(state, file)  # HANGS: checkpoint
+
+
+CALLS = {
+    "asleep": wait_for_licence,
+    "fifo": read_new_prompts,
+    "socket": ask_reward_server,
+    "pipe": read_control_pipe,
+    "subprocess": run_evaluation_script,
+    "input": confirm,
+    "disk": read_dead_disk,
+}
+
+
+def main() -> None:
+    with Training(options) as job:
+        for step, batch in job.batches():
+            job.train(batch)
+            if not job.misbehaves(step):
+                continue
+            if options.how == "checkpoint":
+                save_checkpoint(job)
+            else:
+                CALLS[options.how]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

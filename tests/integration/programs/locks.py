@@ -1,0 +1,58 @@
+"""One rank's training thread waits for another thread of its own process."""
+
+import os
+import queue
+import threading
+import time
+
+from training import Training, parser
+
+options = parser.parse_args()
+weights_lock = threading.Lock()
+stats_lock = threading.Lock()
+prefetched: "queue.Queue[int]" = queue.Queue()
+
+
+def publish_stats() -> None:
+    with stats_lock:
+        time.sleep(0.5)
+        with weights_lock:
+            pass
+
+
+def update_weights() -> None:
+    threading.Thread(target=publish_stats, name="stats", daemon=True).start()
+    with weights_lock:
+        time.sleep(0.5)
+        with stats_lock:  # HANGS: order
+            pass
+
+
+def upload(pipe: int) -> None:
+    os.read(pipe, 1)  # HANGS: join
+
+
+def wait_for_upload() -> None:
+    reading, _writing = os.pipe()
+    uploader = threading.Thread(target=upload, args=(reading,), name="uploader", daemon=True)
+    uploader.start()
+    uploader.join()
+
+
+def next_prefetched() -> int:
+    return prefetched.get()  # HANGS: queue
+
+
+CALLS = {"order": update_weights, "join": wait_for_upload, "queue": next_prefetched}
+
+
+def main() -> None:
+    with Training(options) as job:
+        for step, batch in job.batches():
+            job.train(batch)
+            if job.misbehaves(step):
+                CALLS[options.how]()
+
+
+if __name__ == "__main__":
+    main()

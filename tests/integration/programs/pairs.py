@@ -1,0 +1,40 @@
+"""Two neighbouring ranks, the culprit and the one after it, wait for each other; the rest wait for both."""
+
+import torch
+import torch.distributed as dist
+from training import Training, parser
+
+options = parser.parse_args()
+
+
+def reduce_in_order(first: dist.ProcessGroup, second: dist.ProcessGroup) -> None:
+    value = torch.ones(4)
+    dist.all_reduce(value, group=first)  # HANGS: groups
+    dist.all_reduce(value, group=second)
+
+
+def exchange(peer: int) -> None:
+    activations = torch.zeros(16)
+    dist.recv(activations, src=peer)  # HANGS: recv
+    dist.send(activations, dst=peer)
+
+
+def main() -> None:
+    with Training(options) as job:
+        pair = sorted({options.culprit, (options.culprit + 1) % job.world})
+        tensor_parallel, pipeline = dist.new_group(pair), dist.new_group(pair)
+        for step, batch in job.batches():
+            job.train(batch)
+            if job.rank not in pair:
+                continue
+            peer = next(rank for rank in pair if rank != job.rank)
+            if options.how == "groups":
+                swapped = step == options.after and job.rank == pair[1]
+                groups = (pipeline, tensor_parallel) if swapped else (tensor_parallel, pipeline)
+                reduce_in_order(*groups)
+            elif step == options.after:
+                exchange(peer)
+
+
+if __name__ == "__main__":
+    main()

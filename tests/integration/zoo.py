@@ -1,0 +1,157 @@
+"""The hang zoo: one specimen per class of hang, what its verdict has to be, and how a run is judged.
+
+A specimen is a program of ``programs/`` that hangs after a few steps of training, on a rank of choice. The line that it
+hangs at carries a comment ``# HANGS: <how>``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs import PROGRAMS, Job, Result
+
+EXIT_HUNG = 124
+
+
+def itself(rank: int, world: int) -> set[int]:
+    return {rank}
+
+
+def with_neighbour(rank: int, world: int) -> set[int]:
+    return {rank, (rank + 1) % world}
+
+
+def nobody(rank: int, world: int) -> set[int]:
+    return set()
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """One class of hang. ``process``: how the culprit's process name begins. ``line`` False: it hangs anywhere."""
+
+    name: str
+    program: str
+    how: str
+    cause: str
+    ranks: int = 2
+    options: tuple[str, ...] = ()
+    culprits: Callable[[int, int], set[int]] = itself
+    process: str = "main"
+    line: bool = True
+    needs: str = ""
+
+    @property
+    def script(self) -> Path:
+        return PROGRAMS / f"{self.program}.py"
+
+    def lines(self) -> set[int]:
+        """The lines at which it hangs."""
+        mark = f"# HANGS: {self.how}"
+        return {n for n, text in enumerate(self.script.read_text().splitlines(), 1) if text.endswith(mark)}
+
+    def unavailable(self) -> str:
+        """Why it cannot run here, or an empty string."""
+        return f"needs {self.needs}" if self.needs and not shutil.which(self.needs) else ""
+
+
+_BUSY = ("--max-stall=4",)
+_START = ("--startup-timeout=3",)
+
+SPECIMENS: tuple[Specimen, ...] = (
+    Specimen("asleep", "blocked", "asleep", "stuck-in-user-code"),
+    Specimen("read-fifo", "blocked", "fifo", "blocking-io"),
+    Specimen("read-socket", "blocked", "socket", "blocking-io"),
+    Specimen("read-pipe", "blocked", "pipe", "blocking-io"),
+    Specimen("subprocess", "blocked", "subprocess", "stuck-in-user-code"),
+    Specimen("input", "blocked", "input", "stuck-in-user-code"),
+    Specimen("disk", "blocked", "disk", "uninterruptible-io", needs="gcc"),
+    Specimen("checkpoint", "blocked", "checkpoint", "blocking-io"),
+    Specimen("busy-python", "busy", "python", "busy-loop", options=_BUSY),
+    Specimen("busy-regex", "busy", "regex", "gil-held", options=_BUSY),
+    Specimen("stops-itself", "stopped", "itself", "rank-stopped"),
+    Specimen("stopped-by-other", "stopped", "other", "rank-stopped", line=False),
+    Specimen("gil", "gil", "gil", "gil-held"),
+    Specimen("all-gather", "collectives", "all_gather", "collective-mismatch", 3),
+    Specimen("barrier", "collectives", "barrier", "collective-mismatch", 3),
+    Specimen("broadcast", "collectives", "broadcast", "collective-mismatch", 3),
+    Specimen("shape", "collectives", "shape", "collective-mismatch", 3),
+    Specimen("dtype", "collectives", "dtype", "collective-mismatch", 3),
+    Specimen("init-asleep", "late", "asleep", "init-not-joined", options=_START),
+    Specimen("init-blocked", "late", "fifo", "init-not-joined", options=_START),
+    Specimen("loader-asleep", "loader", "asleep", "data-loading", process="dataloader worker (pid "),
+    Specimen("loader-fifo", "loader", "fifo", "data-loading", process="dataloader worker (pid "),
+    Specimen("loader-lock", "loader", "lock", "data-loading", process="dataloader worker (pid "),
+    Specimen("lock-order", "locks", "order", "lock-deadlock"),
+    Specimen("thread-join", "locks", "join", "blocking-io"),
+    Specimen("queue", "locks", "queue", "lock-deadlock"),
+    Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=with_neighbour),
+    Specimen("recv-recv", "pairs", "recv", "p2p-cycle", 3, culprits=with_neighbour),
+    Specimen("uneven-barrier", "uneven", "barrier", "uneven-batches", 3),
+    Specimen("uneven-thread", "uneven", "thread", "uneven-batches", line=False),
+    Specimen("uneven-marker", "uneven", "marker", "stuck-in-user-code"),
+    Specimen("symmetric", "symmetric", "", "no-rank-stands-out", culprits=nobody, line=False),
+)
+BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
+
+
+def start(specimen: Specimen, culprit: int, scratch: Path, *, ranks: int | None = None) -> Job:
+    """Starts ``specimen`` under safelaunch in the empty directory ``scratch``."""
+    if specimen.how == "disk":
+        source, library = PROGRAMS / "libdisk.c", scratch / "libdisk.so"
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    own = ["--stall-timeout=2", *specimen.options, f"--nproc-per-node={ranks or specimen.ranks}"]
+    mine = [f"--culprit={culprit}", f"--how={specimen.how}", f"--scratch={scratch}"]
+    return Job([*own, specimen.script, *mine], scratch)
+
+
+def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None = None) -> list[str]:
+    """Everything that is not as it has to be; an empty list for a right verdict, a good bundle and a clean end."""
+    wrong = []
+    if result.code != EXIT_HUNG:
+        wrong.append(f"exit code {result.code}")
+    wrong += [f"left behind: {what}" for what in result.leftovers]
+    if len(result.bundles) != 1:
+        return [*wrong, f"{len(result.bundles)} bundles"]
+    wrong += result.bundle.problems()
+    wrong += _judge_verdict(specimen, culprit, result.verdict, ranks or specimen.ranks)
+    if str(result.bundle.path) not in result.stderr:
+        wrong.append("the bundle's path was not said")
+    return wrong
+
+
+def _judge_verdict(specimen: Specimen, culprit: int, verdict: dict[str, Any], world: int) -> list[str]:
+    wrong = []
+    if (verdict["outcome"], verdict["cause"]) != ("hang", specimen.cause):
+        wrong.append(f"cause {verdict['outcome']}: {verdict['cause']}")
+    expected = specimen.culprits(culprit, world)
+    named = [one["rank"] for one in verdict["culprits"]]
+    if named != sorted(expected):
+        wrong.append(f"culprits {named}, not {sorted(expected)}")
+    victims = set(range(world)) - expected if expected else set()
+    if _ranks(verdict["victims"]) != victims:
+        wrong.append(f"victims {verdict['victims']!r}")
+    for one in verdict["culprits"]:
+        if not one["process"].startswith(specimen.process):
+            wrong.append(f"process {one['process']!r}")
+        frame = one["frame"] or {"file": "", "line": 0}
+        if specimen.line and (frame["file"], frame["line"] in specimen.lines()) != (str(specimen.script), True):
+            wrong.append(f"frame {frame['file']}:{frame['line']}")
+        if not one["reason"] or not one["pid"] or not one["host"]:
+            wrong.append(f"culprit without reason, pid or host: {one}")
+    if not verdict["summary"] or not verdict["suggestions"]:
+        wrong.append("no summary or no suggestion")
+    return wrong
+
+
+def _ranks(text: str) -> set[int]:
+    """``"0-2,5"`` → {0, 1, 2, 5}."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
