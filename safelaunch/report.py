@@ -76,7 +76,7 @@ def screen(
     tail = _tail(verdict, room)
     claims = _claims(verdict.evidence, room)
     space = MAX_LINES - 1 - len(head) - len(who) - len(tail) - 1
-    lines = [_bold(title, color), *head, *who, *claims[: max(space, 0)], *tail]
+    lines = [_bold(_shorten(title, room), color), *head, *who, *claims[: max(space, 0)], *tail]
     lines = lines[: MAX_LINES - 1]
     lines.append(f"bundle: {clean(bundle_path)}")
     return "".join(f"{PREFIX}{line}\n" for line in lines)
@@ -103,7 +103,7 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[str]:
     lines = _wrap(f"{name} at {clean(frame.file)}:{frame.line} in {clean(frame.function)}", room, "  ")
     text = read_line(frame.file, frame.line) if read_line else None
     if text:
-        lines.append(f"    > {clean(text)}"[:room])
+        lines.append(_shorten(f"    > {clean(text).strip()}", room))
     return lines
 
 
@@ -128,7 +128,8 @@ def _spread(claims: Sequence[Claim], count: int) -> list[Claim]:
 def _tail(verdict: Verdict, room: int) -> list[str]:
     lines = []
     if verdict.victims:
-        lines.append(_shorten(f"  held up by it: {_ranks(verdict.victims)}", room))
+        what = "held up by it" if verdict.culprits else "waiting"
+        lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
     for suggestion in verdict.suggestions[:2]:

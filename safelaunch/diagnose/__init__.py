@@ -82,7 +82,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         victims=format_ranks(victims),
         evidence=_distinct(finding.claims),
         ruled_out=(*ruled_out, *finding.ruled_out),
-        missing=tuple(dict.fromkeys((*finding.missing, *_missing(facts)))),
+        missing=tuple(_missing(facts)),
         suggestions=suggestions_for(finding.cause, (c.reason for c in finding.culprits)),
     )
 

@@ -63,7 +63,7 @@ def torch_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> Torch
         return None
     if _TEARDOWN.intersection(calls):
         return TorchWait("teardown", "destroy_process_group")
-    op = next((name for name in reversed(calls) if not name.startswith("_")), calls[-1])
+    op = next((name for name in reversed(calls) if not name.startswith("_")), calls[0])
     if _P2P.intersection(calls):
         return TorchWait("p2p", op)
     return TorchWait("collective", op.lstrip("_"))
@@ -185,8 +185,9 @@ def native_peer_wait(samples: Iterable[StackSample], os_tid: int | None) -> Torc
 
 
 def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``"lock"``, ``"peers"``, ``"p2p"`` or ``"store"``, by the C frames inside a thread's innermost Python frame; ``""``
-    where no native sample has them.
+    """``"lock"``, ``"peers"``, ``"p2p"`` or ``"store"``, by the C frames inside a thread's innermost Python frame.
+
+    ``""`` where no native sample has them.
 
     ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
     and both rest in ``futex``.

@@ -261,7 +261,7 @@ def _from_entry(rank: RankEvidence, entry: Collective, mine: Frame | None) -> Pe
     number = entry.p2p_seq if entry.is_p2p else entry.seq
     words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
     claim = Claim(
-        f"entered and not completed: {describe(entry)}, number {number} of group {entry.group!r}",
+        f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}",
         f"ranks/{rank.rank}/flight_recorder.json",
     )
     stack = (Claim(f"its main thread waits at {fr.place(mine)}", f"ranks/{rank.rank}/stack.txt"),) if mine else ()

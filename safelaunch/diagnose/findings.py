@@ -20,7 +20,6 @@ class Finding:
     culprits: tuple[Culprit, ...] = ()
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)

@@ -128,14 +128,13 @@ def init_not_joined(facts: Facts) -> Ruling:
     if named:
         text = summary_of(named, facts, inside)
     else:
-        text = f"{waits[:1].upper()}{waits[1:]}, and {unseen}."
+        text = f"{waits[:1].upper()}{waits[1:]}, and {unseen}: it may never have started."
     return Finding(
         "init-not-joined",
         ("medium" if facts.unseen else "high") if named else "medium",
         text,
         tuple(culprit(facts.ranks[r], c) for r, c in named.items()),
         condition_claims(named) + wait_claims(facts, inside),
-        missing=(f"{unseen}: they may never have started",) if unseen else (),
     )
 
 
@@ -148,27 +147,31 @@ def small_ranks(facts: Facts) -> str:
 def alone(facts: Facts) -> Ruling:
     """Nobody waits for a peer: each rank is where it is by its own doing.
 
-    A single rank is at fault by itself. Where a strict majority rests at one place and all ranks were seen, those
-    elsewhere are the odd ones out, with low confidence: nothing shows that the others wait for them. All ranks at one
-    place is not anybody's fault in particular.
+    Ranks that have finished are left out; a single one that has not is at fault by itself. Where a strict majority
+    rests at one place and all ranks were seen, those elsewhere are the odd ones out, with low confidence: nothing
+    shows that the others wait for them. All ranks at one place is not anybody's fault in particular.
     """
     if any(f.wait is not None for f in facts.ranks.values()):
         return ""
-    named = {r: f.condition for r, f in facts.ranks.items() if f.condition is not None}
+    named = {r: f.condition for r, f in facts.ranks.items() if f.condition and not _finished(f)}
     if not named:
         return "no rank left evidence of where it was"
-    if facts.evidence.world_size <= 1 and len(named) == 1:
-        return _odd_ones(facts, named, "as its own")
+    if len(named) == 1 and not facts.unseen:
+        return _odd_ones(facts, named, "")
     places: dict[tuple[object, ...], list[int]] = {}
     for rank, condition in named.items():
         frame = condition.frame
         site = (frame.file, frame.line) if frame else None
         places.setdefault((condition.cause, site), []).append(rank)
     most = max(places.values(), key=len)
-    if len(places) > 1 and 2 * len(most) > len(facts.world) and not facts.unseen:
+    if len(places) > 1 and 2 * len(most) > len(named) and not facts.unseen:
         odd = {r: c for r, c in named.items() if r not in most}
         return _odd_ones(facts, odd, f"{ranks_word(most)} {plural_of(facts, most)}")
     return ""
+
+
+def _finished(one: RankFacts) -> bool:
+    return one.evidence.exit is not None and one.evidence.exit.returncode == 0
 
 
 def plural_of(facts: Facts, ranks: list[int]) -> str:
@@ -178,7 +181,7 @@ def plural_of(facts: Facts, ranks: list[int]) -> str:
 
 
 def _odd_ones(facts: Facts, named: dict[int, Condition], others: str) -> Finding:
-    single = facts.evidence.world_size <= 1
+    single = not others
     first = next(iter(named.values()))
     text = summary_of(named, facts, [])
     if not single:
@@ -207,6 +210,5 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text = f"{summary_of(own, facts, waits)} The evidence does not single out a rank."
     else:
         text = "No rank left enough evidence to say where it was."
-    missing = (f"{small_ranks(facts)} not seen",) if facts.unseen else ()
     sure: Confidence = "medium" if (alike or (waits and not own)) and not facts.unseen else "low"
-    return Finding("no-rank-stands-out", sure, text, claims=claims, missing=missing)
+    return Finding("no-rank-stands-out", sure, text, claims=claims)

@@ -1,0 +1,243 @@
+"""Small builders of evidence for the tests of diagnose and report: a rank is its stack and its kernel state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from safelaunch.model import (
+    Collective,
+    Evidence,
+    FlightRecord,
+    Frame,
+    GilTest,
+    ProcessEvidence,
+    ProcessState,
+    Progress,
+    RankEvidence,
+    StackSample,
+    Thread,
+    ThreadState,
+)
+
+SCRIPT = "/home/me/train.py"
+STDLIB = "/usr/lib/python3.11"
+SITE = "/opt/venv/lib/python3.11/site-packages"
+C10D = f"{SITE}/torch/distributed/distributed_c10d.py"
+LOGGER = f"{SITE}/torch/distributed/c10d_logger.py"
+LOADER = f"{SITE}/torch/utils/data/dataloader.py"
+WORKER = f"{SITE}/torch/utils/data/_utils/worker.py"
+
+
+def at(line: int, function: str = "train", file: str = SCRIPT) -> Frame:
+    return Frame(file, line, function)
+
+
+MODULE = at(100, "<module>")
+WRAPPER = Frame(LOGGER, 83, "_exception_logger.<locals>.wrapper")
+
+
+def in_user(line: int, function: str = "train") -> tuple[Frame, ...]:
+    return (at(line, function), MODULE)
+
+
+def in_c10d(op: str, line: int, function: str = "train") -> tuple[Frame, ...]:
+    return (Frame(C10D, 3252, op), WRAPPER, at(line, function), MODULE)
+
+
+def in_init(line: int = 10) -> tuple[Frame, ...]:
+    helper = Frame(C10D, 2169, "_new_process_group_helper")
+    return (helper, Frame(C10D, 1899, "init_process_group"), WRAPPER, at(line, "setup"), MODULE)
+
+
+def in_backward(line: int) -> tuple[Frame, ...]:
+    engine = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
+    return (engine, Frame(f"{SITE}/torch/_tensor.py", 623, "Tensor.backward"), at(line), MODULE)
+
+
+def in_loader(line: int) -> tuple[Frame, ...]:
+    return (
+        Frame(f"{STDLIB}/selectors.py", 415, "_PollLikeSelector.select"),
+        Frame(f"{STDLIB}/multiprocessing/queues.py", 113, "Queue.get"),
+        Frame(LOADER, 1291, "_MultiProcessingDataLoaderIter._try_get_data"),
+        Frame(LOADER, 725, "_BaseDataLoaderIter.__next__"),
+        at(line),
+        MODULE,
+    )
+
+
+_FORKED = (
+    Frame(f"{STDLIB}/multiprocessing/process.py", 108, "BaseProcess.run"),
+    Frame(f"{STDLIB}/multiprocessing/process.py", 314, "BaseProcess._bootstrap"),
+    Frame(LOADER, 505, "DataLoader.__iter__"),
+    at(30),
+    MODULE,
+)
+WORKER_IDLE = (
+    Frame(f"{STDLIB}/selectors.py", 415, "_PollLikeSelector.select"),
+    Frame(f"{STDLIB}/multiprocessing/queues.py", 113, "Queue.get"),
+    Frame(WORKER, 334, "_worker_loop"),
+    *_FORKED,
+)
+
+
+def in_worker(line: int, function: str = "Data.__getitem__") -> tuple[Frame, ...]:
+    fetch = Frame(f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
+    return (at(line, function, "/home/me/data.py"), fetch, Frame(WORKER, 374, "_worker_loop"), *_FORKED)
+
+
+KERNEL: dict[str, dict[str, Any]] = {
+    "sleep": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep"},
+    "futex": {"wchan": "futex_do_wait", "syscall": 202, "syscall_name": "futex"},
+    "pipe": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 7, "fd_target": "pipe:[1]"},
+    "stdin": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 0, "fd_target": "pipe:[1]"},
+    "fifo": {"wchan": "wait_for_partner", "syscall": 257, "syscall_name": "openat"},
+    "connect": {"wchan": "inet_stream_connect", "syscall": 42, "syscall_name": "connect", "fd": 9},
+    "poll": {"wchan": "poll_schedule_timeout", "syscall": 7, "syscall_name": "poll"},
+    "epoll": {"wchan": "do_epoll_wait", "syscall": 232, "syscall_name": "epoll_wait"},
+    "wait4": {"wchan": "do_wait", "syscall": 61, "syscall_name": "wait4"},
+    "select": {"wchan": "do_select", "syscall": 23, "syscall_name": "select"},
+    "restart_futex": {"wchan": "futex_do_wait", "syscall": 219, "syscall_name": "restart_syscall"},
+    "run": {"state": "R", "wchan": "0", "cpu": 2000},
+    "disk": {"state": "D", "wchan": "rpc_wait_bit_killable"},
+    "stop": {"state": "T", "wchan": "do_signal_stop"},
+    "zombie": {"state": "Z"},
+    "": {},
+}
+
+
+def process(
+    pid: int,
+    frames: Sequence[Frame] = (),
+    kernel: str = "futex",
+    *,
+    role: str = "main",
+    threads: Sequence[tuple[str, Sequence[Frame], str]] = (),
+    owns_gil: bool = False,
+    native: Sequence[Frame] = (),
+    samples: int = 2,
+    frozen: bool = False,
+) -> ProcessEvidence:
+    """``threads``: further threads as (name, frames, kernel). ``native``: C frames inside the main thread's."""
+    every = [("MainThread", tuple(frames), kernel), *((n, tuple(f), k) for n, f, k in threads)]
+    states, stacks = [], []
+    for number in range(samples):
+        kernel_threads = []
+        for offset, (name, _, how) in enumerate(every):
+            fields = dict(KERNEL[how])
+            cpu = fields.pop("cpu", 0) * number
+            kernel_threads.append(
+                ThreadState(tid=pid + offset, name=name, state=fields.pop("state", "S"), cpu_ms=10 + cpu, **fields)
+            )
+        letter = KERNEL[kernel].get("state", "S")
+        states.append(
+            ProcessState(pid, 1, 5, 2.0 * number, "python", ("python",), letter, tuple(kernel_threads), frozen=frozen)
+        )
+        stacks.append(_sample(pid, 2.0 * number, every, owns_gil, ()))
+    if native:
+        stacks.append(_sample(pid, 9.0, every, owns_gil, tuple(native)))
+    shown = [s for s in stacks if any(t.frames for t in s.threads)]
+    return ProcessEvidence(role, tuple(states), tuple(shown))
+
+
+def _sample(
+    pid: int, at_s: float, every: Sequence[tuple[str, tuple[Frame, ...], str]], gil: bool, native: tuple[Frame, ...]
+) -> StackSample:
+    threads = tuple(
+        Thread((native if i == 0 else ()) + frames, name, pid + i, active=kernel == "run", owns_gil=gil and i == 0)
+        for i, (name, frames, kernel) in enumerate(every)
+    )
+    return StackSample(pid, at_s, "py-spy dump --json", threads, native=bool(native))
+
+
+def entry(
+    op: str,
+    seq: int,
+    *,
+    done: bool = False,
+    group: str = "0",
+    line: int = 0,
+    size: tuple[int, ...] = (4,),
+    dtype: str = "Float",
+    p2p: bool = False,
+) -> Collective:
+    """``line`` 0: without frames."""
+    frames = (Frame(C10D, 3245, op), Frame(LOGGER, 83, "wrapper"), at(line), MODULE) if line else ()
+    return Collective(
+        group=group,
+        seq=seq,
+        op=op if ":" in op else f"gloo:{op}",
+        completed=done,
+        state="scheduled",
+        description="default_pg" if group == "0" else "undefined",
+        is_p2p=p2p,
+        p2p_seq=seq if p2p else 0,
+        record_id=seq,
+        input_sizes=(size,) if op != "barrier" else (),
+        input_dtypes=(dtype,) if op != "barrier" else (),
+        frames=frames,
+    )
+
+
+def record(*entries: Collective, groups: dict[str, tuple[int, ...]] | None = None) -> FlightRecord:
+    return FlightRecord("2.10", tuple(entries), groups or {})
+
+
+def past(count: int, op: str = "all_reduce", line: int = 50) -> tuple[Collective, ...]:
+    """``count`` completed collectives, numbered from 1."""
+    return tuple(entry(op, n, done=True, line=line) for n in range(1, count + 1))
+
+
+def progress(rank: int, step: int | None = 60, state: str = "torch") -> Progress:
+    return Progress(rank, rank, 4, 0, 1000 + 10 * rank, 5, state, step=step)
+
+
+def rank(
+    number: int,
+    frames: Sequence[Frame] = (),
+    kernel: str = "futex",
+    *,
+    flight: FlightRecord | None = None,
+    gil: GilTest | None = None,
+    children: Sequence[ProcessEvidence] = (),
+    seen: bool = True,
+    step: int | None = 60,
+    page: str = "torch",
+    more: dict[str, Any] | None = None,
+    **of_process: Any,
+) -> RankEvidence:
+    """``seen`` False: neither kernel state nor stack. ``more``: further fields (exception, exit, code_roots)."""
+    pid = 1000 + 10 * number
+    return RankEvidence(
+        rank=number,
+        host="node1",
+        pid=pid,
+        progress=progress(number, step, page),
+        main=process(pid, frames, kernel, **of_process) if seen else None,
+        children=tuple(children),
+        flight_record=flight,
+        gil=gil or GilTest(ping=True, python=True),
+        **(more or {}),
+    )
+
+
+def waiting(number: int, op: str = "all_reduce", seq: int = 4, line: int = 50, **fields: Any) -> RankEvidence:
+    """A rank that waits in a collective: stack and Flight Recorder agree."""
+    flight = record(*past(seq - 1), entry(op, seq, line=line))
+    return rank(number, in_c10d(op, line), flight=fields.pop("flight", flight), **fields)
+
+
+def behind(seq: int = 4) -> FlightRecord:
+    """The record of a rank that has not entered collective ``seq`` yet."""
+    return record(*past(seq - 1))
+
+
+def job(*ranks: RankEvidence, outcome: Any = "hang", world: int = 0, **fields: Any) -> Evidence:
+    missing = fields.pop("missing_ranks", ())
+    size = world or len(ranks) + len(missing)
+    return Evidence(outcome, size, tuple(ranks), missing_ranks=missing, stall_s=30.0, **fields)
+
+
+def with_culprit(culprit: RankEvidence, world: int, peer: Any = waiting) -> Evidence:
+    """A job in which every other rank is ``peer(number)``."""
+    return job(*(culprit if n == culprit.rank else peer(n) for n in range(world)))

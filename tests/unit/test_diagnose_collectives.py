@@ -1,0 +1,275 @@
+"""Ranks that do not meet in a collective, by Flight Recorder and by stacks alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from evidence import (
+    MODULE,
+    SCRIPT,
+    at,
+    behind,
+    entry,
+    in_backward,
+    in_c10d,
+    in_user,
+    job,
+    past,
+    rank,
+    record,
+    waiting,
+    with_culprit,
+)
+
+from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.collectives import Alignment, mismatch_at, signature
+from safelaunch.model import Evidence, RankEvidence
+
+MAJORITY = [(3, 0), (3, 2), (4, 0), (4, 1), (8, 7)]
+
+
+def named(evidence: Evidence) -> tuple[str, list[int]]:
+    verdict = diagnose(evidence)
+    return verdict.cause, [c.rank for c in verdict.culprits]
+
+
+ODD: list[dict[str, Any]] = [
+    {"op": "all_gather"},
+    {"op": "barrier"},
+    {"op": "broadcast"},
+    {"size": (8,)},
+    {"dtype": "Half"},
+]
+
+
+@pytest.mark.parametrize(("world", "culprit"), MAJORITY)
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: "-".join(map(str, odd.values())))
+def test_the_minority_is_at_fault(odd: dict[str, Any], world: int, culprit: int) -> None:
+    op = odd.get("op", "all_reduce")
+    flight = record(*past(3), entry(op, 4, line=41, **{k: v for k, v in odd.items() if k != "op"}))
+    verdict = diagnose(with_culprit(rank(culprit, in_c10d(op, 41, "log"), flight=flight), world))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "high")
+    assert [c.rank for c in verdict.culprits] == [culprit]
+    assert verdict.culprits[0].frame is not None
+    assert (verdict.culprits[0].frame.file, verdict.culprits[0].frame.line) == (SCRIPT, 41)
+    assert f"ank {culprit} waits in {op}" in verdict.summary
+    assert any(claim.file.endswith("flight_recorder.json") for claim in verdict.evidence)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: "-".join(map(str, odd.values())))
+def test_one_against_one_names_both(odd: dict[str, Any]) -> None:
+    op = odd.get("op", "all_reduce")
+    flight = record(*past(3), entry(op, 4, line=41, **{k: v for k, v in odd.items() if k != "op"}))
+    verdict = diagnose(job(rank(0, in_c10d(op, 41), flight=flight), waiting(1)))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
+    assert [(c.rank, c.frame.line if c.frame else 0) for c in verdict.culprits] == [(0, 41), (1, 50)]
+    assert "train.py:41" in verdict.summary
+    assert "train.py:50" in verdict.summary
+
+
+def test_two_against_two_names_all() -> None:
+    half = [rank(n, in_c10d("barrier", 41), flight=record(*past(3), entry("barrier", 4, line=41))) for n in (0, 3)]
+    assert named(job(half[0], waiting(1), waiting(2), half[1])) == ("collective-mismatch", [0, 1, 2, 3])
+
+
+def test_a_rank_that_got_past_the_wrong_pair_still_votes() -> None:
+    """gloo let rank 2 through: it waits one further on, but recorded the majority's operation."""
+    ahead = rank(2, in_c10d("all_reduce", 50), flight=record(*past(4), entry("all_reduce", 5, line=50)))
+    odd = rank(0, in_c10d("all_gather", 41), flight=record(*past(3), entry("all_gather", 4, line=41)))
+    assert named(job(odd, waiting(1), ahead)) == ("collective-mismatch", [0])
+
+
+def test_the_same_number_of_elements_matches() -> None:
+    assert signature(entry("all_reduce", 1, size=(4, 1))) == signature(entry("all_reduce", 1, size=(4,)))
+    assert signature(entry("all_reduce", 1, size=(4, 2))) != signature(entry("all_reduce", 1, size=(4,)))
+    assert signature(entry("gather", 1, size=(4,))) == signature(entry("gather", 1, size=(8,)))
+
+
+def test_a_window_that_wrapped_does_not_mismatch() -> None:
+    long, short = record(*past(3), entry("all_reduce", 4)), record(entry("all_reduce", 4))
+    ranks = [rank(0, flight=long), rank(1, flight=short)]
+    assert mismatch_at(Alignment(ranks, 2), "0", 4) is None
+
+
+def test_the_missing_rank_is_the_cause_and_a_mismatch_the_runner_up() -> None:
+    odd = rank(0, in_c10d("all_gather", 41), flight=record(*past(3), entry("all_gather", 4, line=41)))
+    verdict = diagnose(job(odd, waiting(1), waiting(2), rank(3, in_user(7), "sleep", flight=behind())))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [3])
+    assert any("runner-up" in text for text in verdict.ruled_out)
+    assert verdict.confidence != "high"
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_backward_and_work_wait_count_as_waiting(culprit: int) -> None:
+    """DDP's all_reduce and ``work.wait()`` leave no c10d frame: the pending entry tells."""
+    flight = record(*past(3), entry("all_reduce", 4, line=50))
+    peers = [rank(0, in_backward(50), flight=flight), rank(1, in_user(50), flight=flight), waiting(2)]
+    peers[culprit] = rank(culprit, in_user(7), "sleep", flight=behind())
+    assert named(job(*peers)) == ("stuck-in-user-code", [culprit])
+
+
+def test_a_pending_operation_does_not_excuse_a_sleeping_rank() -> None:
+    """Rank 0 started an asynchronous all_reduce and sleeps; its peers have joined it and wait in the next one."""
+    ahead = [
+        rank(n, in_c10d("all_reduce", 50), flight=record(*past(4), entry("all_reduce", 5, line=50))) for n in (1, 2)
+    ]
+    sleeper = rank(0, in_user(7), "sleep", flight=record(*past(3), entry("all_reduce", 4, line=50)))
+    assert named(job(sleeper, *ahead)) == ("stuck-in-user-code", [0])
+
+
+# --- without stacks, without a recorder, without some ranks -----------------------------------------------------------
+
+
+def dump_only(number: int, *entries: Any) -> RankEvidence:
+    return rank(number, flight=record(*entries), seen=False, step=None)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 3])
+def test_dumps_alone_name_the_rank_that_never_entered(culprit: int) -> None:
+    ranks = [dump_only(n, *past(3), entry("all_reduce", 4, line=50)) for n in range(4)]
+    ranks[culprit] = dump_only(culprit, *past(3, line=44))
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("missing-from-collective", [culprit])
+    assert verdict.culprits[0].frame is not None
+    assert verdict.culprits[0].frame.line == 44
+
+
+def test_dumps_alone_name_the_mismatch() -> None:
+    ranks = [dump_only(n, *past(3), entry("all_reduce", 4, line=50)) for n in range(4)]
+    ranks[2] = dump_only(2, *past(3), entry("all_gather", 4, line=41))
+    assert named(job(*ranks)) == ("collective-mismatch", [2])
+
+
+def test_stacks_alone_name_the_mismatch_with_less_confidence() -> None:
+    ranks = [rank(n, in_c10d("all_reduce", 50)) for n in range(4)]
+    ranks[1] = rank(1, in_c10d("barrier", 41))
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.confidence) == (
+        "collective-mismatch",
+        [1],
+        "medium",
+    )
+    ranks[1] = rank(1, in_c10d("all_reduce", 41))
+    by_line = diagnose(job(*ranks))
+    assert ([c.rank for c in by_line.culprits], by_line.confidence) == ([1], "low")
+
+
+def test_unseen_members_leave_nobody_named_by_majority() -> None:
+    odd = rank(0, in_c10d("all_gather", 41), flight=record(*past(3), entry("all_gather", 4, line=41)))
+    verdict = diagnose(job(odd, waiting(1), waiting(2), missing_ranks=(3,)))
+    assert (verdict.cause, verdict.culprits, verdict.confidence) == ("collective-mismatch", (), "low")
+    assert any("3" in text for text in verdict.missing)
+    verdict = diagnose(job(waiting(0), waiting(1), missing_ranks=(2,)))
+    assert (verdict.cause, verdict.culprits) == ("missing-from-collective", ())
+
+
+def test_a_sleeping_rank_is_named_though_others_are_unseen() -> None:
+    verdict = diagnose(job(waiting(0), rank(1, in_user(7), "sleep", flight=behind()), missing_ranks=(2,)))
+    assert ([c.rank for c in verdict.culprits], verdict.confidence) == ([1], "medium")
+
+
+# --- groups and point to point ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_groups_entered_in_opposite_orders(culprit: int, known: bool) -> None:
+    groups = {"1": (0, 1, 2), "2": (0, 1, 2)} if known else {}
+    ranks = [
+        rank(
+            n,
+            in_c10d("all_reduce", 60),
+            flight=record(*past(3), entry("all_reduce", 1, group="2" if n == culprit else "1", line=60), groups=groups),
+        )
+        for n in range(3)
+    ]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("group-order", [0, 1, 2])
+    assert verdict.confidence == ("high" if known else "medium")
+
+
+def test_a_rank_outside_the_stuck_group_is_not_blamed() -> None:
+    groups = {"0": (0, 1, 2, 3), "5": (0, 1)}
+    pending = record(*past(3), entry("all_reduce", 1, group="5", line=60), groups=groups)
+    ranks = [
+        rank(0, in_c10d("all_reduce", 60), flight=pending),
+        rank(1, in_user(7), "sleep", flight=record(*past(3), groups=groups)),
+        rank(2, in_user(9), "pipe", flight=record(*past(3), groups=groups)),
+        rank(3, in_user(9), "pipe", flight=record(*past(3), groups=groups)),
+    ]
+    assert named(job(*ranks)) == ("stuck-in-user-code", [1])
+
+
+@pytest.mark.parametrize("ops", [("recv", "recv"), ("send", "send"), ("send", "recv", "recv")])
+def test_sends_and_receives_in_a_circle(ops: tuple[str, ...]) -> None:
+    ranks = [rank(n, in_c10d(op, 30 + n), flight=behind()) for n, op in enumerate(ops)]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("p2p-cycle", list(range(len(ops))))
+
+
+def test_a_receive_from_a_sleeping_rank_is_no_circle() -> None:
+    ranks = [rank(0, in_c10d("recv", 30)), rank(1, in_c10d("recv", 30)), rank(2, in_user(7), "sleep")]
+    assert named(job(*ranks)) == ("stuck-in-user-code", [2])
+
+
+def test_nccl_names_the_peers_of_a_receive() -> None:
+    def recv(n: int, peer: int) -> RankEvidence:
+        pending = entry(f"nccl:recv {n}<-{peer}", 1, p2p=True, line=30)
+        return rank(n, in_c10d("recv", 30), flight=record(*past(3), pending))
+
+    asleep = rank(3, in_user(7), "sleep", flight=behind())
+    verdict = diagnose(job(recv(0, 1), recv(1, 0), waiting(2), asleep))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [3])
+    chain = diagnose(job(recv(0, 1), recv(1, 2), recv(2, 0)))
+    assert (chain.cause, chain.confidence, len(chain.culprits)) == ("p2p-cycle", "high", 3)
+
+
+def test_one_receive_among_collectives_is_the_odd_one() -> None:
+    odd = rank(1, in_c10d("recv", 41), flight=behind())
+    assert named(with_culprit(odd, 4)) == ("collective-mismatch", [1])
+
+
+# --- loops and history ------------------------------------------------------------------------------------------------
+
+SOURCE = "\n" * 39 + "for batch in loader:\n" + "    pass\n" * 20 + "dist.barrier()\n"  # the loop: 40-60
+
+
+@pytest.mark.parametrize(("world", "culprit"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+def test_past_the_loop_of_its_peers(world: int, culprit: int) -> None:
+    stack = (in_c10d("barrier", 61)[0], in_c10d("barrier", 61)[1], at(61, "<module>"))
+    peer_stack = (*in_c10d("all_reduce", 50)[:2], at(50, "<module>"))
+    flight = record(*past(3), entry("barrier", 4))
+    left = rank(culprit, stack, flight=flight)
+    peers = [rank(n, peer_stack, flight=record(*past(3), entry("all_reduce", 4))) for n in range(world)]
+    peers[culprit] = left
+    verdict = diagnose(job(*peers), lambda path: SOURCE)
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [culprit])
+    assert "left the loop at line 40" in verdict.summary
+    assert diagnose(job(*peers)).cause == "collective-mismatch"  # without the source
+
+
+def test_where_the_call_sites_parted_is_told() -> None:
+    """Rank 0 skipped one all_reduce at line 50 long ago; all operations look alike until the barrier."""
+    long = [entry("all_reduce", n, done=True, line=50 if n % 2 else 60) for n in range(1, 7)]
+    skipped = [e for e in long if e.seq < 3] + [
+        entry("all_reduce", n, done=True, line=60 if n % 2 else 50) for n in range(3, 7)
+    ]
+    ranks = [rank(n, in_c10d("all_reduce", 50), flight=record(*long, entry("all_reduce", 7, line=50))) for n in (1, 2)]
+    odd = rank(0, in_c10d("barrier", 70), flight=record(*skipped, entry("barrier", 7, line=70)))
+    verdict = diagnose(job(odd, *ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [0])
+    assert any("parted earlier, at number 3" in claim.claim for claim in verdict.evidence)
+
+
+def test_a_wrong_pair_in_the_past_explains_a_wait_in_which_all_arrived() -> None:
+    flights = [
+        record(entry("all_reduce" if n else "broadcast", 1, done=True, line=41 if n else 44), entry("all_reduce", 2))
+        for n in range(3)
+    ]
+    ranks = [rank(n, in_c10d("all_reduce", 50), flight=flight) for n, flight in enumerate(flights)]
+    assert named(job(*ranks)) == ("collective-mismatch", [0])
+
+
+def test_module_frames_are_the_users() -> None:
+    assert diagnose(job(waiting(0), rank(1, (MODULE,), "sleep", flight=behind()))).culprits[0].frame == MODULE

@@ -1,0 +1,352 @@
+"""A rank that holds up its peers by its own doing: cause, rank and line, wherever in the job it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from evidence import (
+    MODULE,
+    SITE,
+    STDLIB,
+    WORKER_IDLE,
+    at,
+    behind,
+    in_c10d,
+    in_init,
+    in_loader,
+    in_user,
+    in_worker,
+    job,
+    process,
+    rank,
+    waiting,
+    with_culprit,
+)
+
+from safelaunch.diagnose import diagnose
+from safelaunch.model import Frame, GilTest, Verdict
+
+WORLDS = [(2, 0), (2, 1), (4, 0), (4, 2), (8, 7)]
+
+BY_KERNEL: list[tuple[str, str, tuple[Frame, ...], dict[str, Any]]] = [
+    ("stuck-in-user-code", "sleep", in_user(7, "load"), {}),
+    ("stuck-in-user-code", "select", in_user(7, "load"), {}),
+    ("stuck-in-user-code", "stdin", in_user(7, "load"), {}),
+    ("stuck-in-user-code", "wait4", (Frame(f"{STDLIB}/subprocess.py", 1, "Popen.wait"), *in_user(7, "load")), {}),
+    ("stuck-in-user-code", "pipe", (Frame(f"{STDLIB}/subprocess.py", 1, "Popen.communicate"), *in_user(7, "load")), {}),
+    (
+        "stuck-in-user-code",
+        "epoll",
+        (Frame(f"{STDLIB}/asyncio/base_events.py", 1, "BaseEventLoop._run_once"), *in_user(7, "load")),
+        {},
+    ),
+    ("blocking-io", "pipe", in_user(7, "load"), {}),
+    ("blocking-io", "fifo", in_user(7, "load"), {}),
+    ("blocking-io", "connect", (Frame(f"{STDLIB}/socket.py", 1, "create_connection"), *in_user(7, "load")), {}),
+    ("blocking-io", "poll", (Frame(f"{SITE}/requests/api.py", 1, "get"), *in_user(7, "load")), {}),
+    ("uninterruptible-io", "disk", in_user(7, "load"), {}),
+    ("busy-loop", "run", in_user(7, "load"), {}),
+    ("rank-stopped", "stop", in_user(7, "load"), {}),
+    ("rank-stopped", "stop", in_c10d("all_reduce", 7, "load"), {}),
+    ("rank-stopped", "sleep", in_user(7, "load"), {"frozen": True}),
+    ("lock-deadlock", "futex", in_user(7, "load"), {}),
+    ("lock-deadlock", "restart_futex", in_user(7, "load"), {}),
+    ("lock-deadlock", "futex", (Frame(f"{STDLIB}/queue.py", 1, "Queue.get"), *in_user(7, "load")), {}),
+    ("lock-deadlock", "futex", (Frame(f"{STDLIB}/threading.py", 1, "Condition.wait"), *in_user(7, "load")), {}),
+    ("lock-deadlock", "", (Frame(f"{STDLIB}/threading.py", 1, "wait"), *in_user(7, "load")), {}),
+    ("gil-held", "sleep", in_user(7, "load"), {"gil": GilTest(ping=True, python=False), "owns_gil": True}),
+    ("gil-held", "run", in_user(7, "load"), {"gil": GilTest(ping=True, python=False), "owns_gil": True}),
+    ("gil-held", "sleep", in_user(7, "load"), {"gil": GilTest(), "owns_gil": True}),
+]
+
+
+@pytest.mark.parametrize(("world", "culprit"), WORLDS)
+@pytest.mark.parametrize(
+    ("cause", "kernel", "frames", "fields"), BY_KERNEL, ids=[f"{n}-{c[0]}-{c[1]}" for n, c in enumerate(BY_KERNEL)]
+)
+def test_own_condition(
+    cause: str, kernel: str, frames: tuple[Frame, ...], fields: dict[str, Any], world: int, culprit: int
+) -> None:
+    verdict = diagnose(with_culprit(rank(culprit, frames, kernel, flight=behind(), **fields), world))
+    assert verdict.cause == cause
+    assert [c.rank for c in verdict.culprits] == [culprit]
+    assert verdict.culprits[0].frame == at(7, "load")
+    assert verdict.culprits[0].process == "main"
+    assert verdict.culprits[0].step == 60
+    assert verdict.confidence in ("high", "medium")
+    assert_sound(verdict, world)
+
+
+def assert_sound(verdict: Verdict, world: int) -> None:
+    """What holds for every verdict: each claim points into the bundle, the summary names a line, advice is given."""
+    assert verdict.evidence
+    for claim in verdict.evidence:
+        assert claim.file == "launch.json" or claim.file.startswith("ranks/")
+    assert verdict.suggestions
+    assert all(f"ank {c.rank}" in c.reason for c in verdict.culprits)
+    named = {c.rank for c in verdict.culprits}
+    assert len(named) == len(verdict.culprits)
+    assert verdict.summary.endswith(".")
+    assert "train.py:" in verdict.summary or world == 1
+
+
+def test_the_summary_says_who_does_what_and_what_the_others_wait_in() -> None:
+    verdict = diagnose(with_culprit(rank(1, in_user(7, "load"), "sleep", flight=behind()), 4))
+    assert verdict.summary == (
+        "Rank 1 is asleep in train.py:7 (load), while ranks 0,2-3 wait in all_reduce at train.py:50 (train)."
+    )
+    assert verdict.victims == "0,2-3"
+
+
+def test_several_are_equally_at_fault() -> None:
+    sleepers = [rank(n, in_user(7, "load"), "sleep", flight=behind()) for n in (1, 3)]
+    verdict = diagnose(job(waiting(0), sleepers[0], waiting(2), sleepers[1]))
+    assert verdict.cause == "stuck-in-user-code"
+    assert [c.rank for c in verdict.culprits] == [1, 3]
+    assert verdict.summary.startswith("Ranks 1,3 are asleep")
+
+
+def test_causes_that_differ_lower_the_confidence_and_name_both() -> None:
+    verdict = diagnose(
+        job(
+            waiting(0),
+            rank(1, in_user(7), "sleep", flight=behind()),
+            rank(2, in_user(9), "pipe", flight=behind()),
+        )
+    )
+    assert [c.rank for c in verdict.culprits] == [1, 2]
+    assert verdict.confidence == "medium"
+
+
+def test_a_stopped_rank_overrides_what_another_does() -> None:
+    verdict = diagnose(
+        job(waiting(0), rank(1, in_user(7), "sleep", flight=behind()), rank(2, in_user(9), "stop", flight=behind()))
+    )
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("rank-stopped", [2])
+
+
+def test_stacks_alone_are_enough_for_a_sleeping_rank() -> None:
+    peers = [rank(n, in_c10d("all_reduce", 50)) for n in (0, 2)]
+    verdict = diagnose(job(peers[0], rank(1, in_user(7, "load"), "sleep"), peers[1]))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+
+
+def test_a_chain_is_followed_to_its_end() -> None:
+    """0 waits for 1 in group 5; 1 waits in the world for 2, which sleeps."""
+    from evidence import entry, past, record
+
+    groups = {"5": (0, 1), "0": (0, 1, 2)}
+    first = rank(
+        0, in_c10d("all_reduce", 60), flight=record(*past(3), entry("all_reduce", 1, group="5"), groups=groups)
+    )
+    second = waiting(1, flight=record(*past(3), entry("all_reduce", 4, line=50), groups=groups))
+    third = rank(2, in_user(7), "sleep", flight=record(*past(3), groups=groups))
+    verdict = diagnose(job(first, second, third))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [2])
+
+
+def test_a_spinning_loop_that_answers_does_not_hold_the_gil() -> None:
+    spinner = rank(0, in_user(7), "run", flight=behind(), owns_gil=True, gil=GilTest(ping=True, python=True))
+    assert diagnose(with_culprit(spinner, 2)).cause == "busy-loop"
+
+
+def test_computing_inside_a_library_may_be_honest_work() -> None:
+    frames = (Frame(f"{SITE}/torch/nn/modules/linear.py", 1, "Linear.forward"), *in_user(7))
+    verdict = diagnose(with_culprit(rank(0, frames, "run", flight=behind()), 2))
+    assert (verdict.cause, verdict.confidence) == ("busy-loop", "medium")
+
+
+# --- threads and locks ------------------------------------------------------------------------------------------------
+
+JOIN = (Frame(f"{STDLIB}/threading.py", 1119, "Thread.join"), *in_user(20, "wait_all"))
+OTHER = (at(31, "other"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
+IDLE_POOL = (Frame(f"{STDLIB}/concurrent/futures/thread.py", 81, "_worker"), Frame(f"{STDLIB}/threading.py", 1, "run"))
+
+
+def culprit_of(**fields: Any) -> tuple[str, int, str]:
+    frames = fields.pop("frames")
+    verdict = diagnose(with_culprit(rank(1, frames, "futex", flight=behind(), **fields), 3))
+    assert [c.rank for c in verdict.culprits] == [1]
+    frame = verdict.culprits[0].frame
+    assert frame is not None
+    return verdict.cause, frame.line, verdict.confidence
+
+
+def test_two_threads_in_each_others_locks() -> None:
+    got = culprit_of(frames=in_user(7), threads=[("t", OTHER, "futex")])
+    assert got == ("lock-deadlock", 7, "high")
+
+
+def test_a_lock_beside_a_sleeping_thread_is_still_the_lock() -> None:
+    assert culprit_of(frames=in_user(7), threads=[("timer", OTHER, "sleep")]) == ("lock-deadlock", 7, "medium")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cause"), [("sleep", "stuck-in-user-code"), ("pipe", "blocking-io"), ("futex", "lock-deadlock")]
+)
+def test_a_join_is_followed_into_the_thread(kernel: str, cause: str) -> None:
+    assert culprit_of(frames=JOIN, threads=[("t", OTHER, kernel), ("pool", IDLE_POOL, "futex")])[:2] == (cause, 31)
+
+
+def test_a_future_is_followed_into_the_pool() -> None:
+    result = (Frame(f"{STDLIB}/threading.py", 327, "Condition.wait"),)
+    frames = (*result, Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "Future.result"), *in_user(20))
+    assert culprit_of(frames=frames, threads=[("pool-0", OTHER, "sleep")])[:2] == ("stuck-in-user-code", 31)
+
+
+def test_a_queue_is_followed_to_a_blocked_producer_not_to_a_timer() -> None:
+    frames = (Frame(f"{STDLIB}/queue.py", 171, "Queue.get"), *in_user(20))
+    assert culprit_of(frames=frames, threads=[("reader", OTHER, "pipe")])[:2] == ("blocking-io", 31)
+    assert culprit_of(frames=frames, threads=[("timer", OTHER, "sleep")])[:2] == ("lock-deadlock", 20)
+
+
+def test_c_frames_tell_a_lock_from_a_wait_for_peers() -> None:
+    lock = [Frame("/usr/lib/libpython3.11.so.1.0", 0, "PyThread_acquire_lock_timed")]
+    assert culprit_of(frames=in_user(7), native=lock) == ("lock-deadlock", 7, "high")
+    recv = [Frame(f"{SITE}/torch/lib/libtorch_cpu.so", 0, "c10d::ProcessGroupGloo::RecvWork::wait")]
+    waiter = rank(0, in_user(9), native=recv, flight=behind())
+    verdict = diagnose(job(waiter, rank(1, in_user(7), "sleep", flight=behind())))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+
+
+# --- data loading -----------------------------------------------------------------------------------------------------
+
+
+def worker(pid: int, frames: tuple[Frame, ...], kernel: str, **fields: Any) -> Any:
+    return process(pid, frames, kernel, role="dataloader worker", **fields)
+
+
+@pytest.mark.parametrize(("world", "culprit"), WORLDS)
+@pytest.mark.parametrize("kernel", ["sleep", "pipe", "disk", "stop", "futex", "run"])
+def test_the_stuck_worker_is_named_not_the_idle_one(kernel: str, world: int, culprit: int) -> None:
+    workers = [worker(91, WORKER_IDLE, "poll"), worker(92, in_worker(12), kernel), worker(93, WORKER_IDLE, "poll")]
+    verdict = diagnose(with_culprit(rank(culprit, in_loader(30), "poll", flight=behind(), children=workers), world))
+    assert verdict.cause == "data-loading"
+    assert [c.rank for c in verdict.culprits] == [culprit]
+    assert verdict.culprits[0].process == "dataloader worker (pid 92)"
+    assert verdict.culprits[0].pid == 92
+    assert verdict.culprits[0].frame == at(12, "Data.__getitem__", "/home/me/data.py")
+    assert (" a lock" in verdict.culprits[0].reason) == (kernel == "futex")
+    assert_sound(verdict, world)
+
+
+def test_a_dead_worker_is_named() -> None:
+    workers = [worker(91, WORKER_IDLE, "poll"), worker(92, (), "zombie")]
+    verdict = diagnose(with_culprit(rank(0, in_loader(30), "poll", flight=behind(), children=workers), 2))
+    assert verdict.culprits[0].process == "dataloader worker (pid 92)"
+    assert verdict.culprits[0].frame == at(30)
+
+
+def test_no_worker_to_blame_leaves_the_rank() -> None:
+    verdict = diagnose(with_culprit(rank(1, in_loader(30), "poll", flight=behind()), 2))
+    assert (verdict.cause, verdict.confidence) == ("data-loading", "medium")
+    assert verdict.culprits[0].process == "main"
+    assert verdict.culprits[0].frame == at(30)
+
+
+def test_idle_workers_of_a_waiting_rank_are_innocent() -> None:
+    peers = [waiting(n, children=[worker(90 + n, WORKER_IDLE, "poll")]) for n in (0, 2)]
+    verdict = diagnose(job(peers[0], rank(1, in_user(7), "sleep", flight=behind()), peers[1]))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+
+
+# --- initialisation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "culprit"), WORLDS)
+@pytest.mark.parametrize("kernel", ["sleep", "pipe", "run", "futex"])
+def test_a_rank_that_never_reached_init(kernel: str, world: int, culprit: int) -> None:
+    evidence = with_culprit(
+        rank(culprit, in_user(7, "load"), kernel, step=None), world, lambda n: rank(n, in_init(), "poll", step=None)
+    )
+    verdict = diagnose(evidence)
+    assert (verdict.cause, verdict.confidence) == ("init-not-joined", "high")
+    assert [c.rank for c in verdict.culprits] == [culprit]
+    assert verdict.culprits[0].frame == at(7, "load")
+    assert "never reached init_process_group: it " in verdict.culprits[0].reason
+    assert_sound(verdict, world)
+
+
+def test_ranks_unseen_at_init_are_listed_not_blamed() -> None:
+    verdict = diagnose(job(rank(0, in_init(), "poll"), rank(2, in_init(), "poll"), missing_ranks=(1, 3)))
+    assert (verdict.cause, verdict.culprits) == ("init-not-joined", ())
+    assert any("1,3" in text for text in verdict.missing)
+
+
+def test_a_later_group_is_not_init() -> None:
+    frames = (*in_init()[:1], *(Frame(f.file, f.line, "new_group") for f in in_init()[1:2]), *in_user(40))
+    peers = [rank(n, frames, "poll", flight=behind()) for n in (0, 1)]
+    verdict = diagnose(job(*peers, rank(2, in_user(7), "sleep", flight=behind())))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [2])
+
+
+# --- leaving, and nobody ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "culprit"), WORLDS)
+@pytest.mark.parametrize(
+    ("frames", "kernel", "page"),
+    [
+        ((Frame(f"{STDLIB}/threading.py", 1590, "_shutdown"),), "futex", "torch"),
+        ((at(80, "close_log"),), "sleep", "torch"),
+        ((at(80, "close_log"), MODULE), "sleep", "exited"),
+        (in_c10d("destroy_process_group", 80), "futex", "torch"),
+        ((), "futex", "exited"),
+    ],
+)
+def test_a_rank_that_left_the_loop(frames: tuple[Frame, ...], kernel: str, page: str, world: int, culprit: int) -> None:
+    verdict = diagnose(with_culprit(rank(culprit, frames, kernel, flight=behind(), page=page), world))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [culprit])
+    assert_sound(verdict, world)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("kernel", ["sleep", "pipe", "run", "futex"])
+def test_all_at_the_same_line_singles_nobody_out(kernel: str, world: int) -> None:
+    verdict = diagnose(job(*(rank(n, in_user(7), kernel, flight=behind()) for n in range(world))))
+    assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
+    assert verdict.confidence != "high"
+
+
+def test_all_arrived_singles_nobody_out() -> None:
+    verdict = diagnose(job(*(waiting(n) for n in range(4))))
+    assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
+    assert "every rank has arrived" in verdict.summary
+
+
+def test_one_against_one_with_nobody_waiting_is_not_guessed() -> None:
+    verdict = diagnose(job(rank(0, in_user(7), "sleep"), rank(1, in_user(9), "pipe")))
+    assert (verdict.cause, verdict.culprits, verdict.confidence) == ("no-rank-stands-out", (), "low")
+
+
+def test_an_odd_one_out_without_waits_is_named_with_low_confidence() -> None:
+    ranks = [rank(n, in_user(7), "sleep") for n in range(4)]
+    ranks[2] = rank(2, in_user(9), "pipe")
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.confidence) == ("blocking-io", [2], "low")
+    unseen = diagnose(job(*ranks, world=5, missing_ranks=(4,)))
+    assert unseen.culprits == ()
+
+
+def test_a_single_rank_is_its_own_culprit() -> None:
+    verdict = diagnose(job(rank(0, in_user(7), "sleep")))
+    assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.confidence) == (
+        "stuck-in-user-code",
+        [0],
+        "high",
+    )
+
+
+def test_a_dump_of_a_moving_job_accuses_nobody() -> None:
+    ranks = (rank(0, in_user(7), "run"), waiting(1))
+    verdict = diagnose(job(*ranks, outcome="dump", moving=True))
+    assert (verdict.cause, verdict.culprits, verdict.victims) == ("slow-not-stuck", (), "")
+    stuck = diagnose(job(rank(0, in_user(7), "sleep", flight=behind()), waiting(1), outcome="dump"))
+    assert (stuck.cause, [c.rank for c in stuck.culprits]) == ("stuck-in-user-code", [0])
+
+
+def test_no_evidence_at_all() -> None:
+    verdict = diagnose(job(rank(0, seen=False), rank(1, seen=False)))
+    assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
+    assert diagnose(job(world=2, missing_ranks=(0, 1))).cause == "no-rank-stands-out"

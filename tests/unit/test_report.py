@@ -1,0 +1,159 @@
+"""The screen, the Markdown and the HTML of a verdict: complete, short enough, and safe with a hostile job."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job, process, rank, waiting
+
+from safelaunch import report
+from safelaunch.diagnose import diagnose
+from safelaunch.model import Artifact, Evidence, Frame, RankException, RankExit
+
+BUNDLE = "/home/me/safelaunch-bundles/train-20261120T102233Z-hang"
+EVIL = "\x1b]0;owned\x07\x1b[2J<script>alert(1)</script>|`*x*\r\n# no\u202e"
+
+
+def sleeping(world: int = 4) -> Evidence:
+    ranks = [waiting(n) for n in range(world)]
+    ranks[1] = rank(1, in_user(7, "load"), "sleep", flight=behind(), more={"log_tail": "epoch 3\nloss 0.1\n"})
+    return job(*ranks)
+
+
+def hostile() -> Evidence:
+    evil = Frame(f"/home/me/{EVIL}.py", 7, EVIL)
+    exception = RankException(EVIL, EVIL, 100.0, (evil,), EVIL)
+    culprit = rank(
+        0, (evil,), "sleep", seen=True, more={"exception": exception, "exit": RankExit(1, 100.0), "log_tail": EVIL}
+    )
+    return job(culprit, waiting(1), outcome="crash")
+
+
+def show(evidence: Evidence, **fields: object) -> str:
+    return report.screen(diagnose(evidence), bundle_path=BUNDLE, **fields)  # type: ignore[arg-type]
+
+
+def test_screen_says_what_who_where_and_what_next() -> None:
+    text = show(sleeping(), read_line=lambda path, line: "    time.sleep(3600)")
+    lines = text.splitlines()
+    assert text.endswith("\n")
+    assert all(line.startswith("safelaunch: ") for line in lines)
+    assert lines[0] == "safelaunch: the job hangs: stuck-in-user-code (confidence: high)"
+    assert lines[-1] == f"safelaunch: bundle: {BUNDLE}"
+    flat = " ".join(line.removeprefix("safelaunch: ").strip() for line in lines)
+    assert "rank 1 (pid 1010, step 60, on node1) at /home/me/train.py:7 in load" in flat
+    assert "> time.sleep(3600)" in flat
+    assert "ranks 0,2-3 wait in all_reduce" in flat
+    assert "held up by it: ranks 0,2-3" in flat
+    assert "[ranks/1/stack.txt]" in flat
+    assert "next: " in flat
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("culprits", [1, 2, 9])
+def test_screen_is_one_screen(width: int, culprits: int) -> None:
+    ranks = [rank(n, in_user(7, "a_rather_long_function_name"), "sleep", flight=behind()) for n in range(culprits)]
+    text = show(job(*ranks, waiting(culprits)), width=width, read_line=lambda path, line: "x" * 500)
+    lines = text.splitlines()
+    assert len(lines) <= report.MAX_LINES
+    assert max(map(len, lines[:-1])) <= width
+    assert lines[-1].endswith(BUNDLE)
+
+
+def test_screen_without_a_culprit() -> None:
+    text = show(job(*(waiting(n) for n in range(3))))
+    assert "no-rank-stands-out" in text
+    assert text.splitlines()[-1].endswith(BUNDLE)
+
+
+def test_colour_only_when_asked() -> None:
+    assert "\x1b" not in show(sleeping())
+    assert "\x1b[1;31m" in show(sleeping(), color=True).splitlines()[0]
+
+
+def test_screen_lets_no_control_character_through() -> None:
+    text = show(hostile(), read_line=lambda path, line: EVIL)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert "owned" not in text
+    assert all(line.startswith("safelaunch: ") for line in text.splitlines())
+
+
+def test_markdown_has_all_sections() -> None:
+    evidence = sleeping()
+    artifacts = [Artifact("ranks/1/flight_recorder.pickle", "worker server", 2.0, missing="no answer within 2 s")]
+    text = report.markdown(diagnose(evidence), evidence, artifacts, read_line=lambda path, line: "time.sleep(3600)")
+    for title in ("## Rank 1", "## What to do", "## Ranks", "## Stacks", "## Evidence", "## Missing artifacts"):
+        assert title in text
+    assert "→ /home/me/train.py:7 load" in text
+    assert "time.sleep(3600)" in text
+    assert "loss 0.1" in text
+    assert "**ranks 0,2-3**" in text  # merged stacks
+    assert "| 1 | node1 | 1010 | 60 | S clock\\_nanosleep | is asleep in train.py:7 (load) |" in text
+    assert "no answer within 2 s" in text
+
+
+def test_markdown_of_a_worker_shows_its_stack_without_its_parents() -> None:
+    workers = [
+        process(92, in_worker(12), "sleep", role="dataloader worker"),
+        *(process(93 + n, WORKER_IDLE, "poll", role="dataloader worker") for n in range(2)),
+    ]
+    evidence = job(waiting(0), rank(1, in_loader(30), "poll", flight=behind(), children=workers))
+    text = report.markdown(diagnose(evidence), evidence, [])
+    excerpt = text.split("## What to do")[0]
+    assert "→ /home/me/data.py:12 Data.__getitem__" in excerpt
+    assert "DataLoader.__iter__" not in excerpt
+    assert "2 dataloader workers of rank 1" in text
+
+
+def test_markdown_escapes_what_comes_from_the_job() -> None:
+    evidence = hostile()
+    text = report.markdown(diagnose(evidence), evidence, [Artifact(EVIL, EVIL, 0.0, missing=EVIL)])
+    outside = re.sub(r"(`{3,})text\n.*?\n\1", "", text, flags=re.DOTALL)
+    assert "<script>" not in outside
+    assert "\x1b" not in text
+    assert "\n# no" not in outside
+    assert not re.search(r"(?<!\\)\*x", outside)
+
+
+def test_a_fence_cannot_be_closed_from_inside() -> None:
+    evidence = job(rank(0, in_user(7), "sleep", more={"log_tail": "```\n# injected\n````\n"}))
+    text = report.markdown(diagnose(evidence), evidence, [])
+    assert "`````text\n```\n# injected\n````\n`````" in text
+
+
+def test_html_is_one_page_that_loads_nothing() -> None:
+    evidence = sleeping()
+    page = report.html(diagnose(evidence), evidence, [Artifact("a.txt", "cp", 0.0, missing="disk full")])
+    assert page.startswith("<!doctype html>")
+    assert "stuck-in-user-code" in page
+    assert "disk full" in page
+    assert "train.py:7" in page
+    assert not re.search(r"(?:src|href)\s*=|url\(|@import|<script", page)
+
+
+def test_html_escapes_what_comes_from_the_job() -> None:
+    evidence = hostile()
+    page = report.html(diagnose(evidence), evidence, [Artifact(EVIL, EVIL, 0.0, missing=EVIL)])
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", page)
+
+
+def test_source_line_reads_python_files_only(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\n    time.sleep(1)\n")
+    assert report.source_line(str(script), 2) == "time.sleep(1)"
+    assert report.source_line(str(script), 9) is None
+    assert report.source_line(str(script), 0) is None
+    assert report.source_line(str(tmp_path / "none.py"), 1) is None
+    secret = tmp_path / "secret.txt"
+    secret.write_text("x\n")
+    assert report.source_line(str(secret), 1) is None
+
+
+def test_clean() -> None:
+    assert report.clean("a\x1b[31mb\x1b[0m\tc\nd") == "ab c d"
+    assert report.clean(at(1).file) == "/home/me/train.py"
+    assert report.clean("größe → 3") == "größe → 3"
