@@ -35,7 +35,13 @@ __all__ = ["INTERNAL_ENV", "OWN_OPTIONS", "Option", "Settings", "help_text", "op
 
 # Set by safelaunch for the processes it starts; a run inside a run meets them.
 INTERNAL_ENV = frozenset(
-    {"SAFELAUNCH_RUN_DIR", "SAFELAUNCH_SUPERVISOR_PID", "SAFELAUNCH_AGENT_PID", "SAFELAUNCH_PYTHONPATH"}
+    {
+        "SAFELAUNCH_RUN_DIR",
+        "SAFELAUNCH_SUPERVISOR_PID",
+        "SAFELAUNCH_AGENT_PID",
+        "SAFELAUNCH_PYTHONPATH",
+        "SAFELAUNCH_MODE",
+    }
 )
 PREFIX = "SAFELAUNCH_"
 CONFIG_FILE = "safelaunch.yaml"

@@ -14,7 +14,7 @@ def describe(plan: Plan) -> str:
     settings = plan.settings
     lines = [
         f"run name      {plan.run_name}",
-        f"torch         {plan.torch.version or 'unknown'} ({plan.torch.python})",
+        "torch         " + (f"{plan.torch.version or 'unknown'} ({plan.torch.python})" if plan.torch else "not found"),
         "command       " + shlex.join(redact_argv(list(plan.argv))),
         f"run directory {plan.run_dir}",
         f"bundles       {settings.bundle_dir}   ({settings.origin('bundle-dir')})",

@@ -40,7 +40,7 @@ def _launch(job: Job) -> dict[str, object]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(job.started_unix_s)),
         "command": redact_argv(list(plan.argv)),
         "safelaunch": __version__,
-        "torch": plan.torch.version,
+        "torch": plan.torch.version if plan.torch is not None else "",
         "agent_pid": job.agent.pid,
         "presets": list(settings.presets),
         "environment": [

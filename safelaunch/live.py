@@ -85,7 +85,7 @@ class Live:
     def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
         return any(page.marks() != before.get(rank) for rank, page in self._watch.roster.pages().items())
 
-    # --- status ---------------------------------------------------------------------------------------------------------
+    # --- status -----------------------------------------------------------------------------------------------------
 
     def _sample(self, now: float) -> None:
         """Remembers the steps of the last seconds, for the rate."""

@@ -27,48 +27,83 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One job, ready to start. ``watched`` False: torchrun alone, without beacon and watch."""
+    """One job, ready to start.
+
+    ``watched`` False: without beacon and watch. ``torch`` None: not known (exec). ``by_torchrun`` False: ``argv`` is
+    any command, and nobody but the kernel will tell how ranks end. ``script``: the script or command as the user wrote it.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     applied: tuple[Applied, ...]
     run_name: str
     run_dir: Path
-    torch: Torch
+    torch: Torch | None
     settings: Settings
     watched: bool
     script: tuple[str, ...]
+    by_torchrun: bool = True
 
 
-def build(
-    command: CommandLine,
-    settings: Settings,
-    torch: Torch,
-    *,
-    environ: Mapping[str, str],
-    run_dir: Path,
-    supervisor_pid: int,
-    visible_gpus: str | None,
-) -> Plan:
-    """The plan for one torchrun job. ``visible_gpus``: CUDA_VISIBLE_DEVICES to set, None to leave it."""
-    applied = _apply(settings.env, environ, run_dir)
-    if visible_gpus is not None:
-        applied += (Applied("CUDA_VISIBLE_DEVICES", visible_gpus, _origin(settings, "gpus"), "the job's own GPUs"),)
-    env = dict(environ)
-    env.update({setting.name: setting.value for setting in applied if not setting.kept})
-    if settings.watch:
-        env.update(injection(environ, run_dir, supervisor_pid))
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a plan depends on besides the command line. ``visible_gpus``: CUDA_VISIBLE_DEVICES; None leaves it."""
+
+    environ: Mapping[str, str]
+    run_dir: Path
+    supervisor_pid: int
+    visible_gpus: str | None = None
+
+
+def build(command: CommandLine, settings: Settings, torch: Torch, around: Surroundings) -> Plan:
+    """The plan for one torchrun job."""
+    applied, env = _environment(settings, around, {})
     return Plan(
         argv=(torch.python, os.fspath(launcher(torch.python)), *command.arguments),
         env=env,
         applied=applied,
         run_name=settings.run_name or default_name(command),
-        run_dir=run_dir,
+        run_dir=around.run_dir,
         torch=torch,
         settings=settings,
         watched=settings.watch,
         script=command.script,
     )
+
+
+def build_exec(
+    words: tuple[str, ...], program: str, settings: Settings, torch: Torch | None, around: Surroundings
+) -> Plan:
+    """The plan for any command that starts ranks, or is one; ``program`` is the path of ``words[0]``."""
+    applied, env = _environment(settings, around, {"SAFELAUNCH_MODE": "exec"})
+    return Plan(
+        argv=(program, *words[1:]),
+        env=env,
+        applied=applied,
+        run_name=settings.run_name or _file_name(Path(_script_of(words)).stem),
+        run_dir=around.run_dir,
+        torch=torch,
+        settings=settings,
+        watched=settings.watch,
+        script=words,
+        by_torchrun=False,
+    )
+
+
+def _environment(
+    settings: Settings, around: Surroundings, own: Mapping[str, str]
+) -> tuple[tuple[Applied, ...], dict[str, str]]:
+    """The variables that are set, with their origins, and the whole environment that results."""
+    applied = _apply(settings.env, around.environ, around.run_dir)
+    if around.visible_gpus is not None:
+        gpus = Applied("CUDA_VISIBLE_DEVICES", around.visible_gpus, _origin(settings, "gpus"), "the job's own GPUs")
+        applied += (gpus,)
+    env = dict(around.environ)
+    env.update({setting.name: setting.value for setting in applied if not setting.kept})
+    if settings.watch:
+        env.update(injection(around.environ, around.run_dir, around.supervisor_pid))
+        env.update(own)
+    return applied, env
 
 
 def _origin(settings: Settings, option: str) -> str:
@@ -102,4 +137,13 @@ def default_name(command: CommandLine) -> str:
     """A run's name when none was given: the script's, or the module's, without directory and suffix."""
     script = command.script[0] if command.script else "run"
     stem = script.rpartition(".")[2] if command.has_flag("-m", "--module") else Path(script).stem
+    return _file_name(stem)
+
+
+def _script_of(words: tuple[str, ...]) -> str:
+    """``train.py`` of ``python train.py``, ``run.sh`` of ``bash run.sh``: the first argument that looks like a file."""
+    return next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
+
+
+def _file_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[:64] or "run"

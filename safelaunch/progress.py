@@ -36,6 +36,15 @@ class Page:
         return self._words[layout.PID]
 
     @property
+    def rank(self) -> int:
+        return self._words[layout.RANK]
+
+    @property
+    def kind(self) -> int:
+        """``layout.EXPLICIT``, ``IMPLICIT`` or ``LAUNCHER``."""
+        return self._words[layout.KIND]
+
+    @property
     def server_up(self) -> bool:
         return self._words[layout.SERVER_NS] != 0
 
@@ -221,17 +230,20 @@ class Roster:
     def pages(self) -> dict[int, Page]:
         """One page per rank of the newest attempt.
 
-        Where several processes claimed a rank (a shell that runs a helper first), the one that marks steps wins, then
-        one that imported torch, then the one that is the worker itself, then the latest.
+        Where several processes claimed a rank (a shell that runs a helper first), one that was told so wins, then the
+        one that marks steps, then one that imported torch, then the one that is the worker itself, then the latest.
+        Processes that nobody numbered count only where no rank was told its number.
         """
         chosen: dict[int, tuple[tuple[int, ...], Page]] = {}
         for name, page in self._pages.items():
-            attempt, rank, pid = layout.parse_page_name(name) or (-1, -1, -1)
-            if attempt != self.attempt:
+            attempt, _, pid = layout.parse_page_name(name) or (-1, -1, -1)
+            if attempt != self.attempt or page.kind == layout.LAUNCHER:
                 continue
+            rank = page.rank
             last_step, user_steps, state, _ = page.marks()
             worker = self.workers.get(rank)
             score = (
+                int(page.kind == layout.EXPLICIT),
                 int(bool(last_step or user_steps)),
                 int(page.server_up or layout.TORCH <= state < layout.EXITED),
                 int(state != layout.EXITED),
@@ -240,7 +252,8 @@ class Roster:
             )
             if rank not in chosen or score > chosen[rank][0]:
                 chosen[rank] = (score, page)
-        return {rank: page for rank, (_, page) in sorted(chosen.items())}
+        told = any(score[0] for score, _ in chosen.values())
+        return {rank: page for rank, (score, page) in sorted(chosen.items()) if score[0] or not told}
 
     def companion(self, page: Page, suffix: str) -> Path:
         return self._run.of_page(page.name, suffix)

@@ -14,7 +14,7 @@ import signal
 import sys
 from time import time
 
-from . import imports, layout, log, page
+from . import imports, layout, log, marks, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,6 +35,31 @@ def start(run_dir: str, role: str) -> None:
     _words[layout.READY] = layout.MAGIC
     _hush_our_own_stop()
     imports.after_import("torch.distributed.elastic.multiprocessing.api", _wrap_context)
+
+
+@log.guarded
+def may_become_one(module: Any) -> None:
+    """Under ``safelaunch exec`` a launcher is known by what it does: it starts torch's elastic workers."""
+    global _supervisor
+    _supervisor = int(os.environ.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
+    context = module.PContext
+    original = context.start
+
+    def start(self: Any) -> None:
+        context.start = original
+        _become(module)
+        context.start(self)
+
+    context.start = start
+
+
+@log.guarded
+def _become(module: Any) -> None:
+    global _words
+    marks.is_launcher()
+    _, _words = page.create(os.path.join(log.run_dir, layout.AGENT_PAGE))
+    _words[layout.READY] = layout.MAGIC
+    _wrap_context(module)
 
 
 def _hush_our_own_stop() -> None:

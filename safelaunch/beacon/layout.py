@@ -32,9 +32,12 @@ EXIT_NS = 17
 SERVER_NS = 18
 OPTIMIZERS = 19
 ACK = 20  # written by the supervisor: it has looked at the peers
+KIND = 22  # EXPLICIT, IMPLICIT (nobody said that it is a rank) or LAUNCHER (it turned out not to be one)
 ENDING = 21  # written by the supervisor, in the agent's page: it is about to end this job
 FIRST_OPTIMIZER = 32
 MAX_OPTIMIZERS = 32
+
+EXPLICIT, IMPLICIT, LAUNCHER = range(3)
 
 PHASE_OFFSET = 1024  # bytes
 PHASE_MAX = 128

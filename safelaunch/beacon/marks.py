@@ -13,6 +13,13 @@ _words = memoryview(_bytes).cast("Q")
 _slots: dict[int, int] = {}
 
 
+def _nothing() -> None:
+    """The first step of a process that is known to be a rank needs no preparation."""
+
+
+before_first_step = _nothing
+
+
 def use(buffer: bytearray | mmap.mmap, words: memoryview) -> None:
     """Directs all marks to ``buffer`` (bytes) and ``words`` (the same as 64-bit words)."""
     global _bytes, _words
@@ -37,6 +44,8 @@ def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
 def _new_slot(optimizer: object) -> int:
     """The word that counts this optimizer; those past the last word only mark the time."""
     number = len(_slots)
+    if not number:
+        before_first_step()
     if number >= layout.MAX_OPTIMIZERS:
         slot = layout.FIRST_OPTIMIZER + layout.MAX_OPTIMIZERS  # a word that no reader looks at
     else:
@@ -50,18 +59,28 @@ def _new_slot(optimizer: object) -> int:
 
 def user_stepped() -> None:
     """``safelaunch.step()``."""
+    if not _words[layout.FIRST_STEP_NS]:
+        before_first_step()
+        _words[layout.FIRST_STEP_NS] = monotonic_ns()
     words = _words
     words[layout.USER_STEPS] += 1
-    now = monotonic_ns()
-    words[layout.LAST_STEP_NS] = now
-    if not words[layout.FIRST_STEP_NS]:
-        words[layout.FIRST_STEP_NS] = now
+    words[layout.LAST_STEP_NS] = monotonic_ns()
 
 
 def set_state(state: int) -> None:
     """One of ``layout.STARTED`` ... ``layout.EXITED``; a state never goes back."""
     if state > _words[layout.STATE]:
         _words[layout.STATE] = state
+
+
+def renumber(rank: int, world_size: int) -> None:
+    """What torch.distributed says of a rank that nobody had numbered."""
+    _words[layout.RANK], _words[layout.LOCAL_RANK], _words[layout.WORLD_SIZE] = rank, rank, world_size
+
+
+def is_launcher() -> None:
+    """This process starts ranks and is none."""
+    _words[layout.KIND] = layout.LAUNCHER
 
 
 def server_is_up() -> None:

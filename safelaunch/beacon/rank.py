@@ -25,7 +25,11 @@ def start(run_dir: str, role: str) -> None:
     if role == "spawned":
         imports.after_import("torch.distributed.elastic.multiprocessing.api", _claim_when_told)
         return
-    _claim(run_dir, os.environ)
+    claim(run_dir, os.environ)
+
+
+def is_claimed() -> bool:
+    return _owner == os.getpid()
 
 
 @log.guarded
@@ -34,14 +38,15 @@ def _claim_when_told(module: Any) -> None:
     original = module._wrap
 
     def _wrap(local_rank: int, fn: Any, args: Any, envs: Any, *rest: Any, **kwargs: Any) -> Any:
-        _claim(log.run_dir, {**os.environ, **envs[local_rank]})
+        claim(log.run_dir, {**os.environ, **envs[local_rank]})
         return original(local_rank, fn, args, envs, *rest, **kwargs)
 
     module._wrap = _wrap
 
 
 @log.guarded
-def _claim(run_dir: str, env: Mapping[str, str]) -> None:
+def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> None:
+    """Makes this process the rank that ``env`` describes: its page first, then everything else, each for itself."""
     global _owner
     attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank = int(env["RANK"])
@@ -51,6 +56,7 @@ def _claim(run_dir: str, env: Mapping[str, str]) -> None:
     words[layout.LOCAL_RANK] = int(env.get("LOCAL_RANK", rank))
     words[layout.WORLD_SIZE] = int(env.get("WORLD_SIZE", "1"))
     words[layout.ATTEMPT] = attempt
+    words[layout.KIND] = kind
     _owner = os.getpid()
     marks.use(mapped, words)
     words[layout.READY] = layout.MAGIC

@@ -8,9 +8,10 @@ from importlib import import_module
 # The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
 COMMANDS = {
     "demo": ".demo",
+    "exec": ".exec",
     "presets": ".presets",
 }
-COMING = ("exec", "colaunch", "diagnose", "dump", "status", "gpus", "doctor")
+COMING = ("colaunch", "diagnose", "dump", "status", "gpus", "doctor")
 
 
 def main(argv: list[str] | None = None) -> int:

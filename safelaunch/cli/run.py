@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from safelaunch import torchrun
-from safelaunch.argv import CommandLine, split
+from safelaunch.argv import split
 from safelaunch.config import OWN_OPTIONS, Settings, resolve
 from safelaunch.errors import UsageError
 from safelaunch.paths import run_root
-from safelaunch.plan import Plan, build
+from safelaunch.plan import Plan, Surroundings, build
 
 
 def main(words: list[str]) -> int:
@@ -28,37 +28,28 @@ def main(words: list[str]) -> int:
     if command.has_flag("-h", "--help"):
         _print_help()
     settings = resolve(command.own, environ, Path.cwd(), lambda: torch.version)
-    _check(settings)
-    plan = prepare(command, settings, torch, environ)
-    if settings.dry_run:
-        from safelaunch.dryrun import describe
-
-        print(describe(plan))
-        return 0
-    return start(plan)
+    check(settings)
+    return start(build(command, settings, torch, surroundings(settings, environ)))
 
 
-def prepare(command: CommandLine, settings: Settings, torch: torchrun.Torch, environ: dict[str, str]) -> Plan:
-    """The plan of a job: GPUs chosen, environment merged, run directory named (not made)."""
+def surroundings(settings: Settings, environ: dict[str, str]) -> Surroundings:
+    """What the plan depends on besides the command line: GPUs chosen, run directory named (not made)."""
     visible = None
     if settings.gpus is not None:
         from safelaunch import gpus
 
         found = gpus.inventory() if settings.gpus not in ("none", "all") else gpus.Inventory(())
         visible = gpus.choose(settings.gpus, environ.get("CUDA_VISIBLE_DEVICES"), found)
-    return build(
-        command,
-        settings,
-        torch,
-        environ=environ,
-        run_dir=run_root(environ, os.getuid()) / f"r{os.getpid()}",
-        supervisor_pid=os.getpid(),
-        visible_gpus=visible,
-    )
+    return Surroundings(environ, run_root(environ, os.getuid()) / f"r{os.getpid()}", os.getpid(), visible)
 
 
 def start(plan: Plan) -> int:
-    """Starts the job of ``plan`` and sees it to its end."""
+    """Starts the job of ``plan`` and sees it to its end; with ``--dry-run`` only says what it would do."""
+    if plan.settings.dry_run:
+        from safelaunch.dryrun import describe
+
+        print(describe(plan))
+        return 0
     from safelaunch import session
 
     try:
@@ -67,7 +58,8 @@ def start(plan: Plan) -> int:
         raise UsageError(f"{plan.argv[0]} could not be started: {error.strerror or error}") from error
 
 
-def _check(settings: Settings) -> None:
+def check(settings: Settings) -> None:
+    """Raises UsageError for what could be seen to fail before anything is started."""
     if settings.on_stall == "restart":
         raise UsageError("--on-stall restart is not there yet.", "Use kill (the default) or dump.")
     if settings.is_explicit("bundle-dir"):

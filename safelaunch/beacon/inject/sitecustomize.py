@@ -14,7 +14,9 @@ def _restore_path(here, env):
 
 
 def _role(env):
-    """``agent``, ``rank``, ``spawned`` (a rank whose number arrives later, torchrun --run-path) or None."""
+    """``agent``, ``rank``, ``spawned`` (its number arrives later, torchrun --run-path), ``candidate`` or None."""
+    if env.get("SAFELAUNCH_MODE") == "exec":
+        return "rank" if env.get("RANK", "").isdigit() else "candidate"
     agent = env.get("SAFELAUNCH_AGENT_PID")
     parent = str(os.getppid())
     if agent is None:
@@ -54,7 +56,7 @@ def _wake():
             env["PYTHONPATH"] = original
         env.pop("SAFELAUNCH_PYTHONPATH", None)
     if role is not None and os.path.isdir(run_dir):
-        _load(here, "agent" if role == "agent" else "rank").start(run_dir, role)
+        _load(here, role if role in ("agent", "candidate") else "rank").start(run_dir, role)
 
 
 try:

@@ -1,0 +1,41 @@
+"""``safelaunch exec [safelaunch options] -- COMMAND``: any launcher or script that starts ranks, or is one, watched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from safelaunch import torchrun
+from safelaunch.argv import split
+from safelaunch.cli.run import check, start, surroundings
+from safelaunch.config import help_text, options_of, resolve
+from safelaunch.errors import UsageError
+from safelaunch.plan import build_exec
+
+USAGE = "usage: safelaunch exec [safelaunch options] -- COMMAND [ARGUMENTS...]"
+
+
+def main(words: list[str]) -> int:
+    """Runs one command; returns its exit code, 124 when it was hung, 2 for an error in our own options."""
+    own = {option.flag: option.takes_value for option in options_of("exec")}
+    command = split(words, own, {"-h": False, "--help": False})
+    if command.has_flag("-h", "--help"):
+        print(f"{USAGE}\n\n{help_text('exec')}")
+        return 0
+    unknown = [word for word in command.torchrun if word != "--"]
+    if unknown:
+        raise UsageError(f"safelaunch exec: unknown option {unknown[0]}.", USAGE)
+    if not command.script:
+        raise UsageError("safelaunch exec: no command was given.", USAGE)
+    environ = dict(os.environ)
+    program = shutil.which(command.script[0], path=environ.get("PATH"))
+    if program is None:
+        raise UsageError(f"safelaunch exec: {command.script[0]}: command not found.", "Check the name, or PATH.")
+    try:
+        torch = torchrun.find(environ)
+    except UsageError:
+        torch = None  # the command may bring its own
+    settings = resolve(command.own, environ, Path.cwd(), lambda: torch.version if torch else None)
+    check(settings)
+    return start(build_exec(command.script, program, settings, torch, surroundings(settings, environ)))
