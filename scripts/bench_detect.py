@@ -1,0 +1,149 @@
+"""How long it takes to notice a hang of 8 gloo ranks, and to have its bundle.
+
+    python scripts/bench_detect.py [--runs 5] [--stall-timeout 3] [--json FILE]
+
+One rank notes the time and sleeps for ever; another one in each run. When the hang was suspected, looked at and
+confirmed is read from the bundle's ``manifest.json``; that the bundle is there, whole, is seen from outside. All times
+are CLOCK_MONOTONIC, which the ranks, the supervisor and this script share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchlib import BenchError, Figure, figure, program, progress, run_bench, started, wait_for, workplace
+
+HANG = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import safelaunch
+
+sleeper, rank = int(sys.argv[1]), int(os.environ["RANK"])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+tensor = torch.ones(16)
+for step in range(1_000_000):
+    dist.all_reduce(tensor)
+    time.sleep(0.02)
+    safelaunch.step()
+    if step == 100 and rank == sleeper:
+        with open("partial", "w") as file:
+            file.write(str(time.monotonic()))
+        os.rename("partial", "stopped")
+        time.sleep(1_000_000)
+"""
+RANKS = 8
+EXIT_HUNG = 124
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One hang. Times in seconds of CLOCK_MONOTONIC; ``named``: the verdict names the sleeper and nobody else.
+
+    ``whole``: how many ranks have every file in the bundle.
+    """
+
+    stopped_s: float
+    stages: dict[str, float]
+    published_s: float
+    ended_s: float
+    named: bool
+    whole: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="hangs to measure (5)")
+    parser.add_argument("--stall-timeout", type=float, default=3.0, help="the threshold in seconds (3)")
+    return run_bench("bench_detect", parser, measure)
+
+
+def measure(options: argparse.Namespace) -> list[Figure]:
+    threshold = options.stall_timeout
+    runs = [hang(number * 3 % RANKS, threshold) for number in range(options.runs)]
+
+    def stage(name: str) -> Callable[[Run], float]:
+        return lambda run: run.stages[name]
+
+    def between(name: str, begin: Callable[[Run], float], end: Callable[[Run], float], target: str = "") -> Figure:
+        return figure(name, [end(run) - begin(run) for run in runs], "s", target)
+
+    late = [run.stages["suspected"] - run.stopped_s - threshold for run in runs]
+    named = sum(run.named for run in runs)
+    return [
+        figure("from the stop to the suspicion, less the threshold", late, "s", "<= 0.5", f"threshold {threshold:g} s"),
+        between(
+            f"from the suspicion to the published bundle, {RANKS} ranks",
+            stage("suspected"),
+            lambda run: run.published_s,
+            "<= 6",
+        ),
+        between("  to the end of the first look", stage("suspected"), stage("first look")),
+        between("  to the end of the second look", stage("first look"), stage("second look")),
+        between("  to the conclusion", stage("second look"), stage("confirmed")),
+        between("  to the last evidence", stage("confirmed"), stage("evidence complete")),
+        between("  to the verdict", stage("evidence complete"), stage("verdict")),
+        between("  to the bundle in its place", stage("verdict"), lambda run: run.published_s),
+        between("from the bundle to the end of safelaunch", lambda run: run.published_s, lambda run: run.ended_s),
+        figure("ranks with every file in the bundle", [run.whole for run in runs], "", f">= {RANKS}"),
+        figure("verdicts that name the sleeping rank alone", [named / len(runs)], note=f"{named} of {len(runs)}"),
+    ]
+
+
+def hang(sleeper: int, threshold: float) -> Run:
+    """Runs the job once until the watchdog has ended it. Raises BenchError when that went another way."""
+    with workplace(hang=HANG) as here, tempfile.TemporaryFile() as stderr:
+        argv = [program("safelaunch"), "--stall-timeout", str(threshold), "--startup-timeout", "120"]
+        argv += ["--bundle-dir", "bundles", f"--nproc-per-node={RANKS}", "hang.py", str(sleeper)]
+        progress(f"rank {sleeper} will sleep")
+        try:
+            with started(argv, here, stderr=stderr) as process:
+                return _follow(process, here, sleeper)
+        except BenchError as error:
+            stderr.seek(0)
+            raise BenchError(f"{error}\n{stderr.read()[-3000:].decode('utf-8', 'replace')}") from None
+
+
+def _follow(process: subprocess.Popen[bytes], here: Path, sleeper: int) -> Run:
+    wait_for((here / "stopped").exists, process, "a rank sleeps", timeout_s=180)
+    wait_for(lambda: _bundle(here) is not None, process, "the bundle is there", timeout_s=120)
+    published_s = time.monotonic()
+    try:
+        code = process.wait(60)
+    except subprocess.TimeoutExpired:
+        raise BenchError("safelaunch did not end after its bundle was written") from None
+    ended_s = time.monotonic()
+    bundle = _bundle(here)
+    if code != EXIT_HUNG or bundle is None:
+        raise BenchError(f"safelaunch ended with {code}, not {EXIT_HUNG}")
+    verdict = json.loads((bundle / "verdict.json").read_text())
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    incomplete = {path.split("/")[1] for path in manifest["missing"] if path.startswith("ranks/")}
+    seen = sum((bundle / "ranks" / str(rank) / "stack.json").exists() for rank in range(RANKS))
+    return Run(
+        stopped_s=float((here / "stopped").read_text()),
+        stages={moment["stage"]: moment["monotonic_s"] for moment in manifest["timeline"]},
+        published_s=published_s,
+        ended_s=ended_s,
+        named=[culprit["rank"] for culprit in verdict["culprits"]] == [sleeper],
+        whole=seen - len(incomplete),
+    )
+
+
+def _bundle(here: Path) -> Path | None:
+    """The published bundle: it has its final name and its last file."""
+    found = [path.parent for path in (here / "bundles").glob("[!.]*-hang/manifest.json")]
+    return found[0] if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

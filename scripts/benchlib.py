@@ -1,0 +1,284 @@
+"""What the benchmarks share: a clean environment, interleaved pairs, processes that do not outlive us, one table."""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import IO, NamedTuple, TypeVar
+
+import psutil
+
+PACKAGE = Path(__file__).resolve().parent.parent / "safelaunch"
+# What would change the measurement, or be an order to safelaunch: the benchmarks run as in a user's fresh shell.
+UNWANTED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONFAULTHANDLER")
+UNWANTED_PREFIXES = ("SAFELAUNCH_", "PET_", "TORCHELASTIC_")
+
+
+class BenchError(Exception):
+    """The benchmark itself failed; a missed target is no failure."""
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Something measured several times. ``target`` like ``<= 1.05`` is held against the median; empty: none."""
+
+    name: str
+    values: tuple[float, ...]
+    unit: str = ""
+    target: str = ""
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if not self.target:
+            return None
+        sign, limit = self.target.split()
+        return median(self.values) <= float(limit) if sign == "<=" else median(self.values) >= float(limit)
+
+
+def figure(name: str, values: Sequence[float], unit: str = "", target: str = "", note: str = "") -> Figure:
+    """A ``Figure``; raises BenchError when nothing was measured."""
+    if not values:
+        raise BenchError(f"nothing was measured for: {name}")
+    return Figure(name, tuple(values), unit, target, note)
+
+
+def report(bench: str, figures: Sequence[Figure], save: Path | None) -> None:
+    """Prints the table, and saves everything to ``save``."""
+    about = _about()
+    print(f"\n{bench}: {', '.join(f'{key} {value}' for key, value in about.items())}")
+    rows = [("figure", "median [min..max]", "n", "target", "met", "")]
+    for f in figures:
+        low, mid, high = _numbers(min(f.values), median(f.values), max(f.values))
+        shown = mid if len(f.values) == 1 else f"{mid} [{low}..{high}]"
+        met = {None: "", True: "yes", False: "NO"}[f.met]
+        rows.append((f.name, f"{shown} {f.unit}".rstrip(), str(len(f.values)), f.target, met, f.note))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print("  ".join((*cells, row[5])).rstrip())
+    if save is not None:
+        document = {"bench": bench, "about": about, "figures": [{**asdict(f), "met": f.met} for f in figures]}
+        save.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _numbers(*values: float) -> list[str]:
+    largest = max(abs(value) for value in values)
+    digits = 3 if largest < 10 else 2 if largest < 100 else 1
+    return [f"{value:.{digits}f}" for value in values]
+
+
+def _about() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "cpus": str(os.cpu_count()),
+        "load": "/".join(f"{value:.1f}" for value in os.getloadavg()),
+    }
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def run_bench(
+    bench: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], list[Figure]]
+) -> int:
+    """Parses, measures, reports. Returns 0, missed targets or not; 1 when the benchmark itself failed."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save every measured value")
+    options = parser.parse_args()
+    compileall.compile_dir(PACKAGE, quiet=2)  # as an installed wheel has it
+    try:
+        report(bench, measure(options), options.json)
+    except BenchError as error:
+        print(f"{bench}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def progress(text: str) -> None:
+    """A line for whoever waits, on stderr."""
+    print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without what would change the measurement, one OpenMP thread a rank, and ``more``."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in UNWANTED and not name.startswith(UNWANTED_PREFIXES)
+    }
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def program(name: str) -> str:
+    """``torchrun`` or ``safelaunch`` as installed beside this interpreter. Raises BenchError."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise BenchError(f"{name} is not installed beside {sys.executable}")
+    return os.fspath(path)
+
+
+class Took(NamedTuple):
+    """What a command cost: wall time, and CPU of it and of all its children that were waited for."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def run(argv: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, *, timeout_s: float = 300.0) -> Took:
+    """Runs a command, output thrown away; returns what it cost. Raises BenchError unless it returns 0."""
+    with tempfile.TemporaryFile() as stderr:
+        begin, cpu = time.perf_counter(), _children_cpu_s()
+        with started(argv, cwd, env, stderr=stderr) as process:
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise BenchError(f"{' '.join(argv[:4])} ... did not end within {timeout_s:g} s") from None
+            took = Took(time.perf_counter() - begin, _children_cpu_s() - cpu)
+        if code != 0:
+            stderr.seek(0)
+            said = stderr.read()[-2000:].decode("utf-8", "replace")
+            raise BenchError(f"{' '.join(argv[:4])} ... ended with {code}:\n{said}")
+    return took
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@contextmanager
+def started(
+    argv: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    stderr: int | IO[bytes] = subprocess.DEVNULL,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that runs meanwhile; it, and what it started, has ended afterwards."""
+    process = subprocess.Popen(
+        argv,
+        cwd=cwd,
+        env=environment() if env is None else dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, some seconds, SIGKILL, for a process and what is below it."""
+    if process.poll() is not None:
+        return
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(below, timeout=5)
+    for left in alive:  # psutil compares start times: a pid that now belongs to somebody else is left alone
+        left.kill()
+
+
+@contextmanager
+def workplace(**files: str) -> Iterator[Path]:
+    """A temporary directory with ``files`` (name without ``.py`` → source), gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="bench") as name:
+        for stem, source in files.items():
+            (Path(name) / f"{stem}.py").write_text(source)
+        yield Path(name)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], what: str, *, timeout_s: float) -> None:
+    """Polls until ``condition``. Raises BenchError when ``process`` ends first or it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if process.poll() is not None:
+            raise BenchError(f"the job ended with {process.returncode} before: {what}")
+        if time.monotonic() > deadline:
+            raise BenchError(f"waited {timeout_s:g} s for: {what}")
+        time.sleep(0.01)
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+Pairs = list[tuple[T, T]]
+"""Two runs right after each other: what is tested, and the baseline. In A/A pairs both are the baseline."""
+
+
+def interleave(
+    count: int, tested: Callable[[], T], baseline: Callable[[], T], what: str = ""
+) -> tuple[Pairs[T], Pairs[T]]:
+    """``count`` pairs of tested and baseline and as many of the baseline against itself, in turn.
+
+    Who goes first alternates, in both kinds: a drift of the machine falls on both sides alike.
+    """
+    ab: Pairs[T] = []
+    aa: Pairs[T] = []
+    for number in range(count):
+        if what:
+            progress(f"{what}: pair {number + 1} of {count}")
+        swapped = number % 2 == 1
+        ab.append(_pair(tested, baseline, swapped))
+        aa.append(_pair(baseline, baseline, swapped))
+    return ab, aa
+
+
+def _pair(tested: Callable[[], T], baseline: Callable[[], T], swapped: bool) -> tuple[T, T]:
+    if swapped:
+        second = baseline()
+        return tested(), second
+    first = tested()
+    return first, baseline()
+
+
+def ratios(name: str, ab: Pairs[float], aa: Pairs[float], target: str = "") -> list[Figure]:
+    """tested / baseline, with the baseline against itself beside."""
+    with_ours, alone = [a / b for a, b in ab], [a / b for a, b in aa]
+    return [
+        figure(name, with_ours, "", target, f"middle half {_middle(with_ours)}"),
+        figure("  the baseline against itself (A/A)", alone, note=f"middle half {_middle(alone)}"),
+    ]
+
+
+def differences(name: str, ab: Pairs[float], aa: Pairs[float], unit: str, target: str = "") -> list[Figure]:
+    """tested - baseline, with the baseline against itself beside."""
+    with_ours, alone = [a - b for a, b in ab], [a - b for a, b in aa]
+    return [
+        figure(name, with_ours, unit, target, f"middle half {_middle(with_ours)}"),
+        figure("  the baseline against itself (A/A)", alone, unit, note=f"middle half {_middle(alone)}"),
+    ]
+
+
+def _middle(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    low, high = _numbers(ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4])
+    return f"{low}..{high}"
