@@ -10,8 +10,10 @@ COMMANDS = {
     "demo": ".demo",
     "exec": ".exec",
     "presets": ".presets",
+    "status": ".status",
+    "dump": ".dump",
 }
-COMING = ("colaunch", "diagnose", "dump", "status", "gpus", "doctor")
+COMING = ("colaunch", "diagnose", "gpus", "doctor")
 
 
 def main(argv: list[str] | None = None) -> int:

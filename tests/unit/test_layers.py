@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("records, pure rules, small tools", {"errors", "model", "stall", "console", "task", "publish"}),
     ("configuration", {"yamlfile", "options", "presetfile", "presets", "config"}),
     ("resources", {"gpus", "ports"}),
-    ("starting a job", {"argv", "torchrun", "plan", "process", "forward", "guardian", "paths", "control"}),
+    ("starting a job", {"argv", "torchrun", "plan", "process", "forward", "guardian", "paths", "control", "discover"}),
     ("looking", {"progress", "capture.*"}),
     ("judging", {"diagnose.*", "movement"}),
     ("watching and telling", {"watch", "bundle", "report", "dryrun", "timeline"}),
@@ -41,6 +41,7 @@ THIRD_PARTY = {
     "msgspec": {
         "model",
         "control",
+        "discover",
         "live",
         "progress",
         "incident",

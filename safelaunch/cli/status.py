@@ -1,0 +1,192 @@
+"""``safelaunch status [RUN]``: every run of this user on this node, and its ranks; --watch shows it again and again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from safelaunch.console import say
+from safelaunch.control import RunStatus
+from safelaunch.discover import Run, describe, look, our_roots, select
+from safelaunch.errors import UsageError
+from safelaunch.report import clean
+
+from .status_rows import COLUMNS, Row, rows, since, told
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+REFRESH_S = 1.0
+PLAIN_REFRESH_S = 5.0
+NONE_LIVE = "no run of yours is on this node"
+_RIGHT = {"rank", "pid", "step", "rate", "age"}
+_STYLES = {"good": "", "behind": "bold yellow", "late": "bold red", "quiet": "dim"}
+
+
+def main(argv: list[str]) -> int:
+    """Prints what there is; 0 also where there is nothing, 2 when RUN is not there."""
+    parser = argparse.ArgumentParser(
+        prog="safelaunch status",
+        description="The runs of this user on this node: each rank's step, rate, age of its last step, phase, and "
+        "when the run would be suspected.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid"
+    )
+    parser.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
+    words = parser.parse_args(argv)
+    if words.json and words.watch:
+        raise UsageError("status: --json prints one document, --watch many.", "Leave one of them out.")
+    if words.watch:
+        return _watch(words.run)
+    runs = choose(look(our_roots()), words.run)
+    if words.json:
+        print(json.dumps([document(run) for run in runs], indent=2))
+        return 0
+    if not runs:
+        say(NONE_LIVE)
+        return 0
+    print(text(runs, time.time()))
+    return 0
+
+
+def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
+    """The runs that ``word`` means; says so when they are several. Raises UsageError when there is none."""
+    chosen = select(runs, word)
+    if word is not None and not chosen:
+        raise UsageError(f"status: there is no run {word!r}.", describe(runs))
+    if word is not None and len(chosen) > 1:
+        say(f"{len(chosen)} runs are called {word!r}: {', '.join(run.id for run in chosen)}")
+    return chosen
+
+
+def document(run: Run) -> dict[str, Any]:
+    """One run for --json: what its supervisor said, and ``directory``, ``alive``, ``problem`` whether it did or not."""
+    said: dict[str, Any] = {"run": run.id, "supervisor_pid": run.pid}
+    if run.status is not None:
+        said = msgspec.to_builtins(run.status)
+    return {**said, "directory": os.fspath(run.found.directory), "alive": run.alive, "problem": run.problem}
+
+
+# --- plain text -------------------------------------------------------------------------------------------------------
+
+
+def text(runs: Sequence[Run], now_unix_s: float) -> str:
+    """All runs as aligned lines, an empty line between two."""
+    return "\n\n".join("\n".join(_lines(run, now_unix_s)) for run in runs)
+
+
+def _lines(run: Run, now_unix_s: float) -> list[str]:
+    if run.status is None:
+        return [f"{run.id}  {clean(run.problem)}"]
+    lines = [headline(run.status, now_unix_s), *(f"  {line}" for line in details(run.status))]
+    table = rows(run.status)
+    if not table:
+        return [*lines, "  no rank is there yet"]
+    cells = [COLUMNS, *(row.cells for row in table)]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(COLUMNS))]
+    for line in cells:
+        parts = [
+            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
+            for name, cell, width in zip(COLUMNS, line, widths, strict=True)
+        ]
+        lines.append("  " + "  ".join(parts).rstrip())
+    return lines
+
+
+def headline(status: RunStatus, now_unix_s: float) -> str:
+    """Which run, and how it is."""
+    there = len(status.ranks)
+    count = (
+        f"{there} rank{'s' * (there != 1)}" if there == status.world_size else f"{there} of {status.world_size} ranks"
+    )
+    attempt = f", attempt {status.attempt}" if status.attempt else ""
+    up = since(max(0.0, now_unix_s - status.started_unix_s))
+    return (
+        f"{status.run}  {clean(status.name)}  {told(status)}  ({count}, up {up}{attempt}, pid {status.supervisor_pid})"
+    )
+
+
+def details(status: RunStatus) -> list[str]:
+    """What runs where, and when it would be suspected."""
+    return [
+        f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
+        f"suspected after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
+    ]
+
+
+# --- watching ---------------------------------------------------------------------------------------------------------
+
+
+def _watch(word: str | None) -> int:
+    """Shows the runs again and again. The run that was asked for may end meanwhile: that is the end of the watching."""
+    choose(look(our_roots()), word)
+
+    def again() -> tuple[Run, ...]:
+        return select(look(our_roots()), word)
+
+    try:
+        return _watch_terminal(again, word) if sys.stdout.isatty() else _watch_plain(again, word)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
+    while True:
+        runs = again()
+        print(time.strftime("%H:%M:%S"), text(runs, time.time()) if runs else NONE_LIVE, "", sep="\n", flush=True)
+        if word is not None and not runs:
+            return 0
+        time.sleep(PLAIN_REFRESH_S)
+
+
+def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
+    from rich.live import Live
+
+    with Live(screen=False, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            runs = again()
+            live.update(picture(runs, time.time()), refresh=True)
+            if word is not None and not runs:
+                return 0
+            time.sleep(REFRESH_S)
+
+
+def picture(runs: Sequence[Run], now_unix_s: float) -> Group:
+    """All runs for a terminal."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = []
+    for run in runs:
+        if run.status is None:
+            parts += [Text(f"{run.id}  {clean(run.problem)}", style="yellow"), Text("")]
+            continue
+        moves = run.status.watch == "watching"
+        parts.append(Text(headline(run.status, now_unix_s), style="bold" if moves else "bold yellow"))
+        parts += [Text(f"  {line}", style="dim") for line in details(run.status)]
+        parts += [_table(rows(run.status)), Text("")]
+    return Group(*(parts or [Text(NONE_LIVE)]), Text(f"{time.strftime('%H:%M:%S')}  Ctrl-C to leave", style="dim"))
+
+
+def _table(table: Sequence[Row]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, pad_edge=True, header_style="dim")
+    for name in COLUMNS:
+        last = name == COLUMNS[-1]
+        shown.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=not last, overflow="fold")
+    for row in table:
+        shown.add_row(*(Text(cell) for cell in row.cells), style=_STYLES[row.mood])
+    return shown

@@ -1,0 +1,111 @@
+"""One rank's line in ``safelaunch status``: what is shown of it, and whether it stands out. Values in, values out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from safelaunch.control import RankStatus, RunStatus
+from safelaunch.report import clean
+
+COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
+# Ranks that meet in every step differ by one at most while the page of one is read before the other's.
+BEHIND_STEPS = 2
+# As a share of the threshold. Below this an old step is nothing to speak of: every job has its pauses.
+LATE = 0.5
+
+Mood = Literal["good", "behind", "late", "quiet"]
+
+_WATCH = {
+    "watching": "watching",
+    "confirming": "suspected: taking a closer look",
+    "undecided": "undecided: no step, but something computes or writes",
+    "hung": "hung",
+}
+# What the beacon calls the stages of a rank, as a reader of the table would.
+_STATES = {"started": "starting", "torch": "running", "exception": "failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The cells of one rank, in the order of ``COLUMNS``, and how it is doing."""
+
+    cells: tuple[str, ...]
+    mood: Mood
+
+
+def rows(status: RunStatus) -> tuple[Row, ...]:
+    """One row for each rank of this node."""
+    furthest = max((rank.step for rank in status.ranks if rank.step is not None), default=None)
+    return tuple(_row(rank, furthest, status.threshold_s) for rank in sorted(status.ranks, key=lambda item: item.rank))
+
+
+def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> Row:
+    mood, note = _judge(rank, furthest, threshold_s)
+    cells = (
+        str(rank.rank),
+        str(rank.pid),
+        _STATES.get(rank.state) or clean(rank.state),
+        "-" if rank.step is None else str(rank.step),
+        "-" if rank.steps_per_s is None else rate(rank.steps_per_s),
+        "-" if rank.age_s is None else since(rank.age_s),
+        clean(rank.phase) or "-",
+        note or "-",
+        clean(rank.signals) or "-",
+    )
+    return Row(cells, mood)
+
+
+def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
+    """How far this rank is behind the furthest one, or how much of the threshold has passed without a step."""
+    if rank.age_s is None or rank.state in ("exited", "paused"):
+        return "quiet", ""
+    behind = (furthest or 0) - (rank.step or 0) if rank.step is not None else 0
+    spent = rank.age_s / threshold_s if threshold_s > 0 else 0.0
+    notes = [f"{behind} steps behind"] if behind >= BEHIND_STEPS else []
+    if spent >= LATE:
+        notes.append(f"{spent:.0%} of the threshold")
+    mood: Mood = "late" if spent >= LATE else "behind" if notes else "good"
+    return mood, ", ".join(notes)
+
+
+def told(status: RunStatus) -> str:
+    """The watch's state in words, and who holds the others up."""
+    words = _WATCH.get(status.watch, clean(status.watch))
+    slow = stragglers(status.ranks)
+    if not slow:
+        return words
+    names = ", ".join(str(rank) for rank in slow[:8]) + (", ..." if len(slow) > 8 else "")
+    return f"{words}; behind the others: rank {names}"
+
+
+def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
+    """Ranks that are steps behind the furthest one."""
+    steps = {rank.rank: rank.step for rank in ranks if rank.step is not None and rank.state != "exited"}
+    furthest = max(steps.values(), default=0)
+    return tuple(sorted(rank for rank, step in steps.items() if furthest - step >= BEHIND_STEPS))
+
+
+def rate(steps_per_s: float) -> str:
+    """``12.3/s``; slow jobs by the minute or the hour."""
+    if steps_per_s <= 0:
+        return "0/s"
+    units = {"s": 1, "min": 60, "h": 3600}
+    unit = next((name for name, seconds in units.items() if steps_per_s * seconds >= 1), "h")
+    value = steps_per_s * units[unit]
+    return f"{value:.0f}/{unit}" if value >= 100 else f"{value:.3g}/{unit}"
+
+
+def since(seconds: float) -> str:
+    """``0.3s``, ``42s``, ``3m12s``, ``2h05m``, ``3d04h``."""
+    whole = int(seconds)
+    if whole < 10:
+        return f"{max(seconds, 0.0):.1f}s"
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
