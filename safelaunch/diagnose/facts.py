@@ -127,11 +127,17 @@ def _held(view: View) -> Condition | None:
 
 
 def _left(rank: RankEvidence, view: View) -> Condition | None:
-    """The script has ended or has given up its process group, and the process is still there."""
+    """The script has ended or has given up its process group, and the process is still there.
+
+    A rank whose script ended by the error that reports a peer's death has not left: it was thrown out. The page of one
+    that is gone was read at its end, and says nothing of where it stood when it was looked at.
+    """
+    if rank.exception is not None:
+        return None
     folder = view.folder
     why, claim = "", view.stack_claim("its main thread is past the end of the script")
     raw = view.main.frames if view.main else ()
-    if rank.progress is not None and rank.progress.state == "exited":
+    if rank.exit is None and rank.progress is not None and rank.progress.state == "exited":
         why = "its script has ended"
         claim = Claim("its progress page says that the script has ended", f"{folder}/progress.json")
     elif raw:
