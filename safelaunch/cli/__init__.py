@@ -12,8 +12,9 @@ COMMANDS = {
     "presets": ".presets",
     "status": ".status",
     "dump": ".dump",
+    "doctor": ".doctor",
 }
-COMING = ("colaunch", "diagnose", "gpus", "doctor")
+COMING = ("colaunch", "diagnose", "gpus")
 
 
 def main(argv: list[str] | None = None) -> int:

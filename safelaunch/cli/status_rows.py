@@ -100,7 +100,7 @@ def rate(steps_per_s: float) -> str:
 def since(seconds: float) -> str:
     """``0.3s``, ``42s``, ``3m12s``, ``2h05m``, ``3d04h``."""
     whole = int(seconds)
-    if whole < 10:
+    if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f}s"
     if whole < 60:
         return f"{whole}s"

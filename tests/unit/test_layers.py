@@ -25,12 +25,13 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("starting a job", {"argv", "torchrun", "plan", "process", "forward", "guardian", "paths", "control", "discover"}),
     ("looking", {"progress", "capture.*"}),
     ("judging", {"diagnose.*", "movement"}),
-    ("watching and telling", {"watch", "bundle", "report", "dryrun", "timeline"}),
+    ("watching and telling", {"watch", "bundle", "report", "dryrun", "timeline", "doctor.*"}),
     ("one job, many jobs", {"incident", "cases", "launchinfo", "session", "supervise", "live", "colaunch"}),
     ("the command line", {"cli.*", "__main__"}),
 ]
 # Takes values and returns values: no clock, no process, no file, no environment.
-PURE = {"argv", "stall", "model", "diagnose.*", "movement"}
+PURE = {"argv", "stall", "model", "diagnose.*", "movement", "doctor.check", "doctor.rules", "doctor.torch_rules"}
+PURE |= {"doctor.tracing", "cli.status_rows"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 # Scripts that hang on purpose, run as jobs; and what torchrun runs.
 NOT_OURS = ("demos/", "launcher/")

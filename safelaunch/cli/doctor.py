@@ -1,0 +1,67 @@
+"""``safelaunch doctor``: can py-spy attach? Flight Recorder? room, ports, clock? Each with the fix."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from safelaunch import __version__
+from safelaunch.doctor import RESULTS, Check, examine, worst
+from safelaunch.report import clean
+
+_COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
+
+
+def main(argv: list[str]) -> int:
+    """Prints every check; 0 when none failed, 1 otherwise."""
+    parser = argparse.ArgumentParser(
+        prog="safelaunch doctor",
+        description="Examines this node and environment: whether a job can be watched here, and what to do where not. "
+        "Run it where the jobs run, as the user that runs them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    words = parser.parse_args(argv)
+    checks = examine(dict(os.environ), os.getuid(), Path.cwd())
+    if words.json:
+        print(json.dumps(document(checks), indent=2))
+    else:
+        width = min(120, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 120
+        print(text(checks, width=width, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 1 if worst(checks) == "failed" else 0
+
+
+def document(checks: tuple[Check, ...]) -> dict[str, object]:
+    """The --json document."""
+    return {
+        "schema": 1,
+        "safelaunch": __version__,
+        "host": socket.gethostname(),
+        "user": os.getuid(),
+        "result": worst(checks),
+        "checks": [dataclasses.asdict(check) for check in checks],
+    }
+
+
+def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
+    """One line for each check, its remedy below, and a summary."""
+    column = max((len(check.name) for check in checks), default=0)
+    lines: list[str] = []
+    for check in checks:
+        head = f"{check.result:<7}  {check.name:<{column}}  "
+        wrapped = textwrap.wrap(clean(check.detail), max(30, width - len(head)), break_long_words=False) or [""]
+        shown = f"\x1b[{_COLOURS[check.result]}m{check.result:<7}\x1b[0m" + head[7:] if colour else head
+        lines += [shown + wrapped[0], *(" " * len(head) + line for line in wrapped[1:])]
+        if check.fix and check.result != "ok":
+            first, *rest = check.fix.splitlines()
+            lines += [f"{'':9}-> {first}", *(f"{'':12}{line}" for line in rest)]
+    counts = [f"{sum(check.result == result for check in checks)} {result}" for result in RESULTS]
+    return "\n".join([*lines, "", f"{len(checks)} checks: {', '.join(counts)}"])

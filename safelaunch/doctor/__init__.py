@@ -1,0 +1,169 @@
+"""``safelaunch doctor``: whether this node and this environment let a job be watched, and the remedy where not.
+
+``tracing``, ``rules`` and ``torch_rules`` judge (values in, a ``Check`` out); ``attach``, ``node`` and ``torch_probe``
+look; ``examine`` puts them together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safelaunch import paths, torchrun
+from safelaunch.bundle import check_directory
+from safelaunch.capture import gpu
+from safelaunch.capture.parallel import gather
+from safelaunch.config import INTERNAL_ENV, resolve
+from safelaunch.discover import roots
+from safelaunch.errors import SafelaunchError
+
+from . import attach, node, rules, torch_probe, torch_rules, tracing
+from .check import RESULTS, Check, Result, failed, ok, warning
+
+__all__ = ["RESULTS", "Check", "Result", "examine", "worst"]
+
+DEADLINE_S = 90.0
+
+Look = Callable[[], tuple[Check | None, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Who and what is examined. ``torch`` None: there is none, for the reason ``no_torch``."""
+
+    environ: Mapping[str, str]
+    uid: int
+    cwd: Path
+    torch: torchrun.Torch | None
+    no_torch: SafelaunchError | None
+    begin: tuple[float, float]
+
+    @property
+    def python(self) -> str:
+        return self.torch.python if self.torch is not None else sys.executable
+
+
+def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...]:
+    """Every check, in a fixed order; what cannot be examined is a warning that says so. Takes some seconds."""
+    begin = time.time(), time.monotonic()
+    torch, problem = None, None
+    try:
+        torch = torchrun.find(environ)
+    except SafelaunchError as error:
+        problem = error
+    subject = Subject(environ, uid, cwd, torch, problem, begin)
+    looks: tuple[tuple[str, Callable[[Subject], tuple[Check | None, ...]]], ...] = (
+        ("reading stacks", _tracing),
+        ("torch", _torch),
+        ("disks", _disks),
+        ("node", _node),
+        ("configuration", _configuration),
+    )
+    calls = [_guarded(name, lambda look=look: look(subject)) for name, look in looks]  # type: ignore[misc]
+    results = gather(calls, deadline_s=DEADLINE_S)
+    found: list[Check] = []
+    for (name, _), checks in zip(looks, results, strict=True):
+        found += checks if checks is not None else [warning(name, f"not examined within {DEADLINE_S:g} s")]
+    return tuple(found)
+
+
+def worst(checks: tuple[Check, ...]) -> Result:
+    """The worst of their results."""
+    return max((check.result for check in checks), key=RESULTS.index, default="ok")
+
+
+def _guarded(name: str, look: Look) -> Callable[[], list[Check]]:
+    def call() -> list[Check]:
+        try:
+            return [check for check in look() if check is not None]
+        except Exception as error:  # noqa: BLE001 - what cannot be examined is said, and the rest examined
+            return [warning(name, f"not examined: {type(error).__name__}: {error}")]
+
+    return call
+
+
+def _tracing(subject: Subject) -> tuple[Check | None, ...]:
+    path, version = attach.py_spy()
+    installed = tracing.version_check(path, version, attach.python_of(subject.python))
+    if not path:
+        return (installed,)
+    rights = attach.rights(subject.environ)
+    rank, stranger, native = attach.trials(subject.python)
+    checks = [installed, tracing.attach_check(rank, rights)]
+    if not rank.problem:
+        checks += [tracing.stranger_check(stranger, rights), tracing.native_check(native)]
+    return tuple(checks)
+
+
+def _torch(subject: Subject) -> tuple[Check | None, ...]:
+    if subject.torch is None:
+        assert subject.no_torch is not None
+        return (failed("torch", subject.no_torch.message, subject.no_torch.fix), _gpus(""))
+    torch = subject.torch
+    try:
+        options = torchrun.parse_options((torch.package / "distributed" / "run.py").read_text("utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        options = {}
+    probe = torch_probe.ask(torch.python, subject.environ)
+    return (
+        torch_rules.version_check(torch.version, os.fspath(torch.package), len(options)),
+        torch_rules.import_check(probe),
+        torch_rules.beacon_check(probe),
+        torch_rules.server_check(probe),
+        torch_rules.recorder_check(probe),
+        _gpus(probe.cuda),
+    )
+
+
+def _gpus(cuda: str) -> Check:
+    found = gpu.gpus_json()
+    count = len(json.loads(found.value).get("gpus", ())) if found.value is not None else 0
+    return torch_rules.gpu_check(count, found.missing, cuda, node.has_gpu_devices())
+
+
+def _disks(subject: Subject) -> tuple[Check | None, ...]:
+    root = paths.run_root(subject.environ, subject.uid)
+    place = attach.rights(subject.environ).place
+    return (
+        node.run_root(root),
+        rules.socket_check(os.fspath(root), node.longest_socket(root)),
+        rules.room_check("/tmp", node.disk(Path("/tmp")), "temporary files"),
+        rules.shm_check(node.disk(Path("/dev/shm")), place),
+        node.left_behind(roots(subject.environ, subject.uid)),
+    )
+
+
+def _node(subject: Subject) -> tuple[Check | None, ...]:
+    name = node.host_name()
+    return (
+        node.ports(),
+        name,
+        node.limits(),
+        node.control_group(),
+        rules.clock_check(node.clock(subject.begin)),
+    )
+
+
+def _configuration(subject: Subject) -> tuple[Check | None, ...]:
+    """What a run started here and now would be told: its environment, its configuration file, its bundle directory."""
+    own = {name: value for name, value in subject.environ.items() if name not in INTERNAL_ENV}
+    try:
+        version = subject.torch.version if subject.torch is not None else None
+        settings = resolve([], own, subject.cwd, lambda: version)
+    except SafelaunchError as error:
+        return torch_rules.hints(subject.environ), failed("configuration", error.message, error.fix)
+    problem = check_directory(settings.bundle_dir)
+    where = f"bundles go to {settings.bundle_dir}"
+    if problem:
+        fix = "--bundle-dir DIR, SAFELAUNCH_BUNDLE_DIR, or bundle-dir in safelaunch.yaml"
+        bundles = warning("bundle directory", f"{where}: {problem}; they would stay in the run root", fix)
+    else:
+        bundles = rules.room_check("bundle directory", node.disk(settings.bundle_dir), "bundles")
+        if bundles.result == "warning" and "network disk" in bundles.detail:
+            bundles = ok("bundle directory", bundles.detail.replace(": a network disk", ", written there last"))
+    return torch_rules.hints(subject.environ), bundles

@@ -1,0 +1,92 @@
+"""Asks the interpreter that jobs will use: does it import torch, run the beacon's sitecustomize, serve its dumps?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safelaunch import beacon
+from safelaunch.capture import command
+from safelaunch.config import INTERNAL_ENV
+from safelaunch.errors import CaptureError
+
+from .torch_rules import Probe
+
+DEADLINE_S = 60.0
+INJECT = Path(beacon.__file__).parent / "inject"
+
+# Run by torch's own interpreter, in which safelaunch need not be installed. The server must never be destroyed, so the
+# process ends without cleaning up.
+PROGRAM = """
+import json, os, shutil, socket, sys, tempfile, time
+inject = sys.argv[1]
+custom = getattr(sys.modules.get("sitecustomize"), "__file__", None) or ""
+seen = {
+    "python": sys.version.split()[0],
+    "isolated": bool(sys.flags.ignore_environment),
+    "beacon": bool(custom) and inject not in sys.path,
+    "chained": "" if custom.startswith(inject) else custom,
+}
+begin = time.monotonic()
+import torch
+seen["import_s"] = time.monotonic() - begin
+seen["cuda"] = torch.version.cuda or torch.version.hip or ""
+try:
+    from torch._C import _distributed_c10d as c10d
+except ImportError:
+    c10d = None
+seen["distributed"] = c10d is not None and hasattr(c10d, "ProcessGroup")
+seen["server"], seen["register"], seen["dump"] = (
+    hasattr(c10d, name) for name in ("_WorkerServer", "_register_handler", "_dump_fr_trace")
+)
+
+def status(path, handler):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5)
+        connection.connect(path)
+        head = f"POST /handler/{handler} HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: 0\\r\\nConnection: close"
+        connection.sendall(head.encode() + b"\\r\\n\\r\\n")
+        return int(connection.recv(4096).split()[1])
+
+if seen["server"]:
+    scratch = tempfile.mkdtemp(prefix="sl-", dir="/tmp")
+    server = c10d._WorkerServer(scratch + "/s")
+    seen["handlers"] = {}
+    for handler in ("ping", "fr_trace_json", "dump_nccl_trace_json"):
+        try:
+            seen["handlers"][handler] = status(scratch + "/s", handler)
+        except (OSError, IndexError, ValueError):
+            seen["handlers"][handler] = 0
+    shutil.rmtree(scratch)
+print(json.dumps(seen), flush=True)
+os._exit(0)
+"""
+
+
+def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Probe:
+    """Runs the program in ``python`` with the beacon on its PYTHONPATH; never raises."""
+    own = environ.get("PYTHONPATH")
+    path = os.pathsep.join([os.fspath(INJECT), *([own] if own else [])])
+    without = [word for name in sorted(INTERNAL_ENV) for word in ("-u", name)]
+    argv = ["env", *without, f"PYTHONPATH={path}", python, "-c", PROGRAM, os.fspath(INJECT)]
+    try:
+        output = command.run(argv, deadline_s=deadline_s)
+    except CaptureError as error:
+        return Probe(problem=error.message)
+    if output.timed_out:
+        return Probe(problem=f"import torch: not done within {deadline_s:g} s")
+    return parse(output.stdout, output.stderr, output.returncode)
+
+
+def parse(stdout: bytes, stderr: str, code: int | None) -> Probe:
+    """What the program printed on its last line; else why it did not."""
+    lines = stdout.splitlines()
+    try:
+        seen: dict[str, Any] = json.loads(lines[-1])
+        return Probe(**seen)
+    except (IndexError, ValueError, TypeError):
+        said = stderr.strip().splitlines()
+        return Probe(problem=f"import torch fails: {said[-1][:300] if said else f'exit status {code}'}")

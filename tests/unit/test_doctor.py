@@ -1,0 +1,499 @@
+"""What the doctor concludes from what it saw, by tables: each setting, its result, and a remedy that fits the place."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from safelaunch import doctor
+from safelaunch.capture import stacks
+from safelaunch.cli import doctor as command
+from safelaunch.doctor import attach, node, rules, torch_probe, torch_rules, tracing
+from safelaunch.doctor.check import Check, failed, ok, warning
+from safelaunch.doctor.rules import GIB, MIB, Clock, Disk
+from safelaunch.doctor.torch_rules import Probe
+from safelaunch.doctor.tracing import Rights, Trial
+from safelaunch.errors import UsageError
+
+DENIED = Trial("permission denied: no ptrace here (seccomp, or CAP_SYS_PTRACE missing)")
+WELL = Trial("", 0.02)
+HOST = Rights(yama=None, capable=False, seccomp=0, place="host")
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+REMEDIES = [
+    # rights, words that the remedy must have, words that it must not have
+    (replace(HOST, yama=1), ["sysctl kernel.yama.ptrace_scope=0", "setcap"], ["docker", "on the host"]),
+    (replace(HOST, yama=2), ["sysctl kernel.yama.ptrace_scope=1", "setcap"], ["docker"]),
+    (replace(HOST, yama=3), ["next boot", "/etc/sysctl.d"], ["setcap", "cap-add"]),
+    (replace(HOST, yama=3, capable=True), ["next boot"], ["cap-add"]),
+    (replace(HOST, place="docker"), ["docker run --cap-add=SYS_PTRACE"], ["sysctl", "podman"]),
+    (replace(HOST, place="docker", yama=1), ["--cap-add=SYS_PTRACE", "on the host: sudo sysctl"], ["podman"]),
+    (replace(HOST, place="docker", capable=True, seccomp=2), ["seccomp=unconfined"], ["cap-add"]),
+    (replace(HOST, place="docker", capable=False, seccomp=2), ["--cap-add=SYS_PTRACE"], ["unconfined"]),
+    (replace(HOST, place="podman"), ["podman run --cap-add=SYS_PTRACE"], ["docker"]),
+    (replace(HOST, place="kubernetes"), ["securityContext:", 'add: ["SYS_PTRACE"]'], ["docker"]),
+    (replace(HOST, place="kubernetes", capable=True, seccomp=2), ["seccompProfile"], ["SYS_PTRACE"]),
+    (replace(HOST, place="apptainer"), ["--add-caps CAP_SYS_PTRACE"], ["docker"]),
+    (replace(HOST, capable=True), ["SELinux"], ["cap-add", "sysctl"]),
+]
+
+
+@pytest.mark.parametrize(("rights", "must", "must_not"), REMEDIES, ids=[str(row[0]) for row in REMEDIES])
+def test_a_denied_reading_gets_the_remedy_of_this_place(rights: Rights, must: list[str], must_not: list[str]) -> None:
+    check = tracing.attach_check(DENIED, rights)
+    assert check.result == "failed"
+    assert not [word for word in must if word not in check.fix], check.fix
+    assert not [word for word in must_not if word in check.fix], check.fix
+    assert str(rights) in check.detail
+
+
+def test_in_a_container_its_own_remedy_comes_before_the_hosts() -> None:
+    fix = tracing.remedy(replace(HOST, place="docker", yama=1))
+    assert fix.index("--cap-add") < fix.index("sysctl")
+
+
+@pytest.mark.parametrize("rights", [row[0] for row in REMEDIES], ids=str)
+def test_what_works_is_well_whatever_the_settings_say(rights: Rights) -> None:
+    check = tracing.attach_check(WELL, rights)
+    assert (check.result, check.fix) == ("ok", "")
+    assert "20 ms" in check.detail
+
+
+def test_root_is_told_that_others_may_fare_otherwise() -> None:
+    assert "as root" in tracing.attach_check(WELL, replace(HOST, root=True)).detail
+    assert "as root" not in tracing.attach_check(WELL, HOST).detail
+
+
+@pytest.mark.parametrize(
+    ("problem", "fix"),
+    [
+        ("this py-spy does not know the target's Python (3.20); upgrade py-spy", "pip install -U py-spy"),
+        ("no answer within 3 s", "overloaded"),
+        ("something else", "by hand"),
+    ],
+)
+def test_other_failures_have_remedies_of_their_own(problem: str, fix: str) -> None:
+    check = tracing.attach_check(Trial(problem), HOST)
+    assert check.result == "failed" and problem in check.detail and fix in check.fix
+    assert "SYS_PTRACE" not in check.fix
+
+
+def test_strangers_and_c_frames_are_only_warned_about() -> None:
+    stranger = tracing.stranger_check(DENIED, replace(HOST, yama=1))
+    assert (stranger.result, "ptrace_scope=0" in stranger.fix) == ("warning", True)
+    assert tracing.native_check(Trial("no answer within 15 s")).result == "warning"
+    assert tracing.stranger_check(WELL, HOST).result == tracing.native_check(WELL).result == "ok"
+
+
+@pytest.mark.parametrize(
+    ("path", "version", "python", "result"),
+    [
+        ("/bin/py-spy", "0.4.3", (3, 11), "ok"),
+        ("/bin/py-spy", "0.4.0", (3, 13), "ok"),
+        ("/bin/py-spy", "0.3.14", (3, 13), "failed"),
+        ("/bin/py-spy", "0.3.14", (3, 11), "ok"),
+        ("/bin/py-spy", "", (3, 11), "failed"),
+        ("", "", (3, 11), "failed"),
+    ],
+)
+def test_py_spy_itself(path: str, version: str, python: tuple[int, int], result: str) -> None:
+    check = tracing.version_check(path, version, python)
+    assert check.result == result
+    assert bool(check.fix) == (result == "failed")
+
+
+@pytest.mark.parametrize(
+    ("environ", "container", "place"),
+    [
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True, "kubernetes"),
+        ({"APPTAINER_CONTAINER": "/x.sif"}, False, "apptainer"),
+        ({"SINGULARITY_CONTAINER": "/x.sif"}, True, "apptainer"),
+        ({}, True, "docker"),
+        ({}, False, "host"),
+    ],
+)
+def test_which_place_this_is(
+    environ: dict[str, str], container: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    assert attach.place(environ, container) == place
+
+
+# --- the node ---------------------------------------------------------------------------------------------------------
+
+
+def disk(free: int, total: int = 100 * GIB, kind: str = "ext4") -> Disk:
+    return Disk("/tmp", total, free, kind)
+
+
+@pytest.mark.parametrize(
+    ("found", "result"),
+    [
+        (disk(10 * GIB), "ok"),
+        (disk(64 * MIB), "ok"),
+        (disk(64 * MIB - 1), "warning"),
+        (disk(8 * MIB), "warning"),
+        (disk(8 * MIB - 1), "failed"),
+        (disk(0), "failed"),
+        (disk(10 * GIB, kind="nfs4"), "warning"),
+        (disk(10 * GIB, kind="fuse.sshfs"), "warning"),
+        (disk(10 * GIB, kind="tmpfs"), "ok"),
+        (Disk("/tmp", problem="no answer from the kernel within 4 s"), "failed"),
+    ],
+)
+def test_room(found: Disk, result: str) -> None:
+    check = rules.room_check("/tmp", found, "bundles")
+    assert check.result == result
+    assert bool(check.fix) == (result != "ok")
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "place", "result", "fix"),
+    [
+        (64 * MIB, 64 * MIB, "docker", "warning", "--shm-size"),
+        (64 * MIB, 64 * MIB, "kubernetes", "warning", "emptyDir"),
+        (64 * MIB, 64 * MIB, "host", "warning", "remount"),
+        (16 * GIB, 0, "docker", "warning", "--shm-size"),
+        (16 * GIB, 8 * GIB, "docker", "ok", ""),
+    ],
+)
+def test_shared_memory(total: int, free: int, place: tracing.Place, result: str, fix: str) -> None:
+    check = rules.shm_check(Disk("/dev/shm", total, free, "tmpfs"), place)
+    assert check.result == result and fix in check.fix
+
+
+def test_a_run_root_that_cannot_be_used_fails_with_what_to_do() -> None:
+    check = rules.run_root_check(Disk("/tmp/safelaunch-7"), "not a private directory of yours (owner 0, mode 755)")
+    assert check.result == "failed" and "unwatched" in check.detail and "XDG_RUNTIME_DIR" in check.fix
+
+
+@pytest.mark.parametrize(("longest", "result"), [(53, "ok"), (107, "ok"), (108, "failed")])
+def test_socket_paths(longest: int, result: str) -> None:
+    assert rules.socket_check("/tmp/safelaunch-0", longest).result == result
+
+
+def test_the_longest_socket_path_counts_every_part() -> None:
+    root = Path("/tmp/safelaunch-0")
+    assert node.longest_socket(root) == node.longest_socket(Path("/tmp")) + len("/safelaunch-0")
+    assert node.longest_socket(root) > len("/tmp/safelaunch-0/r1/pages/0-0-1.sock")
+
+
+@pytest.mark.parametrize(
+    ("clock", "result"),
+    [
+        (Clock("tsc", 0, 0, 60), "ok"),
+        (Clock("tsc", 4000, 0, 60), "ok"),
+        (Clock("hpet", 0, 0, 900), "warning"),
+        (Clock("acpi_pm", 0, 0, 2500), "warning"),
+        (Clock("", 0, 0, 60), "ok"),
+        (Clock("tsc", 0, 0, 2500), "warning"),
+        (Clock("tsc", 0, 1.0, 60), "warning"),
+        (Clock("tsc", 0, -1.0, 60), "warning"),
+    ],
+)
+def test_clock(clock: Clock, result: str) -> None:
+    check = rules.clock_check(clock)
+    assert check.result == result and bool(check.fix) == (result != "ok")
+
+
+@pytest.mark.parametrize(
+    ("problem", "low", "high", "result"),
+    [
+        ("", 32768, 60999, "ok"),
+        ("", 0, 0, "ok"),
+        ("", 32768, 33000, "warning"),
+        ("", 1024, 65535, "warning"),
+        ("Cannot assign requested address", 32768, 60999, "failed"),
+    ],
+)
+def test_ports(problem: str, low: int, high: int, result: str) -> None:
+    check = rules.port_check(problem, low, high)
+    assert check.result == result and bool(check.fix) == (result != "ok")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "took_s", "problem", "result"),
+    [
+        (("127.0.0.1",), 0.01, "", "ok"),
+        (("10.0.0.1",), 5.0, "", "warning"),
+        ((), 0.1, "Name or service not known", "warning"),
+        ((), 8.0, "no answer within 8 s", "warning"),
+    ],
+)
+def test_host_name(addresses: tuple[str, ...], took_s: float, problem: str, result: str) -> None:
+    check = rules.hostname_check("node1", addresses, took_s, problem)
+    assert check.result == result and ("/etc/hosts" in check.fix) == (result != "ok")
+
+
+@pytest.mark.parametrize(
+    ("files", "processes", "used", "result"),
+    [
+        (65536, -1, 300, "ok"),
+        (-1, -1, 300, "ok"),
+        (4096, 4096, 300, "ok"),
+        (1024, -1, 300, "warning"),
+        (65536, 1024, 300, "warning"),
+        (65536, 10000, 9000, "warning"),
+        (256, 256, 200, "warning"),
+    ],
+)
+def test_limits(files: int, processes: int, used: int, result: str) -> None:
+    check = rules.limits_check(files, processes, used)
+    assert check.result == result
+    assert ("ulimit -n" in check.fix) == (0 <= files < 4096)
+
+
+@pytest.mark.parametrize(
+    ("limits", "result", "words"),
+    [
+        ({}, "ok", "no memory limit"),
+        ({"memory.max": "max", "pids.max": "max"}, "ok", "no memory limit"),
+        ({"memory.limit_in_bytes": "9223372036854771712"}, "ok", "no memory limit"),
+        ({"memory.max": str(200 * GIB)}, "ok", "no memory limit"),
+        ({"memory.max": str(32 * GIB), "memory.current": str(GIB)}, "ok", "memory 32 GiB"),
+        ({"memory.max": str(GIB)}, "warning", "little"),
+        ({"memory.max": str(32 * GIB), "memory.events": "oom 3; oom_kill 2"}, "warning", "2 of its processes"),
+        ({"memory.oom_control": "oom_kill_disable 0; under_oom 0; oom_kill 1"}, "warning", "1 of its processes"),
+        ({"memory.events": "oom 0; oom_kill 0"}, "ok", ""),
+        ({"pids.max": "1000", "pids.current": "900"}, "warning", "900 of 1000"),
+        ({"pids.max": "10000", "pids.current": "900"}, "ok", "900 of 10000"),
+    ],
+)
+def test_control_group(limits: dict[str, str], result: str, words: str) -> None:
+    check = rules.cgroup_check(limits, 128 * GIB)
+    assert check.result == result and words in check.detail
+
+
+def test_left_behind() -> None:
+    assert rules.leftover_check((), (), 0).result == "ok"
+    dead = rules.leftover_check(("/tmp/s/r1",), (), 2)
+    assert dead.result == "ok" and "2 live runs" in dead.detail and "/tmp/s/r1" in dead.detail
+    kept = rules.leftover_check((), ("/tmp/s/bundles/a-Z-hang",), 0)
+    assert kept.result == "warning" and "/tmp/s/bundles/*" in kept.fix
+
+
+def test_the_kind_of_a_disk_is_that_of_the_deepest_mount() -> None:
+    mounts = (
+        "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n"
+        "tmpfs /data/fast\\040one tmpfs rw 0 0\n/dev/b /da xfs rw 0 0\n"
+    )
+    found = {path: node.kind(Path(path), mounts) for path in ("/", "/data/a", "/data/fast one/x", "/database")}
+    assert found == {"/": "ext4", "/data/a": "nfs4", "/data/fast one/x": "tmpfs", "/database": "ext4"}
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+GOOD = Probe(
+    python="3.11.7",
+    import_s=1.4,
+    distributed=True,
+    server=True,
+    register=True,
+    dump=True,
+    handlers={"ping": 200, "fr_trace_json": 200, "dump_nccl_trace_json": 404},
+    beacon=True,
+)
+OLD_NCCL = {"ping": 200, "fr_trace_json": 404, "dump_nccl_trace_json": 200}
+
+
+@pytest.mark.parametrize(
+    ("probe", "imported", "beacon", "server", "recorder"),
+    [
+        (GOOD, "ok", "ok", "ok", "ok"),
+        (replace(GOOD, problem="import torch fails: ImportError"), "failed", None, None, None),
+        (replace(GOOD, distributed=False), "failed", "ok", None, None),
+        (replace(GOOD, import_s=40.0), "warning", "ok", "ok", "ok"),
+        (replace(GOOD, beacon=False), "ok", "failed", "ok", "ok"),
+        (replace(GOOD, server=False, handlers={}), "ok", "ok", "warning", None),
+        (replace(GOOD, register=False), "ok", "ok", "warning", "warning"),
+        (replace(GOOD, register=False, handlers=OLD_NCCL), "ok", "ok", "warning", "warning"),
+        (replace(GOOD, handlers={"ping": 0}), "ok", "ok", "failed", "warning"),
+    ],
+)
+def test_torch(probe: Probe, imported: str, beacon: str | None, server: str | None, recorder: str | None) -> None:
+    checks = [
+        torch_rules.import_check(probe),
+        torch_rules.beacon_check(probe),
+        torch_rules.server_check(probe),
+        torch_rules.recorder_check(probe),
+    ]
+    assert [check.result if check else None for check in checks] == [imported, beacon, server, recorder]
+
+
+def test_the_users_own_sitecustomize_is_named() -> None:
+    check = torch_rules.beacon_check(replace(GOOD, chained="/usr/lib/python3/sitecustomize.py"))
+    assert check is not None and check.result == "ok" and "/usr/lib/python3/sitecustomize.py" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "result"),
+    [
+        ("2.13.0+cpu", 59, "ok"),
+        ("2.6.0", 50, "ok"),
+        ("2.5.1", 50, "failed"),
+        ("1.13", 50, "failed"),
+        ("", 50, "ok"),
+        ("3.0", 0, "warning"),
+    ],
+)
+def test_torch_version(version: str, options: int, result: str) -> None:
+    assert torch_rules.version_check(version, "/x/torch", options).result == result
+
+
+@pytest.mark.parametrize(
+    ("missing", "cuda", "devices", "result"),
+    [
+        ("", "12.8", True, "ok"),
+        ("no NVIDIA driver here (libnvidia-ml.so.1 not found)", "", False, "ok"),
+        ("no NVIDIA driver here (libnvidia-ml.so.1 not found)", "12.8", False, "warning"),
+        ("no NVIDIA driver here (libnvidia-ml.so.1 not found)", "", True, "warning"),
+        ("the Python package nvidia-ml-py is not installed", "", False, "warning"),
+        ("NVML: no answer within 5 s: the driver itself may be stuck", "12.8", True, "failed"),
+    ],
+)
+def test_gpus(missing: str, cuda: str, devices: bool, result: str) -> None:
+    assert torch_rules.gpu_check(0 if missing else 8, missing, cuda, devices).result == result
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "words"),
+    [
+        (b"", "Traceback\nImportError: libcudart.so.12: cannot open", "libcudart.so.12"),
+        (b"", "", "exit status 3"),
+        (b"not json\n", "", "exit status 3"),
+        (b'{"unknown": 1}\n', "", "exit status 3"),
+    ],
+)
+def test_a_probe_that_says_nothing_usable(stdout: bytes, stderr: str, words: str) -> None:
+    assert words in torch_probe.parse(stdout, stderr, 3).problem
+
+
+def test_a_probe_is_read_from_its_last_line() -> None:
+    probe = torch_probe.parse(b'a greeting\n{"python": "3.11.7", "beacon": true}\n', "", 0)
+    assert probe == Probe(python="3.11.7", beacon=True)
+
+
+def test_hints_name_what_is_set() -> None:
+    assert "PET_NNODES" in torch_rules.hints({"PET_NNODES": "2"}).detail
+    assert "PYTHONSAFEPATH" in torch_rules.hints({"PYTHONSAFEPATH": "1"}).detail
+    assert torch_rules.hints({"HOME": "/"}).detail.startswith("nothing")
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checks", "result"),
+    [
+        ((), "ok"),
+        ((ok("a", ""), ok("b", "")), "ok"),
+        ((ok("a", ""), warning("b", "")), "warning"),
+        ((warning("a", ""), failed("b", ""), ok("c", "")), "failed"),
+    ],
+)
+def test_the_worst_result_counts(checks: tuple[Check, ...], result: str) -> None:
+    assert doctor.worst(checks) == result
+
+
+CHECKS = (
+    ok("torch", "2.13"),
+    failed("reading stacks", "permission denied " + "because " * 20, "in the pod:\n  securityContext:\n    x: y"),
+)
+
+
+def test_text_aligns_wraps_and_keeps_the_lines_of_a_remedy() -> None:
+    lines = command.text(CHECKS, width=80, colour=False).splitlines()
+    assert lines[0] == "ok       torch           2.13"
+    assert lines[1].startswith("failed   reading stacks  permission denied")
+    assert lines[2].startswith(" " * 25 + "because")
+    assert "         -> in the pod:" in lines and "            " + "    x: y" in lines
+    assert lines[-1] == "2 checks: 1 ok, 0 warning, 1 failed"
+    assert max(map(len, lines)) <= 80
+
+
+def test_colour_changes_nothing_but_colour() -> None:
+    coloured = command.text(CHECKS, width=80, colour=True)
+    plain = coloured.replace("\x1b[32m", "").replace("\x1b[31m", "").replace("\x1b[0m", "")
+    assert coloured != plain == command.text(CHECKS, width=80, colour=False)
+
+
+def test_the_json_document() -> None:
+    found = json.loads(json.dumps(command.document(CHECKS)))
+    assert (found["schema"], found["result"]) == (1, "failed")
+    assert set(found["checks"][0]) == {"name", "result", "detail", "fix"}
+
+
+@pytest.mark.parametrize(("checks", "code"), [(CHECKS, 1), ((warning("a", "b", "c"),), 0)])
+def test_exit_code(
+    checks: tuple[Check, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "examine", lambda *_: checks)
+    assert command.main([]) == code
+    assert capsys.readouterr().out.endswith(f"{int(code == 1)} failed\n")
+
+
+def test_without_torch_the_rest_is_examined_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def none(_: object) -> None:
+        raise UsageError("torch is not installed here", "pip install torch")
+
+    monkeypatch.setattr(doctor.torchrun, "find", none)
+    environ = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
+    checks = {check.name: check for check in doctor.examine(environ, os.getuid(), tmp_path)}
+    assert checks["torch"].result == "failed" and checks["torch"].fix == "pip install torch"
+    assert {"ports", "clock", "run directory", "py-spy"} <= set(checks)
+
+
+def test_a_look_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the disk is on fire")
+
+    for name in ("_tracing", "_torch", "_node"):
+        monkeypatch.setattr(doctor, name, lambda _: ())
+    monkeypatch.setattr(doctor.node, "run_root", broken)
+    checks = doctor.examine({"PATH": os.environ["PATH"]}, os.getuid(), tmp_path)
+    assert warning("disks", "not examined: RuntimeError: the disk is on fire") in checks
+
+
+def test_a_wrong_variable_of_ours_is_found(tmp_path: Path) -> None:
+    subject = doctor.Subject({"SAFELAUNCH_STALL": "3"}, os.getuid(), tmp_path, None, None, (0.0, 0.0))
+    hints, configuration = doctor._configuration(subject)
+    assert hints is not None and configuration is not None
+    assert configuration.result == "failed" and "SAFELAUNCH_STALL" in configuration.detail
+
+
+def test_a_py_spy_that_is_denied_fails_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for py-spy that says what the real one says without CAP_SYS_PTRACE."""
+    denied = tmp_path / "py-spy"
+    denied.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = --version ] && echo py-spy 0.4.3 && exit\n'
+        "echo 'Error: Permission denied (os error 13)' >&2\n"
+        "exit 1\n"
+    )
+    denied.chmod(0o755)
+    monkeypatch.setattr(stacks, "find_py_spy", lambda given=None: os.fspath(denied))
+    subject = doctor.Subject({}, os.getuid(), tmp_path, None, None, (0.0, 0.0))
+    py_spy, reading = doctor._tracing(subject)
+    assert py_spy is not None and reading is not None
+    assert py_spy.result == "ok" and "0.4.3" in py_spy.detail
+    assert reading.result == "failed" and "permission denied" in reading.detail and reading.fix
+
+
+@pytest.mark.torch
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole examination for real, torch and py-spy included."""
+    code = command.main(["--json"])
+    found = json.loads(capsys.readouterr().out)
+    results = {check["name"]: check["result"] for check in found["checks"]}
+    assert code == int("failed" in results.values())
+    assert {"py-spy", "reading stacks", "torch", "import torch", "worker server", "Flight Recorder"} <= set(results)
+    assert {"beacon", "run directory", "socket paths", "/dev/shm", "ports", "host name", "clock"} <= set(results)
+    for name in ("py-spy", "torch", "import torch", "beacon", "worker server", "run directory", "ports"):
+        assert results[name] == "ok", found
+    assert not [check for check in found["checks"] if "not examined" in check["detail"]]
