@@ -35,21 +35,25 @@ def clean_lines(text: str) -> list[str]:
     return [clean(line).rstrip() for line in _ESCAPES.sub("", text).splitlines()]
 
 
-def source_line(path: str, line: int) -> str | None:
-    """The default ``ReadLine``: that line of a Python file on this machine; None where it cannot be had.
+def source_text(path: str) -> str | None:
+    """A Python file on this machine, at most 4 MB of it; None where it cannot be had.
 
-    Paths come from the job and may name anything: only regular files that end in ``.py``, and only up to that line.
+    Paths come from the job and may name anything: only regular files that end in ``.py`` are opened. The file may lie
+    on a file system that hangs as the job does: call it under a deadline where that matters.
     """
-    if not path.endswith(".py") or line < 1 or not Path(path).is_file():
-        return None
     try:
+        if not path.endswith(".py") or not Path(path).is_file():
+            return None
         with open(path, encoding="utf-8", errors="replace") as file:
-            for number, text in enumerate(file, 1):
-                if number == line:
-                    return text.strip()[:200]
+            return file.read(4 << 20)
     except (OSError, ValueError):
         return None
-    return None
+
+
+def source_line(path: str, line: int) -> str | None:
+    """One line of :func:`source_text`, counted from 1; the ``read_line`` of a report made where the job ran."""
+    lines = (source_text(path) or "").splitlines()
+    return lines[line - 1].strip()[:200] if 0 < line <= len(lines) else None
 
 
 # --- one screen ---------------------------------------------------------------------------------------------------
