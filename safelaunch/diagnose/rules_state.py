@@ -14,6 +14,7 @@ from safelaunch.diagnose.findings import (
     lower,
     plural,
     ranks_word,
+    small,
     summary_of,
     wait_claims,
     waits_words,
@@ -63,7 +64,7 @@ def first_failure(facts: Facts) -> Ruling:
     ruled = [f"{ranks_word(later)} failed later, after {ranks_word([first.rank])}"] if later else []
     blamed = [r for r in others if facts.ranks[r].evidence.exception is not None and facts.ranks[r].wait]
     if blamed:
-        ruled.append(f"the errors of {ranks_word(blamed)} report that a peer was gone: consequences")
+        ruled.append(f"the errors of {small(ranks_word(blamed))} report that a peer was gone: consequences")
     confidence = main.confidence
     if facts.unseen and main.cause != "rank-exception":
         confidence = lower(confidence)
