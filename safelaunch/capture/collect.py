@@ -83,7 +83,8 @@ def _rank(
     main, children = evidence_of(looks, target.rank)
     last = next((look.ranks[target.rank] for look in reversed(looks) if target.rank in look.ranks), None)
     _write_stacks(folder, last, sink)
-    sink.add_json(_from_proc(f"{folder}/proc.json", main is not None), {"main": main, "children": children})
+    seen = {"main": main, "children": children} if main is not None else None
+    sink.add_json(_from_proc(f"{folder}/proc.json", main is not None), seen)
     progress = known.progress
     sink.add_json(
         Artifact(f"{folder}/progress.json", "progress page", 0.0, "" if progress else "this rank has no beacon"),
