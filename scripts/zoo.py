@@ -1,8 +1,8 @@
 """Runs the hang zoo, every class with every rank as the culprit, and prints what the verdicts were.
 
-    python scripts/zoo.py                       # the whole matrix
-    python scripts/zoo.py --only asleep,gil     # some classes
-    python scripts/zoo.py --ranks 4 --json zoo.json
+python scripts/zoo.py                       # the whole matrix
+python scripts/zoo.py --only asleep,gil     # some classes
+python scripts/zoo.py --ranks 4 --json zoo.json
 """
 
 from __future__ import annotations

@@ -1,0 +1,150 @@
+"""Jobs that fail: the verdict names the rank that failed first, and tells its victims from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from jobs import PROGRAMS, Job, Result
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+
+CRASHING = PROGRAMS / "crashing.py"
+
+
+def line_of(script: Path, mark: str) -> int:
+    """The number of the line that ends in the comment ``mark``."""
+    return next(n for n, text in enumerate(script.read_text().splitlines(), 1) if text.endswith(f"# {mark}"))
+
+
+def run(tmp_path: Path, *words: str | Path) -> Result:
+    with Job(words, tmp_path) as job:
+        return job.wait()
+
+
+def crash(tmp_path: Path, ranks: int, how: str, culprit: int, script: Path = CRASHING) -> Result:
+    """Runs a crash to its end; its bundle is sound and nothing is left."""
+    result = run(tmp_path, f"--nproc-per-node={ranks}", script, "--how", how, "--culprit", str(culprit))
+    assert result.code == 1, result.stderr  # torchrun's own
+    assert result.leftovers == ()
+    assert result.bundle.path.name.endswith("-crash")
+    assert result.bundle.problems() == []
+    assert result.verdict["outcome"] == "crash"
+    assert str(result.bundle.path) in result.said
+    return result
+
+
+def culprits(result: Result) -> list[int]:
+    return [culprit["rank"] for culprit in result.verdict["culprits"]]
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_an_exception_on_one_rank(culprit: int, tmp_path: Path) -> None:
+    result = crash(tmp_path, 3, "exception", culprit)
+    verdict = result.verdict
+    assert (verdict["cause"], verdict["confidence"], culprits(result)) == ("rank-exception", "high", [culprit])
+    frame = verdict["culprits"][0]["frame"]
+    assert (frame["file"], frame["line"]) == (str(CRASHING), line_of(CRASHING, "FAILS: exception"))
+    assert "ValueError: loss 3.2 is above the limit" in verdict["summary"]
+    peers = {0, 1, 2} - {culprit}
+    assert verdict["victims"] == ",".join(map(str, sorted(peers))).replace("0,1", "0-1").replace("1,2", "1-2")
+    assert any("consequence" in text for text in verdict["ruled_out"])
+    for peer in peers:  # where they stood while the failing rank still held its connections
+        assert "training.py" in result.bundle.text(f"ranks/{peer}/stack.txt")
+        assert "Thread" in result.bundle.text(f"ranks/{peer}/stack.txt")
+    assert result.bundle.json(f"ranks/{culprit}/exception.json")["type"] == "ValueError"
+    assert f"rank      : {culprit} (local_rank: {culprit})" in result.stderr  # torchrun's own account is there
+
+
+def test_a_rank_that_exits_with_a_code(tmp_path: Path) -> None:
+    result = crash(tmp_path, 2, "exit", 1)
+    assert (result.verdict["cause"], culprits(result)) == ("rank-exited", [1])
+    assert "code 4" in result.verdict["summary"]
+    assert result.verdict["victims"] == "0"
+
+
+@pytest.mark.parametrize(("name", "culprit"), [("SIGKILL", 0), ("SIGSEGV", 1)])
+def test_a_rank_that_a_signal_kills(name: str, culprit: int, tmp_path: Path) -> None:
+    result = crash(tmp_path, 2, name, culprit)
+    assert (result.verdict["cause"], culprits(result)) == ("rank-killed", [culprit])
+    assert name in result.verdict["summary"]
+    assert result.verdict["victims"] == str(1 - culprit)
+    if name == "SIGSEGV":  # faulthandler could still speak
+        line = line_of(CRASHING, "FAILS: signal")
+        assert f'crashing.py", line {line} in kill_myself' in result.bundle.text(f"ranks/{culprit}/fault.txt")
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_clean_early_exit_names_who_left_early(culprit: int, tmp_path: Path) -> None:
+    result = crash(tmp_path, 3, "exit", culprit, PROGRAMS / "uneven.py")
+    assert (result.verdict["cause"], culprits(result)) == ("uneven-batches", [culprit])
+    assert result.verdict["victims"] == {0: "1-2", 2: "0-1"}[culprit]
+
+
+def test_an_exception_in_a_loader_worker(tmp_path: Path) -> None:
+    result = crash(tmp_path, 2, "loader", 1)
+    assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
+    assert "OSError" in result.verdict["summary"]
+    assert "sample 40 is truncated" in result.bundle.json("ranks/1/exception.json")["text"]
+    assert result.verdict["victims"] == "0"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_by_the_user_leaves_no_bundle(signum: signal.Signals, tmp_path: Path) -> None:
+    with Job(["--nproc-per-node=2", PROGRAMS / "symmetric.py", "--after", "5"], tmp_path) as job:
+        job.until(lambda: len(job.ranks()) == 2, "two ranks")
+        job.until(lambda: all(_computes(pid) for pid in job.ranks().values()), "ranks that train")
+        os.kill(job.process.pid, signum)
+        result = job.wait()
+    assert result.bundles == ()
+    assert result.leftovers == ()
+    assert result.code != 0
+    assert result.said == ""
+
+
+def _computes(pid: int) -> bool:
+    """Whether a rank has connected to its peers: torch is loaded, and it has listened for them."""
+    try:
+        return "libgloo" in (maps := Path(f"/proc/{pid}/maps").read_text()) or "libtorch_cpu" in maps
+    except OSError:
+        return False
+
+
+def test_a_restart_after_a_crash(tmp_path: Path) -> None:
+    script = tmp_path / "flaky.py"
+    script.write_text(
+        "import os\n"
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1':\n"
+        "    raise ValueError('only at first')\n"
+    )
+    result = run(tmp_path, "--nproc-per-node=2", "--max-restarts=1", script)
+    assert result.code == 0, result.stderr
+    assert sorted(result.stdout.split("\n")).count("attempt 1") == 2
+    assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
+    assert result.verdict["culprits"][0]["frame"]["line"] == 4
+    assert result.leftovers == ()
+
+
+def test_a_crash_in_both_attempts_leaves_a_bundle_for_each(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import os\nif os.environ['RANK'] == '0':\n    raise ValueError('always')\n")
+    result = run(tmp_path, "--nproc-per-node=2", "--max-restarts=1", script)
+    assert result.code == 1, result.stderr
+    assert len(result.bundles) == 2
+    for bundle in result.bundles:
+        assert (bundle.verdict["cause"], bundle.verdict["culprits"][0]["rank"]) == ("rank-exception", 0)
+        assert bundle.problems() == []
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype"])
+def test_sizes_that_differ_abort_a_rank(how: str, tmp_path: Path) -> None:
+    """gloo aborts whoever received more than it expected: a victim as likely as the one at fault."""
+    result = crash(tmp_path, 3, how, 1, PROGRAMS / "collectives.py")
+    line = next(
+        n for n, text in enumerate((PROGRAMS / "collectives.py").read_text().splitlines(), 1) if f"HANGS: {how}" in text
+    )
+    faults = [path.read_text() for path in result.bundle.path.glob("ranks/*/fault.txt")]
+    assert any(f'collectives.py", line {line} in' in text for text in faults)
