@@ -172,7 +172,7 @@ def write(
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
     verdict = _verdict(evidence)
     _finish(staging, verdict, evidence, about, timeline.plus("verdict"))
-    name = name_of(about.run_name, time.time(), outcome)
+    name = name_of(about.run_name, time.time(), verdict.outcome)
     published = publish(staging.root, about.bundle_dir, name, about.fallback_dir, deadline_s=PUBLISH_DEADLINE_S)
     return Report(verdict, evidence, published)
 

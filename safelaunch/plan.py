@@ -30,7 +30,7 @@ class Plan:
     """One job, ready to start.
 
     ``watched`` False: without beacon and watch. ``torch`` None: not known (exec). ``by_torchrun`` False: ``argv`` is
-    any command, and nobody but the kernel will tell how ranks end. ``script``: the script or command as the user wrote it.
+    any command, and nobody but the kernel will tell how ranks end. ``script``: what to run, as the user wrote it.
     """
 
     argv: tuple[str, ...]

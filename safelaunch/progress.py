@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -51,6 +52,23 @@ class Page:
     def acknowledge(self) -> None:
         """Tells a rank (or the agent) that waits for it that its peers have been looked at."""
         self._words[layout.ACK] = 1
+
+    def begin_question(self) -> bool:
+        """Announces a question to a handler that needs the GIL; False when the rank is exiting and must not be asked.
+
+        Announce, then look: the rank does the reverse at its exit, so one of the two always sees the other.
+        """
+        self._words[layout.ASKING] = 1
+        time.sleep(0.001)  # both sides write and then read the other's word; give the stores time to cross
+        if self._words[layout.STATE] != layout.EXITED:
+            return True
+        self._words[layout.ASKING] = 0
+        return False
+
+    def end_question(self, answered: bool) -> None:
+        """An unanswered question stays announced: its handler still waits for the GIL in the rank."""
+        if answered:
+            self._words[layout.ASKING] = 0
 
     def announce_end(self) -> None:
         """Tells the agent that the SIGTERM that follows is ours, so that it need not print where it was."""

@@ -10,7 +10,7 @@ import os
 import time
 
 from . import process
-from .cases import CrashCase, StallCase
+from .crash_case import CrashCase
 from .config import Settings
 from .console import say
 from .forward import Forwarder
@@ -23,6 +23,7 @@ from .paths import sweep
 from .progress import AgentEvent, Roster
 from .session import EXIT_HUNG, Job
 from .stall import Policy
+from .stall_case import StallCase
 from .task import Task
 from .watch import Glance, Watch
 
@@ -81,7 +82,7 @@ class Supervisor:
         stopped_by_us = self._ending is not None
         if os.WIFSIGNALED(status) and not stopped_by_us:
             self._end_survivors(status)
-        self._finish()
+        self._finish(status)
         if stopped_by_us:
             self._say_ended()
             return EXIT_HUNG << 8
@@ -101,6 +102,8 @@ class Supervisor:
         glance = self._watch.tick(now)
         for event in glance.agent:
             self._note_exits(event)
+            if not (self._forwarder.stop_requested or self._ending):
+                self._crash.on_agent(event)
         if self._forwarder.stop_requested or self._ending is not None:
             # A user or a scheduler stops the job, or we do: nobody is accused, and nobody is kept waiting.
             self._watch.acknowledge()
@@ -146,15 +149,17 @@ class Supervisor:
         """torchrun was killed: without it nobody would ever end its ranks."""
         survivors = self._below_us()
         if survivors:
-            say(f"torchrun was ended by signal {os.WTERMSIG(status)}: ending the {len(survivors)} processes it left")
+            say(
+                f"the launcher was ended by signal {os.WTERMSIG(status)}: ending the {len(survivors)} processes it left"
+            )
             process.end_all(self._job.agent, self._below_us, grace_s=GRACE_S)
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
     def _on_crash(self, glance: Glance) -> None:
-        if self._crash.wants(glance) and self._stall.looking:
-            self._stall.abandon()
         report = self._crash.advance(glance)
+        if self._crash.begun and self._stall.looking:
+            self._stall.abandon()
         if report is not None:
             self._show(report)
 
@@ -176,15 +181,28 @@ class Supervisor:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
+    def _finish(self, status: int) -> None:
         """The agent has ended: its last words are read, and what is being written is finished."""
         deadline = time.monotonic() + WRITE_PATIENCE_S
         self._guarded_tick()
+        if self._watching and not self._forwarder.stop_requested and self._ending is None:
+            self._note_end(status)
         while self._watching and not self._forwarder.stop_requested and self._ending is None:
             if not (self._crash.busy or self._stall.writing) or time.monotonic() > deadline:
                 break
             self._forwarder.wait(BUSY_TICK_S)
             self._guarded_tick()
+
+    def _note_end(self, status: int) -> None:
+        """How the job ended says how its rank did, where the command is the rank (``exec -- python train.py``)."""
+        if not self._job.plan.by_torchrun:
+            code = os.waitstatus_to_exitcode(status)
+            for rank, progress in self._watch.last_progress.items():
+                if progress.pid == self._job.agent.pid:
+                    self._exit_events.setdefault(rank, RankExit(code, time.time()))
+            if code and self._watch.last_progress and not self._crash.begun:
+                self._crash.begin_late()
+        self._crash.on_end()
 
     def _say_ended(self) -> None:
         assert self._hung is not None and self._ending is not None

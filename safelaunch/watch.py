@@ -103,7 +103,7 @@ class Watch:
     def _with_beacon(self, rank: int, page: Page) -> Target:
         progress = page.read()
         socket = self.roster.companion(page, layout.SERVER_SUFFIX) if page.server_up else None
-        return Target(rank, progress.local_rank, progress.pid, progress.start_ticks, page.name, socket)
+        return Target(rank, progress.local_rank, progress.pid, progress.start_ticks, page.name, socket, page)
 
     def without_beacon(self) -> tuple[Worker, ...]:
         """Workers that the agent started and no beacon speaks for."""

@@ -132,3 +132,4 @@ def _at_exit() -> None:
         _note_exception(type(value), value, value.__traceback__)
     _words[layout.EXIT_NS] = monotonic_ns()
     marks.set_state(layout.EXITED)
+    page.wait_for_answers(_words)

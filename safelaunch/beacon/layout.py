@@ -67,4 +67,6 @@ FAULT_SUFFIX = ".fault"
 EXCEPTION_SUFFIX = ".exception"
 EVENTS = "agent.events"
 LOG = "beacon.log"
+ASKING = 23  # written by the supervisor: it asks, or has asked without an answer, a handler that needs the GIL
+LAST_ANSWER_S = 2.0  # the longest that an exiting rank waits for such a handler
 HOLD_S = 3.0  # the longest that a dying rank, or the agent ending its peers, waits for the supervisor's ACK

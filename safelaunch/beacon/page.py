@@ -49,6 +49,17 @@ def die_with_parent(parent: int, signum: int) -> None:
         os.kill(os.getpid(), signum)
 
 
+def wait_for_answers(words: memoryview) -> None:
+    """At exit: lets a handler that the supervisor has asked finish; ``layout.LAST_ANSWER_S`` seconds at most.
+
+    A thread that wants the GIL when the interpreter is gone aborts the process. From here on the supervisor asks nothing
+    more: it looks at the state after it has announced its question.
+    """
+    deadline = monotonic_ns() + int(layout.LAST_ANSWER_S * 1e9)
+    while words[layout.ASKING] and monotonic_ns() < deadline:
+        sleep(0.005)
+
+
 def wait_for_ack(words: memoryview, supervisor_pid: int) -> None:
     """Waits until the supervisor has looked at the peers, at most ``layout.HOLD_S`` and only while it lives."""
     deadline = monotonic_ns() + int(layout.HOLD_S * 1e9)

@@ -48,6 +48,7 @@ class Known:
     exception: RankException | None = None
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
+    flight: FlightCapture | None = None  # asked for before the rank was let go
 
 
 def ranks(
@@ -92,9 +93,11 @@ def _rank(
     )
     gil = GilTest()
     record = None
-    if ask and target.socket is not None:
-        gil = worker_server.gil_test(str(target.socket))
-        capture = flight_recorder.flight_record_of(str(target.socket), ask_python=gil.python is not False)
+    if known.flight is not None:
+        record = known.flight.record.value
+        _write_flight_record(target.rank, known.flight, sink)
+    elif ask and target.socket is not None:
+        gil, capture = ask_server(target)
         record = capture.record.value
         _write_flight_record(target.rank, capture, sink)
     else:
@@ -117,6 +120,25 @@ def _rank(
         code_roots=known.code_roots,
         log_tail=tail,
     )
+
+
+def ask_server(target: Target, *, deadline_s: float = 2.0) -> tuple[GilTest, FlightCapture]:
+    """The GIL test and the Flight Recorder; what needs the GIL is not asked of a rank that is exiting."""
+    path = str(target.socket)
+    if target.questions is None or not target.questions.begin_question():
+        record = flight_recorder.flight_record_of(path, json_deadline_s=deadline_s, ask_python=False)
+        return GilTest(), record
+    answered = False
+    try:
+        gil = worker_server.gil_test(path, deadline_s=deadline_s / 2)
+        asked = gil.python is not False
+        record = flight_recorder.flight_record_of(
+            path, json_deadline_s=deadline_s, pickle_deadline_s=deadline_s, ask_python=asked
+        )
+        answered = asked and (record.pickle.value is not None or "no handler" in record.pickle.missing)
+    finally:
+        target.questions.end_question(answered)
+    return gil, record
 
 
 def _no_server(target: Target) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from safelaunch.errors import CaptureError
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample
@@ -18,6 +19,14 @@ from .parallel import gather
 from .result import Result
 
 MAX_CHILDREN = 48  # per rank; more than that is not a loader's worker pool, and the look must stay short
+
+
+class Questions(Protocol):
+    """The rank's page, as far as asking its Python handlers goes; see ``progress.Page``."""
+
+    def begin_question(self) -> bool: ...
+
+    def end_question(self, answered: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,7 @@ class Target:
     start_ticks: int
     page_name: str = ""
     socket: Path | None = None
+    questions: Questions | None = None
 
     @property
     def has_beacon(self) -> bool:

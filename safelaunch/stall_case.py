@@ -1,7 +1,4 @@
-"""A stall and a crash, each from its first sign to its bundle: what is looked at when, and when the ranks are let go.
-
-``advance`` is called with every tick and never blocks; the work is done in threads.
-"""
+"""A stall, from its first sign to its bundle. ``advance`` is called with every tick and never blocks."""
 
 from __future__ import annotations
 
@@ -134,61 +131,3 @@ class StallCase:
             f"--max-stall, {limit:.0f} s, decides" if limit is not None else "not a reason to act before the first step"
         )
         say(f"no step for {now - stall.mark_s:.0f} s, but something computes or writes ({until})")
-
-
-class CrashCase:
-    """first failure → one look at the peers while they live → they are let go → the agent's account → bundle."""
-
-    def __init__(self, watch: Watch, about: Circumstances, exits: Exits) -> None:
-        self._watch = watch
-        self._about = about
-        self._exits = exits
-        self._looks: Looks | None = None
-        self._looking: Task[Looks] | None = None
-        self._writing: Task[Report] | None = None
-        self._failed = False
-
-    @property
-    def busy(self) -> bool:
-        return self._looking is not None or self._writing is not None
-
-    def wants(self, glance: Glance) -> bool:
-        """Whether a first failure has just been seen."""
-        failing = any(event.event == "failing" for event in glance.agent)
-        return self._looks is None and (failing or bool(glance.raised))
-
-    def advance(self, glance: Glance) -> Report | None:
-        """One tick; returns the report when a crash is over and its bundle is written."""
-        if any(event.event == "started" for event in glance.agent):
-            self._looks, self._failed = None, False
-        if self.wants(glance):
-            self._begin()
-        if self._looking is not None and self._looking.done:
-            self._looks, self._looking = self._looking.result(), None
-        if self._looking is None and self._looks is not None and (glance.raised or glance.agent):
-            self._watch.acknowledge()
-        for event in glance.agent:
-            self._failed = self._failed or event.event == "failing"
-            if event.event == "closed" and self._failed and self._writing is None:
-                self._failed = False
-                self._begin_writing()
-        if self._writing is not None and self._writing.done:
-            writing, self._writing = self._writing, None
-            return writing.result()
-        return None
-
-    def _begin(self) -> None:
-        targets = self._watch.targets()
-        self._looks = Looks(targets)
-
-        def look() -> Looks:
-            try:
-                return incident.look_at(targets, None)
-            finally:
-                self._watch.acknowledge()
-
-        self._looking = Task("look", look)
-
-    def _begin_writing(self) -> None:
-        looks, known = self._looks or Looks(()), incident.known_of(self._watch, self._exits())
-        self._writing = Task("bundle", lambda: incident.write("crash", looks, known, self._about, ask=False))
