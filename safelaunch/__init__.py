@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys as _sys
 from contextlib import contextmanager as _contextmanager
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
+_TYPE_CHECKING = False  # typing itself would cost a training script a few milliseconds
 if _TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any as _Any
 
 __version__ = "0.1.0"
 __all__ = ["pause", "phase", "step"]

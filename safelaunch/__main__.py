@@ -1,8 +1,6 @@
 """``python -m safelaunch``."""
 
-import sys
-
-from safelaunch.cli import main
+from safelaunch.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

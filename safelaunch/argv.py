@@ -75,6 +75,8 @@ def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
     """argparse's own test (``_parse_optional``) for a parser none of whose options looks like a negative number."""
     if not word.startswith("-") or word == "-":
         return False
+    if word[1:2] == "-" and " " not in word:
+        return True
     if word in takes_value or _matches(word.partition("=")[0], takes_value):
         return True
     if word[:2] in takes_value:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,7 +89,9 @@ def _guard(pipe: int, agent: ProcessId, events: Path, run_dir: Path) -> None:
         known = _job(known, told, events)
         pause_s = max(LOOK_EVERY_S, LEAST_IDLE * (time.monotonic() - begin))
     process.end_all(agent, lambda: tuple(_job(known, told, events)), grace_s=GRACE_S)
-    shutil.rmtree(run_dir, ignore_errors=True)
+    from shutil import rmtree
+
+    rmtree(run_dir, ignore_errors=True)
 
 
 def _job(known: set[ProcessId], told: bytes, events: Path) -> set[ProcessId]:

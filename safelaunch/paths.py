@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import time
 from collections.abc import Mapping
@@ -110,6 +109,8 @@ def sweep(root: Path) -> int:
 
     A directory without an owner file is being made, or was left by a crash in that moment: it goes after an hour.
     """
+    from shutil import rmtree
+
     removed = 0
     for entry in list(root.glob("r[0-9]*")):
         try:
@@ -120,7 +121,7 @@ def sweep(root: Path) -> int:
         except (OSError, ValueError):
             continue  # not ours to judge
         if dead:
-            shutil.rmtree(entry, ignore_errors=True)
+            rmtree(entry, ignore_errors=True)
             removed += 1
     return removed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,9 @@ def run(plan: Plan) -> int:
         say(f"a fault of safelaunch's own ended the watch; the job goes on ({type(error).__name__}: {error})")
         status = _only_forward(pid)
     finally:
-        shutil.rmtree(directory.root, ignore_errors=True)
+        from shutil import rmtree
+
+        rmtree(directory.root, ignore_errors=True)
         if watcher is not None:
             watcher.dismiss()
     return process.end_as(status)

@@ -10,9 +10,9 @@ import os
 import time
 
 from . import process
-from .crash_case import CrashCase
 from .config import Settings
 from .console import say
+from .crash_case import CrashCase
 from .forward import Forwarder
 from .guardian import Guardian
 from .incident import Report

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,9 @@ def find(environ: Mapping[str, str]) -> Torch:
     own = _torch_on(sys.path)
     if own is not None:
         return Torch(sys.executable, own, _version(own))
-    script = shutil.which("torchrun", path=environ.get("PATH"))
+    from shutil import which
+
+    script = which("torchrun", path=environ.get("PATH"))
     if script is not None:
         python = _interpreter_of(Path(script))
         package = _ask_for_torch(python) if python else None
@@ -72,8 +73,10 @@ def _interpreter_of(script: Path) -> str | None:
     match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", head)
     if match is None:
         return None
+    from shutil import which
+
     words = (match.group(1) or match.group(2)).strip()
-    python = shutil.which(words.split()[-1]) if words.startswith("/usr/bin/env ") else words
+    python = which(words.split()[-1]) if words.startswith("/usr/bin/env ") else words
     return python if python and Path(python).is_file() else None
 
 
@@ -110,6 +113,28 @@ def options(package: Path) -> dict[str, bool]:
     except (OSError, SyntaxError, ValueError):
         found = {}
     return found or dict(KNOWN)
+
+
+class LazyOptions(Mapping[str, bool]):
+    """``options``, read when first asked: a command line may not need them (``--nproc-per-node=2 train.py``)."""
+
+    def __init__(self, package: Path) -> None:
+        self._package = package
+        self._table: dict[str, bool] | None = None
+
+    def _read(self) -> dict[str, bool]:
+        if self._table is None:
+            self._table = options(self._package)
+        return self._table
+
+    def __getitem__(self, option: str) -> bool:
+        return self._read()[option]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
 
 
 def parse_options(source: str) -> dict[str, bool]:

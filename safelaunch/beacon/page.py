@@ -50,10 +50,10 @@ def die_with_parent(parent: int, signum: int) -> None:
 
 
 def wait_for_answers(words: memoryview) -> None:
-    """At exit: lets a handler that the supervisor has asked finish; ``layout.LAST_ANSWER_S`` seconds at most.
+    """At exit: lets a handler that the supervisor has asked finish, for ``LAST_ANSWER_S`` seconds at most.
 
-    A thread that wants the GIL when the interpreter is gone aborts the process. From here on the supervisor asks nothing
-    more: it looks at the state after it has announced its question.
+    A thread that wants the GIL when the interpreter is gone aborts the process. From here on the supervisor asks
+    nothing more: it looks at the state after it has announced its question.
     """
     deadline = monotonic_ns() + int(layout.LAST_ANSWER_S * 1e9)
     while words[layout.ASKING] and monotonic_ns() < deadline:

@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
     environ = dict(os.environ)
     torch = torchrun.find(environ)
     own = {option.flag: option.metavar is not None for option in OWN_OPTIONS}
-    command = split(words, own, torchrun.options(torch.package))
+    command = split(words, own, torchrun.LazyOptions(torch.package))
     if command.has_flag("-h", "--help"):
         _print_help()
     settings = resolve(command.own, environ, Path.cwd(), lambda: torch.version)

@@ -26,7 +26,10 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("looking", {"progress", "capture.*"}),
     ("judging", {"diagnose.*", "movement"}),
     ("watching and telling", {"watch", "bundle", "report", "dryrun", "timeline", "doctor.*"}),
-    ("one job, many jobs", {"incident", "cases", "launchinfo", "session", "supervise", "live", "colaunch"}),
+    (
+        "one job, many jobs",
+        {"incident", "stall_case", "crash_case", "launchinfo", "live", "session", "supervise", "colaunch"},
+    ),
     ("the command line", {"cli.*", "__main__"}),
 ]
 # Takes values and returns values: no clock, no process, no file, no environment.
