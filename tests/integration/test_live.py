@@ -1,0 +1,171 @@
+"""``status``, ``dump`` and ``doctor`` beside real jobs, which go on as if nobody had asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import PROGRAMS, Bundle, Job
+
+pytestmark = pytest.mark.torch
+TWO = ["--nproc-per-node=2"]
+
+
+def asked(job: Job, *words: str, patience_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """``safelaunch WORDS`` by the same user, who has the job's XDG_RUNTIME_DIR."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SAFELAUNCH_")}
+    return subprocess.run(
+        [sys.executable, "-m", "safelaunch", *words],
+        env={**environ, "XDG_RUNTIME_DIR": os.fspath(job.runtime)},
+        cwd=job.scratch,
+        capture_output=True,
+        text=True,
+        timeout=patience_s,
+    )
+
+
+def status(job: Job) -> dict[str, Any] | None:
+    """The job as ``status --json`` tells it; None while it is not there."""
+    done = asked(job, "status", "--json")
+    assert done.returncode == 0, done.stderr
+    return next((run for run in json.loads(done.stdout) if run["supervisor_pid"] == job.process.pid), None)
+
+
+def steps(job: Job) -> list[int]:
+    """The step of every rank, the youngest value of each; empty before both have stepped."""
+    found = status(job)
+    known = [rank.get("step") for rank in found["ranks"]] if found and "ranks" in found else []
+    return [step for step in known if step] if len(known) == 2 and all(known) else []
+
+
+def live(scratch: Path, *words: str, how: str = "") -> Job:
+    stop = scratch / "stop"
+    program = [PROGRAMS / "live.py", f"--until={stop}", *([f"--how={how}"] if how else [])]
+    return Job([*words, *TWO, *program], scratch)
+
+
+def finish(job: Job) -> None:
+    """Lets the job train to its end, which has to be that of a job nobody ever looked at."""
+    (job.scratch / "stop").touch()
+    result = job.wait()
+    assert result.code == 0, result.stderr
+    assert sorted(result.stdout.split()) == sorted(["rank", "0", "finished", "rank", "1", "finished"])
+    assert not result.leftovers
+
+
+def test_status_and_dump_of_a_job_that_moves(tmp_path: Path) -> None:
+    with live(tmp_path, "--run-name=moving") as job:
+        job.until(lambda: steps(job), "steps in the status")
+        first = steps(job)
+        job.until(lambda: all(now > then + 5 for now, then in zip(steps(job), first, strict=False)), "more steps")
+
+        run = status(job)
+        assert run is not None
+        assert (run["name"], run["world_size"], run["watch"], run["problem"]) == ("moving", 2, "watching", "")
+        assert (run["threshold_s"], run["threshold_why"]) == (600.0, "auto")
+        assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
+        assert {rank["pid"] for rank in run["ranks"]} == set(job.ranks().values())
+        assert all("safelaunch.step()" in rank["signals"] and rank["age_s"] < 5 for rank in run["ranks"])
+
+        shown = asked(job, "status", f"r{job.process.pid}")
+        assert shown.returncode == 0 and f"r{job.process.pid}  moving  watching" in shown.stdout
+        missing = asked(job, "status", "nothing-of-that-name")
+        assert missing.returncode == 2 and "moving" in missing.stderr and "Traceback" not in missing.stderr
+
+        before = steps(job)
+        dump = asked(job, "dump", str(job.process.pid))
+        assert dump.returncode == 0, dump.stderr
+        bundle = Bundle(Path(dump.stdout.removesuffix("\n")))
+        assert bundle.path.name.startswith("moving-") and bundle.path.name.endswith("-dump")
+        assert (bundle.verdict["outcome"], bundle.verdict["cause"]) == ("dump", "slow-not-stuck")
+        assert not bundle.verdict["culprits"] and not bundle.problems()
+        assert "live.py" in bundle.text("ranks/0/stack.txt")
+        job.until(lambda: all(now > then for now, then in zip(steps(job), before, strict=False)), "steps after it")
+
+        as_json = asked(job, "dump", "moving", "--json")
+        assert as_json.returncode == 0
+        assert Path(json.loads(as_json.stdout)["bundle"]).is_dir()
+        finish(job)
+
+
+def test_a_dump_of_a_job_that_hangs_names_the_sleeper_and_leaves_it_alone(tmp_path: Path) -> None:
+    with live(tmp_path, how="sleep") as job:
+        job.until(lambda: steps(job), "steps in the status")
+        job.until(lambda: min(steps(job), default=0) >= 9, "rank 1 to fall asleep")
+        time.sleep(1.0)  # rank 0 goes on into the collective
+        stuck = steps(job)
+        dump = asked(job, "dump", f"r{job.process.pid}")
+        assert dump.returncode == 0, dump.stderr
+        verdict = Bundle(Path(dump.stdout.strip())).verdict
+        assert (verdict["outcome"], verdict["cause"]) == ("dump", "stuck-in-user-code")
+        (culprit,) = verdict["culprits"]
+        assert (culprit["rank"], culprit["frame"]["function"]) == (1, "rest_for_a_while")
+        assert "Rank 1" in dump.stderr
+        assert steps(job) == stuck and set(job.ranks()) == {0, 1}, "nothing was ended, nothing was moved"
+
+
+def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
+    with live(tmp_path, how="lag") as job:
+        job.until(lambda: len(steps(job)) == 2 and steps(job)[0] > 10, "rank 0 to be ahead")
+        shown = asked(job, "status", str(job.process.pid)).stdout
+        assert "behind the others: rank 1" in shown
+        (line,) = [line for line in shown.splitlines() if line.split()[:2] == ["1", str(job.ranks()[1])]]
+        assert "steps behind" in line
+        finish(job)
+
+
+def test_a_stopped_supervisor_is_said_to_be_that_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    with live(tmp_path) as job:
+        job.until(lambda: steps(job), "steps in the status")
+        os.kill(job.process.pid, signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            shown = asked(job, "status", str(job.process.pid))
+            dump = asked(job, "dump", str(job.process.pid))
+            assert time.monotonic() - begin < 20, "two questions, each given up after 3 s"
+        finally:
+            os.kill(job.process.pid, signal.SIGCONT)
+        assert shown.returncode == 0 and f"kill -CONT {job.process.pid}" in shown.stdout
+        assert dump.returncode == 1 and "stopped" in dump.stderr and not dump.stdout
+        finish(job)
+
+
+@pytest.mark.xfail(
+    strict=False, reason="CPython's sigtimedwait returns garbage after a stop; the supervisor takes it for a signal"
+)
+def test_a_supervisor_that_was_stopped_watches_on(tmp_path: Path) -> None:
+    """Ctrl-Z and fg: CPython (3.11 at least) fills no siginfo in when the rest of the timeout is used up by a stop."""
+    with live(tmp_path) as job:
+        job.until(lambda: steps(job), "steps in the status")
+        os.kill(job.process.pid, signal.SIGSTOP)
+        time.sleep(1.0)
+        os.kill(job.process.pid, signal.SIGCONT)
+        job.until(lambda: steps(job), "an answer once it runs again", patience_s=15)
+        finish(job)
+
+
+def test_after_the_end_there_is_nothing_to_see(tmp_path: Path) -> None:
+    with live(tmp_path) as job:
+        job.until(lambda: steps(job), "steps in the status")
+        finish(job)
+        assert status(job) is None
+        gone = asked(job, "status", f"r{job.process.pid}")
+        assert gone.returncode == 2 and "no run" in gone.stderr
+        assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
+
+
+def test_a_killed_supervisor_is_gone_and_the_table_does_not_hang(tmp_path: Path) -> None:
+    with live(tmp_path) as job:
+        job.until(lambda: steps(job), "steps in the status")
+        job.process.kill()
+        job.process.wait()
+        found = status(job)
+        assert found is None or (not found["alive"] and "gone" in found["problem"])
+        assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
