@@ -148,9 +148,14 @@ def _left(rank: RankEvidence, view: View) -> Condition | None:
         claim = view.stack_claim("its main thread is in destroy_process_group")
     if not why:
         return None
-    where = f", now at {fr.place(view.user_frame)}" if view.user_frame else ""
+    frame = view.user_frame
+    if frame is None:  # the interpreter waits for a thread of the user's
+        threads = view.sample.threads if view.sample else ()
+        inside = (fr.user_frame(fr.python_frames(thread), rank.code_roots) for thread in threads)
+        frame = next((found for found in inside if found is not None), None)
+    where = f", now at {fr.place(frame)}" if frame else ""
     text = f"has left the training loop: {why}{where}"
-    return Condition("uneven-batches", text, view.user_frame, view.process.pid, claims=(claim,))
+    return Condition("uneven-batches", text, frame, view.process.pid, claims=(claim,))
 
 
 def _own(rank: RankEvidence, view: View | None, alignment: Alignment) -> Condition:

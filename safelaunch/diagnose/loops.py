@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 
+from safelaunch.diagnose.frames import short
 from safelaunch.model import Frame
 
 ReadSource = Callable[[str], "str | None"]  # path → text of the file, or None
@@ -19,7 +20,7 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
     under ``if rank == 0`` inside the loop has both lines inside.
     """
     for one, other in zip(reversed(ahead), reversed(behind), strict=False):
-        if (one.file, one.function) != (other.file, other.function):
+        if (one.file, short(one.function)) != (other.file, short(other.function)):
             return None
         if one.line != other.line:
             text = read_source(one.file)

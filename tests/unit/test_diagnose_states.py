@@ -301,6 +301,13 @@ def test_a_rank_that_left_the_loop(frames: tuple[Frame, ...], kernel: str, page:
     assert_sound(verdict, world)
 
 
+def test_a_rank_kept_alive_by_a_thread_shows_the_thread() -> None:
+    shutdown = (Frame(f"{STDLIB}/threading.py", 1590, "_shutdown"),)
+    left = rank(1, shutdown, flight=behind(), threads=[("uploader", OTHER, "sleep")])
+    verdict = diagnose(with_culprit(left, 2))
+    assert (verdict.cause, verdict.culprits[0].frame) == ("uneven-batches", OTHER[0])
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("kernel", ["sleep", "pipe", "run", "futex"])
 def test_all_at_the_same_line_singles_nobody_out(kernel: str, world: int) -> None:
