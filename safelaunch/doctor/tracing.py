@@ -81,10 +81,9 @@ def attach_check(trial: Trial, rights: Rights) -> Check:
     if not trial.problem:
         note = "; as root: examine it as the user that runs the jobs, too" if rights.root else ""
         return ok(name, f"of a child like a rank, in {1000 * trial.took_s:.0f} ms ({rights}){note}")
-    detail = f"{trial.problem} ({rights})"
     if "permission denied" not in trial.problem:
-        return failed(name, detail, _other_remedy(trial.problem))
-    return failed(name, detail, remedy(rights))
+        return failed(name, f"{trial.problem} ({rights})", _other_remedy(trial.problem))
+    return failed(name, f"permission denied ({rights})", remedy(rights))
 
 
 def remedy(rights: Rights) -> str:
@@ -122,7 +121,8 @@ def stranger_check(trial: Trial, rights: Rights) -> Check:
     name = "reading stacks of spawned children"
     if not trial.problem:
         return ok(name, "of processes that have no beacon, too")
-    detail = f"not of what a rank spawns rather than forks, nor of a rank without a beacon: {trial.problem}"
+    why = trial.problem.partition(":")[0]  # the rest is a remedy in general; ours is for this place
+    detail = f"not of what a rank spawns rather than forks, nor of a rank without a beacon: {why}"
     return warning(name, detail, remedy(rights))
 
 
