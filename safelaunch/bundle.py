@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,30 @@ from .model import Artifact, Outcome
 PUBLISH_DEADLINE_S = 60.0
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+ENOUGH_BYTES = 64 << 20  # Flight Recorders of a node's ranks, with frames, are the largest part
+
+
+def make_private(directory: Path) -> None:
+    """Makes a directory and those of its parents that are missing, all of them 0700. Raises OSError."""
+    if not directory.parent.exists():
+        make_private(directory.parent)  # mkdir(parents=True) would leave them open to others
+    directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+
+
+def roomier(wanted: Path, other: Path, *, enough_bytes: int = ENOUGH_BYTES) -> Path:
+    """``wanted`` where its disk has room for a bundle, else whichever of the two has more. They need not exist."""
+    room = _free_bytes(wanted)
+    return wanted if room >= enough_bytes or room >= _free_bytes(other) else other
+
+
+def _free_bytes(path: Path) -> int:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 class Staging:
@@ -29,7 +55,8 @@ class Staging:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.artifacts: list[Artifact] = []
-        root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        with suppress(OSError):
+            make_private(root)  # else each file says so; what is done about the job does not depend on it
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None:
         """Writes ``data`` to ``artifact.path``; None lists it as missing. A full disk costs this file only."""
@@ -54,7 +81,8 @@ class Staging:
             with open(descriptor, "wb") as file:
                 file.write(content)
         except OSError as error:
-            target.unlink(missing_ok=True)
+            with suppress(OSError):
+                target.unlink()
             return f"could not be written: {error.strerror or error}"
         return ""
 
@@ -97,13 +125,25 @@ def publish(staged: Path, directory: Path, name: str, fallback: Path, *, deadlin
 
 
 def _keep_locally(staged: Path, fallback: Path, name: str, problem: str) -> Published:
+    """In ``fallback``, or where that cannot be (somebody else's, full) in a new directory in $TMPDIR."""
+    for place in (fallback, None):
+        try:
+            return Published(_move(staged, place or Path(tempfile.mkdtemp(prefix="safelaunch-")), name), problem)
+        except OSError as error:
+            problem += f"; and {place or tempfile.gettempdir()}: {error.strerror or error}"
+    return Published(staged, problem)
+
+
+def _move(staged: Path, directory: Path, name: str) -> Path:
+    make_private(directory)
+    names = (name if number == 1 else f"{name}-{number}" for number in range(1, 1000))
+    target = next(directory / one for one in names if not (directory / one).exists())
     try:
-        fallback.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        target = fallback / name
-        shutil.move(os.fspath(staged), os.fspath(target))
-    except OSError as error:
-        return Published(staged, f"{problem}; and {fallback}: {error.strerror or error}")
-    return Published(target, problem)
+        shutil.move(staged, target)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)  # what fitted of a copy to another disk
+        raise
+    return target
 
 
 def check_directory(directory: Path) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from . import sources
 from .beacon import layout
-from .bundle import PUBLISH_DEADLINE_S, Published, Staging, name_of, publish
+from .bundle import PUBLISH_DEADLINE_S, Published, Staging, name_of, publish, roomier
 from .capture import collect, gpu, logs, node
 from .capture.look import Look, RankLook, Target, take
 from .capture.parallel import gather
@@ -157,7 +158,9 @@ def write(
 ) -> Report:
     """Collects the rest, reaches a verdict and publishes the bundle. ``ask`` False: the ranks are gone."""
     timeline = timeline or Timeline()
-    staging = Staging(about.run_dir / f"bundle-{outcome}-{time.time_ns()}")
+    # A small or full $XDG_RUNTIME_DIR is no place to assemble a bundle in.
+    place = roomier(about.run_dir, about.fallback_dir)
+    staging = Staging(place / f".{about.run_dir.name}-{outcome}-{time.time_ns()}")
     sides: list[tuple[RankEvidence, ...]] = []
 
     def ranks() -> None:
@@ -182,7 +185,7 @@ def _verdict(evidence: Evidence) -> Verdict:
     from .diagnose import diagnose  # late: a run that never stalls does not pay for it
 
     try:
-        return diagnose(evidence)
+        return diagnose(evidence, read_source=sources.text)
     except Exception as error:  # noqa: BLE001 - whatever a rule stumbles over
         return Verdict(
             schema=1,
@@ -272,7 +275,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     artifacts = tuple(sorted(staging.artifacts, key=lambda artifact: artifact.path))
     for path, render in (("report.md", report.markdown), ("report.html", report.html)):
         try:
-            text: str | None = render(verdict, evidence, artifacts)
+            text: str | None = render(verdict, evidence, artifacts, read_line=sources.line)
             missing = ""
         except Exception as error:  # noqa: BLE001 - a report costs nothing but itself
             text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"

@@ -97,9 +97,15 @@ def create_run(root: Path, pid: int, uid: int) -> RunPaths:
             run.root.mkdir(mode=0o700)
         except FileExistsError:
             continue
-        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")
-        run.pages.mkdir(mode=0o700)
-        run.flight_recorder.mkdir(mode=0o700)
+        try:
+            run.owner.write_text(f"{pid} {start_ticks(pid)}\n")
+            run.pages.mkdir(mode=0o700)
+            run.flight_recorder.mkdir(mode=0o700)
+        except OSError:  # no room: half of a run directory is of no use to anybody
+            from shutil import rmtree
+
+            rmtree(run.root, ignore_errors=True)
+            raise
         return run
     raise FileExistsError(f"{root} is full of run directories")
 

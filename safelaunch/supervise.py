@@ -213,10 +213,10 @@ class Supervisor:
         self._show(self._hung)
 
     def _show(self, result: Report) -> None:
-        from . import report
+        from . import report, sources
 
         published = result.published
-        say(report.screen(result.verdict, bundle_path=str(published.path)))
+        say(report.screen(result.verdict, bundle_path=str(published.path), read_line=sources.line))
         if published.problem:
             say(f"the bundle is not where it was wanted: {published.problem}")
 

@@ -28,7 +28,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("watching and telling", {"watch", "bundle", "report", "dryrun", "timeline", "doctor.*"}),
     (
         "one job, many jobs",
-        {"incident", "stall_case", "crash_case", "launchinfo", "live", "session", "supervise", "colaunch"},
+        {"incident", "sources", "stall_case", "crash_case", "launchinfo", "live", "session", "supervise", "colaunch"},
     ),
     ("the command line", {"cli.*", "__main__"}),
 ]

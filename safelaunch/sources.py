@@ -1,0 +1,31 @@
+"""Lines of the user's source, for reports and for rules that look at the loop a line stands in.
+
+The file may lie on a disk that does not answer: each read has a deadline, and a path that missed it is not tried again.
+"""
+
+from __future__ import annotations
+
+from . import report
+from .capture.result import within
+from .errors import CaptureError
+
+DEADLINE_S = 1.0
+_dead: set[str] = set()
+
+
+def text(path: str) -> str | None:
+    """The file's text, or None when it cannot be read in a second."""
+    if path in _dead:
+        return None
+    try:
+        return within(DEADLINE_S, path, lambda: report.source_text(path))
+    except CaptureError:
+        _dead.add(path)
+        return None
+
+
+def line(path: str, number: int) -> str | None:
+    """Line ``number`` (from 1) of a file, or None."""
+    content = text(path)
+    lines = content.splitlines() if content is not None else []
+    return lines[number - 1] if 0 < number <= len(lines) else None
