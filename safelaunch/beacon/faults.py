@@ -25,6 +25,7 @@ _exception_path = ""
 _previous_hook = sys.excepthook
 _enabled_ours = False
 _fault_fd = -1
+_fault_file = (0, 0)
 
 
 def install(base: str, words: memoryview, supervisor: int) -> None:
@@ -40,7 +41,7 @@ def install(base: str, words: memoryview, supervisor: int) -> None:
 
 
 def _install_faulthandler(path: str) -> None:
-    global _enabled_ours, _fault_fd
+    global _enabled_ours, _fault_fd, _fault_file
     import fcntl
 
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -51,11 +52,16 @@ def _install_faulthandler(path: str) -> None:
         fd = high
     except OSError:
         pass  # few descriptors allowed: the low one serves as well
-    _fault_fd = fd
+    _fault_fd, _fault_file = fd, _identity(fd)
     if not faulthandler.is_enabled():  # PYTHONFAULTHANDLER: the user wants it on stderr, and keeps it there
         faulthandler.enable(file=fd, all_threads=True)
         _enabled_ours = True
     faulthandler.register(SIGTERM, file=fd, all_threads=True, chain=True)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    info = os.fstat(fd)
+    return info.st_dev, info.st_ino
 
 
 def allow_tracing() -> None:
@@ -76,11 +82,11 @@ def detach() -> None:
         _enabled_ours = False
     if sys.excepthook is _excepthook:
         sys.excepthook = _previous_hook
-    if _fault_fd >= 0:
-        try:
+    try:
+        if _fault_fd >= 0 and _identity(_fault_fd) == _fault_file:
             os.close(_fault_fd)
-        except OSError:
-            pass  # the script closed it before us
+    except OSError:
+        pass  # the script closed it before us
     allow_tracing()
 
 
@@ -94,7 +100,9 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
 
 @log.guarded
 def _note_exception(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-    if os.getpid() != _owner or _words[layout.EXCEPTION_NS]:
+    if os.getpid() != _owner or _words[layout.EXCEPTION_NS] or issubclass(kind, KeyboardInterrupt):
+        # The interpreter ends itself by SIGINT after a KeyboardInterrupt, unless a string of code has been run since
+        # (importing json or traceback does that). And that a rank was interrupted is no fault of its code.
         return
     _words[layout.EXCEPTION_NS] = monotonic_ns()
     import json

@@ -35,6 +35,15 @@ def create(path: str) -> tuple[mmap.mmap, memoryview]:
     return mapped, words
 
 
+def keep(mapping: object) -> None:
+    """Holds ``mapping`` until the interpreter itself goes, after the script's modules and files.
+
+    Before Python 3.13 a mapping has a descriptor of its own and closes it by number when it goes. A script that closes
+    what it did not open, as daemons do, may have that number in use for a file by then.
+    """
+    os.register_at_fork(after_in_child=lambda kept=mapping: None)  # type: ignore[misc]
+
+
 def die_with_parent(parent: int, signum: int) -> None:
     """Has the kernel send ``signum`` when ``parent`` dies, where that is our parent still. Main thread only.
 

@@ -52,6 +52,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     rank = int(env["RANK"])
     base = os.path.join(run_dir, "pages", layout.page_name(attempt, rank, os.getpid()))
     mapped, words = page.create(base)
+    page.keep(mapped)
     words[layout.RANK] = rank
     words[layout.LOCAL_RANK] = int(env.get("LOCAL_RANK", rank))
     words[layout.WORLD_SIZE] = int(env.get("WORLD_SIZE", "1"))
@@ -62,7 +63,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     words[layout.READY] = layout.MAGIC
     supervisor = int(env.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     for step in (
-        lambda: streams.attach(ring.Ring(base + layout.RING_SUFFIX)),
+        lambda: _keep_output(base),
         lambda: faults.install(base, words, supervisor),
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
@@ -70,6 +71,12 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: imports.after_import("torch.distributed.distributed_c10d", lambda _: _torch_distributed(base)),
     ):
         log.guarded(step)()
+
+
+def _keep_output(base: str) -> None:
+    output = ring.Ring(base + layout.RING_SUFFIX)
+    page.keep(output)
+    streams.attach(output)
 
 
 @log.guarded
