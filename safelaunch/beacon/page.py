@@ -41,7 +41,7 @@ def keep(mapping: object) -> None:
     Before Python 3.13 a mapping has a descriptor of its own and closes it by number when it goes. A script that closes
     what it did not open, as daemons do, may have that number in use for a file by then.
     """
-    os.register_at_fork(after_in_child=lambda kept=mapping: None)  # type: ignore[misc]
+    os.register_at_fork(after_in_child=lambda kept=mapping: None)
 
 
 def die_with_parent(parent: int, signum: int) -> None:
