@@ -116,11 +116,14 @@ class Job:
         *,
         env: Mapping[str, str | None] | None = None,
         bundle_dir: Path | None = None,
+        runtime: Path | None = None,
         interpreter: Sequence[str] = (),
     ) -> None:
         self.scratch = scratch
         self.bundle_dir = bundle_dir or scratch / "bundles"
-        self.runtime = Path(tempfile.mkdtemp(prefix="sl-", dir="/tmp"))  # sockets need a short path
+        # Sockets need a short path, and nobody else's run directories are to be taken for ours.
+        self._own_runtime = Path(tempfile.mkdtemp(prefix="sl-", dir="/tmp"))
+        self.runtime = runtime or self._own_runtime
         self.tag = uuid.uuid4().hex
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_"))}
         environ |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": os.fspath(self.runtime), TAG: self.tag, **SECRETS}
@@ -230,7 +233,7 @@ class Job:
         self.process.wait(10)
         assert self.process.stdin is not None
         self.process.stdin.close()
-        shutil.rmtree(self.runtime, ignore_errors=True)
+        shutil.rmtree(self._own_runtime, ignore_errors=True)
 
 
 def _command_of(pid: int) -> str:

@@ -1,0 +1,49 @@
+"""Training that is well: it may evaluate for long, and ends when the file ``finish`` appears in its scratch directory."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from training import Training, parser
+
+options = parser.parse_args()
+
+
+def evaluate(seconds: float) -> float:
+    """One rank computes while its peers wait for it, as in an evaluation on rank 0."""
+    total, weights = 0.0, torch.randn(128, 128)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        total += float((weights @ weights).sum())
+    return total
+
+
+def finished(job: Training) -> bool:
+    """Whether to stop, the same on all ranks."""
+    there = torch.tensor(float(os.path.exists(os.path.join(options.scratch, "finish"))))
+    dist.all_reduce(there)
+    return bool(there)
+
+
+def main() -> None:
+    if options.how == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with Training(options) as job:
+        for step, batch in job.batches():
+            job.train(batch)
+            if step == options.after:
+                open(os.path.join(options.scratch, f"training-{job.rank}"), "w").close()
+            if job.misbehaves(step) and options.how == "evaluates":
+                evaluate(8.0)
+            if job.misbehaves(step) and options.how == "deaf":
+                time.sleep(86_400)  # HANGS: deaf
+            if step > options.after and finished(job):
+                break
+            time.sleep(0.01)
+        print(f"rank {job.rank} trained\n", end="", flush=True)  # one write: ranks share the file
+
+
+if __name__ == "__main__":
+    main()
