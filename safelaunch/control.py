@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import msgspec
 from .errors import SafelaunchError
 
 MAX_LINE = 1 << 20
+ANSWER_DEADLINE_S = 5.0
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -81,10 +83,14 @@ class Client:
         return msgspec.json.decode(self._data, type=Request) if b"\n" in self._data else None
 
     def answer(self, value: object) -> None:
-        """Sends one JSON line and closes; a client that has left or does not read is not waited for."""
+        """Sends one JSON line and closes, in a thread: a client that does not read is not waited for."""
+        data = msgspec.json.encode(value) + b"\n"
+        threading.Thread(target=self._send, args=(data,), name="answer", daemon=True).start()
+
+    def _send(self, data: bytes) -> None:
         try:
-            self._connection.settimeout(1.0)
-            self._connection.sendall(msgspec.json.encode(value) + b"\n")
+            self._connection.settimeout(ANSWER_DEADLINE_S)
+            self._connection.sendall(data)
         except OSError:
             return  # it was its question
         finally:
@@ -121,7 +127,10 @@ class Server:
                 continue
             if request is not None:
                 self._waiting.remove(client)
-                handle(request, client)
+                try:
+                    handle(request, client)
+                except Exception:  # noqa: BLE001 - a question that cannot be answered costs who asked it, not the watch
+                    client.close()
 
 
 def ask(path: Path, command: str, *, deadline_s: float) -> bytes:

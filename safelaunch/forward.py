@@ -20,8 +20,11 @@ class Forwarder:
 
     def wait(self, timeout_s: float) -> None:
         """Returns after ``timeout_s`` seconds, a child's end, or a signal that was passed on."""
-        info = signal.sigtimedwait({*FORWARDED, signal.SIGCHLD}, timeout_s)
-        if info is None or info.si_signo == signal.SIGCHLD:
+        # Not sigtimedwait: when its time is up and it is interrupted as well (Ctrl-Z, then fg), CPython 3.11 returns a
+        # siginfo that was never filled in, and a signal that nobody sent would go to the job.
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        info = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD, signal.SIGALRM})
+        if info.si_signo not in FORWARDED:
             return
         if info.si_signo in STOPPING:
             self.stop_requested = True

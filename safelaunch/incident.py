@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from .watch import Watch
 LOOK_DEADLINE_S = 6.0
 NODE_DEADLINE_S = 6.0
 NATIVE_DEADLINE_S = 5.0
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class Circumstances:
 def look_at(targets: Sequence[Target], looks: Looks | None, *, native: bool = False) -> Looks:
     """One more look at the ranks; the first with ``looks`` None."""
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
-    look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier, native=native)
+    with _one_at_a_time:  # two py-spies on one process: the second is refused
+        look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier, native=native)
     return (looks or Looks(tuple(targets))).plus(look)
 
 

@@ -6,12 +6,11 @@ import getpass
 import os
 import socket
 import time
-from pathlib import Path
 
 from . import __version__
 from .capture.redact import redact_argv, redact_env
 from .incident import Circumstances
-from .paths import run_root
+from .paths import run_root, working_directory
 from .session import Job
 
 
@@ -36,7 +35,7 @@ def _launch(job: Job) -> dict[str, object]:
         "run_name": plan.run_name,
         "host": socket.gethostname(),
         "user": _user(),
-        "cwd": os.fspath(Path.cwd()),
+        "cwd": os.fspath(working_directory()),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(job.started_unix_s)),
         "command": redact_argv(list(plan.argv)),
         "safelaunch": __version__,

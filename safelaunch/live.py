@@ -14,6 +14,7 @@ from .console import say
 from .control import Client, DumpAnswer, RankStatus, Request, RunStatus, Server
 from .incident import Circumstances, Looks, Report
 from .model import Progress, RankExit
+from .paths import working_directory
 from .session import Job
 from .task import Task
 from .watch import Watch
@@ -44,6 +45,8 @@ class Live:
         self._exits = exits
         self._server = _server(job.run.control)
         self._dump: _Dump | None = None
+        self._cwd = os.fspath(working_directory())
+        self._attempt = -1
         self._samples: deque[tuple[float, dict[int, int]]] = deque()
 
     @property
@@ -89,6 +92,9 @@ class Live:
 
     def _sample(self, now: float) -> None:
         """Remembers the steps of the last seconds, for the rate."""
+        if self._watch.roster.attempt != self._attempt:
+            self._attempt = self._watch.roster.attempt
+            self._samples.clear()
         if self._samples and now - self._samples[-1][0] < SAMPLE_EVERY_S:
             return
         steps = {rank: p.step for rank, p in self._watch.last_progress.items() if p.step is not None}
@@ -107,7 +113,7 @@ class Live:
             run=self._about.run_dir.name,
             name=plan.run_name,
             supervisor_pid=os.getpid(),
-            cwd=os.fspath(Path.cwd()),
+            cwd=self._cwd,
             command=[*plan.script],
             started_unix_s=self._job.started_unix_s,
             attempt=self._watch.roster.attempt,

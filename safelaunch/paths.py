@@ -110,6 +110,14 @@ def create_run(root: Path, pid: int, uid: int) -> RunPaths:
     raise FileExistsError(f"{root} is full of run directories")
 
 
+def working_directory() -> Path:
+    """Where we are; ``/`` when that directory has been removed."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return Path("/")
+
+
 def sweep(root: Path) -> int:
     """Removes the run directories below ``root`` whose supervisor is gone; returns how many.
 

@@ -119,7 +119,7 @@ def block_signals() -> frozenset[signal.Signals]:
 
     To be called in the main thread before any other exists: threads inherit the mask.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGALRM})
     return frozenset(signal.Signals(number) for number in before)
 
 

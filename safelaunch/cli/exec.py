@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 from safelaunch import torchrun
 from safelaunch.argv import split
 from safelaunch.cli.run import check, start, surroundings
 from safelaunch.config import help_text, options_of, resolve
 from safelaunch.errors import UsageError
+from safelaunch.paths import working_directory
 from safelaunch.plan import build_exec
 
 USAGE = "usage: safelaunch exec [safelaunch options] -- COMMAND [ARGUMENTS...]"
@@ -36,6 +36,6 @@ def main(words: list[str]) -> int:
         torch = torchrun.find(environ)
     except UsageError:
         torch = None  # the command may bring its own
-    settings = resolve(command.own, environ, Path.cwd(), lambda: torch.version if torch else None)
+    settings = resolve(command.own, environ, working_directory(), lambda: torch.version if torch else None)
     check(settings)
     return start(build_exec(command.script, program, settings, torch, surroundings(settings, environ)))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from safelaunch import torchrun
 from safelaunch.argv import split
 from safelaunch.config import OWN_OPTIONS, Settings, resolve
 from safelaunch.errors import UsageError
-from safelaunch.paths import run_root
+from safelaunch.paths import run_root, working_directory
 from safelaunch.plan import Plan, Surroundings, build
 
 
@@ -27,7 +26,7 @@ def main(words: list[str]) -> int:
     command = split(words, own, torchrun.LazyOptions(torch.package))
     if command.has_flag("-h", "--help"):
         _print_help()
-    settings = resolve(command.own, environ, Path.cwd(), lambda: torch.version)
+    settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
     check(settings)
     return start(build(command, settings, torch, surroundings(settings, environ)))
 

@@ -137,9 +137,6 @@ def test_a_stopped_supervisor_is_said_to_be_that_and_nobody_waits_for_it(tmp_pat
         finish(job)
 
 
-@pytest.mark.xfail(
-    strict=False, reason="CPython's sigtimedwait returns garbage after a stop; the supervisor takes it for a signal"
-)
 def test_a_supervisor_that_was_stopped_watches_on(tmp_path: Path) -> None:
     """Ctrl-Z and fg: CPython (3.11 at least) fills no siginfo in when the rest of the timeout is used up by a stop."""
     with live(tmp_path) as job:
