@@ -13,6 +13,7 @@ from .paths import RunPaths, create_run
 from .plan import Plan
 
 EXIT_HUNG = 124
+EXIT_GAVE_UP = 125
 
 
 @dataclass(frozen=True, slots=True)

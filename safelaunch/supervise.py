@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 
 from . import process
 from .config import Settings
@@ -16,12 +17,14 @@ from .crash_case import CrashCase
 from .forward import Forwarder
 from .guardian import Guardian
 from .incident import Report
+from .job_processes import GRACE_S, JobProcesses
 from .launchinfo import circumstances
 from .live import Live
 from .model import RankExit
 from .paths import sweep
 from .progress import AgentEvent, Roster
-from .session import EXIT_HUNG, Job
+from .restart import Failure, failure_of, why_give_up
+from .session import EXIT_GAVE_UP, EXIT_HUNG, Job
 from .stall import Policy
 from .stall_case import StallCase
 from .task import Task
@@ -29,9 +32,7 @@ from .watch import Glance, Watch
 
 TICK_S = 0.25
 BUSY_TICK_S = 0.05
-GRACE_S = 5.0
 BEACON_PATIENCE_S = 20.0
-ORPHANS_EVERY_S = 1.0
 WRITE_PATIENCE_S = 90.0
 
 
@@ -48,15 +49,22 @@ def policy_of(settings: Settings) -> Policy:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Why we end the job, the exit code that says so, and whether it is on the screen already."""
+
+    report: Report
+    code: int
+    shown: bool
+
+
 class Supervisor:
     """Watches one started job. ``run`` returns the wait status to end with."""
 
     def __init__(self, job: Job, watcher: Guardian | None) -> None:
         assert job.run is not None
         self._job = job
-        self._guardian = watcher
-        self._orphans: set[process.ProcessId] = set()
-        self._orphans_s = 0.0
+        self._processes = JobProcesses(job.agent, watcher)
         self._forwarder = Forwarder(job.agent.pid)
         self._watch = Watch(Roster(job.run), policy_of(job.plan.settings), time.monotonic())
         about = circumstances(job)
@@ -64,7 +72,9 @@ class Supervisor:
         self._crash = CrashCase(self._watch, about, self._exits)
         self._live = Live(job, self._watch, about, self._exits)
         self._exit_events: dict[int, RankExit] = {}
-        self._hung: Report | None = None
+        self._verdict: _Verdict | None = None
+        self._failures: tuple[Failure, ...] = ()
+        self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._beacons_checked = False
         self._started_s = time.monotonic()
@@ -78,15 +88,23 @@ class Supervisor:
             busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
             self._forwarder.wait(BUSY_TICK_S if busy else TICK_S)
             self._guarded_tick()
-            self._look_for_orphans(time.monotonic())
-        stopped_by_us = self._ending is not None
-        if os.WIFSIGNALED(status) and not stopped_by_us:
+            self._processes.look_for_orphans(time.monotonic())
+        if os.WIFSIGNALED(status) and self._ending is None:
             self._end_survivors(status)
         self._finish(status)
-        if stopped_by_us:
-            self._say_ended()
-            return EXIT_HUNG << 8
-        return status
+        if self._verdict is not None:
+            self._say_ended(self._verdict)
+            return self._verdict.code << 8
+        # torchrun had no restart left for the ranks that we ended.
+        return EXIT_HUNG << 8 if self._restarting == self._watch.roster.attempt else status
+
+    def _end_survivors(self, status: int) -> None:
+        """torchrun was killed: without it nobody would ever end its ranks."""
+        survivors = self._processes.all()
+        if survivors:
+            number = os.WTERMSIG(status)
+            say(f"the launcher was ended by signal {number}: ending the {len(survivors)} processes it left")
+            self._processes.end_all()
 
     def _guarded_tick(self) -> None:
         if not self._watching:
@@ -102,8 +120,11 @@ class Supervisor:
         glance = self._watch.tick(now)
         for event in glance.agent:
             self._note_exits(event)
-            if not (self._forwarder.stop_requested or self._ending):
+            if self._is_a_crash(event):
                 self._crash.on_agent(event)
+        if self._restarting == self._watch.roster.attempt:
+            self._watch.acknowledge()
+            return
         if self._forwarder.stop_requested or self._ending is not None:
             # A user or a scheduler stops the job, or we do: nobody is accused, and nobody is kept waiting.
             self._watch.acknowledge()
@@ -112,6 +133,12 @@ class Supervisor:
         self._on_stall(glance, now)
         self._live.tick(now)
         self._check_beacons(now)
+
+    def _is_a_crash(self, event: AgentEvent) -> bool:
+        """Whether the agent's news may be of a crash: not when a user, a scheduler or we ourselves end the ranks."""
+        if event.event == "started":
+            return True
+        return not (self._forwarder.stop_requested or self._ending or event.attempt == self._restarting)
 
     def _note_exits(self, event: AgentEvent) -> None:
         if event.event == "started":
@@ -127,54 +154,53 @@ class Supervisor:
             known.setdefault(rank, RankExit(0, time.time(), before_close=True))
         return known
 
-    def _look_for_orphans(self, now: float) -> None:
-        """Processes of the job that lost their parent are ours now; the guardian has to know them by name."""
-        if now < self._orphans_s:
-            return
-        self._orphans_s = now + ORPHANS_EVERY_S
-        for orphan in process.adopted(self._not_the_jobs()):
-            if orphan not in self._orphans and self._guardian is not None:
-                self._orphans.add(orphan)
-                self._guardian.adopt(orphan)
-
-    def _not_the_jobs(self) -> list[int]:
-        return [self._job.agent.pid, *([self._guardian.pid] if self._guardian is not None else [])]
-
-    def _below_us(self) -> tuple[process.ProcessId, ...]:
-        """Everything of the job: what is below the agent, and orphans that have become our own children."""
-        guardian = [self._guardian.pid] if self._guardian is not None else []
-        return process.descendants([os.getpid()], exclude=guardian)
-
-    def _end_survivors(self, status: int) -> None:
-        """torchrun was killed: without it nobody would ever end its ranks."""
-        survivors = self._below_us()
-        if survivors:
-            say(
-                f"the launcher was ended by signal {os.WTERMSIG(status)}: ending the {len(survivors)} processes it left"
-            )
-            process.end_all(self._job.agent, self._below_us, grace_s=GRACE_S)
-
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
     def _on_crash(self, glance: Glance) -> None:
         report = self._crash.advance(glance)
         if self._crash.begun and self._stall.looking:
             self._stall.abandon()
-        if report is not None:
-            self._show(report)
+        if report is None:
+            return
+        self._show(report)
+        if self._on_stall_is("restart") and self._agent_lives():
+            self._give_up_or_go_on(report)
 
     def _on_stall(self, glance: Glance, now: float) -> None:
         report = self._stall.advance(glance, now)
         if report is None:
             return
-        if self._job.plan.settings.on_stall == "dump" or not self._agent_lives():
+        if self._on_stall_is("dump") or not self._agent_lives():
             self._show(report)
-            return
-        self._hung = report
+        elif self._on_stall_is("restart"):
+            self._show(report)
+            if self._give_up_or_go_on(report):
+                say("ending the ranks of this attempt; torchrun starts them again while --max-restarts allows it")
+                self._restarting = self._watch.roster.attempt
+                Task("end ranks", self._processes.end_ranks)
+        else:
+            self._end(report, EXIT_HUNG)
+
+    def _on_stall_is(self, policy: str) -> bool:
+        return self._job.plan.settings.on_stall == policy
+
+    def _give_up_or_go_on(self, report: Report) -> bool:
+        """Under --on-stall restart: ends the job when the same failure came back. Returns whether it may go on."""
+        steps = tuple(rank.progress.step for rank in report.evidence.ranks if rank.progress and rank.progress.step)
+        failure = failure_of(report.verdict, steps)
+        why = why_give_up(self._failures, failure)
+        self._failures += (failure,)
+        if why:
+            say(f"not starting again: {why}")
+            self._end(report, EXIT_GAVE_UP, shown=True)
+        return not why
+
+    def _end(self, report: Report, code: int, *, shown: bool = False) -> None:
+        """Ends every process of the job; ``code`` is what safelaunch will exit with."""
+        self._verdict = _Verdict(report, code, shown)
         if self._watch.roster.agent_page is not None:
             self._watch.roster.agent_page.announce_end()
-        agent = self._job.agent
-        self._ending = Task("end", lambda: process.end_all(agent, self._below_us, grace_s=GRACE_S))
+        self._ending = Task("end", self._processes.end_all)
 
     def _agent_lives(self) -> bool:
         return self._job.agent.is_alive()
@@ -204,13 +230,14 @@ class Supervisor:
                 self._crash.begin_late()
         self._crash.on_end()
 
-    def _say_ended(self) -> None:
-        assert self._hung is not None and self._ending is not None
+    def _say_ended(self, verdict: _Verdict) -> None:
+        assert self._ending is not None
         self._ending.wait(3 * GRACE_S)
-        left = self._ending.result() if self._ending.done else self._below_us()
+        left = self._ending.result() if self._ending.done else self._processes.all()
         if left:
             say(f"still there, in the kernel's hands: pid {', '.join(str(p.pid) for p in left)}")
-        self._show(self._hung)
+        if not verdict.shown:
+            self._show(verdict.report)
 
     def _show(self, result: Report) -> None:
         from . import report, sources

@@ -59,8 +59,6 @@ def start(plan: Plan) -> int:
 
 def check(settings: Settings) -> None:
     """Raises UsageError for what could be seen to fail before anything is started."""
-    if settings.on_stall == "restart":
-        raise UsageError("--on-stall restart is not there yet.", "Use kill (the default) or dump.")
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle import check_directory
 
