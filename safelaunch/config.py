@@ -43,6 +43,10 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_MODE",
     }
 )
+# Set for the command of --on-bundle; a run that it starts meets them. SAFELAUNCH_RUN_NAME is an option's as well.
+ON_BUNDLE_ENV = tuple(
+    f"SAFELAUNCH_{word}" for word in ("BUNDLE", "VERDICT", "OUTCOME", "CAUSE", "CONFIDENCE", "SUMMARY", "CULPRITS")
+)
 PREFIX = "SAFELAUNCH_"
 CONFIG_FILE = "safelaunch.yaml"
 PYPROJECT = "pyproject.toml"
@@ -53,6 +57,7 @@ DEFAULT_STARTUP_TIMEOUT_S = 1800.0
 DEFAULT_MAX_STALL_S = 1800.0
 MAX_STALL_FACTOR = 12
 DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
+DEFAULT_ARTIFACT_LIMIT_BYTES = 64 << 20
 
 _Values = dict[str, Sourced]
 
@@ -63,9 +68,9 @@ class Settings:
 
     An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
     hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None: not given.
-    ``gpus`` is as ``options.parse_gpus`` leaves it, None when not given. ``bundle_dir`` is absolute when the
-    working directory was. ``env`` holds what presets and the configuration file set, to be merged below what
-    the user exported.
+    ``gpus`` is as ``values.parse_gpus`` leaves it, None when not given. ``keep_bundles`` 0 keeps all.
+    ``bundle_dir`` is absolute when the working directory was. ``env`` holds what presets and the configuration
+    file set, to be merged below what the user exported.
     """
 
     presets: tuple[str, ...] = ()
@@ -75,6 +80,10 @@ class Settings:
     on_stall: str = "kill"
     watch: bool = True
     bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)
+    bundle_archive: bool = False
+    keep_bundles: int = 0
+    artifact_limit_bytes: int = DEFAULT_ARTIFACT_LIMIT_BYTES
+    on_bundle: str | None = None
     gpus: str | None = None
     wait: bool = False
     run_name: str | None = None
@@ -149,6 +158,10 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         on_stall=value("on-stall", "kill"),
         watch=not value("no-watch", False),
         bundle_dir=cwd / Path(value("bundle-dir", DEFAULT_BUNDLE_DIR)).expanduser(),
+        bundle_archive=value("bundle-archive", False),
+        keep_bundles=value("keep-bundles", 0),
+        artifact_limit_bytes=value("artifact-limit", DEFAULT_ARTIFACT_LIMIT_BYTES),
+        on_bundle=value("on-bundle", None),
         gpus=value("gpus", None),
         wait=value("wait", False),
         run_name=value("run-name", None),
@@ -198,7 +211,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
     values: _Values = {}
     for name in sorted(n for n in environ if n.startswith(PREFIX)):
         text = environ[name]
-        if name in INTERNAL_ENV or (name in by_variable and not text.strip()):
+        if name in INTERNAL_ENV or name in ON_BUNDLE_ENV or (name in by_variable and not text.strip()):
             continue
         if name not in by_variable:
             match = nearest(name, by_variable)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from .capture.redact import redact_argv, redact_env
-from .config import INTERNAL_ENV
+from .capture.redact import redact_argv, redact_env, redact_text
+from .config import INTERNAL_ENV, Settings
 from .plan import Applied, Plan
 
 
@@ -18,6 +18,7 @@ def describe(plan: Plan) -> str:
         "command       " + shlex.join(redact_argv(list(plan.argv))),
         f"run directory {plan.run_dir}",
         f"bundles       {settings.bundle_dir}   ({settings.origin('bundle-dir')})",
+        *_bundles(settings),
         f"GPUs          {_gpus(plan)}",
         "",
         "watchdog      " + ("on" if settings.watch else f"off   ({settings.origin('no-watch')})"),
@@ -33,6 +34,19 @@ def describe(plan: Plan) -> str:
     lines += ["", "environment"]
     lines += _variables(plan) or ["  nothing beyond what safelaunch needs itself"]
     return "\n".join(lines)
+
+
+def _bundles(settings: Settings) -> list[str]:
+    """What is kept of bundles, how, and who is told."""
+    kept = f"the {settings.keep_bundles} newest" if settings.keep_bundles else "all"
+    lines = [
+        f"  keep           {kept}   ({settings.origin('keep-bundles')})",
+        f"  artifact limit {settings.artifact_limit_bytes} bytes   ({settings.origin('artifact-limit')})",
+        f"  archive        {'.tar.gz' if settings.bundle_archive else 'none'}   ({settings.origin('bundle-archive')})",
+    ]
+    if settings.on_bundle:
+        lines.append(f"  on bundle      {redact_text(settings.on_bundle)}   ({settings.origin('on-bundle')})")
+    return lines
 
 
 def _gpus(plan: Plan) -> str:

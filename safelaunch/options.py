@@ -1,93 +1,30 @@
 """safelaunch's own options as one table: names, values, help, and which subcommands take them.
 
 The command line splitter, the environment, the configuration file, the presets' ``watchdog`` section and the
-help text all read this table. Parsers take the text that was written and return the value, or raise
-ValueError.
+help text all read this table; ``safelaunch.values`` says what each value may be.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import PresetError, UsageError
+from .values import (
+    AUTO,
+    ON_STALL,
+    parse_command,
+    parse_count,
+    parse_flag,
+    parse_gpus,
+    parse_on_stall,
+    parse_path,
+    parse_run_name,
+    parse_seconds,
+    parse_size,
+    parse_stall_timeout,
+)
 from .yamlfile import Node, did_you_mean, texts_of
-
-ON_STALL = ("kill", "restart", "dump")
-AUTO = "auto"
-
-_SECONDS = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?(s|m|h)?", re.IGNORECASE)
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
-_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
-_GPU_ID = re.compile(r"[0-9]+|(?:GPU|MIG)-[A-Za-z0-9/-]+")
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
-
-
-def parse_seconds(text: str) -> float:
-    """Seconds from ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``; ValueError unless positive and finite."""
-    match = _SECONDS.fullmatch(text.strip())
-    if not match:
-        raise ValueError(text)
-    seconds = float(match[1] + (match[2] or "")) * _UNITS[(match[3] or "").lower()]
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise ValueError(text)
-    return seconds
-
-
-def parse_stall_timeout(text: str) -> float | None:
-    """Seconds, or None for ``auto``."""
-    return None if text.strip() == AUTO else parse_seconds(text)
-
-
-def parse_on_stall(text: str) -> str:
-    """One of ``kill``, ``restart``, ``dump``."""
-    if text.strip() not in ON_STALL:
-        raise ValueError(text)
-    return text.strip()
-
-
-def parse_run_name(text: str) -> str:
-    """A name that can be part of a file name: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``."""
-    if not _RUN_NAME.fullmatch(text):
-        raise ValueError(text)
-    return text
-
-
-def parse_gpus(text: str) -> str:
-    """``all``, ``none``, a count, or ids, without blanks.
-
-    Digits alone are a count; ids are separated by commas (``0,2``; a single one is ``3,``), or are UUIDs that
-    begin with ``GPU-`` or ``MIG-``. Duplicate ids and a count of 0 are refused.
-    """
-    text = re.sub(r"\s*,\s*", ",", text.strip())
-    if text in ("all", "none"):
-        return text
-    if re.fullmatch(r"[0-9]+", text):
-        if int(text) == 0:
-            raise ValueError(text)
-        return str(int(text))
-    ids = text.removesuffix(",").split(",")
-    if len(set(ids)) != len(ids) or not all(_GPU_ID.fullmatch(one) for one in ids):
-        raise ValueError(text)
-    return text
-
-
-def parse_flag(text: str) -> bool:
-    """A switch as it is written in the environment or in YAML: 1/true/yes/on or 0/false/no/off."""
-    word = text.strip().lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError(text)
-    return word in _TRUE
-
-
-def parse_path(text: str) -> str:
-    """A path, not empty."""
-    if not text.strip() or "\0" in text:
-        raise ValueError(text)
-    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +141,39 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "a directory",
         "Where bundles of evidence are written [./safelaunch-bundles].",
         _ALL,
+    ),
+    Option(
+        "bundle-archive",
+        None,
+        parse_flag,
+        "1 or 0",
+        "Write each bundle as NAME.tar.gz as well, beside its directory.",
+        _JOBS,
+    ),
+    Option(
+        "keep-bundles",
+        "N",
+        parse_count,
+        "a number of bundles (0: all of them)",
+        "Keep the N newest bundles of the bundle directory; older ones are removed when one is added [0: keep all].",
+        _JOBS,
+    ),
+    Option(
+        "artifact-limit",
+        "SIZE",
+        parse_size,
+        "a size such as 64MB, 500k or 2G",
+        "Largest file of a bundle: longer text is cut, other files are left out, and the manifest says so [64MB].",
+        _JOBS,
+    ),
+    Option(
+        "on-bundle",
+        "COMMAND",
+        parse_command,
+        "a command",
+        "Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, "
+        "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.",
+        _JOBS,
     ),
     Option(
         "gpus",

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.config import INTERNAL_ENV, OWN_OPTIONS, Settings, help_text, options_of, resolve
+from safelaunch.config import INTERNAL_ENV, ON_BUNDLE_ENV, OWN_OPTIONS, Settings, help_text, options_of, resolve
 from safelaunch.errors import PresetError, UsageError
-from safelaunch.options import (
+from safelaunch.values import (
+    parse_count,
     parse_flag,
     parse_gpus,
     parse_on_stall,
     parse_path,
     parse_run_name,
     parse_seconds,
+    parse_size,
     parse_stall_timeout,
 )
 
@@ -55,6 +57,10 @@ def test_the_options_are_these() -> None:
         "--on-stall": True,
         "--no-watch": False,
         "--bundle-dir": True,
+        "--bundle-archive": False,
+        "--keep-bundles": True,
+        "--artifact-limit": True,
+        "--on-bundle": True,
         "--gpus": True,
         "--wait": False,
         "--run-name": True,
@@ -98,6 +104,14 @@ def test_help_names_every_option_and_keeps_to_the_width() -> None:
         (parse_flag, "off", False),
         (parse_run_name, "a.B_c-9", "a.B_c-9"),
         (parse_run_name, "x" * 64, "x" * 64),
+        (parse_size, "1048576", 1 << 20),
+        (parse_size, "64MB", 64 << 20),
+        (parse_size, "64 MiB", 64 << 20),
+        (parse_size, "64m", 64 << 20),
+        (parse_size, "1.5G", 3 << 29),
+        (parse_size, "10b", 10),
+        (parse_count, "0", 0),
+        (parse_count, " 12 ", 12),
         (parse_gpus, "all", "all"),
         (parse_gpus, "none", "none"),
         (parse_gpus, "08", "8"),
@@ -124,6 +138,8 @@ def test_values(parse: object, text: str, expected: object) -> None:
         (parse_run_name, ["", ".a", "-a", "a/b", "a b", "x" * 65, "a\n", "é"]),
         (parse_gpus, ["", "0", "-1", "0,0", "0,,1", ",", "a", "0-3", "gpu-1", "1.5", "GPU-"]),
         (parse_path, ["", " ", "a\0b"]),
+        (parse_size, ["", "0", "-1", "0.1", "MB", "64XB", "1e6", "inf", "64 M B", "9" * 30, "٣"]),
+        (parse_count, ["", "-1", "1.5", "1e3", "٣", "1234567", "all"]),
     ],
 )
 def test_wrong_values(parse: object, texts: list[str]) -> None:
@@ -137,7 +153,7 @@ def test_wrong_values(parse: object, texts: list[str]) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    settings = resolve([], {"PATH": "/bin", **dict.fromkeys(INTERNAL_ENV, "x")}, tmp_path, never)
+    settings = resolve([], {"PATH": "/bin", **dict.fromkeys([*INTERNAL_ENV, *ON_BUNDLE_ENV], "x")}, tmp_path, never)
     assert settings.presets == ()
     assert settings.stall_timeout_s is None
     assert settings.effective_stall_timeout_s == 600.0
@@ -146,6 +162,10 @@ def test_defaults(tmp_path: Path) -> None:
     assert settings.max_stall_origin == "default"
     assert settings.on_stall == "kill"
     assert settings.watch is True
+    assert settings.bundle_archive is False
+    assert settings.keep_bundles == 0
+    assert settings.artifact_limit_bytes == 64 << 20
+    assert settings.on_bundle is None
     assert settings.wait is False
     assert settings.dry_run is False
     assert settings.bundle_dir == tmp_path / "safelaunch-bundles"
@@ -387,3 +407,18 @@ def test_wrong_options(tmp_path: Path, cli: list[str], env: dict[str, str], mess
     assert message in caught.value.message
     assert fix in caught.value.fix
     assert caught.value.exit_code == 2
+
+
+def test_what_is_kept_of_bundles_from_every_place(tmp_path: Path) -> None:
+    settings = settle(
+        tmp_path,
+        "--keep-bundles=3",
+        env={"SAFELAUNCH_ARTIFACT_LIMIT": "5MB", "SAFELAUNCH_BUNDLE": "/x", "SAFELAUNCH_KEEP_BUNDLES": "9"},
+        yaml="on-bundle: 'post \"$SAFELAUNCH_BUNDLE\"'\nbundle-archive: true\nkeep-bundles: 4\n",
+    )
+    assert settings.keep_bundles == 3
+    assert settings.artifact_limit_bytes == 5 << 20
+    assert settings.on_bundle == 'post "$SAFELAUNCH_BUNDLE"'
+    assert settings.bundle_archive is True
+    assert settings.origin("on-bundle") == "safelaunch.yaml:1"
+    assert settings.origin("artifact-limit") == "environment SAFELAUNCH_ARTIFACT_LIMIT"

@@ -20,7 +20,7 @@ PACKAGE = Path(safelaunch.__file__).parent
 LAYERS: list[tuple[str, set[str]]] = [
     ("what runs inside the job", {"beacon.*", "safelaunch"}),
     ("records, pure rules, small tools", {"errors", "model", "stall", "console", "task", "publish"}),
-    ("configuration", {"yamlfile", "options", "presetfile", "presets", "config"}),
+    ("configuration", {"yamlfile", "values", "options", "presetfile", "presets", "config"}),
     ("resources", {"gpus", "ports"}),
     (
         "starting a job",
