@@ -1,4 +1,4 @@
-"""From a main thread that waits for a lock to the thread or child that keeps it waiting."""
+"""From a main thread that waits for a lock or a child to the thread or child that keeps it waiting."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from safelaunch.model import Claim, Thread
 
 
 def process_condition(view: View, children: Sequence[View] = ()) -> Condition:
-    """What keeps the process where it is: its main thread's condition, followed through the locks of the process."""
+    """What keeps the process where it is: its main thread's condition, followed through the locks of the process.
+
+    A main thread that waits for a child process is followed into it where one child alone runs user code.
+    """
     own = thread_condition(view, view.main)
-    return own if own.lock is None else _follow(view, own, own.lock, children)
+    if own.lock is not None:
+        return _follow(view, own, own.lock, children)
+    inner, _ = fr.user_part(view.frames, view.code_roots)
+    if own.cause == "stuck-in-user-code" and calls.waits_for_child(inner) and (child := _child(children)):
+        return _blame(own, child[1], "", child[0])
+    return own
 
 
 def _follow(view: View, own: Condition, lock: calls.LockWait, children: Sequence[View]) -> Condition:
@@ -57,8 +65,8 @@ def _others(view: View) -> list[tuple[Thread, Condition]]:
 
 
 def _child(children: Sequence[View]) -> tuple[View, Condition] | None:
-    """The one child process that is inside user code, when there is exactly one."""
-    inside = [v for v in children if v.user_frame is not None]
+    """The one child process that is inside user code, when there is exactly one; loader workers serve nobody else."""
+    inside = [v for v in children if v.user_frame is not None and not calls.is_loader_worker(v.frames)]
     return (inside[0], process_condition(inside[0])) if len(inside) == 1 else None
 
 

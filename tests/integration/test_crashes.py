@@ -143,8 +143,6 @@ def test_a_crash_in_both_attempts_leaves_a_bundle_for_each(tmp_path: Path) -> No
 def test_sizes_that_differ_abort_a_rank(how: str, tmp_path: Path) -> None:
     """gloo aborts whoever received more than it expected: a victim as likely as the one at fault."""
     result = crash(tmp_path, 3, how, 1, PROGRAMS / "collectives.py")
-    line = next(
-        n for n, text in enumerate((PROGRAMS / "collectives.py").read_text().splitlines(), 1) if f"HANGS: {how}" in text
-    )
+    line = line_of(PROGRAMS / "collectives.py", f"HANGS: {how}")
     faults = [path.read_text() for path in result.bundle.path.glob("ranks/*/fault.txt")]
     assert any(f'collectives.py", line {line} in' in text for text in faults)

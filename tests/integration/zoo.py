@@ -51,8 +51,8 @@ class Specimen:
 
     def lines(self) -> set[int]:
         """The lines at which it hangs."""
-        mark = f"# HANGS: {self.how}"
-        return {n for n, text in enumerate(self.script.read_text().splitlines(), 1) if text.endswith(mark)}
+        marked = (line.partition("# HANGS: ")[2].split(", ") for line in self.script.read_text().splitlines())
+        return {number for number, names in enumerate(marked, 1) if self.how in names}
 
     def unavailable(self) -> str:
         """Why it cannot run here, or an empty string."""
@@ -69,6 +69,9 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("read-pipe", "blocked", "pipe", "blocking-io"),
     Specimen("subprocess", "blocked", "subprocess", "stuck-in-user-code"),
     Specimen("input", "blocked", "input", "stuck-in-user-code"),
+    Specimen("print", "blocked", "print", "blocking-io"),
+    Specimen("child", "blocked", "child", "stuck-in-user-code", process="child"),
+    Specimen("two-asleep", "blocked", "two", "stuck-in-user-code", 3, culprits=with_neighbour),
     Specimen("disk", "blocked", "disk", "uninterruptible-io", needs="gcc"),
     Specimen("checkpoint", "blocked", "checkpoint", "blocking-io"),
     Specimen("busy-python", "busy", "python", "busy-loop", options=_BUSY),
@@ -84,13 +87,14 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("loader-asleep", "loader", "asleep", "data-loading", process="dataloader worker (pid "),
     Specimen("loader-fifo", "loader", "fifo", "data-loading", process="dataloader worker (pid "),
     Specimen("loader-lock", "loader", "lock", "data-loading", process="dataloader worker (pid "),
+    Specimen("loader-inline", "loader", "inline", "blocking-io"),
     Specimen("lock-order", "locks", "order", "lock-deadlock"),
     Specimen("thread-join", "locks", "join", "blocking-io"),
+    Specimen("future", "locks", "future", "blocking-io"),
     Specimen("queue", "locks", "queue", "lock-deadlock"),
     Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=with_neighbour),
     Specimen("recv-recv", "pairs", "recv", "p2p-cycle", 3, culprits=with_neighbour),
-    # It has left the loop, and no evidence tells a barrier after the loop from one inside it.
-    Specimen("uneven-barrier", "uneven", "barrier", "collective-mismatch", 3),
+    Specimen("uneven-barrier", "uneven", "barrier", "uneven-batches", 3),
     Specimen("uneven-thread", "uneven", "thread", "uneven-batches", line=False),
     Specimen("uneven-marker", "uneven", "marker", "stuck-in-user-code"),
     Specimen("symmetric", "symmetric", "", "no-rank-stands-out", culprits=nobody, line=False),

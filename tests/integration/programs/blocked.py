@@ -1,6 +1,7 @@
 """One rank does not come back from a call between two steps."""
 
 import ctypes
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ options = parser.parse_args()
 
 
 def wait_for_licence() -> None:
-    time.sleep(86_400)  # HANGS: asleep
+    time.sleep(86_400)  # HANGS: asleep, two
 
 
 def read_new_prompts() -> str:
@@ -58,7 +59,25 @@ def save_checkpoint(job: Training) -> None:
         torch.save(state, file)  # HANGS: checkpoint
 
 
+def report() -> None:
+    _reading, full = os.pipe()  # as `torchrun ... | less` is when nobody scrolls
+    os.dup2(full, 1)
+    print("metric " * 50_000, flush=True)  # HANGS: print
+
+
+def compact_cache() -> None:
+    time.sleep(86_400)  # HANGS: child
+
+
+def run_in_child() -> None:
+    child = multiprocessing.get_context("fork").Process(target=compact_cache)
+    child.start()
+    child.join()
+
+
 CALLS = {
+    "print": report,
+    "child": run_in_child,
     "asleep": wait_for_licence,
     "fifo": read_new_prompts,
     "socket": ask_reward_server,
@@ -66,6 +85,7 @@ CALLS = {
     "subprocess": run_evaluation_script,
     "input": confirm,
     "disk": read_dead_disk,
+    "two": wait_for_licence,
 }
 
 
@@ -73,7 +93,8 @@ def main() -> None:
     with Training(options) as job:
         for step, batch in job.batches():
             job.train(batch)
-            if not job.misbehaves(step):
+            second = options.how == "two" and job.rank == (options.culprit + 1) % job.world
+            if not (job.misbehaves(step) or (second and step == options.after)):
                 continue
             if options.how == "checkpoint":
                 save_checkpoint(job)

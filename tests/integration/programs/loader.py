@@ -16,7 +16,7 @@ class Samples(Dataset):
     def __init__(self, how: str, epoch: int) -> None:
         self.how = how
         self.epoch = epoch
-        if how == "fifo":
+        if how in ("fifo", "inline"):
             self.path = os.path.join(options.scratch, f"sample-{epoch}")
             os.mkfifo(self.path)
 
@@ -34,8 +34,8 @@ class Samples(Dataset):
     def load_bad_sample(self) -> None:
         if self.how == "asleep":
             time.sleep(86_400)  # HANGS: asleep
-        if self.how == "fifo":
-            with open(self.path, "rb") as file:  # HANGS: fifo
+        if self.how in ("fifo", "inline"):
+            with open(self.path, "rb") as file:  # HANGS: fifo, inline
                 file.read()
 
 
@@ -52,7 +52,8 @@ def main() -> None:
                 # The workers of the next epoch are forked while this thread holds the lock.
                 threading.Thread(target=refresh_cache, name="cache", daemon=True).start()
                 time.sleep(0.3)
-            for batch in DataLoader(Samples(how, epoch), batch_size=8, num_workers=2):
+            workers = 0 if options.how == "inline" else 2
+            for batch in DataLoader(Samples(how, epoch), batch_size=8, num_workers=workers):
                 job.train(batch)
 
 

@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from training import Training, parser
 
@@ -39,11 +40,21 @@ def wait_for_upload() -> None:
     uploader.join()
 
 
+def fetch(pipe: int) -> bytes:
+    return os.read(pipe, 1)  # HANGS: future
+
+
+def fetched() -> bytes:
+    reading, _writing = os.pipe()
+    with ThreadPoolExecutor(2, thread_name_prefix="fetch") as pool:
+        return pool.submit(fetch, reading).result()
+
+
 def next_prefetched() -> int:
     return prefetched.get()  # HANGS: queue
 
 
-CALLS = {"order": update_weights, "join": wait_for_upload, "queue": next_prefetched}
+CALLS = {"order": update_weights, "join": wait_for_upload, "queue": next_prefetched, "future": fetched}
 
 
 def main() -> None:
