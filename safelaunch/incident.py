@@ -67,11 +67,12 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of an incident."""
+    """What came of an incident. ``without_stacks``: why none could be read, where one reason kept us from all."""
 
     verdict: Verdict
     evidence: Evidence
     published: Published
+    without_stacks: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,15 @@ def write(
     _finish(staging, verdict, evidence, about, timeline.plus("verdict"))
     name = name_of(about.run_name, time.time(), verdict.outcome)
     published = publish(staging.root, about.bundle_dir, name, about.fallback_dir, deadline_s=PUBLISH_DEADLINE_S)
-    return Report(verdict, evidence, published)
+    return Report(verdict, evidence, published, _without_stacks(looks))
+
+
+def _without_stacks(looks: Looks) -> str:
+    """Why no stack of any process could be read: no py-spy, no permission. Empty where one was, or reasons differ."""
+    ranks = [rank for look in looks.taken for rank in look.ranks.values()]
+    found = [process.stack for rank in ranks for process in (rank.main, *rank.children) if process and process.state]
+    reasons = {stack.missing for stack in found}
+    return next(iter(reasons)) if len(reasons) == 1 and not any(stack.value for stack in found) else ""
 
 
 def _verdict(evidence: Evidence) -> Verdict:

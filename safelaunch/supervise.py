@@ -243,6 +243,9 @@ class Supervisor:
         from . import report, sources
 
         published = result.published
+        if result.without_stacks:
+            say(f"no stack could be read, and the verdict does without: {result.without_stacks}")
+            say("'safelaunch doctor' shows what keeps it from reading them")
         say(report.screen(result.verdict, bundle_path=str(published.path), read_line=sources.line))
         if published.problem:
             say(f"the bundle is not where it was wanted: {published.problem}")

@@ -110,7 +110,8 @@ def test_without_py_spy_the_other_evidence_decides(bare: Path, tmp_path: Path) -
     assert result.bundle.problems() == []
     artifacts = {a["path"]: a for a in result.bundle.json("manifest.json")["artifacts"]}
     assert "py-spy is not installed" in artifacts["ranks/1/stack.json"]["missing"]
-    assert "stack" in result.said  # the screen says what the verdict had to do without
+    assert "no stack could be read" in result.said
+    assert "-m pip install py-spy" in result.said
 
 
 @pytest.mark.parametrize(
