@@ -132,7 +132,10 @@ class Job:
             if value is not None:
                 environ[name] = value
         own = [] if bundle_dir is None and "--bundle-dir" in words else [f"--bundle-dir={self.bundle_dir}"]
-        command = [*(interpreter or (sys.executable, "-m", "safelaunch")), *own, *map(os.fspath, words)]
+        words = [os.fspath(word) for word in words]
+        subcommand = 1 if words[:1] == ["exec"] else 0
+        words[subcommand:subcommand] = own
+        command = [*(interpreter or (sys.executable, "-m", "safelaunch")), *words]
         self._out, self._err = scratch / "stdout.txt", scratch / "stderr.txt"
         self.begin_s = time.monotonic()
         with self._out.open("wb") as out, self._err.open("wb") as err:

@@ -1,0 +1,80 @@
+"""kill -9 of the supervisor, of torchrun, or of both: nothing of the job is left, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from jobs import PROGRAMS, TAG, Job
+
+pytestmark = pytest.mark.torch
+
+
+def agent_of(job: Job) -> int:
+    """torchrun's pid: the child of safelaunch that leads a session and is no fork of it."""
+    children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    own = Path(f"/proc/{job.process.pid}/cmdline").read_bytes()
+    return next(int(pid) for pid in children if Path(f"/proc/{pid}/cmdline").read_bytes() != own)
+
+
+def started(job: Job, ranks: int) -> None:
+    job.until(lambda: len(list(job.scratch.glob("ready-*"))) == ranks, "the ranks' relatives")
+    # The guardian looks every two seconds; what has just lost its parent has to be seen once.
+    time.sleep(3.0)
+
+
+@pytest.mark.parametrize("killed", ["supervisor", "torchrun", "both"])
+def test_nothing_is_left(tmp_path: Path, killed: str) -> None:
+    decoy = subprocess.Popen(["sleep", "3600"], env={"PATH": os.environ["PATH"], "SAFELAUNCH_RUN_DIR": "/tmp/x"})
+    try:
+        with Job(["--nproc-per-node=2", PROGRAMS / "family.py", tmp_path], tmp_path) as job:
+            started(job, 2)
+            assert len(job.pids()) >= 9, "torchrun, and for each rank itself, a worker, and two others"
+            pids = {"supervisor": [job.process.pid], "torchrun": [agent_of(job)]}
+            pids["both"] = pids["supervisor"] + pids["torchrun"]
+            for pid in pids[killed]:
+                os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + 30
+            while job.pids() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not job.left_behind()
+            job.process.wait(30)
+            assert job.process.returncode == -signal.SIGKILL
+        assert decoy.poll() is None, "a process that only carries our variables was ended"
+    finally:
+        decoy.kill()
+        decoy.wait()
+
+
+def test_a_daemon_left_after_a_normal_end_stays(tmp_path: Path) -> None:
+    script = tmp_path / "uploader.py"
+    script.write_text(
+        "import subprocess\n"
+        "p = subprocess.Popen(['sleep', '3603'], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)\n"
+        "open('daemon', 'w').write(str(p.pid))\n"
+    )
+    with Job(["--nproc-per-node=1", script], tmp_path) as job:
+        result = job.wait()
+        assert result.code == 0, result.stderr
+        daemon = int((tmp_path / "daemon").read_text())
+        assert f"{TAG}={job.tag}".encode() in Path(f"/proc/{daemon}/environ").read_bytes()
+
+
+def test_the_directories_of_dead_runs_are_swept_by_the_next(tmp_path: Path) -> None:
+    runtime = Path("/tmp") / f"sl-sweep-{os.getpid()}"
+    dead = runtime / "safelaunch" / "r999999999"
+    dead.mkdir(parents=True)
+    runtime.chmod(0o700)
+    (runtime / "safelaunch").chmod(0o700)
+    (dead / "owner").write_text("999999999 1\n")
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    with Job(["--nproc-per-node=1", script], tmp_path, runtime=runtime) as job:
+        assert job.wait().code == 0
+    assert not dead.exists()
+    (runtime / "safelaunch").rmdir()
+    runtime.rmdir()

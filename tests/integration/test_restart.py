@@ -1,0 +1,56 @@
+"""--on-stall restart: ranks are started again after a hang or a crash, until the same failure comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import PROGRAMS, Job, Result
+
+pytestmark = pytest.mark.torch
+
+
+def run(scratch: Path, *words: str, restarts: int = 3) -> Result:
+    options = ["--on-stall", "restart", "--stall-timeout", "2", "--nproc-per-node", "2", f"--max-restarts={restarts}"]
+    with Job([*options, PROGRAMS / "attempts.py", *words], scratch) as job:
+        return job.wait()
+
+
+def test_a_hang_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
+    result = run(tmp_path, "hang", "first")
+    assert result.code == 0, result.stderr
+    assert result.stdout.count("finished in attempt 1") == 2
+    assert result.verdict["cause"] == "stuck-in-user-code"
+    assert [culprit["rank"] for culprit in result.verdict["culprits"]] == [1]
+    assert not result.leftovers
+
+
+def test_the_same_hang_twice_ends_the_job_with_125(tmp_path: Path) -> None:
+    result = run(tmp_path, "hang", "always")
+    assert result.code == 125, result.stderr
+    assert "the same hang came back" in result.said
+    assert "attempts.py:" in result.said.rpartition("not starting again")[2]
+    assert [bundle.verdict["outcome"] for bundle in result.bundles] == ["hang", "hang"], "each attempt has its own"
+    assert not result.leftovers
+
+
+def test_a_hang_that_moves_on_is_not_the_same(tmp_path: Path) -> None:
+    result = run(tmp_path, "hang", "moving", restarts=1)
+    assert result.code == 124, "torchrun had no restart left: " + result.stderr
+    assert len(result.bundles) == 2
+    assert "came back" not in result.said
+    assert not result.leftovers
+
+
+def test_the_same_crash_twice_ends_the_job_with_125(tmp_path: Path) -> None:
+    result = run(tmp_path, "raise", "always")
+    assert result.code == 125, result.stderr
+    assert "the same crash came back" in result.said
+    assert not result.leftovers
+
+
+def test_without_restarts_left_a_hang_is_a_hang(tmp_path: Path) -> None:
+    result = run(tmp_path, "hang", "always", restarts=0)
+    assert result.code == 124, result.stderr
+    assert len(result.bundles) == 1
+    assert not result.leftovers
