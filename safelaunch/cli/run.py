@@ -74,7 +74,7 @@ def _print_help() -> None:
     from safelaunch.config import help_text
 
     print("usage: safelaunch [safelaunch options] [torchrun options] script [script args...]")
-    print("       safelaunch demo | presets   (see 'safelaunch demo --help')")
+    print("       safelaunch exec | status | dump | doctor | presets | demo   (each has its own --help)")
     print()
     print(help_text("run"))
     print("torchrun options (as the installed torchrun describes them):")
