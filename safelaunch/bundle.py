@@ -1,4 +1,4 @@
-"""Assembling a bundle on the local disk, and publishing it whole or not at all.
+"""Publishing a bundle, whole or not at all.
 
 The bundle directory may be a slow or dead network disk: a helper process does the copying, under a deadline, and when
 it fails the bundle stays in a local place that is named.
@@ -12,87 +12,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from .model import Artifact, Outcome
+from .model import Outcome
+from .staging import make_private
 
 PUBLISH_DEADLINE_S = 60.0
-FILE_MODE = 0o600
-DIRECTORY_MODE = 0o700
-ENOUGH_BYTES = 64 << 20  # Flight Recorders of a node's ranks, with frames, are the largest part
+ARCHIVE_SHARE = 0.5  # of the deadline
 
 
-def make_private(directory: Path) -> None:
-    """Makes a directory and those of its parents that are missing, all of them 0700. Raises OSError."""
-    if not directory.parent.exists():
-        make_private(directory.parent)  # mkdir(parents=True) would leave them open to others
-    directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What is kept of bundles: the ``newest`` so many (0: all), with an ``archive`` (.tar.gz) beside each."""
 
-
-def roomier(wanted: Path, other: Path, *, enough_bytes: int = ENOUGH_BYTES) -> Path:
-    """``wanted`` where its disk has room for a bundle, else whichever of the two has more. They need not exist."""
-    room = _free_bytes(wanted)
-    return wanted if room >= enough_bytes or room >= _free_bytes(other) else other
-
-
-def _free_bytes(path: Path) -> int:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
-
-
-class Staging:
-    """A bundle being assembled: every file is written as soon as it is there, and every artifact is listed."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.artifacts: list[Artifact] = []
-        with suppress(OSError):
-            make_private(root)  # else each file says so; what is done about the job does not depend on it
-
-    def add(self, artifact: Artifact, data: bytes | str | None) -> None:
-        """Writes ``data`` to ``artifact.path``; None lists it as missing. A full disk costs this file only."""
-        if data is None:
-            self.artifacts.append(artifact)
-            return
-        content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
-        problem = self.write(artifact.path, content)
-        size = 0 if problem else len(content)
-        self.artifacts.append(msgspec.structs.replace(artifact, bytes=size, missing=artifact.missing or problem))
-
-    def add_json(self, artifact: Artifact, value: object) -> None:
-        self.add(artifact, msgspec.json.format(msgspec.json.encode(value), indent=1) if value is not None else None)
-
-    def write(self, path: str, content: bytes) -> str:
-        """Writes one file below the root; returns why it could not, or an empty string."""
-        target = self.root / path
-        try:
-            for parent in reversed(target.relative_to(self.root).parents[:-1]):
-                (self.root / parent).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-            with open(descriptor, "wb") as file:
-                file.write(content)
-        except OSError as error:
-            with suppress(OSError):
-                target.unlink()
-            return f"could not be written: {error.strerror or error}"
-        return ""
+    newest: int = 0
+    archive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Where the bundle is; ``problem`` says why it is not where it was wanted."""
+    """Where the bundle is. ``problem``: why it is not where it was wanted; ``note``: what else could not be done."""
 
     path: Path
     problem: str = ""
+    note: str = ""
 
 
 def name_of(run_name: str, unix_s: float, outcome: Outcome) -> str:
@@ -100,28 +44,38 @@ def name_of(run_name: str, unix_s: float, outcome: Outcome) -> str:
     return f"{run_name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(unix_s))}-{outcome}"
 
 
-def publish(staged: Path, directory: Path, name: str, fallback: Path, *, deadline_s: float) -> Published:
+def publish(
+    staged: Path, directory: Path, name: str, fallback: Path, keeping: Keeping | None = None, *, deadline_s: float
+) -> Published:
     """Copies the staged bundle to ``directory/name``; never takes longer than ``deadline_s`` seconds, never raises.
 
-    It is written beside under a hidden name and then renamed. When that fails, the staged bundle moves to ``fallback``.
+    It is written beside under a hidden name and then renamed. When that fails, the staged bundle moves to ``fallback``,
+    where nothing is archived or removed.
     """
-    command = [sys.executable, "-I", "-S", os.fspath(Path(__file__).parent / "publish.py")]
-    process = subprocess.Popen(
-        [*command, os.fspath(staged), os.fspath(directory), name],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    keeping = keeping or Keeping()
+    helper = [sys.executable, "-I", "-S", os.fspath(Path(__file__).parent / "publish.py")]
+    limits = [str(keeping.newest), str(deadline_s * ARCHIVE_SHARE if keeping.archive else 0)]
+    try:
+        process = subprocess.Popen(
+            [*helper, os.fspath(staged), os.fspath(directory), name, *limits],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    except OSError as error:
+        return _keep_locally(staged, fallback, name, f"the copy could not be started: {error.strerror or error}")
     try:
         out, err = process.communicate(timeout=deadline_s)
-        if process.returncode == 0:
-            shutil.rmtree(staged, ignore_errors=True)
-            return Published(Path(out.decode().strip()))
         problem = err.decode("utf-8", "replace").strip() or f"the copy ended with {process.returncode}"
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
         process.kill()  # not waited for: a write to a dead disk ends when the kernel lets it
         problem = f"no answer from {directory} within {deadline_s:g} s"
-    return _keep_locally(staged, fallback, name, problem)
+        out = (error.output or b"") + (f"{problem}\n".encode() if b"\0" in (error.output or b"") else b"")
+    path, published, notes = out.partition(b"\0")
+    if not published:
+        return _keep_locally(staged, fallback, name, problem)
+    shutil.rmtree(staged, ignore_errors=True)
+    return Published(Path(os.fsdecode(path)), note="; ".join(notes.decode("utf-8", "replace").splitlines()))
 
 
 def _keep_locally(staged: Path, fallback: Path, name: str, problem: str) -> Published:

@@ -17,16 +17,21 @@ import msgspec
 
 from . import sources
 from .beacon import layout
-from .bundle import PUBLISH_DEADLINE_S, Published, Staging, name_of, publish, roomier
-from .capture import collect, gpu, logs, node
+from .bundle import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
+from .capture import collect
+from .capture.job_secrets import Redactor
 from .capture.look import Look, RankLook, Target, take
 from .capture.parallel import gather
+from .console import say
 from .model import Artifact, Evidence, Outcome, RankEvidence, RankExit, Verdict
+from .node_evidence import collect_node
+from .onbundle import Notifier
 from .progress import read_exception, read_meta
+from .staging import LIMIT_BYTES, OURS, Staging, roomier
+from .timeline import Timeline
 from .watch import Watch
 
 LOOK_DEADLINE_S = 6.0
-NODE_DEADLINE_S = 6.0
 NATIVE_DEADLINE_S = 5.0
 _one_at_a_time = threading.Lock()
 
@@ -43,29 +48,6 @@ class Looks:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """When a stage of an incident was reached, on both clocks."""
-
-    stage: str
-    unix_s: float
-    monotonic_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The stages of an incident in their order, for ``manifest.json``: how long it took us, and where that went."""
-
-    moments: tuple[Moment, ...] = ()
-
-    def plus(self, stage: str, at_s: float | None = None) -> Timeline:
-        """One stage more, reached at ``at_s`` seconds of CLOCK_MONOTONIC (None: now)."""
-        now = time.monotonic()
-        then = now if at_s is None else at_s
-        moment = Moment(stage, round(time.time() - (now - then), 4), round(then, 4))
-        return Timeline((*self.moments, moment))
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """What came of an incident. ``without_stacks``: why none could be read, where one reason kept us from all."""
 
@@ -77,7 +59,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What a bundle says about the job itself. ``launch`` goes to ``launch.json`` (already redacted)."""
+    """What a bundle says about the job itself, and what becomes of it. ``launch`` goes to ``launch.json``."""
 
     run_name: str
     run_dir: Path
@@ -85,6 +67,10 @@ class Circumstances:
     fallback_dir: Path
     launch: Mapping[str, object]
     host: str = field(default_factory=socket.gethostname)
+    redactor: Redactor = field(default_factory=Redactor)
+    artifact_limit_bytes: int = LIMIT_BYTES
+    keeping: Keeping = field(default_factory=Keeping)
+    notifier: Notifier = field(default_factory=Notifier)
 
 
 def look_at(targets: Sequence[Target], looks: Looks | None, *, native: bool = False) -> Looks:
@@ -129,6 +115,11 @@ class Known:
     ranks: Mapping[int, collect.Known]
     world_size: int
 
+    def without_secrets(self, redactor: Redactor) -> Known:
+        """An exception may quote what it was given."""
+        clean = {rank: replace(item, exception=redactor.exception(item.exception)) for rank, item in self.ranks.items()}
+        return replace(self, ranks=clean)
+
 
 def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
     """Pages, exceptions and exits as they are now."""
@@ -164,7 +155,9 @@ def write(
     timeline = timeline or Timeline()
     # A small or full $XDG_RUNTIME_DIR is no place to assemble a bundle in.
     place = roomier(about.run_dir, about.fallback_dir)
-    staging = Staging(place / f".{about.run_dir.name}-{outcome}-{time.time_ns()}")
+    root = place / f".{about.run_dir.name}-{outcome}-{time.time_ns()}"
+    staging = Staging(root, about.redactor, limit_bytes=about.artifact_limit_bytes)
+    known = known.without_secrets(about.redactor)
     sides: list[tuple[RankEvidence, ...]] = []
 
     def ranks() -> None:
@@ -173,14 +166,27 @@ def write(
         pages = about.run_dir / "pages"
         sides.append(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
 
-    gather([ranks, lambda: _node(looks.targets, known, about, staging)], deadline_s=20.0)
+    roots = next((item.code_roots for item in known.ranks.values() if item.code_roots), ())
+
+    def node() -> None:
+        pid = looks.targets[0].pid if looks.targets else None
+        collect_node(f"node/{about.host}", about.run_dir, staging, pid=pid, code_roots=roots)
+
+    gather([ranks, node], deadline_s=20.0)
     timeline = timeline.plus("evidence complete")
-    evidence = _evidence(outcome, sides[0] if sides else (), known, about.host)
+    clean = about.redactor.text
+    seen = tuple(msgspec.structs.replace(side, log_tail=clean(side.log_tail)) for side in (sides[0] if sides else ()))
+    evidence = _evidence(outcome, seen, known, about.host)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
     verdict = _verdict(evidence)
     _finish(staging, verdict, evidence, about, timeline.plus("verdict"))
     name = name_of(about.run_name, time.time(), verdict.outcome)
-    published = publish(staging.root, about.bundle_dir, name, about.fallback_dir, deadline_s=PUBLISH_DEADLINE_S)
+    published = publish(
+        staging.root, about.bundle_dir, name, about.fallback_dir, about.keeping, deadline_s=PUBLISH_DEADLINE_S
+    )
+    if published.note:
+        say(published.note)
+    about.notifier.tell(verdict, published.path, about.run_name)
     return Report(verdict, evidence, published, _without_stacks(looks))
 
 
@@ -238,60 +244,25 @@ def _evidence(outcome: Outcome, ranks: tuple[RankEvidence, ...], known: Known, h
     return Evidence(outcome=outcome, world_size=known.world_size, ranks=everybody, missing_ranks=missing)
 
 
-def _node(targets: Sequence[Target], known: Known, about: Circumstances, staging: Staging) -> None:
-    """The node's own files, in parallel."""
-    folder = f"node/{about.host}"
-    pid = targets[0].pid if targets else None
-    roots = next((item.code_roots for item in known.ranks.values() if item.code_roots), ())
-
-    def gpus() -> None:
-        result = gpu.gpus_json(deadline_s=NODE_DEADLINE_S)
-        staging.add(result.artifact(f"{folder}/gpus.json"), result.value)
-        text = gpu.nvidia_smi_text(deadline_s=NODE_DEADLINE_S)
-        staging.add(text.artifact(f"{folder}/nvidia_smi.txt"), text.value)
-
-    def kernel() -> None:
-        result = logs.kernel_log(deadline_s=NODE_DEADLINE_S)
-        staging.add(result.artifact(f"{folder}/kernel_log.txt"), result.value)
-
-    def rest() -> None:
-        versions = node.versions(roots, pid=pid)
-        staging.add_json(versions.artifact(f"{folder}/versions.json"), versions.value)
-        resources = node.resources(pid=pid)
-        staging.add_json(resources.artifact(f"{folder}/resources.json"), resources.value)
-        if pid is not None:
-            env = node.environment_of(pid)
-            staging.add_json(env.artifact(f"{folder}/env.json"), env.value)
-        _run_files(about.run_dir, folder, staging)
-
-    gather([gpus, kernel, rest], deadline_s=NODE_DEADLINE_S + 2.0)
-
-
-def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:
-    """What torch, NCCL and the beacons left in the run directory: their own dumps and logs."""
-    for path in sorted((run_dir / "flight_recorder").iterdir()):
-        place = f"flight_recorder/{path.name}" if "trace_rank" in path.name else f"{folder}/{path.name}"
-        staging.add(Artifact(place, "written by the job", 0.0), path.read_bytes()[: 64 << 20])
-    log = run_dir / layout.LOG
-    if log.exists():
-        staging.add(Artifact(f"{folder}/beacon.log", "beacon", 0.0), log.read_bytes()[: 1 << 20])
-
-
 def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline) -> None:
     """verdict, reports, launch and, last, the manifest that lists all the others."""
-    staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), verdict)
-    staging.add_json(Artifact("launch.json", "safelaunch", 0.0), about.launch)
+    staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
+    staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
     from . import report
+
+    def read_line(path: str, number: int) -> str | None:
+        line = sources.line(path, number)
+        return about.redactor.text(line) if line else line
 
     begin = time.monotonic()
     artifacts = tuple(sorted(staging.artifacts, key=lambda artifact: artifact.path))
     for path, render in (("report.md", report.markdown), ("report.html", report.html)):
         try:
-            text: str | None = render(verdict, evidence, artifacts, read_line=sources.line)
+            text: str | None = render(verdict, evidence, artifacts, read_line=read_line)
             missing = ""
         except Exception as error:  # noqa: BLE001 - a report costs nothing but itself
             text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
-        staging.add(Artifact(path, "safelaunch", round(time.monotonic() - begin, 3), missing), text)
+        staging.add_report(Artifact(path, OURS, round(time.monotonic() - begin, 3), missing), text)
     listed = sorted(staging.artifacts, key=lambda artifact: artifact.path)
     manifest = {
         "schema": 1,
@@ -304,4 +275,4 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     }
     problem = staging.write("manifest.json", msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     if problem:
-        staging.artifacts.append(Artifact("manifest.json", "safelaunch", 0.0, problem))
+        staging.artifacts.append(Artifact("manifest.json", OURS, 0.0, problem))

@@ -35,7 +35,7 @@ class JobProcesses:
                 self._guardian.adopt(orphan)
 
     def _not_the_jobs(self) -> list[int]:
-        return [self._guardian.pid] if self._guardian is not None else []
+        return [*([self._guardian.pid] if self._guardian is not None else []), *process.helpers()]
 
     def all(self) -> tuple[ProcessId, ...]:
         """Everything of the job: what is below the agent, and orphans that have become our own children."""

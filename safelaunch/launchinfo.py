@@ -8,22 +8,31 @@ import socket
 import time
 
 from . import __version__
-from .capture.redact import redact_argv, redact_env
+from .bundle import Keeping
+from .capture.job_secrets import Redactor, secret_values
+from .capture.redact import redact_argv, redact_env, redact_text
 from .incident import Circumstances
+from .job import Job
+from .onbundle import Notifier
 from .paths import run_root, working_directory
-from .session import Job
 
 
 def circumstances(job: Job) -> Circumstances:
     """Everything a bundle needs to know about ``job``."""
     assert job.run is not None
-    plan = job.plan
+    plan, settings = job.plan, job.plan.settings
+    # Names that stand all over a bundle: a variable that happens to hold one of them hides nothing.
+    ordinary = [os.fspath(working_directory()), *plan.script[:1], plan.run_name, socket.gethostname(), _user()]
     return Circumstances(
         run_name=plan.run_name,
         run_dir=job.run.root,
-        bundle_dir=plan.settings.bundle_dir,
+        bundle_dir=settings.bundle_dir,
         fallback_dir=run_root({}, os.getuid()) / "bundles",
         launch=_launch(job),
+        redactor=Redactor(secret_values(plan.env, plan.argv, ordinary)),
+        artifact_limit_bytes=settings.artifact_limit_bytes,
+        keeping=Keeping(settings.keep_bundles, settings.bundle_archive),
+        notifier=Notifier(settings.on_bundle),
     )
 
 
@@ -52,6 +61,13 @@ def _launch(job: Job) -> dict[str, object]:
             "max_stall_s": settings.effective_max_stall_s,
             "on_stall": settings.on_stall,
             "origins": dict(settings.origins),
+        },
+        "bundles": {
+            "directory": os.fspath(settings.bundle_dir),
+            "keep": settings.keep_bundles,
+            "archive": settings.bundle_archive,
+            "artifact_limit_bytes": settings.artifact_limit_bytes,
+            "on_bundle": redact_text(settings.on_bundle or ""),
         },
     }
 

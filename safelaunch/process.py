@@ -158,6 +158,19 @@ def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
     return tuple(orphans)
 
 
+def helpers() -> list[int]:
+    """Our children of our own session: what copies a bundle, or tells of one. The job's are of other sessions."""
+    session = os.getsid(0)
+    found = []
+    for pid in _children():
+        try:
+            if os.getsid(pid) == session:
+                found.append(pid)
+        except ProcessLookupError:
+            continue
+    return found
+
+
 def _children() -> list[int]:
     """Our own children, from the kernel's list per thread (CONFIG_PROC_CHILDREN), else from all of /proc."""
     found: list[int] = []

@@ -6,6 +6,7 @@ The file may lie on a disk that does not answer: each read has a deadline, and a
 from __future__ import annotations
 
 from . import report
+from .capture.redact import redact_text
 from .capture.result import within
 from .errors import CaptureError
 
@@ -25,7 +26,7 @@ def text(path: str) -> str | None:
 
 
 def line(path: str, number: int) -> str | None:
-    """Line ``number`` (from 1) of a file, or None."""
+    """Line ``number`` (from 1) of a file, or None. A key that somebody wrote into the program stays there."""
     content = text(path)
     lines = content.splitlines() if content is not None else []
-    return lines[number - 1] if 0 < number <= len(lines) else None
+    return redact_text(lines[number - 1]) if 0 < number <= len(lines) else None

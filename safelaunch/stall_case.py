@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from . import incident
 from .console import say
-from .incident import Circumstances, Looks, Report, Timeline
+from .incident import Circumstances, Looks, Report
 from .model import RankExit
 from .stall import Movement, Stall
 from .task import Task
+from .timeline import Timeline
 from .watch import Glance, Watch
 
 Exits = Callable[[], Mapping[int, RankExit]]

@@ -17,6 +17,7 @@ from .crash_case import CrashCase
 from .forward import Forwarder
 from .guardian import Guardian
 from .incident import Report
+from .job import EXIT_GAVE_UP, EXIT_HUNG, Job
 from .job_processes import GRACE_S, JobProcesses
 from .launchinfo import circumstances
 from .live import Live
@@ -24,7 +25,6 @@ from .model import RankExit
 from .paths import sweep
 from .progress import AgentEvent, Roster
 from .restart import Failure, failure_of, why_give_up
-from .session import EXIT_GAVE_UP, EXIT_HUNG, Job
 from .stall import Policy
 from .stall_case import StallCase
 from .task import Task
@@ -68,6 +68,7 @@ class Supervisor:
         self._forwarder = Forwarder(job.agent.pid)
         self._watch = Watch(Roster(job.run), policy_of(job.plan.settings), time.monotonic())
         about = circumstances(job)
+        self._notifier = about.notifier
         self._stall = StallCase(self._watch, about, self._exits)
         self._crash = CrashCase(self._watch, about, self._exits)
         self._live = Live(job, self._watch, about, self._exits)
@@ -94,6 +95,8 @@ class Supervisor:
         self._finish(status)
         if self._verdict is not None:
             self._say_ended(self._verdict)
+        self._wait_for_notifier()
+        if self._verdict is not None:
             return self._verdict.code << 8
         # torchrun had no restart left for the ranks that we ended.
         return EXIT_HUNG << 8 if self._restarting == self._watch.roster.attempt else status
@@ -238,6 +241,13 @@ class Supervisor:
             say(f"still there, in the kernel's hands: pid {', '.join(str(p.pid) for p in left)}")
         if not verdict.shown:
             self._show(verdict.report)
+
+    def _wait_for_notifier(self) -> None:
+        """--on-bundle's command ends by its own deadline; somebody who stops the job meanwhile does not wait for it."""
+        deadline = time.monotonic() + self._notifier.patience_s
+        while self._notifier.busy and not self._forwarder.stop_requested and time.monotonic() < deadline:
+            self._forwarder.wait(BUSY_TICK_S)
+        self._notifier.end()
 
     def _show(self, result: Report) -> None:
         from . import report, sources

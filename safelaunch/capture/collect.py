@@ -188,7 +188,9 @@ def _write_beacon_files(folder: str, target: Target, pages: Path, exception: Ran
     except OSError:
         data = b""
     if data:
-        sink.add(Artifact(f"{folder}/fault.txt", "faulthandler", time.monotonic() - begin), data)
+        sink.add(
+            Artifact(f"{folder}/fault.txt", "faulthandler", time.monotonic() - begin), data.decode("utf-8", "replace")
+        )
     if exception is not None:
         sink.add_json(Artifact(f"{folder}/exception.json", "beacon", 0.0), exception)
     return result.value or ""

@@ -1,0 +1,53 @@
+"""What a bundle holds of the node: GPUs, kernel log, versions, resources, environment, and what the job wrote down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .beacon import layout
+from .capture import gpu, logs, node
+from .capture.parallel import gather
+from .model import Artifact
+from .staging import Staging
+
+NODE_DEADLINE_S = 6.0
+
+
+def collect_node(
+    folder: str, run_dir: Path, staging: Staging, *, pid: int | None = None, code_roots: Sequence[str] = ()
+) -> None:
+    """The node's own files, in parallel. ``pid``: one of the ranks, whose packages are in ``code_roots``."""
+
+    def gpus() -> None:
+        result = gpu.gpus_json(deadline_s=NODE_DEADLINE_S)
+        staging.add(result.artifact(f"{folder}/gpus.json"), result.value)
+        text = gpu.nvidia_smi_text(deadline_s=NODE_DEADLINE_S)
+        staging.add(text.artifact(f"{folder}/nvidia_smi.txt"), text.value)
+
+    def kernel() -> None:
+        result = logs.kernel_log(deadline_s=NODE_DEADLINE_S)
+        staging.add(result.artifact(f"{folder}/kernel_log.txt"), result.value)
+
+    def rest() -> None:
+        versions = node.versions(code_roots, pid=pid)
+        staging.add_json(versions.artifact(f"{folder}/versions.json"), versions.value)
+        resources = node.resources(pid=pid)
+        staging.add_json(resources.artifact(f"{folder}/resources.json"), resources.value)
+        if pid is not None:
+            env = node.environment_of(pid)
+            staging.add_json(env.artifact(f"{folder}/env.json"), env.value)
+        _run_files(run_dir, folder, staging)
+
+    gather([gpus, kernel, rest], deadline_s=NODE_DEADLINE_S + 2.0)
+
+
+def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:
+    """What torch, NCCL and the beacons left in the run directory: their own dumps and logs."""
+    for path in sorted((run_dir / "flight_recorder").iterdir()):
+        dump = "trace_rank" in path.name
+        place = f"flight_recorder/{path.name}" if dump else f"{folder}/{path.name}"
+        staging.add_file(Artifact(place, "written by the job", 0.0), path, dump=dump)
+    log = run_dir / layout.LOG
+    if log.exists():
+        staging.add_file(Artifact(f"{folder}/beacon.log", "beacon", 0.0), log)
