@@ -88,8 +88,9 @@ class Staging:
         self._add_whole(artifact, msgspec.json.format(msgspec.json.encode(tree), indent=1))
 
     def add_report(self, artifact: Artifact, text: str | None) -> None:
-        """What was made of evidence that holds no secrets: replacing something in markup would damage it."""
-        self._put(artifact, text.encode("utf-8", "backslashreplace") if text is not None else None)
+        """Markdown or HTML, made of evidence without secrets: to replace more than that would damage it."""
+        content = self.redactor.markup(text).encode("utf-8", "backslashreplace") if text is not None else None
+        self._put(artifact, content)
 
     def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None:
         """A copy of a file that the job wrote: a ``dump`` whole or not at all, of a log the end."""

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from typing import Any
 from urllib.parse import quote
 
 from msgspec import structs
 
-from safelaunch.capture.redact import NOT_SECRET, REDACTED, URL_PASSWORD, is_secret_name, redact_text
+from safelaunch.capture.redact import NOT_SECRET, REDACTED, URL_PASSWORD, is_secret_name, redact_shapes, redact_text
 from safelaunch.model import RankException
 
 
@@ -49,8 +50,12 @@ class Redactor:
 
     @cached_property
     def _literal(self) -> re.Pattern[str] | None:
-        """The values, also as they stand in JSON and in URLs, not as part of a longer word."""
-        forms = {form for value in self.values for form in (value, json.dumps(value)[1:-1], quote(value, safe=""))}
+        """The values, also as they stand in JSON, in URLs and in HTML, not as part of a longer word."""
+        forms = {
+            form
+            for value in self.values
+            for form in (value, json.dumps(value)[1:-1], quote(value, safe=""), escape(value))
+        }
         if not forms:
             return None
         either = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
@@ -59,6 +64,10 @@ class Redactor:
     def text(self, text: str) -> str:
         """Free text without secrets."""
         return redact_text(self._literal.sub(REDACTED, text) if self._literal else text)
+
+    def markup(self, text: str) -> str:
+        """A report made of evidence that has passed ``text``: what may have come in otherwise, by a thread's name."""
+        return redact_shapes(self._literal.sub(REDACTED, text) if self._literal else text)
 
     def tree(self, value: Any) -> Any:
         """Lists and dicts of text and numbers, as JSON has them, with every text (keys are kept) without secrets."""

@@ -268,7 +268,7 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None
     except OSError:
         return fd, ""
     inode = re.fullmatch(r"socket:\[(\d+)\]", target)
-    return fd, sockets.describe(pid, int(inode[1])) if inode else target
+    return fd, redact.redact_text(sockets.describe(pid, int(inode[1])) if inode else target)
 
 
 def _memory(pid: int, address: int, size: int) -> bytes:

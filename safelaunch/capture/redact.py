@@ -109,8 +109,7 @@ def redact_argv(argv: Iterable[str]) -> list[str]:
 
 def redact_text(text: str) -> str:
     """Free text (logs, tracebacks, messages) with everything replaced that looks like a secret."""
-    if any(mark in text for mark in _MARKS):
-        text = _beheaded_key(_SHAPES.sub(REDACTED, text))
+    text = redact_shapes(text)
     if "://" in text:
         text = URL_PASSWORD.sub(rf"\g<head>\g<user>:{REDACTED}@", text)
         text = _URL_TOKEN.sub(rf"\g<head>{REDACTED}@", text)
@@ -127,6 +126,11 @@ def _beheaded_key(text: str) -> str:
     while begin and _KEY_LINE.search(text, line := text.rfind("\n", 0, begin - 1) + 1, begin):
         begin = line
     return f"{text[:begin]}{REDACTED}{text[end.end() :]}"
+
+
+def redact_shapes(text: str) -> str:
+    """Only what is a secret by its shape alone: safe for markup, which other replacements could damage."""
+    return _beheaded_key(_SHAPES.sub(REDACTED, text)) if any(mark in text for mark in _MARKS) else text
 
 
 def _value(name: str, value: str) -> str:

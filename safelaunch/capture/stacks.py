@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.capture import command, proc, tracing
+from safelaunch.capture.redact import redact_text
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
 from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
@@ -72,7 +73,7 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
         threads=tuple(
             Thread(
                 frames=tuple(Frame(frame.filename, frame.line, frame.name) for frame in thread.frames),
-                name=thread.thread_name or "",
+                name=redact_text(thread.thread_name or ""),
                 os_tid=thread.os_thread_id,
                 active=thread.active,
                 owns_gil=thread.owns_gil,
