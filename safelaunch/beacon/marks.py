@@ -7,6 +7,8 @@ from time import monotonic_ns
 
 from . import layout
 
+LONGEST_S = 1e9
+
 # Before a page is claimed, and in a forked child, the marks go to a page that nobody reads.
 _bytes: bytearray | mmap.mmap = bytearray(layout.SIZE)
 _words = memoryview(_bytes).cast("Q")
@@ -37,8 +39,11 @@ def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
     if slot is None:
         slot = _new_slot(optimizer)
     words = _words
-    words[slot] += 1
-    words[layout.LAST_STEP_NS] = monotonic_ns()
+    try:
+        words[slot] += 1
+        words[layout.LAST_STEP_NS] = monotonic_ns()
+    except ValueError:
+        detach()  # somebody has overwritten the page; the script goes on unmarked
 
 
 def _new_slot(optimizer: object) -> int:
@@ -63,8 +68,11 @@ def user_stepped() -> None:
         before_first_step()
         _words[layout.FIRST_STEP_NS] = monotonic_ns()
     words = _words
-    words[layout.USER_STEPS] += 1
-    words[layout.LAST_STEP_NS] = monotonic_ns()
+    try:
+        words[layout.USER_STEPS] += 1
+        words[layout.LAST_STEP_NS] = monotonic_ns()
+    except ValueError:
+        detach()
 
 
 def set_state(state: int) -> None:
@@ -90,13 +98,22 @@ def server_is_up() -> None:
 def set_phase(name: str, timeout_s: float) -> tuple[str, float]:
     """``safelaunch.phase()``: ``timeout_s`` 0 = the watchdog's own threshold. Returns the phase before."""
     before = get_phase()
-    data = name.encode("utf-8", "replace")[: layout.PHASE_MAX]
+    data = str(name).encode("utf-8", "replace")[: layout.PHASE_MAX]
     _words[layout.PHASE_LENGTH] = 0  # a reader never sees the new length with the old text
     _bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + len(data)] = data
-    _words[layout.PHASE_TIMEOUT_NS] = int(timeout_s * 1e9)
+    _words[layout.PHASE_TIMEOUT_NS] = int(_timeout(timeout_s) * 1e9)
     _words[layout.PHASE_SINCE_NS] = monotonic_ns()
     _words[layout.PHASE_LENGTH] = len(data)
     return before
+
+
+def _timeout(given: float) -> float:
+    """Seconds that a word can hold. Outside a run any argument passes, so none may raise here either."""
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        return 0.0
+    return min(seconds, LONGEST_S) if seconds > 0 else 0.0
 
 
 def get_phase() -> tuple[str, float]:
@@ -109,4 +126,4 @@ def get_phase() -> tuple[str, float]:
 def pause(delta: int) -> None:
     """+1 pauses the watch of this rank, -1 undoes it; both count as progress."""
     _words[layout.PHASE_SINCE_NS] = monotonic_ns()
-    _words[layout.PAUSED] = max(0, _words[layout.PAUSED] + delta)
+    _words[layout.PAUSED] = min(max(0, _words[layout.PAUSED] + delta), 1 << 32)

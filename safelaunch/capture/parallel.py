@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from safelaunch.console import say
+
 T = TypeVar("T")
 
 
@@ -15,7 +17,7 @@ def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int 
     """The results of ``calls`` in their order; None for one that did not return within ``deadline_s`` seconds
     in all.
 
-    The calls must not raise (sources return their failures); one that does counts as not returned.
+    The calls must not raise (sources return their failures); one that does counts as not returned, and says so.
     """
     waiting: SimpleQueue[int] = SimpleQueue()
     done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
@@ -31,6 +33,8 @@ def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int 
             result: T | None = None
             try:
                 result = calls[index]()
+            except Exception as error:  # noqa: BLE001 - a fault of ours costs this look only
+                say(f"a source of evidence failed ({type(error).__name__}: {error})")
             finally:
                 done.put((index, result))
 
