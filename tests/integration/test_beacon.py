@@ -1,0 +1,756 @@
+"""The beacon in real ranks: it sees what they do, and they do not notice it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, Result
+
+from safelaunch.beacon import layout, ring
+from safelaunch.capture import worker_server
+from safelaunch.model import GilTest
+from safelaunch.paths import RunPaths
+from safelaunch.progress import Page, Roster, read_meta
+
+pytestmark = pytest.mark.torch
+
+# What every script below begins with: its own page and their companions, and a way to tell the test what it saw.
+PRELUDE = """
+import json, os, sys
+from pathlib import Path
+
+RANK = os.environ["RANK"]
+RUN_DIR = Path(os.environ["SAFELAUNCH_RUN_DIR"])
+BASE = RUN_DIR / "pages" / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{RANK}-{os.getpid()}"
+
+def progress():
+    from safelaunch.progress import Page
+    return Page(BASE).read()
+
+def pages():
+    return sorted(path.name for path in BASE.parent.iterdir() if path.name.count("-") == 2 and "." not in path.name)
+
+def output(base=BASE):
+    from safelaunch.beacon import ring
+    return [[stream, data.decode("latin-1")] for _, stream, data in ring.read(str(base) + ".ring")]
+
+def tell(**seen):
+    with open(f"seen-{RANK}.json.partial", "w") as file:
+        json.dump(seen, file)
+    os.rename(f"seen-{RANK}.json.partial", f"seen-{RANK}.json")
+"""
+# Anything in the output that a script did not write itself.
+NOISE = re.compile(r"Traceback|safelaunch|beacon|Server|Exception ignored|Warning|\[[WE]\d{4}")
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts ``source`` as a job of its own, after the prelude; ``words`` are the launcher's options."""
+    jobs: list[Job] = []
+
+    def begin(source: str, *words: str, wrapper: str = "", env: dict[str, str | None] | None = None) -> Job:
+        script = tmp_path / "script.py"
+        script.write_text(PRELUDE + textwrap.dedent(source))
+        command: list[str | Path] = [*words, script]
+        if wrapper:
+            shell = tmp_path / "wrapper.sh"
+            shell.write_text(f'#!/bin/sh\n{textwrap.dedent(wrapper)}\nexec {sys.executable} -u "$@"\n')
+            shell.chmod(0o755)
+            command = ["--no-python", *words, shell, script]
+        job = Job(command, tmp_path, env=env)
+        jobs.append(job)
+        return job
+
+    yield begin
+    for job in jobs:
+        job.clean_up()
+
+
+def seen(job: Job, rank: int = 0) -> dict[str, Any]:
+    """What a rank told; waits for it."""
+    path = job.scratch / f"seen-{rank}.json"
+    job.until(path.exists, f"word from rank {rank}")
+    return dict(json.loads(path.read_text()))
+
+
+def run_dir(job: Job) -> RunPaths:
+    (found,) = (job.runtime / "safelaunch").glob("r[0-9]*")
+    return RunPaths(found)
+
+
+def healthy(job: Job) -> Result:
+    """The job has ended well, and nobody has noticed us."""
+    result = job.wait()
+    assert (result.code, result.bundles, result.leftovers) == (0, (), ()), result.stderr
+    assert NOISE.search(result.stdout + result.stderr) is None, result.stdout + result.stderr
+    return result
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+STEPS = """
+    import torch, safelaunch
+
+    counted = {}
+
+    def model():
+        return torch.nn.Linear(2, 1)
+
+    def loop(name, *optimizers, steps, step=lambda o: o.step()):
+        before = progress().optimizer_steps
+        for _ in range(steps):
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.ones_like(parameter)
+                step(optimizer)
+        after = progress().optimizer_steps
+        kept.extend(optimizers)  # an optimizer that is gone may leave its identity to the next
+        counted[name] = list(after[len(before):])
+        assert after[: len(before)] == before
+
+    kept = []
+    sgd = lambda **more: torch.optim.SGD(model().parameters(), lr=0.1, **more)
+    adam = lambda **more: torch.optim.AdamW(model().parameters(), lr=0.1, **more)
+    never = progress().step, progress().first_step_ns
+
+    loop("plain", sgd(), steps=10)
+    loop("two", sgd(), adam(), steps=10)
+    loop("foreach", adam(foreach=True), steps=10)
+    loop("fused", adam(fused=True), steps=10)
+
+    class Mine(torch.optim.Adagrad):  # a class that nothing above has used: torch counts each level that it has patched
+        def step(self, closure=None):
+            return super().step(closure)
+    loop("subclass", Mine(model().parameters(), lr=0.1), steps=10)
+
+    def closure():
+        loss = (net(torch.ones(1, 2)) ** 2).sum()
+        loss.backward()
+        return loss
+    net = model()
+    loop("lbfgs", torch.optim.LBFGS(net.parameters(), max_iter=3), steps=4, step=lambda o: o.step(closure))
+
+    accumulating = sgd()
+    before = progress().optimizer_steps
+    for micro in range(10):
+        net(torch.ones(1, 2)).sum().backward()
+        if micro % 5 == 4:
+            accumulating.step()
+    counted["accumulation"] = list(progress().optimizer_steps[len(before):])
+
+    scaler = torch.amp.GradScaler("cpu")
+    scaled, before, skipped = sgd(), progress().optimizer_steps, 0
+    for number in range(10):
+        for parameter in scaled.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, float("inf") if number in (0, 3, 4, 8) else 1.0)
+        scaler.scale(torch.ones(1))
+        scaler.step(scaled)
+        scaler.update()
+    counted["scaler"] = list(progress().optimizer_steps[len(before):])
+
+    scheduled = sgd()
+    scheduler = torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    loop("scheduler", scheduled, steps=10, step=lambda o: (o.step(), scheduler.step()))
+
+    total = len(progress().optimizer_steps)
+    for number in range(layout_max + 8):
+        loop(f"many {number}", sgd(), steps=2)
+    before_user = progress()
+    for _ in range(7):
+        safelaunch.step()
+    last = progress()
+    tell(
+        counted={k: v for k, v in counted.items() if not k.startswith("many")}, never=never, total=total,
+        slots=len(last.optimizer_steps), many=[sum(v) for k, v in counted.items() if k.startswith("many")],
+        step_before=before_user.step, step=last.step, steps=list(last.optimizer_steps),
+        times=[last.claimed_ns, last.first_step_ns, before_user.last_step_ns, last.last_step_ns],
+        log=(RUN_DIR / "beacon.log").exists(),
+    )
+"""
+
+
+def test_steps_of_every_kind_of_loop(start: Start) -> None:
+    """Each optimizer has a count of its own; an unmodified loop is all it takes."""
+    job = start(STEPS.replace("layout_max", str(layout.MAX_OPTIMIZERS)))
+    told = seen(job)
+    healthy(job)
+    assert told["never"] == [None, 0]
+    assert told["counted"] == {
+        "plain": [10],
+        "two": [10, 10],
+        "foreach": [10],
+        "fused": [10],
+        "subclass": [10],
+        "lbfgs": [4],
+        "accumulation": [2],
+        "scaler": [6],
+        "scheduler": [10],
+    }
+    room = layout.MAX_OPTIMIZERS - told["total"]
+    assert told["slots"] == layout.MAX_OPTIMIZERS
+    assert told["many"] == [2] * room + [0] * (layout.MAX_OPTIMIZERS + 8 - room), "past the last slot only time is kept"
+    assert told["step_before"] == 10, "the optimizer that is furthest"
+    assert told["step"] == 7, "safelaunch.step() speaks for itself"
+    assert told["times"] == sorted(told["times"])
+    assert len(set(told["times"])) == 4
+    assert not told["log"], "the beacon has met no fault"
+
+
+def test_a_compiled_optimizer_step(start: Start) -> None:
+    """With inductor: its compile workers are no ranks, and the compiled step counts like any other."""
+    job = start("""
+        import shutil, torch
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            tell(skip="inductor needs a C++ compiler")
+            sys.exit()
+        net = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step)
+        for _ in range(5):
+            optimizer.zero_grad()
+            net(torch.ones(1, 2)).sum().backward()
+            step()
+        tell(steps=list(progress().optimizer_steps), pages=pages(), me=BASE.name)
+    """)
+    told = seen(job)
+    if "skip" in told:
+        pytest.skip(told["skip"])
+    result = job.wait()
+    assert result.code == 0, result.stderr
+    assert told["steps"] == [5]
+    assert told["pages"] == [told["me"]]
+
+
+def test_the_public_api_outside_a_run_does_nothing() -> None:
+    source = """
+        import sys, safelaunch
+        safelaunch.step()
+        with safelaunch.phase("eval", timeout=5), safelaunch.pause():
+            safelaunch.step()
+        try:
+            with safelaunch.phase("eval"):
+                raise KeyError("mine")
+        except KeyError as error:
+            print(error)
+        print([name for name in sys.modules if "beacon" in name or name == "torch"])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "'mine'\n[]\n", "")
+
+
+def test_phases_and_pauses(start: Start) -> None:
+    job = start("""
+        import safelaunch
+        seen, now = [], lambda: seen.append([progress().phase, progress().phase_timeout_s, progress().paused])
+        now()
+        with safelaunch.phase("eval", timeout=90):
+            now()
+            with safelaunch.phase("caf\\u00e9 " + "x" * 500):
+                now()
+                with safelaunch.pause():
+                    now()
+                    with safelaunch.pause():
+                        now()
+                    now()
+            now()
+        now()
+        began = progress().phase_since_ns
+        with safelaunch.pause():
+            entered = progress().phase_since_ns
+        tell(seen=seen, moved=began < entered < progress().phase_since_ns, torch="torch" in sys.modules)
+    """)
+    told = seen(job)
+    healthy(job)
+    long = ("café " + "x" * 500).encode()[: layout.PHASE_MAX].decode()
+    assert told["seen"] == [
+        ["", 0, False],
+        ["eval", 90, False],
+        [long, 0, False],
+        [long, 0, True],
+        [long, 0, True],
+        [long, 0, True],
+        ["eval", 90, False],
+        ["", 0, False],
+    ]
+    assert told["moved"], "entering and leaving a pause count as progress"
+    assert not told["torch"], "a rank that never imports torch does not pay for it"
+
+
+# --- what is there while it runs --------------------------------------------------------------------------------------
+
+
+def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
+    """Claim, page, ring, meta, agent's events; the worker server answers while the rank sleeps."""
+    job = start(
+        """
+        import time, torch
+        sys.stdout.write(f"rank {RANK} is up\\n")
+        sys.stderr.write("careful\\n")
+        tell(pid=os.getpid())
+        time.sleep(1000)
+        """,
+        "--nproc-per-node=2",
+    )
+    pids = [seen(job, rank)["pid"] for rank in (0, 1)]
+    run = run_dir(job)
+    assert stat.S_IMODE(run.root.stat().st_mode) == stat.S_IMODE(run.pages.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in run.pages.iterdir() if path.is_file())
+    roster = Roster(run)
+    events = roster.refresh()
+    assert [event.event for event in events][-1] == "started"
+    assert {rank: worker.pid for rank, worker in roster.workers.items()} == dict(enumerate(pids))
+    pages = roster.pages()
+    assert {rank: page.pid for rank, page in pages.items()} == dict(enumerate(pids))
+    for rank, page in pages.items():
+        progress = page.read()
+        assert (progress.rank, progress.local_rank, progress.world_size, progress.attempt) == (rank, rank, 2, 0)
+        assert (progress.state, progress.step, progress.exit_ns) == ("torch", None, 0)
+        with open(f"/proc/{page.pid}/stat", "rb") as file:
+            assert progress.start_ticks == int(file.read().rpartition(b")")[2].split()[19])
+        assert page.server_up
+        socket = os.fspath(roster.companion(page, layout.SERVER_SUFFIX))
+        worker_server.post(socket, "ping", deadline_s=10.0)
+        assert b'"version"' in worker_server.post(socket, "fr_trace_json", deadline_s=10.0)
+        assert worker_server.gil_test(socket, deadline_s=10.0) == GilTest(ping=True, python=True)
+        records = ring.read(os.fspath(roster.companion(page, layout.RING_SUFFIX)))
+        assert [(stream, data) for _, stream, data in records] == [
+            (ring.STDOUT, f"rank {rank} is up\n".encode()),
+            (ring.STDERR, b"careful\n"),
+        ]
+        assert all(abs(time.time_ns() - when) < 600e9 for when, _, _ in records)
+        meta = read_meta(roster.companion(page, layout.META_SUFFIX))
+        assert meta.argv[1:] == ("-u", os.fspath(job.scratch / "script.py"))
+        assert meta.cwd == os.fspath(job.scratch)
+        assert any("site-packages" in root for root in meta.code_roots)
+    fault = roster.companion(pages[0], layout.FAULT_SUFFIX).open()
+    os.kill(pids[0], signal.SIGTERM)
+    result = job.wait()
+    assert result.code == 1
+    assert 'script.py", line' in fault.read(), "a rank that is terminated leaves its stack"
+    fault.close()
+
+
+def test_an_exception_and_the_way_out(start: Start) -> None:
+    """Recorded before the script's own exit handlers run; the rank's end after them."""
+    job = start("""
+        import atexit, time
+        tell(pid=os.getpid())
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+
+        class Unprintable(Exception):
+            def __str__(self):
+                raise RuntimeError("no text for you")
+
+        def report():
+            record = json.loads(Path(str(BASE) + ".exception").read_text())
+            print(json.dumps([record, progress().state, progress().exit_ns]), flush=True)
+        atexit.register(report)
+
+        def inner():
+            raise Unprintable from ValueError("the cause")
+        inner()
+    """)
+    seen(job)
+    (page,) = (Page(path) for path in run_dir(job).pages.iterdir() if layout.parse_page_name(path.name))
+    (job.scratch / "go").touch()
+    result = job.wait()
+    assert result.code == 1
+    record, state, exit_ns = json.loads(result.stdout)
+    assert (state, exit_ns) == ("exception", 0)
+    assert record["type"] == "__main__.Unprintable"
+    assert "unprintable" in record["message"]
+    assert [frame["function"] for frame in record["frames"]] == ["inner", "<module>"]
+    assert record["frames"][0]["file"] == os.fspath(job.scratch / "script.py")
+    assert "ValueError: the cause" in record["text"]
+    assert abs(record["time_unix_s"] - time.time()) < 600
+    after = page.read()
+    assert after.state == "exited"
+    assert after.claimed_ns < after.exception_ns < after.exit_ns
+    assert "ValueError: the cause" in result.stderr
+    assert "no text for you" not in result.stderr
+
+
+# What a rank does → its state afterwards, and whether it recorded an exception.
+ENDINGS = {
+    "the end of the script": ("", "exited", False),
+    "sys.exit": ("sys.exit(3)", "exited", False),
+    "os._exit": ("os._exit(0)", "started", False),
+    "an interrupt": ("raise KeyboardInterrupt", "exited", False),
+    "an excepthook of its own": ("sys.excepthook = lambda *_: None; raise KeyError", "exited", True),
+    "an excepthook that chains": ("h = sys.excepthook; sys.excepthook = lambda *a: h(*a); 1 / 0", "exited", True),
+    "an exception in a thread": (
+        "import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()", "exited", False,
+    ),
+}  # fmt: skip
+
+
+def test_endings(start: Start) -> None:
+    """Every way out, one rank each. They ignore SIGTERM, or the first failure would end the others."""
+    statements = [statement for statement, _, _ in ENDINGS.values()]
+    job = start(
+        f"""
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        tell(pid=os.getpid())
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        exec({statements!r}[int(RANK)])
+        """,
+        f"--nproc-per-node={len(statements)}",
+    )
+    for rank in range(len(statements)):
+        seen(job, rank)
+    files = [path for path in run_dir(job).pages.iterdir() if layout.parse_page_name(path.name)]
+    pages = {page.read().rank: page for page in map(Page, files)}
+    (job.scratch / "go").touch()
+    assert job.wait().code == 1
+    ended = {name: pages[rank].read() for rank, name in enumerate(ENDINGS)}
+    assert {name: (p.state, p.exception_ns > 0) for name, p in ended.items()} == {
+        name: (state, raised) for name, (_, state, raised) in ENDINGS.items()
+    }
+
+
+# --- forks and spawns -------------------------------------------------------------------------------------------------
+
+
+def test_forked_children_let_go(start: Start) -> None:
+    """A child that ends by sys.exit, one that raises, one that is terminated, one that steps and prints."""
+    job = start("""
+        import faulthandler, signal, time, torch
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+        optimizer.step()
+        sys.stdout.write("parent\\n")
+        base, before = BASE, progress()
+
+        def fork(work):
+            child = os.fork()
+            if child == 0:
+                work()
+                sys.exit(0)
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        def act():
+            for _ in range(5):
+                optimizer.step()
+            import safelaunch
+            safelaunch.step()
+            sys.stdout.write("child\\n")
+
+        def boom():
+            sys.stderr = open("child-stderr", "w")
+            raise ValueError("in the child")
+
+        def wait():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1000)
+
+        codes = [fork(lambda: None), fork(lambda: sys.exit(5)), fork(act), fork(boom), fork(wait)]
+        after, size = progress(), os.path.getsize(str(BASE) + ".fault")
+        optimizer.step()
+        tell(
+            codes=codes, same=before == after, fault=size, pages=pages(), me=BASE.name, output=output(),
+            exception=os.path.exists(str(BASE) + ".exception"), steps=list(progress().optimizer_steps),
+            log=(RUN_DIR / "beacon.log").exists(),
+        )
+    """)
+    told = seen(job)
+    result = job.wait()
+    assert (result.code, result.leftovers) == (0, ()), result.stderr
+    assert told["codes"] == [0, 5, 0, 1, -signal.SIGTERM]
+    assert told["same"], "nothing that a child does counts as the rank's"
+    assert told["fault"] == 0
+    assert told["pages"] == [told["me"]]
+    assert told["output"] == [[ring.STDOUT, "parent\n"]]
+    assert not told["exception"]
+    assert told["steps"] == [2]
+    assert not told["log"]
+    assert sorted(result.stdout.split()) == ["child", "parent"]
+    assert "ValueError: in the child" in (job.scratch / "child-stderr").read_text()
+
+
+def test_loader_workers(start: Start) -> None:
+    """Forked and spawned ones: no pages, no beacon, no trace; a rank that forks is still itself."""
+    job = start("""
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Look(Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                beacon = sorted(name for name in sys.modules if "beacon" in name)
+                return json.dumps([os.getpid(), os.environ.get("PYTHONPATH"), len(beacon)])
+
+        if __name__ == "__main__":
+            found = {}
+            for method in ("fork", "spawn"):
+                loader = DataLoader(Look(), batch_size=None, num_workers=2, multiprocessing_context=method)
+                found[method] = [json.loads(item) for item in loader]
+            tell(found=found, pages=pages(), me=BASE.name, log=(RUN_DIR / "beacon.log").exists())
+    """)
+    told = seen(job)
+    result = job.wait()
+    # Python's own resource tracker now and then warns of a leaked semaphore here, without us as well.
+    assert (result.code, result.leftovers) == (0, ()), result.stderr
+    assert re.search("Traceback|beacon|Server", result.stdout + result.stderr) is None
+    assert all(len({pid for pid, _, _ in found}) == 2 for found in told["found"].values())
+    assert all(path is None for found in told["found"].values() for _, path, _ in found)
+    assert {beacon for _, _, beacon in told["found"]["spawn"]} == {0}
+    assert told["pages"] == [told["me"]]
+    assert not told["log"]
+
+
+def test_who_the_rank_is(start: Start) -> None:
+    """A wrapper that runs a helper Python first, which looks like the rank: the process that steps is."""
+    job = start(
+        """
+        import safelaunch, time
+        safelaunch.step()
+        # a subprocess, and what a subprocess starts, stay asleep
+        import subprocess
+        inside = subprocess.run([sys.executable, "-c", "import sys; print([n for n in sys.modules if 'beacon' in n])"],
+            capture_output=True, text=True)
+        from safelaunch.paths import RunPaths
+        from safelaunch.progress import Roster
+        roster = Roster(RunPaths(RUN_DIR))
+        roster.refresh()
+        tell(pages=pages(), me=os.getpid(), chosen={rank: page.pid for rank, page in roster.pages().items()},
+            inside=inside.stdout, path=os.environ.get("PYTHONPATH"))
+        """,
+        wrapper=f"{sys.executable} -c 'print(42)' >/dev/null",
+        env={"PYTHONPATH": None},
+    )
+    told = seen(job)
+    healthy(job)
+    assert told["chosen"] == {"0": told["me"]}
+    assert 1 <= len(told["pages"]) <= 2
+    assert told["inside"] == "[]\n"
+    assert told["path"] is None
+
+
+def test_run_path_and_module(start: Start) -> None:
+    """The spawned child of --run-path learns its rank late."""
+    source = """
+        import torch
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.step()
+        seen = progress()
+        tell(steps=list(seen.optimizer_steps), rank=seen.rank, pages=pages(), server=Path(str(BASE) + ".sock").exists())
+    """
+    job = start(source, "--run-path", "--nproc-per-node=2")
+    told = [seen(job, rank) for rank in (0, 1)]
+    result = job.wait()
+    assert result.code == 0, result.stderr
+    assert NOISE.search(result.stdout) is None
+    assert [(t["steps"], t["rank"], t["server"]) for t in told] == [([3], 0, True), ([3], 1, True)]
+    assert all(len(t["pages"]) <= 2 for t in told)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_of_the_output(start: Start) -> None:
+    """The ring has what went through Python's streams to the descriptors, and nothing else."""
+    job = start("""
+        import contextlib, io, logging, os, threading
+        def bar():
+            for done in range(3):
+                sys.stderr.write(f"\\r{done}/2")
+                sys.stderr.flush()
+            sys.stderr.write("\\n")
+        bar()
+        with contextlib.redirect_stdout(io.StringIO()) as apart:
+            print("not on the screen")
+        os.write(1, b"by descriptor\\n")
+        sys.stdout.buffer.write(b"\\xff\\xfe\\n")
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        logging.warning("logged")
+        threads = [threading.Thread(target=sys.stdout.write, args=(f"thread {n}\\n",)) for n in range(20)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        real, sys.stdout = sys.stdout, open("replaced.txt", "w")
+        print("into a file")
+        sys.stdout.close()
+        sys.stdout = real
+        saved = os.dup(1)
+        os.dup2(os.open("elsewhere", os.O_WRONLY | os.O_CREAT, 0o600), 1)
+        sys.stdout.write("by the old name\\n")
+        os.dup2(saved, 1)
+        tell(output=output(), log=(RUN_DIR / "beacon.log").exists())
+        sys.stdout.close()
+        sys.stdout = open(os.devnull, "w")
+    """)
+    told = seen(job)
+    result = job.wait()
+    assert result.code == 0, result.stderr
+    out = "".join(text for stream, text in told["output"] if stream == ring.STDOUT)
+    err = "".join(text for stream, text in told["output"] if stream == ring.STDERR)
+    assert err == "\r0/2\r1/2\r2/2\n"
+    lines = out.splitlines()
+    assert lines[:2] == ["\xff\xfe", "logged"]
+    assert lines[-1] == "by the old name"
+    assert set(lines[2:-1]) <= {f"thread {n}" for n in range(20)}
+    assert len(lines[2:-1]) >= 18, "two threads at once: one may be left out of the ring, never out of the output"
+    assert sorted(line for line in result.stdout.splitlines() if "thread" in line) == sorted(
+        f"thread {n}" for n in range(20)
+    )
+    assert (job.scratch / "elsewhere").read_text() == "by the old name\n"
+    assert (job.scratch / "replaced.txt").read_text() == "into a file\n"
+    assert not told["log"]
+
+
+def test_a_script_that_closes_what_it_did_not_open(start: Start) -> None:
+    """As daemons do. Its own files get our numbers; none is closed under it, in the rank, in a child, or at the end."""
+    job = start("""
+        import atexit
+        os.closerange(3, 1024)
+        files = [open(f"file-{n}", "w") for n in range(300)]
+        numbers = [file.fileno() for file in files]
+        for file in files:
+            file.write("still in the buffer")
+
+        def alive(number):
+            try:
+                return os.fstat(number).st_size == 0
+            except OSError:
+                return False
+
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if all(map(alive, numbers)) else 1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        import safelaunch
+        safelaunch.step()
+        print("printed")
+        before = progress().step
+        tell(code=code, step=before, numbers=[min(numbers), max(numbers)], output=output())
+        atexit.register(lambda: os._exit(0) if not all(map(alive, numbers)) else None)
+        # the files are left to the interpreter's own end
+    """)
+    told = seen(job)
+    result = healthy(job)
+    assert told["code"] == 0
+    assert told["step"] == 1
+    assert told["numbers"][0] < 10
+    assert told["numbers"][1] > 240
+    assert "".join(text for _, text in told["output"]) == "printed\n"
+    assert result.stdout == "printed\n"
+    assert {(job.scratch / f"file-{n}").read_text() for n in range(300)} == {"still in the buffer"}
+
+
+# --- faults of ours, injected -----------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import torch, time
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.step()
+        print("step", flush=True)
+    import safelaunch
+    safelaunch.step()
+    with safelaunch.phase("eval"):
+        pass
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+    sys.stderr.write("the end\\n")
+"""
+WRAPPERS = {
+    "no run directory": 'rm -r "$SAFELAUNCH_RUN_DIR"',
+    "a file in its place": 'rm -r "$SAFELAUNCH_RUN_DIR"; : > "$SAFELAUNCH_RUN_DIR"',
+    "a file in place of the pages": 'rm -r "$SAFELAUNCH_RUN_DIR/pages"; : > "$SAFELAUNCH_RUN_DIR/pages"',
+    "no room for a page": "ulimit -f 1",
+    "no room for a ring": "ulimit -f 64",
+    "no name of it": "export SAFELAUNCH_RUN_DIR=",
+    "a rank that is no number": "export RANK=zero",
+    "no supervisor": "export SAFELAUNCH_SUPERVISOR_PID=none",
+    "few descriptors": "ulimit -n 40",
+}
+
+
+@pytest.mark.parametrize("fault", WRAPPERS)
+def test_a_fault_before_the_rank_starts(start: Start, fault: str) -> None:
+    job = start(SCRIPT, wrapper=WRAPPERS[fault])
+    result = job.wait()
+    assert result.code == 0, result.stderr
+    assert result.stdout == "step\n" * 3
+    assert [line for line in result.stderr.splitlines() if not line.startswith("safelaunch: ")] == ["the end"]
+
+
+# In this order, one rank each, as they share a directory.
+FAULTS = {
+    "its modules are gone": "[sys.modules.pop(n) for n in list(sys.modules) if 'safelaunch_beacon' in n]",
+    "its ring is damaged": (
+        "f = open(str(BASE) + '.ring', 'r+b'); f.write(b'\\xff' * 4096); f.close();"
+        "sys.stderr.write('x' * 70000 + '\\n')"
+    ),
+    "its page is damaged": "f = open(BASE, 'r+b'); f.write(b'\\xff' * 4096); f.close()",
+    "its directory is removed": "import shutil; shutil.rmtree(RUN_DIR)",
+    "its directory is a file": "RUN_DIR.touch()",
+}
+FAULTY = """
+    import torch, time, safelaunch
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    optimizer.step()
+    while RANK != "0" and not os.path.exists(f"done-{int(RANK) - 1}"):
+        time.sleep(0.01)
+    exec(FAULTS[int(RANK)])
+    for _ in range(3):
+        optimizer.step()
+        safelaunch.step()
+        os.write(1, b"step\\n")
+    for timeout in (0, float("inf"), float("nan"), -1, None, "x"):
+        with safelaunch.phase("eval", timeout=timeout), safelaunch.pause():
+            pass
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+    sys.stderr.write("the end\\n")
+    open("done-" + RANK, "w").close()
+"""
+
+
+def test_faults_while_the_rank_runs(start: Start) -> None:
+    """What the script prints and returns is what it would have been."""
+    faults = repr(list(FAULTS.values()))
+    job = start(FAULTY.replace("FAULTS", faults), f"--nproc-per-node={len(FAULTS)}", env={"OMP_NUM_THREADS": "1"})
+    result = job.wait()
+    assert result.code == 0, result.stderr
+    assert result.stdout.split() == ["step"] * 3 * len(FAULTS)
+    theirs = [line for line in result.stderr.splitlines() if not line.startswith("safelaunch: ")]
+    assert sorted(theirs) == sorted([*["the end"] * len(FAULTS), "x" * 70000])
+
+
+def test_a_fault_and_an_exception(start: Start) -> None:
+    """With nowhere to record it, the exception is still the script's, told as Python tells it."""
+    job = start("""
+        import shutil
+        shutil.rmtree(RUN_DIR)
+        raise ValueError("mine")
+    """)
+    result = job.wait()
+    assert result.code == 1
+    own = [line for line in result.stderr.splitlines() if not line.startswith("safelaunch: ")]
+    assert own[:2] == [
+        "Traceback (most recent call last):",
+        f'  File "{job.scratch / "script.py"}", line {PRELUDE.count(chr(10)) + 4}, in <module>',
+    ]
+    assert own[2:4] == ['    raise ValueError("mine")', "ValueError: mine"]
+    assert "beacon" not in "\n".join(own)
