@@ -13,9 +13,9 @@ from . import incident
 from .console import say
 from .control import Client, DumpAnswer, RankStatus, Request, RunStatus, Server
 from .incident import Circumstances, Looks, Report
+from .job import Job
 from .model import Progress, RankExit
 from .paths import working_directory
-from .session import Job
 from .task import Task
 from .watch import Watch
 

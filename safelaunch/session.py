@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import guardian, process
 from .console import say
+from .job import Job
 from .paths import RunPaths, create_run
 from .plan import Plan
-
-EXIT_HUNG = 124
-EXIT_GAVE_UP = 125
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A started job: its agent, and where its run directory is (None: not watched)."""
-
-    plan: Plan
-    agent: process.ProcessId
-    run: RunPaths | None
-    started_unix_s: float
 
 
 def run(plan: Plan) -> int:
