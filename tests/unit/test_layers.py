@@ -31,6 +31,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "process",
             "forward",
             "guardian",
+            "job",
             "job_processes",
             "paths",
             "control",
