@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def publish(
         out, err = process.communicate(timeout=deadline_s)
         problem = err.decode("utf-8", "replace").strip() or f"the copy ended with {process.returncode}"
     except subprocess.TimeoutExpired as error:
-        process.kill()  # not waited for: a write to a dead disk ends when the kernel lets it
+        _give_up(process)
         problem = f"no answer from {directory} within {deadline_s:g} s"
         out = (error.output or b"") + (f"{problem}\n".encode() if b"\0" in (error.output or b"") else b"")
     path, published, notes = out.partition(b"\0")
@@ -76,6 +77,15 @@ def publish(
         return _keep_locally(staged, fallback, name, problem)
     shutil.rmtree(staged, ignore_errors=True)
     return Published(Path(os.fsdecode(path)), note="; ".join(notes.decode("utf-8", "replace").splitlines()))
+
+
+def _give_up(process: subprocess.Popen[bytes]) -> None:
+    """Kills the helper; a thread waits for it: a write to a dead disk ends when the kernel lets it."""
+    process.kill()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+    threading.Thread(target=process.wait, name="publish reap", daemon=True).start()
 
 
 def _keep_locally(staged: Path, fallback: Path, name: str, problem: str) -> Published:

@@ -25,10 +25,12 @@ def secret_values(environment: Mapping[str, str], argv: Iterable[str], ordinary:
     """
     words = list(argv)
     found = [value for name, value in environment.items() if is_secret_name(name)]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, before in zip(words, ["", *words], strict=False):
         name, equals, value = word.partition("=")
-        if is_secret_name(name) and (equals or name.startswith("-")):
-            found.append(value if equals else following)
+        if equals and is_secret_name(name):
+            found.append(value)
+        elif before.startswith("-") and "=" not in before and is_secret_name(before) and not word.startswith("-"):
+            found.append(word)
     texts = [*environment.values(), *words]
     found += [match["password"] for text in texts if "://" in text for match in URL_PASSWORD.finditer(text)]
     lines = {line.strip() for value in found for line in value.splitlines()}
@@ -37,7 +39,7 @@ def secret_values(environment: Mapping[str, str], argv: Iterable[str], ordinary:
 
 
 def _is_telling(value: str) -> bool:
-    if len(value) < 8 or value.startswith(("/", "~/", "./", "../", "-")) or NOT_SECRET.fullmatch(value):
+    if len(value) < 8 or value.startswith(("/", "~/", "./", "../")) or NOT_SECRET.fullmatch(value):
         return False
     return len(value) >= 16 or (any(c.isdigit() for c in value) and not (value.isdigit() and len(value) < 12))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
+from safelaunch.capture.job_secrets import Redactor, secret_values
 from safelaunch.capture.redact import REDACTED, is_secret_name, redact_argv, redact_env, redact_text
 
 SECRET_NAMES = [
@@ -125,6 +127,11 @@ def test_secrets_by_shape(secret: str) -> None:
             f"a\n{REDACTED}\nb",
         ),
         ("-----BEGIN PRIVATE KEY-----\ncut off", REDACTED),
+        (
+            "before\n12:00 out| MIIEowIBAAKCAQEA0123456789\n12:00 out| abcdefghijklmnop==\n12:00 out| "
+            "-----END RSA PRIVATE KEY-----\nafter",
+            f"before\n{REDACTED}\nafter",
+        ),
     ],
 )
 def test_secrets_in_text(text: str, expected: str) -> None:
@@ -182,3 +189,77 @@ def test_no_text_takes_long(unit: str) -> None:
     begin = time.process_time()
     redact_text(text)
     assert time.process_time() - begin < 2.0
+
+
+# --- the very secrets of one job --------------------------------------------------------------------------------------
+
+
+def test_the_secrets_of_a_job() -> None:
+    environment = {
+        "WANDB_API_KEY": "0123456789abcdef",
+        "SSH_PRIVATE_KEY": "-----BEGIN KEY-----\nMIIEowIBAAKCAQEA\n",
+        "DATABASE_URL": "postgres://trainer:horse-battery-staple@db/runs",
+        "HOME": "/home/trainer1",
+        "PLAIN": "nothing-special-at-all",
+    }
+    argv = [
+        "python",
+        "t.py",
+        "--token",
+        "tok-12345",
+        "--password=pass-67890",
+        "API_KEY=key-24680",
+        "mongodb://u:mongo-13579@h",
+    ]
+    assert secret_values(environment, argv) == (
+        "-----BEGIN KEY-----",
+        "MIIEowIBAAKCAQEA",
+        "horse-battery-staple",
+        "key-24680",
+        "mongo-13579",
+        "pass-67890",
+        "tok-12345",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SHORT_TOKEN", "abc1234"),  # would be replaced wherever these letters stand
+        ("DB_PASSWORD", "changeme"),
+        ("USE_AUTH", "disabled"),
+        ("JOB_SESSION", "20260101"),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/secrets/gcp-0123456789.json"),
+        ("NETRC", "~/.netrc-0123456789"),
+        ("STORAGE_KEY", "project-0123"),  # part of the working directory
+        ("EMPTY_TOKEN", ""),
+    ],
+)
+def test_words_that_stand_everywhere_are_not_replaced(name: str, value: str) -> None:
+    assert secret_values({name: value}, [], ["/data/project-0123/run"]) == ()
+
+
+def test_they_are_replaced_wherever_they_stand() -> None:
+    redactor = Redactor(("horse-battery", 'quo"ted/<value>1'))
+    assert redactor.text("with horse-battery, not seahorse-battery or horse-battery1") == (
+        f"with {REDACTED}, not seahorse-battery or horse-battery1"
+    )
+    for form in ('quo"ted/<value>1', json.dumps('quo"ted/<value>1')[1:-1], "quo%22ted%2F%3Cvalue%3E1"):
+        assert redactor.text(f"x={form};") == f"x={REDACTED};"
+    assert redactor.markup("<td>quo&quot;ted/&lt;value&gt;1</td>") == f"<td>{REDACTED}</td>"
+    assert redactor.tree({"horse-battery": [1, None, ("horse-battery",)]}) == {"horse-battery": [1, None, [REDACTED]]}
+    assert redactor.binary(b"\x80horse-battery.") == b"\x80*************."
+    assert "horse" not in repr(redactor)
+
+
+@pytest.mark.parametrize("text", ["a password=hunter2 b", "nothing", "https://h/?token=abc"])
+def test_without_any_the_rest_still_holds(text: str) -> None:
+    assert Redactor().text(text) == redact_text(text)
+    assert Redactor().text(Redactor().text(text)) == redact_text(text)
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_redacting_twice_changes_nothing(secret: str) -> None:
+    once = redact_text(f'{{"k": "{secret}"}} password: {secret} https://u:{secret}@h --token {secret}')
+    assert secret not in once
+    assert redact_text(once) == once

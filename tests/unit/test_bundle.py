@@ -1,0 +1,641 @@
+"""Assembling, publishing and keeping bundles: whole or not at all, private, and nothing else is ever touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from safelaunch.bundle import Keeping, Published, name_of, publish
+from safelaunch.capture.job_secrets import Redactor
+from safelaunch.model import Artifact, Culprit, Verdict
+from safelaunch.onbundle import Notifier, variables
+from safelaunch.onbundle import run as run_command
+from safelaunch.staging import Staging, cut
+
+NAME = "train-20260101T000000Z-hang"
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+AS_USER = pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+
+
+def staged(root: Path) -> Path:
+    """A small bundle as an incident leaves it."""
+    staging = Staging(root)
+    staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
+    staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.1), "Thread 1\n")
+    staging.write("manifest.json", b"{}")
+    return root
+
+
+def published(directory: Path, name: str = NAME, keeping: Keeping | None = None) -> Published:
+    source = staged(directory.parent / f"staged-{time.monotonic_ns()}")
+    result = publish(source, directory, name, directory.parent / "fallback", keeping, deadline_s=30.0)
+    assert not source.exists() or result.path == source
+    return result
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def modes(root: Path) -> set[tuple[bool, int]]:
+    """(is a directory, permissions) of a tree."""
+    found = [root, *root.rglob("*")]
+    return {(path.is_dir(), stat.S_IMODE(path.lstat().st_mode)) for path in found}
+
+
+PRIVATE = {(True, 0o700), (False, 0o600)}
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_is_published_whole(tmp_path: Path) -> None:
+    result = published(tmp_path / "new" / "bundles")
+    assert result == Published(tmp_path / "new/bundles" / NAME)
+    assert names(tmp_path / "new/bundles") == ["latest", NAME]
+    assert (result.path / "ranks/0/stack.txt").read_text() == "Thread 1\n"
+    assert (tmp_path / "new/bundles/latest").readlink() == Path(NAME)
+    assert modes(result.path) == PRIVATE
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077, 0o137, 0o277, 0o777])
+def test_modes_under_any_umask(mask: int, tmp_path: Path, umask: None) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    os.umask(mask)
+    result = published(directory, keeping=Keeping(archive=True))
+    assert result == Published(directory / NAME)
+    assert modes(result.path) == PRIVATE
+    assert stat.S_IMODE((directory / f"{NAME}.tar.gz").stat().st_mode) == 0o600
+
+
+def test_modes_where_the_directory_gives_everything_to_everybody(tmp_path: Path, umask: None) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    directory.chmod(0o3777)  # setgid and sticky, too
+    everything = [(tag, 7, 0xFFFFFFFF) for tag in (1, 4, 16, 32)]  # owner, group, mask, others
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in everything)
+    try:
+        os.setxattr(directory, "system.posix_acl_default", acl)
+    except OSError as error:
+        pytest.skip(f"no ACLs on this file system: {error}")
+    os.umask(0)
+    (directory / "probe").write_text("")
+    assert stat.S_IMODE((directory / "probe").stat().st_mode) == 0o666, "the default ACL counts"
+    result = published(directory, keeping=Keeping(archive=True))
+    assert modes(result.path) == PRIVATE
+    assert stat.S_IMODE((directory / f"{NAME}.tar.gz").stat().st_mode) == 0o600
+
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    (directory / NAME).mkdir(parents=True)
+    (directory / f"{NAME}-2").write_text("somebody's")
+    (directory / f"{NAME}-3").symlink_to("/nowhere")
+    result = published(directory)
+    assert result.path.name == f"{NAME}-4"
+    assert list((directory / NAME).iterdir()) == []
+    assert (directory / f"{NAME}-2").read_text() == "somebody's"
+    assert (directory / f"{NAME}-3").is_symlink()
+
+
+def test_many_at_once_get_a_name_each(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    helper = [sys.executable, "-I", "-S", str(Path(sys.modules["safelaunch"].__file__ or "").parent / "publish.py")]
+    sources = [staged(tmp_path / f"staged-{n}") for n in range(8)]
+    running = [
+        subprocess.Popen([*helper, str(source), str(directory), NAME, "0", "0"], stdout=subprocess.PIPE)
+        for source in sources
+    ]
+    paths = {process.communicate(timeout=60)[0].rstrip(b"\0").decode() for process in running}
+    assert [process.returncode for process in running] == [0] * 8
+    assert len(paths) == 8
+    assert {Path(path).name for path in paths} == {NAME, *(f"{NAME}-{n}" for n in range(2, 9))}
+    assert all((Path(path) / "ranks/0/stack.txt").is_file() for path in paths)
+    assert [name for name in names(directory) if name.startswith(".")] == []
+
+
+def test_latest_is_replaced_in_one_go(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    published(directory, "a-20260101T000000Z-hang")
+    watching = subprocess.Popen(
+        [sys.executable, "-c", LOOK_AT_LATEST, str(directory / "latest")], stdout=subprocess.PIPE, text=True
+    )
+    assert watching.stdout is not None
+    watching.stdout.readline()
+    for second in range(1, 4):
+        published(directory, f"a-2026010{second}T000000Z-hang")
+    watching.send_signal(signal.SIGTERM)
+    seen = int(watching.communicate(timeout=30)[0].split()[-1])
+    assert seen > 100, "it looked too seldom to have seen anything"
+    assert watching.returncode == 0, "latest was missing for a moment"
+    assert (directory / "latest").readlink() == Path("a-20260103T000000Z-hang")
+
+
+LOOK_AT_LATEST = """
+import os, signal, sys
+over = []
+signal.signal(signal.SIGTERM, lambda *_: over.append(1))
+print("looking", flush=True)
+seen = 0
+while not over:
+    os.readlink(sys.argv[1])
+    seen += 1
+print(seen)
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
+def test_a_latest_of_somebody_else(kind: str, tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    latest = directory / "latest"
+    if kind == "file":
+        latest.write_text("mine")
+    elif kind == "folder":
+        (latest / "mine").mkdir(parents=True)
+    else:
+        latest.symlink_to("gone")
+    assert published(directory).problem == ""
+    if kind == "file":
+        assert latest.read_text() == "mine"
+    elif kind == "folder":
+        assert names(latest) == ["mine"]
+    else:
+        assert latest.readlink() == Path(NAME)
+
+
+def test_leftovers_of_a_killed_publisher_are_not_in_the_way(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    left = directory / f".{NAME}.123-456.partial"
+    left.mkdir(parents=True)
+    (left / "verdict.json").write_text("half of")
+    assert published(directory, keeping=Keeping(newest=1)).path == directory / NAME
+    assert (left / "verdict.json").read_text() == "half of"
+
+
+@AS_USER
+def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir(mode=0o500)
+    result = published(directory)
+    assert result.path == tmp_path / "fallback" / NAME
+    assert "Permission denied" in result.problem
+
+
+@AS_ROOT
+def test_a_directory_that_nobody_may_write(tmp_path: Path) -> None:
+    with mounted(tmp_path / "bundles", "ro"):
+        result = published(tmp_path / "bundles")
+    assert result.path == tmp_path / "fallback" / NAME
+    assert "Read-only file system" in result.problem
+
+
+@contextmanager
+def mounted(directory: Path, options: str) -> Iterator[None]:
+    directory.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "dangling link"])
+def test_a_directory_that_cannot_be(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    if kind == "dangling link":
+        file = tmp_path / "link"
+        file.symlink_to(tmp_path / "gone" / "away")
+    directory = file / "bundles" if kind == "below a file" else file
+    result = publish(staged(tmp_path / "s"), directory, NAME, tmp_path / "fallback", deadline_s=30.0)
+    assert result.path == tmp_path / "fallback" / NAME
+    assert str(file) in result.problem
+    assert (result.path / "ranks/0/stack.txt").is_file()
+    assert modes(result.path) == PRIVATE
+
+
+def test_neither_directory_nor_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bundles", "fallback"):
+        (tmp_path / name).write_text("a file")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    result = published(tmp_path / "bundles")
+    assert result.path.parent.parent == tmp_path / "tmp"
+    assert str(tmp_path / "fallback") in result.problem
+    assert (result.path / "verdict.json").is_file()
+
+
+def test_a_directory_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a dead network disk: the helper is given up, and the bundle is kept elsewhere."""
+    stopped = tmp_path / "python"
+    stopped.write_text("#!/bin/sh\nexec sleep 60\n")
+    stopped.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(stopped))
+    begin = time.monotonic()
+    result = publish(staged(tmp_path / "s"), tmp_path / "bundles", NAME, tmp_path / "fallback", deadline_s=0.5)
+    assert time.monotonic() - begin < 5.0
+    assert result.path == tmp_path / "fallback" / NAME
+    assert "no answer" in result.problem
+
+
+def test_what_comes_after_the_bundle_cannot_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The archive hangs: the bundle is where it was wanted all the same."""
+    slow = tmp_path / "python"
+    slow.write_text(f"#!/bin/sh\nmkdir {tmp_path}/bundles\nprintf '%s\\0' {tmp_path}/bundles/{NAME}\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(slow))
+    result = publish(staged(tmp_path / "s"), tmp_path / "bundles", NAME, tmp_path / "fallback", deadline_s=1.0)
+    assert (result.path, result.problem) == (tmp_path / "bundles" / NAME, "")
+    assert "no answer" in result.note
+
+
+def test_a_path_of_any_bytes(tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"caf\xe9 \n x")
+    assert published(directory).path == directory / NAME
+
+
+@AS_ROOT
+@pytest.mark.parametrize("archive", [False, True], ids=["the bundle", "the archive"])
+def test_a_full_disk(archive: bool, tmp_path: Path) -> None:
+    directory = tmp_path / "small"
+    size = 700_000 if archive else 2_000_000
+    source = staged(tmp_path / "staged")
+    (source / "large.bin").write_bytes(os.urandom(size))
+    with mounted(directory, "size=1m"):
+        keeping = Keeping(archive=archive)
+        result = publish(source, directory, NAME, tmp_path / "fallback", keeping, deadline_s=30.0)
+        if archive:
+            assert (result.path, result.problem) == (directory / NAME, "")
+            assert result.note == "no archive of the bundle: No space left on device"
+            assert names(directory) == ["latest", NAME]
+        else:
+            assert result.path == tmp_path / "fallback" / NAME
+            assert "No space left on device" in result.problem
+            assert names(directory) == []
+        assert (result.path / "large.bin").stat().st_size == size
+
+
+def test_the_name_of_a_bundle() -> None:
+    assert name_of("train", 0.0, "crash") == "train-19700101T000000Z-crash"
+
+
+# --- the archive ------------------------------------------------------------------------------------------------------
+
+
+def test_the_archive(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    result = published(directory, keeping=Keeping(archive=True))
+    assert (result.problem, result.note) == ("", "")
+    assert names(directory) == ["latest", NAME, f"{NAME}.tar.gz"]
+    with tarfile.open(directory / f"{NAME}.tar.gz") as tar:
+        members = {member.name: member for member in tar.getmembers()}
+        assert set(members) == {
+            NAME,
+            *(f"{NAME}/{path.relative_to(result.path)}" for path in result.path.rglob("*")),
+        }
+        for member in members.values():
+            assert (member.uid, member.gid, member.uname, member.gname) == (0, 0, "", "")
+            assert member.mode == (0o700 if member.isdir() else 0o600)
+        stack = tar.extractfile(f"{NAME}/ranks/0/stack.txt")
+        assert stack is not None
+        assert stack.read() == b"Thread 1\n"
+
+
+def test_an_archive_never_takes_the_place_of_another_file(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    (directory / f"{NAME}.tar.gz").write_text("mine")
+    result = published(directory, keeping=Keeping(archive=True))
+    assert result.path == directory / NAME
+    assert result.note == "no archive of the bundle: File exists"
+    assert (directory / f"{NAME}.tar.gz").read_text() == "mine"
+    assert names(directory) == ["latest", NAME, f"{NAME}.tar.gz"]
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+
+def bundle(directory: Path, day: int, run: str = "train", suffix: str = "hang") -> Path:
+    path = directory / f"{run}-202601{day:02}T000000Z-{suffix}"
+    staged(path)
+    return path
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    for day in (2, 3, 4):
+        path = bundle(directory, day, suffix="hang" if day % 2 else "crash")
+        os.utime(path, (day, 100 - day))  # the name says how old it is, not the file system
+    (directory / "train-20260102T000000Z-crash.tar.gz").write_text("its archive")
+    result = published(directory, "eval-20260105T000000Z-dump", Keeping(newest=2))
+    assert result.note == ""
+    assert names(directory) == ["eval-20260105T000000Z-dump", "latest", "train-20260104T000000Z-crash"]
+
+
+def test_by_default_all_are_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    for day in range(2, 12):
+        bundle(directory, day)
+    published(directory)
+    assert len(names(directory)) == 12
+
+
+def test_numbers_behind_a_name_count(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    for _ in range(12):
+        published(directory, NAME)
+    published(directory, NAME, Keeping(newest=2))
+    assert names(directory) == ["latest", f"{NAME}-12", f"{NAME}-13"]
+
+
+def test_the_new_one_and_the_latest_are_never_removed(tmp_path: Path) -> None:
+    """A clock that went back: the new bundle looks old."""
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    for day in (10, 11):
+        bundle(directory, day)
+    result = published(directory, "train-20260101T000000Z-hang", Keeping(newest=1))
+    assert result.path.is_dir()
+    assert names(directory) == ["latest", "train-20260101T000000Z-hang", "train-20260111T000000Z-hang"]
+    # Where latest is somebody's own folder, only the new one is spared.
+    (directory / "latest").unlink()
+    (directory / "latest").mkdir()
+    published(directory, "train-20260103T000000Z-hang", Keeping(newest=1))
+    assert names(directory) == ["latest", "train-20260103T000000Z-hang", "train-20260111T000000Z-hang"]
+
+
+def test_nothing_but_bundles_is_ever_removed(tmp_path: Path) -> None:
+    directory, elsewhere = tmp_path / "bundles", tmp_path / "elsewhere"
+    directory.mkdir()
+    elsewhere.mkdir()
+    target = bundle(elsewhere, 2)
+    (directory / target.name).symlink_to(target)  # a link to a bundle
+    kept = bundle(directory, 3)
+    kept.rename(directory / "the-one-for-the-issue")  # renamed by its owner
+    (directory / "train-20260104T000000Z-hang").write_text("a file of that name")
+    (bundle(directory, 5) / "manifest.json").unlink()  # not whole
+    half = bundle(directory, 6)
+    (half / "verdict.json").unlink()
+    (half / "verdict.json").symlink_to(target / "verdict.json")
+    bundle(directory, 7, suffix="hangup")
+    bundle(directory, 8, run=".hidden")
+    (directory / "train-20260109T000000Z-hang.tar.gz").write_text("an archive alone")
+    (directory / "train-20260110T000000Z-hang").mkdir()
+    nested = directory / "more"
+    nested.mkdir()
+    bundle(nested, 2)
+    before = sorted(directory.rglob("*"))
+    old = bundle(directory, 11)
+    (old / "way-out").symlink_to(elsewhere)  # removing it must not go through the link
+    published(directory, "train-20260120T000000Z-hang", Keeping(newest=1))
+    new = directory / "train-20260120T000000Z-hang"
+    after = [path for path in sorted(directory.rglob("*")) if path != new and new not in path.parents]
+    assert after == sorted([*before, directory / "latest"])
+    assert (target / "verdict.json").is_file()
+
+
+@AS_ROOT
+def test_bundles_of_other_users_are_theirs(tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    theirs = bundle(directory, 2)
+    os.chown(theirs, 12345, 12345)
+    published(directory, "train-20260105T000000Z-hang", Keeping(newest=1))
+    assert theirs.is_dir()
+
+
+# --- a limit for each artifact ----------------------------------------------------------------------------------------
+
+
+def listed(staging: Staging) -> dict[str, Artifact]:
+    return {artifact.path: artifact for artifact in staging.artifacts}
+
+
+@pytest.mark.parametrize(
+    ("content", "limit", "tail", "expected"),
+    [
+        (b"one\ntwo\nthree\n", 10, False, b"one\ntwo\n"),
+        (b"one\ntwo\nthree\n", 10, True, b"three\n"),
+        (b"one\ntwo\nthree\n", 6, True, b"three\n"),
+        (b"x" * 20, 10, False, b"x" * 10),
+        (b"x" * 20, 10, True, b"x" * 10),
+        ("é".encode() * 10, 5, False, "é".encode() * 2),
+        ("é".encode() * 10, 5, True, "é".encode() * 2),
+        (b"one\n" + b"x" * 20, 10, True, b"x" * 10),
+    ],
+)
+def test_cutting(content: bytes, limit: int, tail: bool, expected: bytes) -> None:
+    assert cut(content, limit, tail) == expected
+
+
+def test_too_large_artifacts(tmp_path: Path) -> None:
+    staging = Staging(tmp_path / "b", limit_bytes=100)
+    lines = "".join(f"line {n:03}\n" for n in range(100))
+    staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.0, note="inexact"), lines)
+    staging.add(Artifact("ranks/0/log_tail.txt", "output ring", 0.0), lines)
+    staging.add(Artifact("ranks/0/flight_recorder.pickle", "worker server", 0.0), b"\x80" * 101)
+    staging.add_json(Artifact("ranks/0/stack.json", "py-spy dump", 0.0), [lines])
+    staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"summary": lines})
+    staging.add(Artifact("exact.txt", "test", 0.0), "x" * 100)
+    found = listed(staging)
+    assert (tmp_path / "b/ranks/0/stack.txt").read_text() == lines[:99]
+    assert found["ranks/0/stack.txt"].note == "inexact; cut: the first 100 of 900 bytes"
+    assert found["ranks/0/stack.txt"].bytes == 99
+    assert (tmp_path / "b/ranks/0/log_tail.txt").read_text() == lines[-99:]
+    assert found["ranks/0/log_tail.txt"].note == "cut: the last 100 of 900 bytes"
+    for name in ("ranks/0/flight_recorder.pickle", "ranks/0/stack.json"):
+        assert not (tmp_path / "b" / name).exists()
+        assert found[name].missing.endswith("more than --artifact-limit (100)")
+        assert found[name].bytes == 0
+    assert msgspec.json.decode((tmp_path / "b/verdict.json").read_bytes()) == {"summary": lines}
+    assert found["exact.txt"].note == ""
+
+
+def test_files_that_the_job_wrote(tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    job.mkdir()
+    (job / "nccl.log").write_text("".join(f"line {n:03}\n" for n in range(100)) + "the end\n")
+    (job / "nccl_trace_rank_0").write_bytes(b"\x80\x04" + b"x" * 50)
+    (job / "nccl_trace_rank_1").write_bytes(b"\x80\x04" + b"x" * 500)
+    (job / "core").write_bytes(b"\x7fELF\0" + b"x" * 500)
+    (job / "short.log").write_bytes(b"fine \xff\n")
+    os.mkfifo(job / "fifo")
+    (job / "link").symlink_to("/etc/passwd")
+    staging = Staging(tmp_path / "b", limit_bytes=100)
+    for path in sorted(job.iterdir()):
+        staging.add_file(Artifact(path.name, "written by the job", 0.0), path, dump="trace_rank" in path.name)
+    staging.add_file(Artifact("gone", "written by the job", 0.0), job / "gone")
+    found = listed(staging)
+    assert (tmp_path / "b/nccl.log").read_text().splitlines()[-1] == "the end"
+    assert (tmp_path / "b/nccl.log").stat().st_size <= 100
+    assert found["nccl.log"].note == "cut: the last 100 of 908 bytes"
+    assert (tmp_path / "b/short.log").read_text() == "fine \\xff\n"
+    assert (tmp_path / "b/nccl_trace_rank_0").read_bytes() == (job / "nccl_trace_rank_0").read_bytes()
+    assert {name for name, artifact in found.items() if artifact.missing} == {
+        "nccl_trace_rank_1", "core", "fifo", "link", "gone",
+    }  # fmt: skip
+    assert names(tmp_path / "b") == ["nccl.log", "nccl_trace_rank_0", "short.log"]
+
+
+# --- secrets on their way into a bundle -------------------------------------------------------------------------------
+
+
+def test_everything_that_is_staged_passes_the_redactor(tmp_path: Path) -> None:
+    secret = "horse battery staple"
+    staging = Staging(tmp_path / "b", Redactor((secret,)))
+    (tmp_path / "nccl.log").write_text(f"it is {secret}\n")
+    (tmp_path / "dump").write_bytes(b"\x80" + secret.encode() + b".")
+    staging.add(Artifact("a.txt", "test", 0.0), f"a {secret} b")
+    staging.add(Artifact("a.bin", "test", 0.0, note=secret), b"\x80" + secret.encode() + b".")
+    staging.add_json(Artifact("a.json", "test", 0.0), {"deep": [{"x": f"<{secret}>", "y": 1}]})
+    staging.add_report(Artifact("a.html", "test", 0.0), f"<p>{secret}</p>")
+    staging.add_file(Artifact("nccl.log", "test", 0.0), tmp_path / "nccl.log")
+    staging.add_file(Artifact("dump", "test", 0.0), tmp_path / "dump", dump=True)
+    staging.add(Artifact("gone", "test", 0.0, f"no {secret}"), None)
+    assert [path for path in (tmp_path / "b").iterdir() if secret.encode() in path.read_bytes()] == []
+    assert secret not in str(staging.artifacts)
+    assert (tmp_path / "b/a.txt").read_text() == "a [redacted] b"
+    assert (tmp_path / "b/a.html").read_text() == "<p>[redacted]</p>"
+    assert (tmp_path / "b/a.bin").read_bytes() == b"\x80" + b"*" * len(secret) + b"."
+    assert msgspec.json.decode((tmp_path / "b/a.json").read_bytes()) == {"deep": [{"x": "<[redacted]>", "y": 1}]}
+
+
+# --- --on-bundle ------------------------------------------------------------------------------------------------------
+
+VERDICT = Verdict(
+    schema=1,
+    outcome="hang",
+    cause="collective-mismatch",
+    confidence="high",
+    summary="Rank 1 waits\nfor 'it'; $(touch x)\0",
+    culprits=tuple(Culprit(rank, "node", 1, "main", None, None, "") for rank in (1, 3)),
+    victims="0,2",
+    evidence=(),
+    ruled_out=(),
+    missing=(),
+    suggestions=(),
+)
+
+
+def tell(command: str, bundle: Path, *, deadline_s: float = 20.0) -> list[str]:
+    """What the user is told when the command has ended."""
+    said: list[str] = []
+    notifier = Notifier(command, deadline_s=deadline_s, tell_user=said.append)
+    notifier.tell(VERDICT, bundle, "train")
+    until = time.monotonic() + 20
+    while notifier.busy:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return said
+
+
+def test_the_command_learns_of_the_bundle(tmp_path: Path) -> None:
+    assert tell(f"env | grep ^SAFELAUNCH_ | sort > '{tmp_path}/env'; cat >> '{tmp_path}/env'", tmp_path / "b") == []
+    assert (tmp_path / "env").read_text().splitlines() == [
+        f"SAFELAUNCH_BUNDLE={tmp_path}/b",
+        "SAFELAUNCH_CAUSE=collective-mismatch",
+        "SAFELAUNCH_CONFIDENCE=high",
+        "SAFELAUNCH_CULPRITS=1,3",
+        "SAFELAUNCH_OUTCOME=hang",
+        "SAFELAUNCH_RUN_NAME=train",
+        "SAFELAUNCH_SUMMARY=Rank 1 waits for 'it'; $(touch x)",
+        f"SAFELAUNCH_VERDICT={tmp_path}/b/verdict.json",
+    ]
+    assert not Path("x").exists()
+
+
+def test_without_culprits() -> None:
+    nobody = msgspec.structs.replace(VERDICT, culprits=())
+    assert variables(nobody, Path("/b"), "train")["SAFELAUNCH_CULPRITS"] == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("true", ""),
+        ("echo fine; echo also fine >&2", ""),
+        ("echo one; printf 'tw\\033o\\n' >&2; exit 3", "--on-bundle failed with exit code 3: one | tw o"),
+        ("exit 1", "--on-bundle failed with exit code 1"),
+        ("no-such-program-here", "--on-bundle failed with exit code 127: "),
+        ("kill -9 $$", "--on-bundle was ended by signal 9"),
+        ("exec >&- 2>&-; sleep 0.2", ""),
+        ("head -c 1000000 /dev/zero | tr '\\0' x", ""),
+        ("sleep 30 & echo started", ""),
+    ],
+)
+def test_a_line_only_where_it_fails(command: str, said: str, tmp_path: Path) -> None:
+    told = tell(command, tmp_path)
+    assert len(told) == bool(said)
+    assert not said or told[0].startswith(said)
+
+
+def test_a_command_that_does_not_end_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    pids = tmp_path / "pids"
+    said = tell(f"trap '' TERM; sleep 60 & echo $! $$ > {pids}; echo waiting; wait", tmp_path, deadline_s=0.5)
+    assert time.monotonic() - begin < 5.0
+    assert said == ["--on-bundle did not end within 0.5 s and was killed: waiting"]
+    assert [pid for pid in pids.read_text().split() if runs(int(pid))] == []
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_who_stops_the_job_does_not_wait(tmp_path: Path) -> None:
+    said: list[str] = []
+    notifier = Notifier("sleep 60", tell_user=said.append)
+    notifier.tell(VERDICT, tmp_path, "train")
+    begin = time.monotonic()
+    notifier.end()
+    assert not notifier.busy
+    assert time.monotonic() - begin < 2.0
+    notifier.tell(VERDICT, tmp_path, "train")
+    assert not notifier.busy
+    assert said == []
+
+
+def test_the_command_has_its_signals_though_we_block_them(tmp_path: Path) -> None:
+    """A group of its own, so that it can be killed whole, in our session, and no signal blocked or ignored."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    try:
+        command = f"grep ^Sig /proc/self/status > {tmp_path}/s; cut -d' ' -f5,6 /proc/$$/stat > {tmp_path}/g; echo $$"
+        problem = run_command(command, os.environ, deadline_s=20.0, given_up=lambda: False)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert problem == ""
+    status = dict(line.split(":\t") for line in (tmp_path / "s").read_text().splitlines())
+    assert int(status["SigBlk"], 16) == 0
+    assert int(status["SigIgn"], 16) & (1 << (signal.SIGPIPE - 1)) == 0
+    group, session = map(int, (tmp_path / "g").read_text().split())
+    assert session == os.getsid(0)
+    assert group != os.getpgid(0)
