@@ -21,6 +21,7 @@ from .staging import make_private
 
 PUBLISH_DEADLINE_S = 60.0
 ARCHIVE_SHARE = 0.5  # of the deadline
+CHECK_DEADLINE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +112,27 @@ def _move(staged: Path, directory: Path, name: str) -> Path:
 
 
 def check_directory(directory: Path) -> str:
-    """Why a bundle could not be written to ``directory``, or an empty string. Creates nothing."""
+    """Why a bundle could not be written to ``directory``, or an empty string. Leaves nothing behind.
+
+    Tried, not asked for: to root, and on file systems of the kernel's, every directory looks writable. A disk that does
+    not answer is given up after ``CHECK_DEADLINE_S`` seconds.
+    """
+    problems: list[str] = []
+    thread = threading.Thread(target=lambda: problems.append(_try_directory(directory)), daemon=True)
+    thread.start()
+    thread.join(CHECK_DEADLINE_S)
+    return problems[0] if problems else f"no answer within {CHECK_DEADLINE_S:g} s"
+
+
+def _try_directory(directory: Path) -> str:
     existing = directory
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
         return f"{existing} is not a directory"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} cannot be written"
+    try:
+        trial = tempfile.mkdtemp(prefix=".safelaunch-", dir=existing)
+        Path(trial).rmdir()
+    except OSError as error:
+        return f"{existing} cannot be written: {error.strerror or error}"
     return ""

@@ -106,7 +106,7 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "SECONDS|auto",
         parse_stall_timeout,
         f"{AUTO} or {_A_DURATION}",
-        "Suspect a hang after this long without a step; auto (default) learns it from the job's own steps.",
+        "Suspect a hang after this long without a step; auto (default) is 10 minutes for now.",
         _JOBS_AND_DEMO,
     ),
     Option(
@@ -180,7 +180,7 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "N|all|none|IDS",
         parse_gpus,
         "a number of GPUs, all, none, or ids such as 0,2 (a single one: 3,)",
-        "GPUs to lease for this job: how many, or which (0,2; a single one: 3,).",
+        "GPUs for this job: how many, or which (0,2; a single one: 3,).",
         _JOBS,
     ),
     Option("wait", None, parse_flag, "1 or 0", "Wait until the GPUs asked for are free.", _JOBS),

@@ -59,6 +59,8 @@ def start(plan: Plan) -> int:
 
 def check(settings: Settings) -> None:
     """Raises UsageError for what could be seen to fail before anything is started."""
+    if settings.wait:
+        raise UsageError("--wait is not there yet.", "Start the job when its GPUs are free.")
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle import check_directory
 
