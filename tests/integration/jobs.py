@@ -180,7 +180,7 @@ class Job:
 
     def bundles(self) -> tuple[Bundle, ...]:
         found = self.bundle_dir.glob("[!.]*-*Z-*") if self.bundle_dir.is_dir() else ()
-        return tuple(Bundle(path) for path in sorted(found) if not path.is_symlink())
+        return tuple(Bundle(path) for path in sorted(found) if path.is_dir() and not path.is_symlink())
 
     def left_behind(self) -> list[str]:
         """Processes and run directories of this job that are still there; a moment's grace for the kernel."""

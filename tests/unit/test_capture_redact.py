@@ -213,6 +213,7 @@ def test_the_secrets_of_a_job() -> None:
     ]
     assert secret_values(environment, argv) == (
         "-----BEGIN KEY-----",
+        "0123456789abcdef",
         "MIIEowIBAAKCAQEA",
         "horse-battery-staple",
         "key-24680",
