@@ -173,6 +173,8 @@ def write(
         collect_node(f"node/{about.host}", about.run_dir, staging, pid=pid, code_roots=roots)
 
     gather([ranks, node], deadline_s=20.0)
+    for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
+        collect.of_ended(rank, known.ranks[rank], staging)
     timeline = timeline.plus("evidence complete")
     clean = about.redactor.text
     seen = tuple(msgspec.structs.replace(side, log_tail=clean(side.log_tail)) for side in (sides[0] if sides else ()))

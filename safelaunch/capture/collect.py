@@ -122,6 +122,14 @@ def _rank(
     )
 
 
+def of_ended(rank: int, known: Known, sink: Sink) -> None:
+    """What is left of a rank that had ended before anybody could look: what it wrote down itself."""
+    if known.progress is not None:
+        sink.add_json(Artifact(f"ranks/{rank}/progress.json", "progress page", 0.0), known.progress)
+    if known.exception is not None:
+        sink.add_json(Artifact(f"ranks/{rank}/exception.json", "beacon", 0.0), known.exception)
+
+
 def ask_server(target: Target, *, deadline_s: float = 2.0) -> tuple[GilTest, FlightCapture]:
     """The GIL test and the Flight Recorder; what needs the GIL is not asked of a rank that is exiting."""
     path = str(target.socket)
