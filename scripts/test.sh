@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 export OMP_NUM_THREADS=1
-exec "${VENV:-.venv}/bin/python" -m pytest -n 3 --dist worksteal "$@"
+exec "${VENV:-.venv}/bin/python" -m pytest -n 2 --dist loadfile "$@"

@@ -107,8 +107,7 @@ def test_everything_that_is_kept_of_two_crashes(tmp_path: Path) -> None:
     """Two attempts, two bundles, one kept; an archive; a limit; the command that is told of both."""
     own = ["--keep-bundles=1", "--bundle-archive", "--artifact-limit=30k", "--run-name=kept"]
     told = tmp_path / "told"
-    command = f"""exec >> {told}; echo "$SAFELAUNCH_OUTCOME $SAFELAUNCH_CULPRITS $SAFELAUNCH_BUNDLE"
-        ls -d "$SAFELAUNCH_VERDICT"; exit 7"""
+    command = f'echo "$SAFELAUNCH_OUTCOME $SAFELAUNCH_CULPRITS $(dirname "$SAFELAUNCH_VERDICT")" >> {told}; exit 7'
     own += ["--on-bundle", command]
     script = tmp_path / "script.py"
     script.write_text(FAILS)
@@ -121,11 +120,8 @@ def test_everything_that_is_kept_of_two_crashes(tmp_path: Path) -> None:
         result = job.wait()
     bundle = result.bundle  # the only one
     lines = told.read_text().splitlines()
-    assert len(lines) == 4
-    assert lines[0].startswith("crash 1 ")
-    assert lines[2] == f"crash 1 {bundle.path}"
-    assert lines[3] == f"{bundle.path}/verdict.json"
-    assert lines[0] != lines[2]
+    assert len(set(lines)) == 2
+    assert f"crash 1 {bundle.path}" in lines
     assert result.said.count("--on-bundle failed with exit code 7") == 2
     archive = bundle.path.parent / f"{bundle.path.name}.tar.gz"
     assert {path.name for path in bundle.path.parent.iterdir()} == {bundle.path.name, archive.name, "latest"}
@@ -134,10 +130,10 @@ def test_everything_that_is_kept_of_two_crashes(tmp_path: Path) -> None:
         files = {str(path.relative_to(bundle.path.parent)) for path in bundle.path.rglob("*")}
         assert set(tar.getnames()) == files | {bundle.path.name}
     artifacts = {artifact["path"]: artifact for artifact in bundle.json("manifest.json")["artifacts"]}
-    log = artifacts["ranks/0/log_tail.txt"]
+    log = artifacts["ranks/1/log_tail.txt"]
     assert log["note"].startswith("cut: the last 30720 of ")
     assert 30_000 < log["bytes"] <= 30_720
-    assert "line 1499 of the output" in bundle.text("ranks/0/log_tail.txt")
+    assert "line 1499 of the output" in bundle.text("ranks/1/log_tail.txt")
     assert bundle.problems() == []
 
 
