@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safelaunch.errors import CaptureError
 
@@ -39,8 +41,8 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
             cwd=cwd,
+            **_OWN_GROUP,
         )
     except OSError as error:
         raise CaptureError(f"cannot start {argv[0]}: {error.strerror or error}") from error
@@ -58,6 +60,10 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
             reader.thread.join(GRACE_S)
     stdout, stderr = (bytes(reader.data) for reader in readers)
     return Output(process.returncode, stdout, stderr.decode("utf-8", "replace"), timed_out)
+
+
+# A group of its own, not a session: by its session the supervisor tells what it started itself from the job's orphans.
+_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 
 
 class _Reader:
@@ -78,7 +84,10 @@ class _Reader:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     try:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: the number is its pid as long as a member lives
+        if _OWN_GROUP:
+            os.killpg(process.pid, signal.SIGKILL)  # the number is its pid as long as a member lives
+        else:
+            process.kill()
     except (ProcessLookupError, PermissionError):
         pass
     try:
