@@ -6,8 +6,9 @@ that wants to end the others, are let go. The bundle is written when it is known
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from . import incident
@@ -28,48 +29,58 @@ Seen = tuple[Looks, dict[int, FlightCapture]]
 FLIGHT_DEADLINE_S = 1.0
 
 
+@dataclass
+class _Failure:
+    """An attempt that failed. ``looking``: the look at its ranks is under way; ``told``: it is known how they ended."""
+
+    attempt: int
+    looking: Task[Seen] | None
+    seen: Seen = (Looks(()), {})
+    known: Known | None = None
+    told: bool = False
+
+    def settle(self) -> None:
+        """Takes the look's result once it is there."""
+        if self.looking is not None and self.looking.done:
+            self.seen, self.looking = self.looking.result(), None
+
+
 class CrashCase:
-    """first failure → one look at the peers → they are let go → how each ended → bundle."""
+    """first failure → one look at the peers → they are let go → how each ended → bundle.
+
+    Attempts may fail faster than a bundle is written: each failure keeps what was seen of it until its turn comes.
+    """
 
     def __init__(self, watch: Watch, about: Circumstances, exits: Exits) -> None:
         self._watch = watch
         self._about = about
         self._exits = exits
-        self._begun = False
-        self._attempt = -1
-        self._looking: Task[Seen] | None = None
-        self._seen: Seen = (Looks(()), {})
-        self._known: Known | None = None
+        self._failure: _Failure | None = None  # of the attempt that is under way
+        self._due: deque[_Failure] = deque()  # whose bundle can be written
         self._writing: Task[Report] | None = None
-        self._told = False  # it is known how the ranks ended
-        self._due = False  # the bundle can be written
 
     @property
     def busy(self) -> bool:
-        return self._looking is not None or self._writing is not None or self._due
+        looking = self._failure is not None and self._failure.looking is not None
+        return looking or self._writing is not None or bool(self._due)
 
     @property
     def begun(self) -> bool:
         """Whether this attempt has failed, as far as is known."""
-        return self._begun
+        return self._failure is not None
 
     def on_agent(self, event: AgentEvent) -> None:
         """One event of the agent, in their order."""
         if event.event == "started":
-            self._begun = False
+            self._failure = None
         elif event.event == "failing":
             self._begin()
-        elif event.event == "closed" and self._begun and not self._told:
-            self._told = True  # torchrun closes its workers more than once
-            self._remember()
-            self._due = True
+        elif event.event == "closed":
+            self._tell()
 
     def on_end(self) -> None:
         """The job is over. Where no agent tells how ranks ended (``exec``), this is all that will be known."""
-        if self._begun and not self._told:
-            self._told = True
-            self._remember()
-            self._due = True
+        self._tell()
 
     def begin_late(self) -> None:
         """The job failed without any rank saying so: killed, or ended from native code."""
@@ -79,25 +90,24 @@ class CrashCase:
         """One tick; returns the report when the bundle is written. Never blocks."""
         if glance.raised:
             self._begin()
-        if self._looking is not None and self._looking.done:
-            self._seen, self._looking = self._looking.result(), None
-        if self._begun and self._looking is None:
-            self._watch.acknowledge()
-        if self._begun and not self._told:
-            self._remember()
-        if self._due and self._looking is None and self._writing is None:
-            self._due = False
-            self._begin_writing()
+        if self._failure is not None:
+            self._failure.settle()
+            if self._failure.looking is None:
+                self._watch.acknowledge()
+            if not self._failure.told:
+                self._remember(self._failure)
+        if self._due and self._writing is None:
+            self._due[0].settle()
+            if self._due[0].looking is None:
+                self._begin_writing(self._due.popleft())
         if self._writing is not None and self._writing.done:
             writing, self._writing = self._writing, None
             return writing.result()
         return None
 
     def _begin(self) -> None:
-        if self._begun:
+        if self._failure is not None:
             return
-        self._begun, self._told, self._known = True, False, None
-        self._attempt = self._watch.roster.attempt
         targets = self._watch.targets()
 
         def look() -> Seen:
@@ -106,19 +116,26 @@ class CrashCase:
             finally:
                 self._watch.acknowledge()
 
-        self._looking = Task("look", look)
+        self._failure = _Failure(self._watch.roster.attempt, Task("look", look))
 
-    def _remember(self) -> None:
+    def _tell(self) -> None:
+        failure = self._failure
+        if failure is None or failure.told:  # torchrun closes its workers more than once
+            return
+        failure.told = True
+        self._remember(failure)
+        self._due.append(failure)
+
+    def _remember(self, failure: _Failure) -> None:
         """What pages and exceptions say now: when the next attempt has begun, they speak of that."""
-        if self._watch.roster.attempt == self._attempt:
-            self._known = incident.known_of(self._watch, self._exits())
+        if self._watch.roster.attempt == failure.attempt:
+            failure.known = incident.known_of(self._watch, self._exits())
 
-    def _begin_writing(self) -> None:
-        looks, flights = self._seen
-        known = self._known or incident.known_of(self._watch, self._exits())
+    def _begin_writing(self, failure: _Failure) -> None:
+        looks, flights = failure.seen
+        known = failure.known or incident.known_of(self._watch, self._exits())
         ranks = {rank: replace(item, flight=flights.get(rank)) for rank, item in known.ranks.items()}
         known = replace(known, ranks=ranks)
-        self._seen = (Looks(()), {})
         self._writing = Task("bundle", lambda: incident.write("crash", looks, known, self._about, ask=False))
 
 
