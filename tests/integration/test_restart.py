@@ -11,7 +11,7 @@ pytestmark = pytest.mark.torch
 
 
 def run(scratch: Path, *words: str, restarts: int = 3) -> Result:
-    options = ["--on-stall", "restart", "--stall-timeout", "2", "--nproc-per-node", "2", f"--max-restarts={restarts}"]
+    options = ["--on-stall", "restart", "--stall-timeout", "2", "--nproc-per-node", "1", f"--max-restarts={restarts}"]
     with Job([*options, PROGRAMS / "attempts.py", *words], scratch) as job:
         return job.wait()
 
@@ -19,9 +19,9 @@ def run(scratch: Path, *words: str, restarts: int = 3) -> Result:
 def test_a_hang_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
     result = run(tmp_path, "hang", "first")
     assert result.code == 0, result.stderr
-    assert result.stdout.count("finished in attempt 1") == 2
+    assert result.stdout == "finished in attempt 1\n"
     assert result.verdict["cause"] == "stuck-in-user-code"
-    assert [culprit["rank"] for culprit in result.verdict["culprits"]] == [1]
+    assert [culprit["rank"] for culprit in result.verdict["culprits"]] == [0]
     assert not result.leftovers
 
 
