@@ -98,6 +98,10 @@ def _environment(
     if around.visible_gpus is not None:
         gpus = Applied("CUDA_VISIBLE_DEVICES", around.visible_gpus, _origin(settings, "gpus"), "the job's own GPUs")
         applied += (gpus,)
+    if settings.on_stall == "restart":
+        name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+        why = "each attempt gets a store of its own: in a shared one gloo finds the ports of the last attempt"
+        applied += (Applied(name, "1", _origin(settings, "on-stall"), why, name in around.environ),)
     env = dict(around.environ)
     env.update({setting.name: setting.value for setting in applied if not setting.kept})
     if settings.watch:
