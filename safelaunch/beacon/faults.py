@@ -140,4 +140,6 @@ def _at_exit() -> None:
         _note_exception(type(value), value, value.__traceback__)
     _words[layout.EXIT_NS] = monotonic_ns()
     marks.set_state(layout.EXITED)
-    page.wait_for_answers(_words)
+    server = sys.modules.get("_safelaunch_beacon.server")
+    if page.wait_for_answers(_words) and server is not None:
+        server.stop()

@@ -58,8 +58,8 @@ def die_with_parent(parent: int, signum: int) -> None:
         os.kill(os.getpid(), signum)
 
 
-def wait_for_answers(words: memoryview) -> None:
-    """At exit: lets a handler that the supervisor has asked finish, for ``LAST_ANSWER_S`` seconds at most.
+def wait_for_answers(words: memoryview) -> bool:
+    """At exit: lets a handler that the supervisor has asked finish, ``LAST_ANSWER_S`` seconds at most; says if it did.
 
     A thread that wants the GIL when the interpreter is gone aborts the process. From here on the supervisor asks
     nothing more: it looks at the state after it has announced its question.
@@ -67,6 +67,7 @@ def wait_for_answers(words: memoryview) -> None:
     deadline = monotonic_ns() + int(layout.LAST_ANSWER_S * 1e9)
     while words[layout.ASKING] and monotonic_ns() < deadline:
         sleep(0.005)
+    return not words[layout.ASKING]
 
 
 def wait_for_ack(words: memoryview, supervisor_pid: int) -> None:

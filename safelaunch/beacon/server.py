@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+_server: Any = None
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 
@@ -33,8 +34,9 @@ def start(path: str) -> bool:
             # C++ drops its reference after the interpreter is gone; were it the last one, the process would abort.
             _never_destroy(handler)
             register(name, handler)
-    server = _without_its_greeting(lambda: server_class(path))
-    _never_destroy(server)
+    global _server
+    _server = _without_its_words(lambda: server_class(path))
+    _never_destroy(_server)
     return True
 
 
@@ -89,8 +91,17 @@ def _never_destroy(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def _without_its_greeting(make: Callable[[], object]) -> object:
-    """Calls ``make`` while descriptor 2 leads to memory; puts back on stderr what is not the server's greeting."""
+def stop() -> None:
+    """Ends the server, in the process that started it, at its exit: left running, it sometimes aborts the rank.
+
+    Not to be called while a handler that needs the GIL may be under way: ``shutdown`` waits for it with the GIL held.
+    """
+    if _server is not None:
+        _without_its_words(_server.shutdown)
+
+
+def _without_its_words(make: Callable[[], object]) -> object:
+    """Calls ``make`` while descriptor 2 leads to memory; puts back on stderr what is not the server's."""
     sys.stderr.flush()
     kept = os.memfd_create("safelaunch-stderr", os.MFD_CLOEXEC)
     real = os.dup(2)
@@ -102,7 +113,7 @@ def _without_its_greeting(make: Callable[[], object]) -> object:
             os.dup2(real, 2, inheritable=True)
             said = os.pread(kept, 1 << 20, 0)
             for line in said.splitlines(keepends=True):
-                if b"Server listening" not in line:
+                if b"WorkerServer.cpp" not in line:
                     os.write(2, line)
     finally:
         os.close(real)
