@@ -1,0 +1,36 @@
+"""Healthy jobs end as under torchrun, again and again: nothing of the beacon may abort a rank at its exit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import Job
+
+pytestmark = pytest.mark.torch
+
+TRAINING = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(30):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("pair", range(5))
+def test_two_short_trainings_at_once(tmp_path: Path, pair: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    places = [tmp_path / name for name in ("a", "b")]
+    for place in places:
+        place.mkdir()
+    with Job(["--nproc-per-node=2", script], places[0]) as one, Job(["--nproc-per-node=2", script], places[1]) as two:
+        for job in (one, two):
+            result = job.wait()
+            assert (result.code, result.stderr, result.bundles, result.leftovers) == (0, "", (), ())
