@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 from safelaunch.diagnose.facts import Facts, derive
 from safelaunch.diagnose.findings import Finding, Ruling
+from safelaunch.diagnose.gone import GONE_CAUSES
 from safelaunch.diagnose.loops import ReadSource
 from safelaunch.diagnose.rules_mismatch import mispaired
 from safelaunch.diagnose.rules_state import (
@@ -69,7 +70,7 @@ def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
 
 def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
     named = {c.rank for c in finding.culprits}
-    victims = [r for r, f in facts.ranks.items() if r not in named and f.condition is None]
+    victims = [r for r in facts.ranks if r not in named and _is_held_up(facts, r)]
     if finding.cause == "slow-not-stuck":
         victims = []
     return Verdict(
@@ -85,6 +86,14 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         missing=tuple(_missing(facts)),
         suggestions=suggestions_for(finding.cause, (c.reason for c in finding.culprits)),
     )
+
+
+def _is_held_up(facts: Facts, rank: int) -> bool:
+    """In a crash the launcher ends everybody who did not fail, whatever they were about when they were looked at."""
+    condition = facts.ranks[rank].condition
+    if facts.evidence.outcome == "crash":
+        return condition is None or condition.cause not in GONE_CAUSES
+    return condition is None
 
 
 def _distinct(claims: tuple[Claim, ...], limit: int = 24) -> tuple[Claim, ...]:

@@ -9,6 +9,9 @@ from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.model import Claim, RankEvidence, RankException
 
+FAILURES = ("rank-exception", "rank-killed", "rank-exited")
+GONE_CAUSES = (*FAILURES, "uneven-batches")
+
 # What a rank reports when a peer has gone or does not come: transport and store errors, group timeouts.
 _CONSEQUENCE = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|closed by (?:the )?(?:remote )?peer|reset by peer"

@@ -19,10 +19,9 @@ from safelaunch.diagnose.findings import (
     wait_claims,
     waits_words,
 )
-from safelaunch.diagnose.gone import failed_at
+from safelaunch.diagnose.gone import FAILURES, failed_at
 from safelaunch.model import Claim, Confidence, format_ranks
 
-_FAILURES = ("rank-exception", "rank-killed", "rank-exited")
 
 
 def slow_not_stuck(facts: Facts) -> Ruling:
@@ -51,7 +50,7 @@ def first_failure(facts: Facts) -> Ruling:
     same line, same status) are equally at fault, however far apart their clocks are. A clean exit is a failure only
     where nothing else is: in a crash, the rank that left first made its peers lose their connections.
     """
-    failed = {r: f for r, f in facts.ranks.items() if f.condition and f.condition.cause in _FAILURES}
+    failed = {r: f for r, f in facts.ranks.items() if f.condition and f.condition.cause in FAILURES}
     if not failed and facts.evidence.outcome == "crash":
         failed = {r: f for r, f in facts.ranks.items() if f.condition and f.condition.cause == "uneven-batches"}
     if not failed:

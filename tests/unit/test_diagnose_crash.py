@@ -93,6 +93,14 @@ def test_those_terminated_by_the_launcher_are_no_cause() -> None:
     assert verdict.victims == "0,2"
 
 
+def test_a_rank_looked_at_in_its_own_code_is_a_victim_all_the_same() -> None:
+    """The first failure found it between two collectives; the launcher ended it."""
+    computing = rank(1, in_user(7), "sleep", more={"exit": RankExit(-15, 105.0, before_close=False)})
+    verdict = diagnose(job(ended(0, 0), computing, raised(2, "RuntimeError", RESET, 101.0), outcome="crash"))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [0])
+    assert verdict.victims == "1-2"
+
+
 def test_a_timeout_is_diagnosed_as_the_hang_it_was() -> None:
     """All that is left is the time-out of the ranks that waited; the rank they waited for was asleep."""
     late = "Timed out waiting 30000ms for recv operation to complete"
