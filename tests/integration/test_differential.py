@@ -623,9 +623,9 @@ WAITING = """
     import os, signal, time
     rank = os.environ["RANK"]
     {handler}
-    os.write(1, f"up {{rank}}\\n".encode())
-    open("up-" + rank, "w").close()
     try:
+        os.write(1, f"up {{rank}}\\n".encode())
+        open("up-" + rank, "w").close()  # a signal may come from here on
         while not os.path.exists("go"):
             time.sleep(0.02)
     except KeyboardInterrupt:
