@@ -1,6 +1,6 @@
 """Talking to a running supervisor: one JSON line each way over a unix socket in its private run directory.
 
-``{"command": "status"}`` is answered at once; ``{"command": "dump"}`` when the bundle is written.
+``{"command": "status"}`` is answered at once; ``{"command": "dump", "bundle_dir": ""}`` when the bundle is written.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ ANSWER_DEADLINE_S = 5.0
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a client asks for: ``status`` or ``dump``."""
+    """What a client asks for: ``status`` or ``dump``. ``bundle_dir``: an absolute path; empty is the run's own."""
 
     command: str
+    bundle_dir: str = ""
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -133,13 +134,13 @@ class Server:
                     client.close()
 
 
-def ask(path: Path, command: str, *, deadline_s: float) -> bytes:
+def ask(path: Path, request: Request, *, deadline_s: float) -> bytes:
     """One question to the supervisor listening at ``path``; its answer line. Raises SafelaunchError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(deadline_s)
             connection.connect(os.fspath(path))
-            connection.sendall(msgspec.json.encode(Request(command)) + b"\n")
+            connection.sendall(msgspec.json.encode(request) + b"\n")
             data = b""
             while not data.endswith(b"\n") and len(data) < 16 * MAX_LINE:
                 chunk = connection.recv(65536)

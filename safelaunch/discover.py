@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from .control import RunStatus, ask
+from .control import Request, RunStatus, ask
 from .errors import SafelaunchError
 from .paths import RunPaths, run_root
 from .process import ProcessId
@@ -116,7 +116,7 @@ def _ask(found: Found, deadline_s: float) -> Run:
     if not path.exists():
         return Run(found, problem="starting, or without a control socket: see what it said when it started")
     try:
-        return Run(found, msgspec.json.decode(ask(path, "status", deadline_s=deadline_s), type=RunStatus))
+        return Run(found, msgspec.json.decode(ask(path, Request("status"), deadline_s=deadline_s), type=RunStatus))
     except msgspec.DecodeError as error:
         return Run(found, problem=f"it is of another version of safelaunch: {error}")
     except SafelaunchError as error:

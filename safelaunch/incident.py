@@ -21,12 +21,15 @@ from .bundle import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
 from .capture import collect
 from .capture.job_secrets import Redactor
 from .capture.look import Look, RankLook, Target, take
+from .capture.memory import KillCounts, kill_counts, kills_of
+from .capture.node import environment_of
 from .capture.parallel import gather
+from .capture.result import Result
 from .console import say
 from .model import Artifact, Evidence, Outcome, RankEvidence, RankExit, Verdict
 from .node_evidence import collect_node
 from .onbundle import Notifier
-from .progress import read_exception, read_meta
+from .progress import read_meta
 from .staging import LIMIT_BYTES, OURS, Staging, roomier
 from .timeline import Timeline
 from .watch import Watch
@@ -38,10 +41,11 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """The ranks that were looked at, and each look at them, oldest first."""
+    """The ranks that were looked at, and each look at them, oldest first. ``env``: the first one's environment."""
 
     targets: tuple[Target, ...]
     taken: tuple[Look, ...] = ()
+    env: Result[dict[str, str]] | None = None
 
     def plus(self, look: Look) -> Looks:
         return replace(self, taken=(*self.taken, look)[-4:])
@@ -68,6 +72,7 @@ class Circumstances:
     launch: Mapping[str, object]
     host: str = field(default_factory=socket.gethostname)
     redactor: Redactor = field(default_factory=Redactor)
+    kills_at_start: KillCounts = field(default_factory=kill_counts)
     artifact_limit_bytes: int = LIMIT_BYTES
     keeping: Keeping = field(default_factory=Keeping)
     notifier: Notifier = field(default_factory=Notifier)
@@ -76,9 +81,11 @@ class Circumstances:
 def look_at(targets: Sequence[Target], looks: Looks | None, *, native: bool = False) -> Looks:
     """One more look at the ranks; the first with ``looks`` None."""
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
+    if looks is None:  # its environment now, while it lives
+        looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
     with _one_at_a_time:  # two py-spies on one process: the second is refused
         look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier, native=native)
-    return (looks or Looks(tuple(targets))).plus(look)
+    return looks.plus(look)
 
 
 def _native_where_it_tells(looks: Looks) -> Looks:
@@ -115,14 +122,9 @@ class Known:
     ranks: Mapping[int, collect.Known]
     world_size: int
 
-    def without_secrets(self, redactor: Redactor) -> Known:
-        """An exception may quote what it was given."""
-        clean = {rank: replace(item, exception=redactor.exception(item.exception)) for rank, item in self.ranks.items()}
-        return replace(self, ranks=clean)
-
 
 def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
-    """Pages, exceptions and exits as they are now."""
+    """Pages and exits as they are now."""
     pages = watch.roster.pages()
     found: dict[int, collect.Known] = {}
     for rank in sorted(set(pages) | set(watch.roster.workers)):
@@ -133,7 +135,7 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
         meta = read_meta(watch.roster.companion(page, layout.META_SUFFIX))
         found[rank] = collect.Known(
             progress=page.read(),
-            exception=read_exception(watch.roster.companion(page, layout.EXCEPTION_SUFFIX)),
+            page_name=page.name,
             exit=exits.get(rank),
             code_roots=meta.code_roots,
         )
@@ -157,28 +159,46 @@ def write(
     place = roomier(about.run_dir, about.fallback_dir)
     root = place / f".{about.run_dir.name}-{outcome}-{time.time_ns()}"
     staging = Staging(root, about.redactor, limit_bytes=about.artifact_limit_bytes)
-    known = known.without_secrets(about.redactor)
-    sides: list[tuple[RankEvidence, ...]] = []
+    pages = about.run_dir / "pages"
+    seen: list[RankEvidence] = []
+    node_said = ("", KillCounts())
 
     def ranks() -> None:
         nonlocal looks
         looks = _native_where_it_tells(looks) if ask else looks
-        pages = about.run_dir / "pages"
-        sides.append(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
+        seen.extend(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
 
     roots = next((item.code_roots for item in known.ranks.values() if item.code_roots), ())
 
     def node() -> None:
+        nonlocal node_said
         pid = looks.targets[0].pid if looks.targets else None
-        collect_node(f"node/{about.host}", about.run_dir, staging, pid=pid, code_roots=roots)
+        folder = f"node/{about.host}"
+        node_said = collect_node(
+            folder,
+            about.run_dir,
+            staging,
+            pid=pid,
+            code_roots=roots,
+            env=looks.env,
+            kills_at_start=about.kills_at_start,
+        )
 
     gather([ranks, node], deadline_s=20.0)
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
-        collect.of_ended(rank, known.ranks[rank], staging)
+        seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, staging))
     timeline = timeline.plus("evidence complete")
-    clean = about.redactor.text
-    seen = tuple(msgspec.structs.replace(side, log_tail=clean(side.log_tail)) for side in (sides[0] if sides else ()))
-    evidence = _evidence(outcome, seen, known, about.host)
+    kernel_log, kills = node_said
+    complete = [
+        msgspec.structs.replace(
+            side,
+            log_tail=about.redactor.text(side.log_tail),
+            exception=about.redactor.exception(side.exception),
+            memory_kills=kills_of(side.pid, about.kills_at_start, kills, kernel_log),
+        )
+        for side in seen
+    ]
+    evidence = _evidence(outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
     verdict = _verdict(evidence)
     _finish(staging, verdict, evidence, about, timeline.plus("verdict"))
@@ -222,28 +242,12 @@ def _verdict(evidence: Evidence) -> Verdict:
         )
 
 
-def _evidence(outcome: Outcome, ranks: tuple[RankEvidence, ...], known: Known, host: str) -> Evidence:
-    """Ranks that were seen, those that had ended before anybody could look, and those nobody knows of."""
-    seen = {rank.rank for rank in ranks}
-    ended = tuple(
-        RankEvidence(
-            rank=rank,
-            host=host,
-            pid=item.progress.pid if item.progress else 0,
-            local_rank=item.progress.local_rank if item.progress else -1,
-            progress=item.progress,
-            exception=item.exception,
-            exit=item.exit,
-            code_roots=item.code_roots,
-            beacon=item.progress is not None,
-        )
-        for rank, item in known.ranks.items()
-        if rank not in seen
-    )
-    everybody = tuple(sorted((*ranks, *ended), key=lambda evidence: evidence.rank))
-    there = {rank.rank for rank in everybody}
-    missing = tuple(rank for rank in range(known.world_size) if rank not in there)
-    return Evidence(outcome=outcome, world_size=known.world_size, ranks=everybody, missing_ranks=missing)
+def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) -> Evidence:
+    """Ranks that left anything, by number, and those nobody knows of."""
+    there = {rank.rank for rank in ranks}
+    missing = tuple(rank for rank in range(world_size) if rank not in there)
+    everybody = tuple(sorted(ranks, key=lambda evidence: evidence.rank))
+    return Evidence(outcome=outcome, world_size=world_size, ranks=everybody, missing_ranks=missing)
 
 
 def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline) -> None:

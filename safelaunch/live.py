@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import incident
@@ -26,10 +26,11 @@ BETWEEN_LOOKS_S = 1.0
 
 @dataclass
 class _Dump:
-    """A bundle under way: two looks a moment apart, then the writing; and who asked for it."""
+    """A bundle that was asked for, and by whom. ``working``, once its turn has come: two looks, then the writing."""
 
+    bundle_dir: Path
     clients: list[Client]
-    working: Task[Report]
+    working: Task[Report] | None = None
 
 
 class Live:
@@ -44,37 +45,51 @@ class Live:
         self._about = about
         self._exits = exits
         self._server = _server(job.run.control)
-        self._dump: _Dump | None = None
+        self._dumps: deque[_Dump] = deque()
         self._cwd = os.fspath(working_directory())
         self._attempt = -1
         self._samples: deque[tuple[float, dict[int, int]]] = deque()
 
     @property
     def busy(self) -> bool:
-        return self._dump is not None
+        return bool(self._dumps)
 
     def tick(self, now: float) -> None:
         """Answers what can be answered."""
         self._sample(now)
         if self._server is not None:
             self._server.poll(self._handle)
-        if self._dump is not None and self._dump.working.done:
-            dump, self._dump = self._dump, None
-            answer = _answer(dump.working)
-            for client in dump.clients:
-                client.answer(answer)
+        self._advance_dumps()
 
     def _handle(self, request: Request, client: Client) -> None:
         if request.command == "status":
             client.answer(self.status(time.monotonic()))
         elif request.command == "dump":
-            if self._dump is None:
-                self._dump = _Dump([], Task("dump", self._write_dump))
-            self._dump.clients.append(client)
+            self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._about.bundle_dir, client)
         else:
             client.close()
 
-    def _write_dump(self) -> Report:
+    def _queue_dump(self, bundle_dir: Path, client: Client) -> None:
+        """Who asks while a bundle for the same place is being written shares it; for another place, he waits."""
+        dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
+        if dump is None:
+            dump = _Dump(bundle_dir, [])
+            self._dumps.append(dump)
+        dump.clients.append(client)
+
+    def _advance_dumps(self) -> None:
+        if not self._dumps:
+            return
+        dump = self._dumps[0]
+        if dump.working is None:
+            dump.working = Task("dump", lambda: self._write_dump(dump.bundle_dir))
+        elif dump.working.done:
+            self._dumps.popleft()
+            answer = _answer(dump.working)
+            for client in dump.clients:
+                client.answer(answer)
+
+    def _write_dump(self, bundle_dir: Path) -> Report:
         targets = self._watch.targets()
         before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
         looks = incident.look_at(targets, None)
@@ -83,7 +98,8 @@ class Live:
         moving = self._moved(before) or _computes(looks)
         known = incident.known_of(self._watch, self._exits())
         stalled_s = max((_age_s(item.progress) for item in known.ranks.values() if item.progress), default=0.0)
-        return incident.write("dump", looks, known, self._about, stall_s=stalled_s, moving=moving)
+        about = replace(self._about, bundle_dir=bundle_dir)
+        return incident.write("dump", looks, known, about, stall_s=stalled_s, moving=moving)
 
     def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
         return any(page.marks() != before.get(rank) for rank, page in self._watch.roster.pages().items())

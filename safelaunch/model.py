@@ -205,6 +205,36 @@ class RankException(Record, frozen=True):
     text: str = ""
 
 
+class FatalError(Record, frozen=True):
+    """What faulthandler wrote when a fatal signal came. ``message``: the signal in its words (``Segmentation fault``).
+
+    ``frames``, innermost first, are those of the thread that it met; of the main thread where that one runs no Python.
+    """
+
+    message: str
+    frames: tuple[Frame, ...] = ()
+
+
+class ExitCall(Record, frozen=True):
+    """The last call of ``sys.exit`` or ``os._exit`` (``function``); ``frames`` of the caller, innermost first."""
+
+    function: str
+    code: int
+    frames: tuple[Frame, ...] = ()
+
+
+class MemoryKills(Record, frozen=True):
+    """Signs that the kernel's out-of-memory killer was at work while the job ran.
+
+    ``kernel_line``: the line of the kernel's log that names this process; empty without one. ``cgroup``, ``node``: how
+    many processes it killed in the job's control group, and on this node; None where the kernel does not count.
+    """
+
+    kernel_line: str = ""
+    cgroup: int | None = None
+    node: int | None = None
+
+
 class RankExit(Record, frozen=True):
     """How a rank's process ended, from the torchrun agent that reaped it.
 
@@ -241,6 +271,9 @@ class RankEvidence(Record, frozen=True):
     gil: GilTest = GilTest()
     exception: RankException | None = None
     exit: RankExit | None = None
+    fatal: FatalError | None = None
+    exit_call: ExitCall | None = None
+    memory_kills: MemoryKills = MemoryKills()
     beacon: bool = True  # False: the rank runs without our sitecustomize (python -I, a wiped PYTHONPATH)
     code_roots: tuple[
         str, ...

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from .beacon import layout
 from .capture import gpu, logs, node
+from .capture.memory import KillCounts, kill_counts
 from .capture.parallel import gather
+from .capture.result import Result
 from .model import Artifact
 from .staging import Staging
 
@@ -15,9 +18,21 @@ NODE_DEADLINE_S = 6.0
 
 
 def collect_node(
-    folder: str, run_dir: Path, staging: Staging, *, pid: int | None = None, code_roots: Sequence[str] = ()
-) -> None:
-    """The node's own files, in parallel. ``pid``: one of the ranks, whose packages are in ``code_roots``."""
+    folder: str,
+    run_dir: Path,
+    staging: Staging,
+    *,
+    pid: int | None = None,
+    code_roots: Sequence[str] = (),
+    env: Result[dict[str, str]] | None = None,
+    kills_at_start: KillCounts | None = None,
+) -> tuple[str, KillCounts]:
+    """The node's own files, in parallel; returns the kernel's log and what its out-of-memory killer counts now.
+
+    ``pid``: one of the ranks, whose packages are in ``code_roots``; ``env``: the environment that it was started with.
+    """
+    kernel_log: list[str] = []
+    counts = kill_counts()
 
     def gpus() -> None:
         result = gpu.gpus_json(deadline_s=NODE_DEADLINE_S)
@@ -28,18 +43,21 @@ def collect_node(
     def kernel() -> None:
         result = logs.kernel_log(deadline_s=NODE_DEADLINE_S)
         staging.add(result.artifact(f"{folder}/kernel_log.txt"), result.value)
+        kernel_log.append(result.value or "")
 
     def rest() -> None:
         versions = node.versions(code_roots, pid=pid)
         staging.add_json(versions.artifact(f"{folder}/versions.json"), versions.value)
         resources = node.resources(pid=pid)
-        staging.add_json(resources.artifact(f"{folder}/resources.json"), resources.value)
-        if pid is not None:
-            env = node.environment_of(pid)
+        kills = {"at_start": asdict(kills_at_start) if kills_at_start else None, "now": asdict(counts)}
+        found = None if resources.value is None else {**resources.value, "out_of_memory_kills": kills}
+        staging.add_json(resources.artifact(f"{folder}/resources.json"), found)
+        if env is not None:
             staging.add_json(env.artifact(f"{folder}/env.json"), env.value)
         _run_files(run_dir, folder, staging)
 
     gather([gpus, kernel, rest], deadline_s=NODE_DEADLINE_S + 2.0)
+    return (kernel_log[0] if kernel_log else ""), counts
 
 
 def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:

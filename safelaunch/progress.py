@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from .beacon import layout
-from .model import Progress, RankException
+from .model import Progress
 from .paths import RunPaths
 
 
@@ -44,6 +44,10 @@ class Page:
     def kind(self) -> int:
         """``layout.EXPLICIT``, ``IMPLICIT`` or ``LAUNCHER``."""
         return self._words[layout.KIND]
+
+    @property
+    def claimed_ns(self) -> int:
+        return self._words[layout.CLAIMED_NS]
 
     @property
     def server_up(self) -> bool:
@@ -189,14 +193,6 @@ def read_meta(path: Path) -> Meta:
     )
 
 
-def read_exception(path: Path) -> RankException | None:
-    """The uncaught exception that a rank recorded, if any."""
-    try:
-        return msgspec.json.decode(path.read_bytes()[: 1 << 20], type=RankException)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
 class Roster:
     """The ranks of the newest attempt, as their beacons claimed them and as the agent started them."""
 
@@ -266,7 +262,7 @@ class Roster:
                 int(page.server_up or layout.TORCH <= state < layout.EXITED),
                 int(state != layout.EXITED),
                 int(worker is not None and worker.pid == pid),
-                page.read().claimed_ns,
+                page.claimed_ns,
             )
             if rank not in chosen or score > chosen[rank][0]:
                 chosen[rank] = (score, page)

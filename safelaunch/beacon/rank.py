@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import faults, imports, layout, log, marks, page, ring, streams
+from . import exits, faults, imports, layout, log, marks, page, ring, streams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     for step in (
         lambda: _keep_output(base),
         lambda: faults.install(base, words, supervisor),
+        lambda: exits.install(base + layout.EXIT_SUFFIX),
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
@@ -118,3 +119,4 @@ def _after_fork() -> None:
     log.guarded(marks.detach)()
     log.guarded(streams.detach)()
     log.guarded(faults.detach)()
+    log.guarded(exits.detach)()

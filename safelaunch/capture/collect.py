@@ -5,7 +5,6 @@ The order is that of intrusiveness: what needs nothing of the rank, then what ne
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +12,13 @@ from typing import Protocol
 
 import msgspec
 
-from safelaunch.beacon import layout, ring
-from safelaunch.model import (
-    Artifact,
-    GilTest,
-    Progress,
-    RankEvidence,
-    RankException,
-    RankExit,
-)
+from safelaunch.model import Artifact, GilTest, Progress, RankEvidence, RankExit
 
-from . import flight_recorder, logs, stacks, worker_server
+from . import flight_recorder, last_words, stacks, worker_server
 from .flight_recorder import FlightCapture
+from .last_words import LastWords
 from .look import Look, RankLook, Target, evidence_of
 from .parallel import gather
-from .result import attempt
 
 RANK_DEADLINE_S = 8.0
 
@@ -45,7 +36,7 @@ class Known:
     """What the supervisor knows of a rank without asking it."""
 
     progress: Progress | None = None
-    exception: RankException | None = None
+    page_name: str = ""
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
     flight: FlightCapture | None = None  # asked for before the rank was let go
@@ -103,7 +94,8 @@ def _rank(
     else:
         reason = "not asked: the rank is ending" if not ask else _no_server(target)
         sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
-    tail = _write_beacon_files(folder, target, pages, known.exception, sink)
+    words = _last_words(pages, target.page_name or known.page_name)
+    _write_last_words(folder, words, sink)
     return RankEvidence(
         rank=target.rank,
         host=host,
@@ -114,20 +106,40 @@ def _rank(
         children=children,
         flight_record=record,
         gil=gil,
-        exception=known.exception,
+        exception=words.exception,
         exit=known.exit,
+        fatal=words.fatal,
+        exit_call=words.exit_call,
         beacon=target.has_beacon,
         code_roots=known.code_roots,
-        log_tail=tail,
+        log_tail=words.log.value or "",
     )
 
 
-def of_ended(rank: int, known: Known, sink: Sink) -> None:
+def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> RankEvidence:
     """What is left of a rank that had ended before anybody could look: what it wrote down itself."""
-    if known.progress is not None:
-        sink.add_json(Artifact(f"ranks/{rank}/progress.json", "progress page", 0.0), known.progress)
-    if known.exception is not None:
-        sink.add_json(Artifact(f"ranks/{rank}/exception.json", "beacon", 0.0), known.exception)
+    folder, progress = f"ranks/{rank}", known.progress
+    gone = "the rank had ended before it could be looked at"
+    sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, gone), None)
+    sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, gone), None)
+    if progress is not None:
+        sink.add_json(Artifact(f"{folder}/progress.json", "progress page", 0.0), progress)
+    words = _last_words(pages, known.page_name)
+    _write_last_words(folder, words, sink)
+    return RankEvidence(
+        rank=rank,
+        host=host,
+        pid=progress.pid if progress else 0,
+        local_rank=progress.local_rank if progress else -1,
+        progress=progress,
+        exception=words.exception,
+        exit=known.exit,
+        fatal=words.fatal,
+        exit_call=words.exit_call,
+        beacon=progress is not None,
+        code_roots=known.code_roots,
+        log_tail=words.log.value or "",
+    )
 
 
 def ask_server(target: Target, *, deadline_s: float = 2.0) -> tuple[GilTest, FlightCapture]:
@@ -181,24 +193,16 @@ def _write_flight_record(rank: int, capture: FlightCapture, sink: Sink) -> None:
         sink.add(capture.pickle.artifact(f"flight_recorder/nccl_trace_rank_{rank}"), capture.pickle.value)
 
 
-def _write_beacon_files(folder: str, target: Target, pages: Path, exception: RankException | None, sink: Sink) -> str:
-    """The output ring, the fault file and the exception; returns the decoded end of the rank's output."""
-    if not target.has_beacon:
-        sink.add(Artifact(f"{folder}/log_tail.txt", "output ring", 0.0, "this rank has no beacon"), None)
-        return ""
-    base = pages / target.page_name
-    result = attempt("output ring", lambda: logs.log_tail(ring.read(f"{base}{layout.RING_SUFFIX}")))
-    sink.add(result.artifact(f"{folder}/log_tail.txt"), result.value)
-    fault = Path(f"{base}{layout.FAULT_SUFFIX}")
-    begin = time.monotonic()
-    try:
-        data = fault.read_bytes()[: 1 << 20]
-    except OSError:
-        data = b""
-    if data:
-        sink.add(
-            Artifact(f"{folder}/fault.txt", "faulthandler", time.monotonic() - begin), data.decode("utf-8", "replace")
-        )
-    if exception is not None:
-        sink.add_json(Artifact(f"{folder}/exception.json", "beacon", 0.0), exception)
-    return result.value or ""
+def _last_words(pages: Path, page_name: str) -> LastWords:
+    return last_words.read(pages / page_name) if page_name else LastWords()
+
+
+def _write_last_words(folder: str, words: LastWords, sink: Sink) -> None:
+    """The end of the output, and the rest where there is any."""
+    sink.add(words.log.artifact(f"{folder}/log_tail.txt"), words.log.value)
+    if words.fault_text:
+        sink.add(Artifact(f"{folder}/fault.txt", "faulthandler", 0.0), words.fault_text)
+    if words.exception is not None:
+        sink.add_json(Artifact(f"{folder}/exception.json", "beacon", 0.0), words.exception)
+    if words.exit_call is not None:
+        sink.add_json(Artifact(f"{folder}/exit_call.json", "beacon", 0.0), words.exit_call)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
 import msgspec
 
 from safelaunch.console import say
-from safelaunch.control import DumpAnswer, ask
+from safelaunch.control import DumpAnswer, Request, ask
 from safelaunch.discover import Run, describe, look, our_roots, select
 from safelaunch.errors import SafelaunchError, UsageError
-from safelaunch.paths import RunPaths
+from safelaunch.paths import RunPaths, working_directory
 from safelaunch.report import clean
 
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
@@ -30,11 +31,12 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid; needed where several run")
+    parser.add_argument("--bundle-dir", metavar="DIR", help="where the bundle goes; else where the run's own go")
     parser.add_argument("--json", action="store_true", help="print run, bundle, summary and problem as JSON")
     words = parser.parse_args(argv)
     run = choose(look(our_roots()), words.run)
     try:
-        answer = _dump(run)
+        answer = _dump(run, words.bundle_dir)
     except KeyboardInterrupt:
         say("not waiting for it; the bundle is being written all the same")
         return INTERRUPTED
@@ -59,9 +61,10 @@ def choose(runs: Sequence[Run], word: str | None) -> Run:
     return chosen[0]
 
 
-def _dump(run: Run) -> DumpAnswer:
+def _dump(run: Run, bundle_dir: str | None) -> DumpAnswer:
     say(f"taking a look at {run.label}; it goes on meanwhile")
-    data = ask(RunPaths(run.found.directory).control, "dump", deadline_s=DUMP_DEADLINE_S)
+    request = Request("dump", os.fspath(working_directory() / bundle_dir) if bundle_dir else "")
+    data = ask(RunPaths(run.found.directory).control, request, deadline_s=DUMP_DEADLINE_S)
     try:
         return msgspec.json.decode(data, type=DumpAnswer)
     except msgspec.DecodeError as error:

@@ -3,26 +3,30 @@
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
 The order goes from what explains itself to what has to be inferred:
 
-1. ``slow_not_stuck``   a dump of a job that moves accuses nobody
-2. ``first_failure``    a rank raised, was killed or exited: the first in time
-3. ``stopped_ranks``    a process that may not run (state T, frozen cgroup)
-4. ``init_not_joined``  peers wait in init_process_group for ranks that never came
-5. ``held_up``          peers wait for a rank that waits for nobody: its own state is the cause
-6. ``unseen_peers``     peers wait for ranks that were not seen: nobody is named
-7. ``cycles``           ranks wait for each other: group order, sends and receives, different collectives
-8. ``mispaired``        all have arrived, and earlier met in different operations
-9. ``alone``            nobody waits for a peer: the odd one out, if there is one
-10. ``nobody_stands_out``
+1. ``slow_not_stuck``     a dump of a job that moves accuses nobody
+2. ``aborted_by_a_peer``  the survivors' records disagree about the collective in which a rank was aborted
+3. ``first_failure``      a rank raised, was killed or exited: the first in time
+4. ``stopped_ranks``      a process that may not run (state T, frozen cgroup)
+5. ``init_not_joined``    peers wait in init_process_group for ranks that never came
+6. ``held_up``            peers wait for a rank that waits for nobody: its own state is the cause
+7. ``unseen_peers``       peers wait for ranks that were not seen: nobody is named
+8. ``cycles``             ranks wait for each other: group order, sends and receives, different collectives
+9. ``mispaired``          all have arrived, and earlier met in different operations
+10. ``alone``             nobody waits for a peer: the odd one out, if there is one
+11. ``nobody_stands_out``
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from safelaunch.diagnose.facts import Facts, derive
 from safelaunch.diagnose.findings import Finding, Ruling
-from safelaunch.diagnose.gone import GONE_CAUSES
+from safelaunch.diagnose.gone import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.loops import ReadSource
+from safelaunch.diagnose.rules_abort import aborted_by_a_peer
 from safelaunch.diagnose.rules_mismatch import mispaired
 from safelaunch.diagnose.rules_state import (
     alone,
@@ -48,6 +52,8 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     ``read_source`` gives the text of a source file, or None. It is asked only where ranks wait in different places
     of one function, to tell a loop that one of them has left from a collective that only some of them call.
     """
+    if evidence.outcome == "crash" and was_a_hang(evidence.ranks):
+        evidence = msgspec.structs.replace(evidence, outcome="hang")
     facts = derive(evidence, read_source)
     ruled_out: list[str] = []
     for rule in _rules(facts):
@@ -60,7 +66,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
 
 
 def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
-    for rule in (slow_not_stuck, first_failure, stopped_ranks, init_not_joined):
+    for rule in (slow_not_stuck, aborted_by_a_peer, first_failure, stopped_ranks, init_not_joined):
         yield lambda rule=rule: rule(facts)  # type: ignore[misc]
     waits = waits_of(facts)
     for graph_rule in (held_up, unseen_peers, cycles, mispaired):

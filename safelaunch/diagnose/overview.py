@@ -132,4 +132,13 @@ def _frames_of(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]
         inside = next((t for t in sample.threads if culprit.frame in t.frames), sample.main_thread)
         if inside is not None:
             return own_part(inside.frames)
-    return rank.exception.frames if rank.exception else ()
+    return _last_frames(rank)
+
+
+def _last_frames(rank: RankEvidence) -> tuple[Frame, ...]:
+    """Where a rank that is gone was at its end."""
+    if rank.exception is not None:
+        return rank.exception.frames
+    if rank.fatal is not None:
+        return rank.fatal.frames
+    return rank.exit_call.frames if rank.exit_call is not None else ()

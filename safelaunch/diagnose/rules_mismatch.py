@@ -46,7 +46,7 @@ def mismatch(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
         lowest = min(numbered, key=lambda w: w.seq or 0)
         found = mismatch_at(facts.alignment, str(lowest.group), lowest.seq or 0)
         if found is not None:
-            return _finding(facts, _recorded(facts, found))
+            return mismatch_finding(facts, found)
     return _finding(facts, _by_stacks(facts, members_of(waits, circle)))
 
 
@@ -61,7 +61,12 @@ def mispaired(facts: Facts, waits: Waits) -> Ruling:
     found = first_mismatch(facts.alignment)
     if found is None:
         return "all ranks recorded the same operations under the same numbers" if facts.alignment.records else ""
-    return "" if facts.unseen else _finding(facts, _recorded(facts, found))
+    return "" if facts.unseen else mismatch_finding(facts, found)
+
+
+def mismatch_finding(facts: Facts, found: Mismatch) -> Finding:
+    """The finding for a mismatch that the Flight Recorders show."""
+    return _finding(facts, _recorded(facts, found))
 
 
 def _recorded(facts: Facts, found: Mismatch) -> Meeting:

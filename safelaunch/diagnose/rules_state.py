@@ -23,7 +23,6 @@ from safelaunch.diagnose.gone import FAILURES, failed_at
 from safelaunch.model import Claim, Confidence, format_ranks
 
 
-
 def slow_not_stuck(facts: Facts) -> Ruling:
     """A look at a live job that still makes progress accuses nobody.
 

@@ -88,11 +88,14 @@ _ADVICE: dict[str, tuple[str, ...]] = {
         "Its last words are in the rank's log_tail.txt.",
     ),
     "rank-killed": (
-        "SIGKILL: look for the out-of-memory killer in node/<host>/kernel_log.txt, then"
-        " safelaunch --preset oom-debug ...",
-        "A signal sent by hand or by the scheduler leaves its trace in node/<host>/kernel_log.txt or in its own log.",
-        "SIGSEGV, SIGABRT or SIGBUS: the rank's log_tail.txt has faulthandler's stack; for /dev/shm that is full,"
-        " safelaunch doctor.",
+        "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; or a"
+        " higher memory limit for the job (node/<host>/resources.json shows it).",
+        "Whoever sent the SIGKILL leaves no trace in the process: look at the scheduler's log, at limits of time or"
+        " memory of the job, and at node/<host>/kernel_log.txt.",
+        "An abort in a collective: a peer may have called it with another size or type; to have every call checked"
+        " first: safelaunch --preset desync-detail ...",
+        "SIGSEGV, SIGABRT or SIGBUS: the rank's fault.txt has the stack of every thread at that moment; for /dev/shm"
+        " that is full, safelaunch doctor.",
     ),
     "rank-exception": (
         "Fix the exception on this rank; the errors of the other ranks follow from it.",
@@ -110,7 +113,13 @@ _ADVICE: dict[str, tuple[str, ...]] = {
 }
 
 
-_ONLY_IF = {"If the worker waits for a lock": "waits for a lock", "SIGKILL": "SIGKILL", "SIGSEGV": "SIG(?!KILL|TERM)"}
+_ONLY_IF = {
+    "If the worker waits for a lock": "waits for a lock",
+    "Out of host memory": "out-of-memory killer took",
+    "Whoever sent the SIGKILL": "SIGKILL(?!: the)",
+    "An abort in a collective": "communication library",
+    "SIGSEGV": "SIG(?!KILL|TERM)",
+}
 
 
 def suggestions_for(cause: str, reasons: Iterable[str] = ()) -> tuple[str, ...]:

@@ -62,17 +62,24 @@ def test_a_rank_that_exits_with_a_code(tmp_path: Path) -> None:
     result = crash(tmp_path, 2, "exit", 1)
     assert (result.verdict["cause"], culprits(result)) == ("rank-exited", [1])
     assert "code 4" in result.verdict["summary"]
+    frame = result.verdict["culprits"][0]["frame"]
+    assert (frame["line"], frame["function"]) == (line_of(CRASHING, "FAILS: exit"), "leave")
     assert result.verdict["victims"] == "0"
 
 
-@pytest.mark.parametrize(("name", "culprit"), [("SIGKILL", 0), ("SIGSEGV", 1)])
+@pytest.mark.parametrize(("name", "culprit"), [("SIGKILL", 0), ("SIGSEGV", 1), ("SIGABRT", 0)])
 def test_a_rank_that_a_signal_kills(name: str, culprit: int, tmp_path: Path) -> None:
     result = crash(tmp_path, 2, name, culprit)
     assert (result.verdict["cause"], culprits(result)) == ("rank-killed", [culprit])
     assert name in result.verdict["summary"]
     assert result.verdict["victims"] == str(1 - culprit)
-    if name == "SIGSEGV":  # faulthandler could still speak
+    frame = result.verdict["culprits"][0]["frame"]
+    if name == "SIGKILL":
+        assert frame is None
+        assert "no out-of-memory kill" in result.verdict["summary"]
+    else:  # faulthandler could still speak
         line = line_of(CRASHING, "FAILS: signal")
+        assert (frame["line"], frame["function"]) == (line, "kill_myself")
         assert f'crashing.py", line {line} in kill_myself' in result.bundle.text(f"ranks/{culprit}/fault.txt")
 
 
@@ -80,15 +87,39 @@ def test_a_rank_that_a_signal_kills(name: str, culprit: int, tmp_path: Path) -> 
 def test_a_clean_early_exit_names_who_left_early(culprit: int, tmp_path: Path) -> None:
     result = crash(tmp_path, 3, "exit", culprit, PROGRAMS / "uneven.py")
     assert (result.verdict["cause"], culprits(result)) == ("uneven-batches", [culprit])
+    assert result.verdict["culprits"][0]["frame"]["line"] == line_of(PROGRAMS / "uneven.py", "EXITS")
     assert result.verdict["victims"] == {0: "1-2", 2: "0-1"}[culprit]
+
+
+def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_path: Path) -> None:
+    result = crash(tmp_path, 4, "size", 2)
+    aborted = [n for n in (0, 1, 3) if "Aborted" in (result.bundle.path / f"ranks/{n}/fault.txt").read_text()]
+    assert (result.verdict["cause"], result.verdict["confidence"]) == ("collective-mismatch", "medium")
+    assert culprits(result) == [2] and aborted
+    assert result.verdict["culprits"][0]["frame"]["line"] == line_of(CRASHING, "FAILS: size")
 
 
 def test_an_exception_in_a_loader_worker(tmp_path: Path) -> None:
     result = crash(tmp_path, 2, "loader", 1)
     assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
     assert "OSError" in result.verdict["summary"]
+    (named,) = result.verdict["culprits"]
+    assert (named["process"], named["frame"]["line"]) == ("dataloader worker 0", line_of(CRASHING, "FAILS: loader"))
+    assert result.bundle.json(f"node/{named['host']}/env.json")["WORLD_SIZE"] == "2"
     assert "sample 40 is truncated" in result.bundle.json("ranks/1/exception.json")["text"]
     assert result.verdict["victims"] == "0"
+
+
+def test_a_process_groups_own_timeout_is_the_hang_it_was(tmp_path: Path) -> None:
+    """Its time is over before the watchdog's: the ranks that waited fail, the one they waited for is named."""
+    script = PROGRAMS / "blocked.py"
+    result = run(tmp_path, "--nproc-per-node=3", script, "--how", "asleep", "--culprit", "1", "--timeout", "8")
+    assert result.code == 1, result.stderr  # torchrun's own
+    assert result.bundle.path.name.endswith("-hang")
+    assert (result.verdict["outcome"], result.verdict["cause"]) == ("hang", "stuck-in-user-code")
+    assert (culprits(result), result.verdict["victims"]) == ([1], "0,2")
+    assert result.bundle.problems() == []
+    assert result.leftovers == ()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -89,9 +89,10 @@ def test_status_and_dump_of_a_job_that_moves(tmp_path: Path) -> None:
         assert "live.py" in bundle.text("ranks/0/stack.txt")
         job.until(lambda: all(now > then for now, then in zip(steps(job), before, strict=False)), "steps after it")
 
-        as_json = asked(job, "dump", "moving", "--json")
+        elsewhere = tmp_path / "else where"
+        as_json = asked(job, "dump", "moving", "--json", "--bundle-dir", str(elsewhere))
         assert as_json.returncode == 0
-        assert Path(json.loads(as_json.stdout)["bundle"]).is_dir()
+        assert Path(json.loads(as_json.stdout)["bundle"]).parent == elsewhere
         finish(job)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import C10D, at, behind, in_c10d, in_user, job, rank, waiting
+from evidence import C10D, at, behind, entry, in_c10d, in_user, job, past, rank, record, waiting
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Frame, RankEvidence, RankException, RankExit
+from safelaunch.diagnose.gone import remote_error
+from safelaunch.model import ExitCall, FatalError, Frame, MemoryKills, RankEvidence, RankException, RankExit
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
@@ -109,8 +110,16 @@ def test_a_timeout_is_diagnosed_as_the_hang_it_was() -> None:
         1, in_user(7, "load"), "sleep", flight=behind(), more={"exit": RankExit(-15, 131.0, before_close=False)}
     )
     verdict = diagnose(job(victims[0], asleep, victims[1], outcome="crash"))
-    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+    assert (verdict.outcome, verdict.cause, [c.rank for c in verdict.culprits]) == ("hang", "stuck-in-user-code", [1])
     assert verdict.culprits[0].frame == at(7, "load")
+
+
+def test_a_timeout_after_a_failure_is_a_crash() -> None:
+    late = "Timed out waiting 30000ms for recv operation to complete"
+    verdict = diagnose(
+        job(raised(0, "RuntimeError", late, 130.0), raised(1, "ValueError", "x", 100.0), outcome="crash")
+    )
+    assert (verdict.outcome, verdict.cause, [c.rank for c in verdict.culprits]) == ("crash", "rank-exception", [1])
 
 
 def test_only_consequences_single_nobody_out() -> None:
@@ -144,3 +153,141 @@ def test_a_rank_behind_its_peers_with_their_stacks_taken_before_the_end() -> Non
     ]
     verdict = diagnose(job(*peers, raised(2, "ValueError", "x", 100.0), outcome="crash"))
     assert ([c.rank for c in verdict.culprits], verdict.victims) == ([2], "0-1")
+
+
+def _at_six(number: int, size: tuple[int, ...], dtype: str = "Float") -> RankEvidence:
+    flight = record(*past(5), entry("all_reduce", 6, line=50, size=size, dtype=dtype))
+    return rank(number, in_c10d("all_reduce", 50), flight=flight, more={"exit": RankExit(-15, 105.0, False)})
+
+
+def _aborted(number: int) -> RankEvidence:
+    fatal = FatalError("Aborted", in_c10d("all_reduce", 50))
+    return rank(number, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": fatal})
+
+
+def test_who_receives_a_wrong_size_is_aborted_and_the_sender_is_named() -> None:
+    verdict = diagnose(job(_aborted(0), _at_six(1, (16,)), _at_six(2, (16,)), _at_six(3, (24,)), outcome="crash"))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
+    assert [c.rank for c in verdict.culprits] == [3]
+    assert "Rank 0 was aborted" in verdict.summary
+
+
+def test_one_survivor_against_one_after_an_abort_names_both() -> None:
+    verdict = diagnose(job(_aborted(1), _at_six(0, (16,)), _at_six(2, (16,), "Double"), outcome="crash"))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "low")
+    assert [c.rank for c in verdict.culprits] == [0, 2]
+
+
+def test_an_abort_about_which_the_survivors_agree_stays_with_the_aborted_rank() -> None:
+    verdict = diagnose(job(_at_six(0, (16,)), _aborted(1), _at_six(2, (16,)), outcome="crash"))
+    assert (verdict.cause, verdict.confidence) == ("rank-killed", "medium")
+    assert [c.rank for c in verdict.culprits] == [1]
+    assert any("desync-detail" in text for text in verdict.suggestions)
+
+
+# --- where it ended, and why ----------------------------------------------------------------------------------------
+
+
+def died(number: int, code: int, **fields: Any) -> RankEvidence:
+    return rank(number, seen=False, more={"exit": RankExit(code, 100.0), **fields})
+
+
+@pytest.mark.parametrize(("code", "message"), [(-11, "Segmentation fault"), (-6, "Aborted"), (-7, "Bus error")])
+def test_a_fatal_signal_is_placed_by_faulthandler(code: int, message: str) -> None:
+    fatal = FatalError(message, (Frame(C10D, 3252, "all_reduce"), at(41, "step"), at(100, "<module>")))
+    verdict = diagnose(job(terminated(0), died(1, code, fatal=fatal), outcome="crash"))
+    assert verdict.culprits[0].frame == at(41, "step")
+    assert "train.py:41 (step)" in verdict.summary
+    assert any(claim.file == "ranks/1/fault.txt" for claim in verdict.evidence)
+
+
+def test_an_earlier_fault_does_not_explain_a_sigkill() -> None:
+    fatal = FatalError("Segmentation fault", (at(41, "step"),))
+    verdict = diagnose(job(terminated(0), died(1, -9, fatal=fatal), outcome="crash"))
+    assert verdict.culprits[0].frame is None
+
+
+@pytest.mark.parametrize("function", ["os._exit", "sys.exit"])
+@pytest.mark.parametrize("code", [0, 4])
+def test_the_line_that_called_exit(function: str, code: int) -> None:
+    call = ExitCall(function, code, (at(41, "leave"), at(100, "<module>")))
+    verdict = diagnose(job(terminated(0), died(1, code, exit_call=call), outcome="crash"))
+    assert verdict.cause == ("rank-exited" if code else "uneven-batches")
+    assert verdict.culprits[0].frame == at(41, "leave")
+    assert f"{function}() at train.py:41 (leave)" in verdict.summary
+
+
+def test_a_caught_exit_with_another_code_is_not_the_one() -> None:
+    verdict = diagnose(job(terminated(0), died(1, 3, exit_call=ExitCall("sys.exit", 2, (at(41),))), outcome="crash"))
+    assert verdict.culprits[0].frame is None
+
+
+@pytest.mark.parametrize(
+    ("kills", "said", "file"),
+    [
+        (MemoryKills("Out of memory: Killed process 1010 (python)", 0, 0), "killer took it", "kernel_log.txt"),
+        (MemoryKills("", 1, 1), "took 1 process in the job's control group", "resources.json"),
+        (MemoryKills("", None, 2), "took 2 processes on this node", "resources.json"),
+        (MemoryKills("", 0, 0), "counts no out-of-memory kill", "resources.json"),
+    ],
+)
+def test_a_sigkill_and_the_memory(kills: MemoryKills, said: str, file: str) -> None:
+    verdict = diagnose(job(terminated(0), died(1, -9, memory_kills=kills), outcome="crash"))
+    assert said in verdict.summary
+    assert any(claim.file == f"node/node1/{file}" for claim in verdict.evidence)
+    assert any("memory limit for the job" in text for text in verdict.suggestions) == ("took" in said)
+
+
+def test_where_the_kernel_does_not_count_nothing_is_said_of_memory() -> None:
+    verdict = diagnose(job(terminated(0), died(1, -9), outcome="crash"))
+    assert "memory" not in verdict.summary
+
+
+LOADER_TEXT = """Traceback (most recent call last):
+  File "/home/me/train.py", line 100, in <module>
+    for batch in loader:
+  File "/opt/venv/lib/python3.11/site-packages/torch/_utils.py", line 775, in reraise
+    raise exception
+OSError: Caught OSError in DataLoader worker process 1.
+Original Traceback (most recent call last):
+  File "/opt/venv/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 360, in _worker_loop
+    data = fetcher.fetch(index)
+           ^^^^^^^^^^^^^^^^^^^^
+  File "/home/me/data.py", line 30, in __getitem__
+    raise OSError("sample 40 is truncated")
+OSError: sample 40 is truncated
+"""
+POOL_TEXT = '''multiprocessing.pool.RemoteTraceback:
+"""
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/pool.py", line 125, in worker
+    result = (True, func(*args, **kwds))
+  File "/home/me/data.py", line 12, in parse
+    return int(text)
+ValueError: invalid literal
+"""
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/home/me/train.py", line 100, in <module>
+ValueError: invalid literal
+'''.replace('Traceback:\n"', 'Traceback: \n"')  # as it is printed
+
+
+@pytest.mark.parametrize(
+    ("text", "process", "place"),
+    [
+        (LOADER_TEXT, "dataloader worker 1", Frame("/home/me/data.py", 30, "__getitem__")),
+        (POOL_TEXT, "worker process", Frame("/home/me/data.py", 12, "parse")),
+    ],
+)
+def test_an_exception_from_a_worker_process_is_placed_in_the_worker(text: str, process: str, place: Frame) -> None:
+    exception = RankException("OSError", "Caught OSError in DataLoader worker", 100.0, (at(100, "<module>"),), text)
+    verdict = diagnose(job(terminated(0), died(1, 1, exception=exception), outcome="crash"))
+    assert (verdict.culprits[0].process, verdict.culprits[0].frame) == (process, place)
+    assert f"data.py:{place.line}" in verdict.summary
+
+
+def test_an_ordinary_traceback_has_no_remote_part() -> None:
+    assert remote_error("Traceback (most recent call last):\nValueError: x") is None

@@ -5,6 +5,7 @@ import signal
 import time
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from training import Training, parser
 
@@ -19,6 +20,11 @@ def validate(loss: torch.Tensor) -> None:
 
 def leave() -> None:
     os._exit(4)  # FAILS: exit
+
+
+def share(loss: torch.Tensor) -> None:
+    longer = 4096 if int(os.environ["RANK"]) == options.culprit else 16
+    dist.all_reduce(loss.repeat(longer))  # FAILS: size
 
 
 def kill_myself(signum: int) -> None:
@@ -51,10 +57,12 @@ def main() -> None:
     with Training(options) as job:
         for step, batch in batches(job):
             loss = job.train(batch)
-            if not (fails and job.misbehaves(step)):
+            if not fails or step != options.after or (job.rank != options.culprit and options.how != "size"):
                 continue
             time.sleep(0.5)  # long enough for the peers to stand in their next all-reduce
-            if options.how == "exception":
+            if options.how == "size":
+                share(loss)
+            elif options.how == "exception":
                 validate(loss)
             elif options.how == "exit":
                 leave()

@@ -1,6 +1,7 @@
 """The training job that all programs here share: a small DDP model over gloo, one optimizer, one batch a step."""
 
 import argparse
+import datetime
 import os
 
 import torch
@@ -12,6 +13,7 @@ parser.add_argument("--culprit", type=int, default=0, help="the rank that misbeh
 parser.add_argument("--how", default="", help="in which way")
 parser.add_argument("--after", type=int, default=5, help="after this many steps")
 parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the whole training")
+parser.add_argument("--timeout", type=float, default=1800, help="the process group's own, in seconds")
 parser.add_argument("--scratch", default=".", help="a directory of this job's own")
 
 
@@ -20,7 +22,7 @@ class Training:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         self.model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 4)))

@@ -1,0 +1,114 @@
+"""What a dead rank left: faulthandler's output and the note of its exit, also when they are cut off or damaged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from safelaunch.capture.last_words import parse_exit_call, parse_fatal, read
+from safelaunch.capture.memory import KillCounts, count_in, kill_counts, kills_of
+from safelaunch.model import ExitCall, FatalError, Frame, MemoryKills
+
+TWO_THREADS = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f10 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/home/me/train.py", line 7 in upload
+
+Current thread 0x00007f20 [python] (most recent call first):
+  File "/home/me/train.py", line 12 in step
+  File "/home/me/train.py", line 40 in <module>
+
+Extension modules: numpy.core, torch._C (total: 2)
+"""
+ABORT = TWO_THREADS.replace("Current thread", "Thread").replace("Segmentation fault", "Aborted")
+STEP = (Frame("/home/me/train.py", 12, "step"), Frame("/home/me/train.py", 40, "<module>"))
+
+
+def test_the_thread_that_the_signal_met() -> None:
+    assert parse_fatal(TWO_THREADS) == FatalError("Segmentation fault", STEP)
+
+
+def test_a_thread_without_python_aborts_and_the_main_thread_speaks() -> None:
+    assert parse_fatal(ABORT) == FatalError("Aborted", STEP)
+
+
+def test_the_stacks_of_a_sigterm_are_no_fatal_error() -> None:
+    assert parse_fatal(TWO_THREADS.split("\n", 2)[2]) is None
+    assert parse_fatal("") is None
+
+
+def test_a_fatal_error_after_a_sigterm() -> None:
+    assert parse_fatal(TWO_THREADS.split("\n", 2)[2] + TWO_THREADS) == FatalError("Segmentation fault", STEP)
+
+
+@pytest.mark.parametrize("length", range(0, len(TWO_THREADS), 7))
+def test_a_file_that_was_cut_off(length: int) -> None:
+    """Nothing is made up: a frame of the part that is there, or none."""
+    found = parse_fatal(TWO_THREADS[:length])
+    assert found is None or all(frame.file in TWO_THREADS[:length] for frame in found.frames)
+
+
+def test_what_this_python_writes(tmp_path: Path) -> None:
+    script = tmp_path / "die.py"
+    script.write_text("import faulthandler\n\ndef die():\n    faulthandler._sigsegv()\n\ndie()\n")
+    done = subprocess.run([sys.executable, "-X", "faulthandler", script], capture_output=True, text=True, check=False)
+    fatal = parse_fatal(done.stderr)
+    assert fatal is not None
+    assert (fatal.message, [(f.line, f.function) for f in fatal.frames]) == (
+        "Segmentation fault",
+        [(4, "die"), (6, "<module>")],
+    )
+
+
+def test_the_note_of_an_exit() -> None:
+    text = "os._exit\t4\n25\tleave\t/home/me/train.py\n60\t<module>\t/home/me/train.py"
+    frames = (Frame("/home/me/train.py", 25, "leave"), Frame("/home/me/train.py", 60, "<module>"))
+    assert parse_exit_call(text) == ExitCall("os._exit", 4, frames)
+
+
+@pytest.mark.parametrize("text", ["", "os._exit", "os._exit\t", "\t4", "os._exit\tx\n1\tf\tg"])
+def test_a_damaged_note(text: str) -> None:
+    assert parse_exit_call(text) is None
+
+
+def test_a_rank_that_left_nothing(tmp_path: Path) -> None:
+    words = read(tmp_path / "0-0-1")
+    assert (words.exception, words.fault_text, words.fatal, words.exit_call, words.log.value) == (
+        None,
+        "",
+        None,
+        None,
+        None,
+    )
+    assert words.log.missing
+
+
+# --- the out-of-memory killer -----------------------------------------------------------------------------------------
+
+
+def test_the_kernel_names_the_process() -> None:
+    log = "Memory cgroup out of memory: Killed process 41 (python)\nOut of memory: Killed process 412 (python)\n"
+    none = KillCounts()
+    assert kills_of(412, none, none, log).kernel_line.endswith("Killed process 412 (python)")
+    assert kills_of(4, none, none, log) == MemoryKills()
+
+
+def test_kills_before_the_job_do_not_count() -> None:
+    assert kills_of(1, KillCounts(3, 7), KillCounts(4, 7), "") == MemoryKills("", 1, 0)
+    assert kills_of(1, KillCounts(None, 7), KillCounts(4, 7), "") == MemoryKills("", None, 0)
+
+
+def test_counts_of_both_cgroup_versions(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("low 0\noom 5\noom_kill 2\noom_group_kill 0\n")
+    (tmp_path / "oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert (count_in(tmp_path / "events"), count_in(tmp_path / "oom_control")) == (2, 3)
+    assert count_in(tmp_path / "none") is None
+
+
+def test_this_kernel_counts() -> None:
+    counts = kill_counts()
+    assert counts.node is None or counts.node >= 0
