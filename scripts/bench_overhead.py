@@ -39,8 +39,8 @@ from benchlib import (
     workplace,
 )
 
-from safelaunch.paths import RunPaths, create_run
-from safelaunch.plan import injection
+from safelaunch.launch.paths import RunPaths, create_run
+from safelaunch.launch.plan import injection
 
 TRAIN = """
 import os, sys, time

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.bundle import check_directory
+from safelaunch.bundle.publishing import check_directory
 from safelaunch.console import say
 from safelaunch.errors import UsageError
 from safelaunch.model import Verdict

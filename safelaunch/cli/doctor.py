@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safelaunch import __version__
+from safelaunch.bundle.report import clean
 from safelaunch.doctor import RESULTS, Check, examine, worst
-from safelaunch.report import clean
 
 _COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from safelaunch.bundle.report import clean
 from safelaunch.console import say
-from safelaunch.control import DumpAnswer, Request, ask
-from safelaunch.discover import Run, describe, look, our_roots, select
 from safelaunch.errors import SafelaunchError, UsageError
-from safelaunch.paths import RunPaths, working_directory
-from safelaunch.report import clean
+from safelaunch.launch.paths import RunPaths, working_directory
+from safelaunch.session.control import DumpAnswer, Request, ask
+from safelaunch.session.discover import Run, describe, look, our_roots, select
 
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
 DUMP_DEADLINE_S = 150.0

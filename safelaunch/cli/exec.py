@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 
-from safelaunch import torchrun
-from safelaunch.argv import split
 from safelaunch.cli.run import check, start, surroundings
-from safelaunch.config import help_text, options_of, resolve
 from safelaunch.errors import UsageError
-from safelaunch.paths import working_directory
-from safelaunch.plan import build_exec
+from safelaunch.launch import torchrun
+from safelaunch.launch.argv import split
+from safelaunch.launch.paths import working_directory
+from safelaunch.launch.plan import build_exec
+from safelaunch.settings.config import help_text, options_of, resolve
 
 USAGE = "usage: safelaunch exec [safelaunch options] -- COMMAND [ARGUMENTS...]"
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from safelaunch.settings.presets import EnvSetting, Preset, builtin_names, find_builtin_dir, list_presets, preset_chain
+
 from ..errors import UsageError
-from ..presets import EnvSetting, Preset, builtin_names, find_builtin_dir, list_presets, preset_chain
 
 _USAGE = "safelaunch presets [--json] | safelaunch presets show NAME|FILE [--json]"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from safelaunch import torchrun
-from safelaunch.argv import split
-from safelaunch.config import OWN_OPTIONS, Settings, resolve
 from safelaunch.errors import UsageError
-from safelaunch.paths import run_root, working_directory
-from safelaunch.plan import Plan, Surroundings, build
+from safelaunch.launch import torchrun
+from safelaunch.launch.argv import split
+from safelaunch.launch.paths import run_root, working_directory
+from safelaunch.launch.plan import Plan, Surroundings, build
+from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
 
 
 def main(words: list[str]) -> int:
@@ -35,7 +35,7 @@ def surroundings(settings: Settings, environ: dict[str, str]) -> Surroundings:
     """What the plan depends on besides the command line: GPUs chosen, run directory named (not made)."""
     visible = None
     if settings.gpus is not None:
-        from safelaunch import gpus
+        from safelaunch.launch import gpus
 
         found = gpus.inventory() if settings.gpus not in ("none", "all") else gpus.Inventory(())
         visible = gpus.choose(settings.gpus, environ.get("CUDA_VISIBLE_DEVICES"), found)
@@ -45,11 +45,11 @@ def surroundings(settings: Settings, environ: dict[str, str]) -> Surroundings:
 def start(plan: Plan) -> int:
     """Starts the job of ``plan`` and sees it to its end; with ``--dry-run`` only says what it would do."""
     if plan.settings.dry_run:
-        from safelaunch.dryrun import describe
+        from safelaunch.launch.dryrun import describe
 
         print(describe(plan))
         return 0
-    from safelaunch import session
+    from safelaunch.session import session
 
     try:
         return session.run(plan)
@@ -62,7 +62,7 @@ def check(settings: Settings) -> None:
     if settings.wait:
         raise UsageError("--wait is not there yet.", "Start the job when its GPUs are free.")
     if settings.is_explicit("bundle-dir"):
-        from safelaunch.bundle import check_directory
+        from safelaunch.bundle.publishing import check_directory
 
         problem = check_directory(settings.bundle_dir)
         if problem:
@@ -73,7 +73,7 @@ def check(settings: Settings) -> None:
 
 
 def _print_help() -> None:
-    from safelaunch.config import help_text
+    from safelaunch.settings.config import help_text
 
     print("usage: safelaunch [safelaunch options] [torchrun options] script [script args...]")
     print("       safelaunch exec | status | dump | doctor | presets | demo   (each has its own --help)")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from safelaunch.bundle.report import clean
 from safelaunch.console import say
-from safelaunch.control import RunStatus
-from safelaunch.discover import Run, describe, look, our_roots, select
 from safelaunch.errors import UsageError
-from safelaunch.report import clean
+from safelaunch.session.control import RunStatus
+from safelaunch.session.discover import Run, describe, look, our_roots, select
 
 from .status_rows import COLUMNS, Row, rows, since, told
 

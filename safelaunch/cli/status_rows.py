@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from safelaunch.control import RankStatus, RunStatus
-from safelaunch.report import clean
+from safelaunch.bundle.report import clean
+from safelaunch.session.control import RankStatus, RunStatus
 
 COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
 # Ranks that meet in every step differ by one at most while the page of one is read before the other's.

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch import paths, torchrun
-from safelaunch.bundle import check_directory
+from safelaunch.bundle.publishing import check_directory
 from safelaunch.capture import gpu
 from safelaunch.capture.parallel import gather
-from safelaunch.config import INTERNAL_ENV, resolve
-from safelaunch.discover import roots
 from safelaunch.errors import SafelaunchError
+from safelaunch.launch import paths, torchrun
+from safelaunch.session.discover import roots
+from safelaunch.settings.config import INTERNAL_ENV, resolve
 
 from . import attach, node, rules, torch_probe, torch_rules, tracing
 from .check import RESULTS, Check, Result, failed, ok, warning

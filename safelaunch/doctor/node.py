@@ -13,9 +13,9 @@ from pathlib import Path
 from safelaunch.beacon import layout
 from safelaunch.capture import cgroups
 from safelaunch.capture.result import within
-from safelaunch.discover import find
 from safelaunch.errors import CaptureError
-from safelaunch.paths import RunPaths
+from safelaunch.launch.paths import RunPaths
+from safelaunch.session.discover import find
 
 from .check import Check
 from .rules import Clock, Disk, cgroup_check, hostname_check, leftover_check, limits_check, port_check, run_root_check

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.presets import load_presets
+from safelaunch.settings.presets import load_presets
 
 
 @pytest.mark.torch

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from safelaunch.argv import CommandLine, split
-from safelaunch.config import OWN_OPTIONS
 from safelaunch.errors import UsageError
-from safelaunch.torchrun import KNOWN
+from safelaunch.launch.argv import CommandLine, split
+from safelaunch.launch.torchrun import KNOWN
+from safelaunch.settings.config import OWN_OPTIONS
 
 OWN = {option.flag: option.takes_value for option in OWN_OPTIONS}
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from safelaunch.bundle import Keeping, Published, name_of, publish
+from safelaunch.bundle.onbundle import Notifier, variables
+from safelaunch.bundle.onbundle import run as run_command
+from safelaunch.bundle.publishing import Keeping, Published, name_of, publish
+from safelaunch.bundle.staging import Staging, cut
 from safelaunch.capture.job_secrets import Redactor
 from safelaunch.model import Artifact, Culprit, Verdict
-from safelaunch.onbundle import Notifier, variables
-from safelaunch.onbundle import run as run_command
-from safelaunch.staging import Staging, cut
 
 NAME = "train-20260101T000000Z-hang"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
@@ -120,7 +120,12 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
 
 def test_many_at_once_get_a_name_each(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
-    helper = [sys.executable, "-I", "-S", str(Path(sys.modules["safelaunch"].__file__ or "").parent / "publish.py")]
+    helper = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(sys.modules["safelaunch.bundle"].__file__ or "").parent / "copier.py"),
+    ]
     sources = [staged(tmp_path / f"staged-{n}") for n in range(8)]
     running = [
         subprocess.Popen([*helper, str(source), str(directory), NAME, "0", "0"], stdout=subprocess.PIPE)

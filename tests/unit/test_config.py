@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.config import INTERNAL_ENV, ON_BUNDLE_ENV, OWN_OPTIONS, Settings, help_text, options_of, resolve
 from safelaunch.errors import PresetError, UsageError
-from safelaunch.values import (
+from safelaunch.settings.config import (
+    INTERNAL_ENV,
+    ON_BUNDLE_ENV,
+    OWN_OPTIONS,
+    Settings,
+    help_text,
+    options_of,
+    resolve,
+)
+from safelaunch.settings.values import (
     parse_count,
     parse_flag,
     parse_gpus,
@@ -191,7 +199,7 @@ def test_max_stall(tmp_path: Path, cli: list[str], seconds: float, origin: str) 
 
 def test_the_default_run_imports_no_parser(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from safelaunch.config import resolve\n"
+        "import sys; from pathlib import Path; from safelaunch.settings.config import resolve\n"
         f"resolve([('--stall-timeout', '5')], {{}}, Path({str(tmp_path)!r}), lambda: None)\n"
         "print(sorted({'yaml', 'msgspec', 'rich', 'tomllib', 'tomli', 'torch', 'difflib'} & set(sys.modules)))"
     )

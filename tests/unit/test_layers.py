@@ -19,75 +19,106 @@ PACKAGE = Path(safelaunch.__file__).parent
 # A module may import from the layers below its own, and from its own. The one table to change when a module is added.
 LAYERS: list[tuple[str, set[str]]] = [
     ("what runs inside the job", {"beacon.*", "safelaunch"}),
-    ("records, pure rules, small tools", {"errors", "model", "stall", "console", "task", "publish"}),
-    ("configuration", {"yamlfile", "values", "options", "presetfile", "presets", "config"}),
-    ("resources", {"gpus", "ports"}),
+    ("packages, which hold nothing themselves", {"settings", "launch", "watch", "bundle", "session"}),
+    ("records, pure rules, small tools", {"errors", "model", "watch.stall", "console", "task", "bundle.copier"}),
+    (
+        "configuration",
+        {
+            "settings.yamlfile",
+            "settings.values",
+            "settings.options",
+            "settings.presetfile",
+            "settings.presets",
+            "settings.config",
+        },
+    ),
+    ("resources", {"launch.gpus", "ports"}),
     (
         "starting a job",
         {
-            "argv",
-            "torchrun",
-            "plan",
-            "process",
-            "forward",
-            "guardian",
-            "job",
-            "job_processes",
-            "paths",
-            "control",
-            "discover",
-            "restart",
+            "launch.argv",
+            "launch.torchrun",
+            "launch.plan",
+            "launch.process",
+            "launch.forward",
+            "launch.guardian",
+            "launch.job",
+            "launch.job_processes",
+            "launch.paths",
+            "session.control",
+            "session.discover",
+            "watch.restart",
         },
     ),
-    ("looking", {"progress", "capture.*"}),
-    ("judging", {"diagnose.*", "movement"}),
-    ("watching and telling", {"watch", "staging", "bundle", "report", "dryrun", "timeline", "doctor.*"}),
+    ("looking", {"watch.progress", "capture.*"}),
+    ("judging", {"diagnose.*", "watch.movement"}),
+    (
+        "watching and telling",
+        {
+            "watch.watch",
+            "bundle.staging",
+            "bundle.publishing",
+            "bundle.report",
+            "launch.dryrun",
+            "bundle.timeline",
+            "doctor.*",
+        },
+    ),
     (
         "one job, many jobs",
         {
-            "incident",
-            "node_evidence",
-            "onbundle",
-            "sources",
-            "stall_case",
-            "crash_case",
-            "launchinfo",
-            "live",
-            "session",
-            "supervise",
+            "session.incident",
+            "session.node_evidence",
+            "bundle.onbundle",
+            "session.sources",
+            "session.stall_case",
+            "session.crash_case",
+            "session.launchinfo",
+            "session.live",
+            "session.session",
+            "session.supervise",
             "colaunch",
         },
     ),
     ("the command line", {"cli.*", "__main__"}),
 ]
 # Takes values and returns values: no clock, no process, no file, no environment.
-PURE = {"argv", "stall", "model", "diagnose.*", "movement", "doctor.check", "doctor.rules", "doctor.torch_rules"}
+PURE = {
+    "launch.argv",
+    "watch.stall",
+    "model",
+    "diagnose.*",
+    "watch.movement",
+    "doctor.check",
+    "doctor.rules",
+    "doctor.torch_rules",
+}
 PURE |= {"doctor.tracing", "cli.status_rows"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 # Scripts that hang on purpose, run as jobs; and what torchrun runs.
-NOT_OURS = ("demos/", "launcher/")
+NOT_OURS = ("demos/", "launch/launcher/")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
 THIRD_PARTY = {
     "torch": {"beacon.server", "beacon.rank"},
-    "yaml": {"yamlfile"},
+    "yaml": {"settings.yamlfile"},
     "msgspec": {
         "model",
-        "control",
-        "discover",
-        "live",
-        "progress",
-        "incident",
+        "session.control",
+        "session.discover",
+        "session.live",
+        "watch.progress",
+        "session.incident",
         "capture.*",
-        "staging",
-        "report",
+        "bundle.staging",
+        "bundle.report",
         "cli.*",
         "diagnose.*",
     },
-    "pynvml": {"gpus", "capture.gpu"},
-    "jinja2": {"report"},
-    "rich": {"report", "cli.*"},
-    "psutil": {"capture.*", "process", "cli.*"},
-    "tomli": {"yamlfile", "config"},
+    "pynvml": {"launch.gpus", "capture.gpu"},
+    "jinja2": {"bundle.report"},
+    "rich": {"bundle.report", "cli.*"},
+    "psutil": {"capture.*", "launch.process", "cli.*"},
+    "tomli": {"settings.yamlfile", "settings.config"},
 }
 
 
@@ -166,9 +197,9 @@ def layer(name: str) -> int:
 def test_the_parser_of_imports_sees_them() -> None:
     """So that the tests below cannot pass by seeing nothing."""
     seen = {(found.by, found.module) for found in IMPORTS}
-    assert {("stall", "dataclasses"), ("progress", "beacon.layout"), ("cli.run", "plan"), ("watch", "stall")} <= seen
-    assert {("beacon.rank", "beacon.marks"), ("yamlfile", "yaml"), ("supervise", "report")} <= seen
-    assert Import("session", "supervise", ours=True, late=True) in IMPORTS
+    assert {("watch.stall", "dataclasses"), ("watch.progress", "beacon.layout"), ("cli.run", "launch.plan")} <= seen
+    assert {("beacon.rank", "beacon.marks"), ("settings.yamlfile", "yaml"), ("watch.watch", "watch.stall")} <= seen
+    assert Import("session.session", "session.supervise", ours=True, late=True) in IMPORTS
     assert len(MODULES) > 50
 
 

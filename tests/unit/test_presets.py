@@ -11,8 +11,8 @@ import pytest
 
 from safelaunch.cli import presets as command
 from safelaunch.errors import PresetError, UsageError
-from safelaunch.presetfile import EnvSetting, version_matches
-from safelaunch.presets import find_builtin_dir, list_presets, load_presets
+from safelaunch.settings.presetfile import EnvSetting, version_matches
+from safelaunch.settings.presets import find_builtin_dir, list_presets, load_presets
 
 SHIPPED = [
     "compile-debug",

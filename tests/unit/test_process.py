@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from safelaunch import process
-from safelaunch.process import ProcessId, descendants, end_all, identify
+from safelaunch.launch import process
+from safelaunch.launch.process import ProcessId, descendants, end_all, identify
 
 Run = Callable[..., "subprocess.Popen[str]"]
 
@@ -300,7 +300,7 @@ def test_a_job_starts_in_its_own_session_with_default_signals_and_the_mask_befor
     """In a child of ours: blocking signals here would reach into the test runner. ``cat`` changes nothing itself."""
     source = f"""
         import os, signal, sys
-        from safelaunch import process
+        from safelaunch.launch import process
         mask = process.block_signals()
         assert set(process.FORWARDED) <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
         argv = [{shutil.which("cat")!r}, "/proc/self/status", "/proc/self/stat", "/proc/self/environ"]
@@ -335,7 +335,7 @@ def test_reap(run: Run) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGABRT])
 def test_ending_as_the_job_did(signum: signal.Signals) -> None:
-    source = f"from safelaunch.process import end_as; raise SystemExit(end_as({int(signum)}))"
+    source = f"from safelaunch.launch.process import end_as; raise SystemExit(end_as({int(signum)}))"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (-signum, "")
 
@@ -348,7 +348,7 @@ def test_an_exit_code_is_kept(code: int) -> None:
 def test_the_subreaper_adopts_orphans() -> None:
     source = """
         import os, subprocess, sys, time
-        from safelaunch import process
+        from safelaunch.launch import process
         process.become_subreaper()
         middle = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', '" + \\
             "import time; time.sleep(1000)'], start_new_session=True, stdout=-3, stderr=-3).pid)"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job, process, rank, waiting
 
-from safelaunch import report
+from safelaunch.bundle import report
 from safelaunch.diagnose import diagnose
 from safelaunch.model import Artifact, Evidence, Frame, RankException, RankExit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.model import Culprit, Frame, Verdict
-from safelaunch.restart import Failure, failure_of, why_give_up
+from safelaunch.watch.restart import Failure, failure_of, why_give_up
 
 HANG = Failure("hang", "stuck-in-user-code", 40, frozenset({("/w/train.py", 7)}))
 

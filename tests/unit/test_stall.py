@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from safelaunch.stall import (
+from safelaunch.watch.stall import (
     CLOCK_GAP_S,
     Event,
     Mark,

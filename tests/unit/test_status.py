@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from safelaunch import discover
 from safelaunch.beacon.page import start_ticks
 from safelaunch.cli import dump, status
 from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, told
-from safelaunch.control import DumpAnswer, RankStatus, RunStatus
-from safelaunch.discover import Found, Run, select
 from safelaunch.errors import SafelaunchError, UsageError
-from safelaunch.process import ProcessId
+from safelaunch.launch.process import ProcessId
+from safelaunch.session import discover
+from safelaunch.session.control import DumpAnswer, RankStatus, RunStatus
+from safelaunch.session.discover import Found, Run, select
 
 
 def rank(number: int, **known: object) -> RankStatus:

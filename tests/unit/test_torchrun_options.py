@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch import torchrun
 from safelaunch.errors import UsageError
+from safelaunch.launch import torchrun
 
 
 def real() -> dict[str, bool]:

@@ -1,0 +1,1 @@
+"""The bundle: assembled privately, published whole, shown as a report."""

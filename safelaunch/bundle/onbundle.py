@@ -1,0 +1,158 @@
+"""``--on-bundle COMMAND``: the user's own command, told of each bundle as soon as it is there.
+
+It runs beside the watch, which never waits for it; only the end of the job does. ``posix_spawn`` starts it: that opens
+the signals that the supervisor blocks again, in the child alone and without a wrapper. A process group of its own, so
+that all of it can be ended; but our session, by which what we start ourselves is told from the job.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safelaunch.console import say
+from safelaunch.model import Verdict
+from safelaunch.task import Task
+
+DEADLINE_S = 30.0
+SHELL = "/bin/sh"
+_LAST_BYTES = 4096
+_LAST_LINES = 3
+_REAP_S = 1.0  # for what was killed to be gone; one that is stuck in the kernel is left to it
+
+
+class Notifier:
+    """Runs ``command`` (None: nothing) in a thread for each bundle; a failure costs a line on stderr."""
+
+    def __init__(
+        self, command: str | None = None, *, deadline_s: float = DEADLINE_S, tell_user: Callable[[str], None] = say
+    ) -> None:
+        self._command = command
+        self._deadline_s = deadline_s
+        self._say = tell_user
+        self._under_way: list[Task[None]] = []
+        self._ended = False
+
+    @property
+    def patience_s(self) -> float:
+        """How long a command that was started just now may keep us."""
+        return self._deadline_s + 2 * _REAP_S
+
+    @property
+    def busy(self) -> bool:
+        return any(not task.done for task in self._under_way)
+
+    def tell(self, verdict: Verdict, bundle: Path, run_name: str) -> None:
+        """Starts the command for a bundle, in its own time."""
+        if self._command is None or self._ended:
+            return
+        command, env = self._command, {**os.environ, **variables(verdict, bundle, run_name)}
+        self._under_way.append(Task("on-bundle", lambda: self._run(command, env)))
+
+    def end(self) -> None:
+        """Ends what is still under way: somebody stops the job and does not want to wait."""
+        self._ended = True
+        for task in self._under_way:
+            task.wait(2 * _REAP_S)
+
+    def _run(self, command: str, env: Mapping[str, str]) -> None:
+        try:
+            problem = run(command, env, deadline_s=self._deadline_s, given_up=lambda: self._ended)
+        except OSError as error:
+            problem = f"could not be started: {error.strerror or error}"
+        if problem and not self._ended:
+            self._say(f"--on-bundle {problem}")
+
+
+def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
+    """What the command learns of a bundle. Text comes from the job: a variable holds no NUL."""
+    return {
+        name: value.replace("\0", "")
+        for name, value in {
+            "SAFELAUNCH_BUNDLE": os.fspath(bundle),
+            "SAFELAUNCH_VERDICT": os.fspath(bundle / "verdict.json"),
+            "SAFELAUNCH_OUTCOME": verdict.outcome,
+            "SAFELAUNCH_CAUSE": verdict.cause,
+            "SAFELAUNCH_CONFIDENCE": verdict.confidence,
+            "SAFELAUNCH_SUMMARY": " ".join(verdict.summary.split()),
+            "SAFELAUNCH_CULPRITS": ",".join(str(culprit.rank) for culprit in verdict.culprits),
+            "SAFELAUNCH_RUN_NAME": run_name,
+        }.items()
+    }
+
+
+def run(command: str, env: Mapping[str, str], *, deadline_s: float, given_up: Callable[[], bool]) -> str:
+    """Runs ``command`` in the shell; returns why it failed, or an empty string. Raises OSError if it cannot start.
+
+    After ``deadline_s`` seconds, or when ``given_up`` says so, its process group is ended. What it prints is shown only
+    where it fails. It counts as ended when the shell has ended: what that left in the background may go on.
+    """
+    read, write = os.pipe()
+    try:
+        pid = _start(command, env, write)
+    except BaseException:
+        os.close(read)
+        raise
+    finally:
+        os.close(write)
+    deadline = time.monotonic() + deadline_s
+    said = b""
+    try:
+        while True:
+            said = (said + _output(read, 0.05))[-_LAST_BYTES:]
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                break
+            if time.monotonic() > deadline or given_up():
+                os.killpg(pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+                _reap(pid)
+                return f"did not end within {deadline_s:g} s and was killed{_last_words(said)}"
+        said += _output(read, 0.0)
+    finally:
+        os.close(read)
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        return ""
+    how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
+    return f"{how}{_last_words(said)}"
+
+
+def _start(command: str, env: Mapping[str, str], output: int) -> int:
+    return os.posix_spawn(
+        SHELL,
+        [SHELL, "-c", command],
+        dict(env),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, output, 1),
+            (os.POSIX_SPAWN_DUP2, output, 2),
+        ],
+        setpgroup=0,
+        setsigmask=[],
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+    )
+
+
+def _reap(pid: int) -> None:
+    deadline = time.monotonic() + _REAP_S
+    while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _output(pipe: int, patience_s: float) -> bytes:
+    """What has been written meanwhile. Waits a moment, also when nobody can write any more."""
+    ready, _, _ = select.select([pipe], [], [], patience_s)
+    data = os.read(pipe, 65536) if ready else b""
+    if ready and not data:
+        time.sleep(patience_s)
+    return data
+
+
+def _last_words(said: bytes) -> str:
+    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+    shown = "".join(char if char.isprintable() else " " for line in [" | ".join(lines[-_LAST_LINES:])] for char in line)
+    return f": {shown}" if shown else ""

@@ -1,0 +1,76 @@
+"""``--dry-run``: the resolved plan as text: command, each variable with its origin, GPUs, timeouts. Starts nothing."""
+
+from __future__ import annotations
+
+import shlex
+
+from safelaunch.capture.redact import redact_argv, redact_env, redact_text
+from safelaunch.launch.plan import Applied, Plan
+from safelaunch.settings.config import INTERNAL_ENV, Settings
+
+
+def describe(plan: Plan) -> str:
+    """Everything that a run would do, for reading."""
+    settings = plan.settings
+    lines = [
+        f"run name      {plan.run_name}",
+        "torch         " + (f"{plan.torch.version or 'unknown'} ({plan.torch.python})" if plan.torch else "not found"),
+        "command       " + shlex.join(redact_argv(list(plan.argv))),
+        f"run directory {plan.run_dir}",
+        f"bundles       {settings.bundle_dir}   ({settings.origin('bundle-dir')})",
+        *_bundles(settings),
+        f"GPUs          {_gpus(plan)}",
+        "",
+        "watchdog      " + ("on" if settings.watch else f"off   ({settings.origin('no-watch')})"),
+    ]
+    if settings.watch:
+        auto = "auto: " if settings.stall_timeout_s is None else ""
+        lines += [
+            f"  stall timeout    {auto}{settings.effective_stall_timeout_s:g} s   ({settings.origin('stall-timeout')})",
+            f"  startup timeout  {settings.startup_timeout_s:g} s   ({settings.origin('startup-timeout')})",
+            f"  max stall        {settings.effective_max_stall_s:g} s   ({settings.max_stall_origin})",
+            f"  on stall         {settings.on_stall}   ({settings.origin('on-stall')})",
+        ]
+    lines += ["", "environment"]
+    lines += _variables(plan) or ["  nothing beyond what safelaunch needs itself"]
+    return "\n".join(lines)
+
+
+def _bundles(settings: Settings) -> list[str]:
+    """What is kept of bundles, how, and who is told."""
+    kept = f"the {settings.keep_bundles} newest" if settings.keep_bundles else "all"
+    lines = [
+        f"  keep           {kept}   ({settings.origin('keep-bundles')})",
+        f"  artifact limit {settings.artifact_limit_bytes} bytes   ({settings.origin('artifact-limit')})",
+        f"  archive        {'.tar.gz' if settings.bundle_archive else 'none'}   ({settings.origin('bundle-archive')})",
+    ]
+    if settings.on_bundle:
+        lines.append(f"  on bundle      {redact_text(settings.on_bundle)}   ({settings.origin('on-bundle')})")
+    return lines
+
+
+def _gpus(plan: Plan) -> str:
+    value = plan.env.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return "all that torch sees"
+    origin = next((s.origin for s in plan.applied if s.name == "CUDA_VISIBLE_DEVICES"), "your environment")
+    return f"{value or 'none'}   ({origin})"
+
+
+def _variables(plan: Plan) -> list[str]:
+    values = redact_env({setting.name: setting.value for setting in plan.applied})
+    lines = []
+    for setting in plan.applied:
+        lines.append(f"  {setting.name}={values[setting.name]}   ({_origin(setting)})")
+        if setting.why:
+            lines.append(f"      {setting.why}")
+    for name in sorted(INTERNAL_ENV | {"PYTHONPATH"}):
+        if plan.watched and name in plan.env:
+            lines.append(
+                f"  {name}={plan.env[name]}   (safelaunch: wakes the beacon; your script sees PYTHONPATH as you set it)"
+            )
+    return lines
+
+
+def _origin(setting: Applied) -> str:
+    return f"{setting.origin}; not applied, your exported value stays" if setting.kept else setting.origin

@@ -1,0 +1,129 @@
+"""The guardian: a tiny process that ends the job when the supervisor is killed.
+
+It knows the job by pid and start time: the agent it was made with, the workers that the agent wrote down, the orphans
+that the supervisor tells it of, and all that it has seen below these, looking every few seconds, because a rank that is
+killed together with the supervisor can no longer be asked for its children. It acts on these and on nothing else, and
+only when the pipe to the supervisor closes without the word that all is well.
+
+The kernel's own parent-death signal is no substitute: it would end a rank before its children are known.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safelaunch.launch import process
+from safelaunch.launch.process import ProcessId
+
+WELL = b"well\n"
+GRACE_S = 5.0
+LOOK_EVERY_S = 2.0
+LEAST_IDLE = 500  # on a node with many processes a look takes longer, and comes less often: 0.2 % of a core
+
+
+@dataclass(frozen=True, slots=True)
+class Guardian:
+    """The supervisor's end of it: the guardian's pid, and the pipe whose closing it waits for."""
+
+    pid: int
+    pipe: int
+
+    def adopt(self, orphan: ProcessId) -> None:
+        """Tells the guardian of a process of the job that it could not find from the agent."""
+        self._write(f"{orphan.pid} {orphan.start_ticks}\n".encode())
+
+    def dismiss(self) -> None:
+        """The job has ended as it should: what it left behind on purpose stays."""
+        self._write(WELL)
+        os.close(self.pipe)
+        try:
+            os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            return  # killed and reaped before
+
+    def _write(self, data: bytes) -> None:
+        try:
+            os.write(self.pipe, data)
+        except OSError:
+            return  # the guardian itself was killed; a new one is made at the next look
+
+
+def start(agent: ProcessId, events: Path, run_dir: Path) -> Guardian:
+    """Forks the guardian. To be called while this process has one thread. Raises OSError when that is not possible."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(read)
+        return Guardian(pid, write)
+    try:
+        os.close(write)
+        _guard(read, agent, events, run_dir)
+    finally:
+        os._exit(0)
+
+
+def _guard(pipe: int, agent: ProcessId, events: Path, run_dir: Path) -> None:
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # nobody's pipe may stay open because of us
+        os.dup2(null, descriptor)
+    keep = os.dup2(pipe, 3)
+    os.closerange(4, 65536)
+    known = {agent}
+    told = b""
+    pause_s = 0.2
+    while True:
+        if select.select([keep], [], [], pause_s)[0]:
+            chunk = os.read(keep, 65536)
+            told += chunk
+            if told.endswith(WELL):
+                return
+            if not chunk:
+                break
+        begin = time.monotonic()
+        known = _job(known, told, events)
+        pause_s = max(LOOK_EVERY_S, LEAST_IDLE * (time.monotonic() - begin))
+    process.end_all(agent, lambda: tuple(_job(known, told, events)), grace_s=GRACE_S)
+    from shutil import rmtree
+
+    rmtree(run_dir, ignore_errors=True)
+
+
+def _job(known: set[ProcessId], told: bytes, events: Path) -> set[ProcessId]:
+    """Every living process of the job: those known before, those told of, and all below them."""
+    roots = known | set(parse(told.decode("ascii", "replace").splitlines())) | set(parse(_workers(events)))
+    alive = {root for root in roots if root.is_alive()}
+    return alive | set(process.descendants(root.pid for root in alive))
+
+
+def parse(lines: Iterable[str]) -> list[ProcessId]:
+    """``pid start_ticks`` lines; others are passed over."""
+    found = []
+    for line in lines:
+        words = line.split()
+        if len(words) == 2 and all(word.isdigit() for word in words):
+            found.append(ProcessId(int(words[0]), int(words[1])))
+    return found
+
+
+def _workers(events: Path) -> list[str]:
+    """The workers of all attempts, as the agent wrote them down when it started them."""
+    import json
+
+    lines = []
+    try:
+        text = events.read_text("utf-8", "replace")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+            lines += [f"{pid} {ticks}" for _, pid, ticks in event.get("workers", {}).values()]
+        except (ValueError, AttributeError, TypeError):
+            continue  # a line that was being written when everything was killed
+    return lines

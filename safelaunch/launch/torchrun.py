@@ -1,0 +1,220 @@
+"""The installed torchrun: which interpreter has it, its version, and which of its options take a value.
+
+torch is never imported (that costs over a second and hundreds of megabytes). The option table is read from the source
+of the installed ``torch/distributed/run.py``, so that it cannot drift from the version that will parse the same words.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safelaunch.errors import UsageError
+
+FLAG_ACTIONS = {"check_env", "store_true", "store_false", "store_const", "help", "version", "count", "append_const"}
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """An interpreter that has torch. ``package`` is torch's directory, ``version`` e.g. ``2.13.0+cpu``."""
+
+    python: str
+    package: Path
+    version: str
+
+
+def find(environ: Mapping[str, str]) -> Torch:
+    """The torch of this interpreter, else that of the ``torchrun`` on PATH (safelaunch installed by pipx, say).
+
+    Raises UsageError where there is neither.
+    """
+    own = _torch_on(sys.path)
+    if own is not None:
+        return Torch(sys.executable, own, _version(own))
+    from shutil import which
+
+    script = which("torchrun", path=environ.get("PATH"))
+    if script is not None:
+        python = _interpreter_of(Path(script))
+        package = _ask_for_torch(python) if python else None
+        if python and package:
+            return Torch(python, package, _version(package))
+    raise UsageError(
+        "torch is not installed here, and there is no torchrun on PATH to take it from.",
+        "Install it in this environment (pip install 'torch>=2.6'), or activate the one that has it.",
+    )
+
+
+def _torch_on(path: list[str]) -> Path | None:
+    """torch's directory as a plain installation has it; editable ones are asked of the import system."""
+    for entry in path:
+        package = Path(entry or ".") / "torch"
+        if (package / "distributed" / "run.py").is_file() and (package / "version.py").is_file():
+            return package
+    import importlib.util
+
+    spec = importlib.util.find_spec("torch")  # finds, does not import
+    if spec is None or spec.origin is None:
+        return None
+    package = Path(spec.origin).parent
+    return package if (package / "distributed" / "run.py").is_file() else None
+
+
+def _interpreter_of(script: Path) -> str | None:
+    """The interpreter on a console script's first line; pip's ``#!/bin/sh`` form for long paths included."""
+    try:
+        head = script.read_bytes()[:4096].decode("utf-8", "replace")
+    except OSError:
+        return None
+    match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", head)
+    if match is None:
+        return None
+    from shutil import which
+
+    words = (match.group(1) or match.group(2)).strip()
+    python = which(words.split()[-1]) if words.startswith("/usr/bin/env ") else words
+    return python if python and Path(python).is_file() else None
+
+
+def _ask_for_torch(python: str) -> Path | None:
+    import subprocess
+
+    code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    origin = done.stdout.strip()
+    return Path(origin).parent if done.returncode == 0 and origin else None
+
+
+def _version(package: Path) -> str:
+    """``__version__`` of ``torch/version.py``; empty where it cannot be read."""
+    try:
+        text = (package / "version.py").read_text("utf-8", "replace")
+    except OSError:
+        return ""
+    match = re.search(r"""__version__\s*(?::[^=]*)?=\s*['"]([^'"]+)""", text)
+    return match.group(1) if match else ""
+
+
+def options(package: Path) -> dict[str, bool]:
+    """Every option string of the installed torchrun, and whether it takes a value.
+
+    Source: ``get_args_parser`` of ``torch/distributed/run.py``. Where that has changed beyond recognition, the table
+    below, as of torch 2.13, serves.
+    """
+    try:
+        found = parse_options((package / "distributed" / "run.py").read_text("utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        found = {}
+    return found or dict(KNOWN)
+
+
+class LazyOptions(Mapping[str, bool]):
+    """``options``, read when first asked: a command line may not need them (``--nproc-per-node=2 train.py``)."""
+
+    def __init__(self, package: Path) -> None:
+        self._package = package
+        self._table: dict[str, bool] | None = None
+
+    def _read(self) -> dict[str, bool]:
+        if self._table is None:
+            self._table = options(self._package)
+        return self._table
+
+    def __getitem__(self, option: str) -> bool:
+        return self._read()[option]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+def parse_options(source: str) -> dict[str, bool]:
+    """The option strings that ``get_args_parser`` in ``source`` adds, and whether each takes a value."""
+    # Only this function is parsed: it ends where the next statement at the margin begins.
+    function = re.search(r"^def get_args_parser\b.*?(?=^[^\s)#]|\Z)", source, re.S | re.M)
+    if function is None:
+        return {}
+    table = {"-h": False, "--help": False}
+    for node in ast.walk(ast.parse(function.group(0))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            names = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            for name in names:
+                if name.startswith("-"):
+                    table[name] = _takes_value(node)
+    return table if len(table) > 2 else {}
+
+
+def _takes_value(call: ast.Call) -> bool:
+    for keyword in call.keywords:
+        if keyword.arg == "action":
+            value = keyword.value
+            action = (
+                value.value if isinstance(value, ast.Constant) else getattr(value, "id", getattr(value, "attr", ""))
+            )
+            if action in FLAG_ACTIONS:
+                return False
+        if keyword.arg == "nargs" and isinstance(keyword.value, ast.Constant) and keyword.value.value == 0:
+            return False
+    return True
+
+
+def launcher(python: str) -> Path:
+    """The script that is torchrun: the console script installed beside ``python``, else one of ours that does the same.
+
+    Not ``python -m torch.distributed.run``: that puts the working directory on the launcher's import path, where a
+    user's ``queue.py`` would take the place of the real one, and it calls itself ``run.py`` in its messages.
+    """
+    installed = Path(python).parent / "torchrun"
+    try:
+        head = installed.read_bytes()[:4096]
+    except OSError:
+        head = b""
+    plain = head.startswith(b"#!") and b"from torch.distributed.run import main" in head
+    return installed if plain else Path(__file__).parent / "launcher" / "torchrun"
+
+
+_VALUED = [
+    "nnodes",
+    "nproc-per-node",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "max-restarts",
+    "monitor-interval",
+    "start-method",
+    "event-log-handler",
+    "role",
+    "log-dir",
+    "redirects",
+    "tee",
+    "local-ranks-filter",
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "local-addr",
+    "logs-specs",
+    "numa-binding",
+    "signals-to-handle",
+    "shutdown-timeout",
+]
+_FLAGS = ["help", "standalone", "module", "no-python", "run-path", "virtual-local-rank"]
+KNOWN: dict[str, bool] = {
+    **{spelling: True for name in _VALUED for spelling in (f"--{name}", f"--{name.replace('-', '_')}")},
+    **{spelling: False for name in _FLAGS for spelling in (f"--{name}", f"--{name.replace('-', '_')}")},
+    "-h": False,
+    "-m": False,
+    "-r": True,
+    "-t": True,
+}

@@ -1,0 +1,79 @@
+"""What a bundle says about how its job was started (``launch.json``), with secrets left out."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+
+from safelaunch import __version__
+from safelaunch.bundle.onbundle import Notifier
+from safelaunch.bundle.publishing import Keeping
+from safelaunch.capture.job_secrets import Redactor, secret_values
+from safelaunch.capture.redact import redact_argv, redact_env, redact_text
+from safelaunch.launch.job import Job
+from safelaunch.launch.paths import run_root, working_directory
+from safelaunch.session.incident import Circumstances
+
+
+def circumstances(job: Job) -> Circumstances:
+    """Everything a bundle needs to know about ``job``."""
+    assert job.run is not None
+    plan, settings = job.plan, job.plan.settings
+    # Names that stand all over a bundle: a variable that happens to hold one of them hides nothing.
+    ordinary = [os.fspath(working_directory()), *plan.script[:1], plan.run_name, socket.gethostname(), _user()]
+    return Circumstances(
+        run_name=plan.run_name,
+        run_dir=job.run.root,
+        bundle_dir=settings.bundle_dir,
+        fallback_dir=run_root({}, os.getuid()) / "bundles",
+        launch=_launch(job),
+        redactor=Redactor(secret_values(plan.env, plan.argv, ordinary)),
+        artifact_limit_bytes=settings.artifact_limit_bytes,
+        keeping=Keeping(settings.keep_bundles, settings.bundle_archive),
+        notifier=Notifier(settings.on_bundle),
+    )
+
+
+def _launch(job: Job) -> dict[str, object]:
+    plan, settings = job.plan, job.plan.settings
+    values = redact_env({setting.name: setting.value for setting in plan.applied})
+    return {
+        "schema": 1,
+        "run_name": plan.run_name,
+        "host": socket.gethostname(),
+        "user": _user(),
+        "cwd": os.fspath(working_directory()),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(job.started_unix_s)),
+        "command": redact_argv(list(plan.argv)),
+        "safelaunch": __version__,
+        "torch": plan.torch.version if plan.torch is not None else "",
+        "agent_pid": job.agent.pid,
+        "presets": list(settings.presets),
+        "environment": [
+            {"name": s.name, "value": values[s.name], "origin": s.origin, "why": s.why, "kept_yours": s.kept}
+            for s in plan.applied
+        ],
+        "watchdog": {
+            "stall_timeout_s": settings.effective_stall_timeout_s,
+            "startup_timeout_s": settings.startup_timeout_s,
+            "max_stall_s": settings.effective_max_stall_s,
+            "on_stall": settings.on_stall,
+            "origins": dict(settings.origins),
+        },
+        "bundles": {
+            "directory": os.fspath(settings.bundle_dir),
+            "keep": settings.keep_bundles,
+            "archive": settings.bundle_archive,
+            "artifact_limit_bytes": settings.artifact_limit_bytes,
+            "on_bundle": redact_text(settings.on_bundle or ""),
+        },
+    }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

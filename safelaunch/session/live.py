@@ -1,0 +1,201 @@
+"""Answers about a live run: its status at once, a bundle of it as soon as that is written. The job goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safelaunch.console import say
+from safelaunch.launch.job import Job
+from safelaunch.launch.paths import working_directory
+from safelaunch.model import Progress, RankExit
+from safelaunch.session import incident
+from safelaunch.session.control import Client, DumpAnswer, RankStatus, Request, RunStatus, Server
+from safelaunch.session.incident import Circumstances, Looks, Report
+from safelaunch.task import Task
+from safelaunch.watch.watch import Watch
+
+RATE_OVER_S = 10.0
+SAMPLE_EVERY_S = 2.0
+BETWEEN_LOOKS_S = 1.0
+
+
+@dataclass
+class _Dump:
+    """A bundle that was asked for, and by whom. ``working``, once its turn has come: two looks, then the writing."""
+
+    bundle_dir: Path
+    clients: list[Client]
+    working: Task[Report] | None = None
+
+
+class Live:
+    """Serves the control socket of one run. ``tick`` is called with the supervisor's own and never blocks."""
+
+    def __init__(
+        self, job: Job, watch: Watch, about: Circumstances, exits: Callable[[], Mapping[int, RankExit]]
+    ) -> None:
+        assert job.run is not None
+        self._job = job
+        self._watch = watch
+        self._about = about
+        self._exits = exits
+        self._server = _server(job.run.control)
+        self._dumps: deque[_Dump] = deque()
+        self._cwd = os.fspath(working_directory())
+        self._attempt = -1
+        self._samples: deque[tuple[float, dict[int, int]]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._dumps)
+
+    def tick(self, now: float) -> None:
+        """Answers what can be answered."""
+        self._sample(now)
+        if self._server is not None:
+            self._server.poll(self._handle)
+        self._advance_dumps()
+
+    def _handle(self, request: Request, client: Client) -> None:
+        if request.command == "status":
+            client.answer(self.status(time.monotonic()))
+        elif request.command == "dump":
+            self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._about.bundle_dir, client)
+        else:
+            client.close()
+
+    def _queue_dump(self, bundle_dir: Path, client: Client) -> None:
+        """Who asks while a bundle for the same place is being written shares it; for another place, he waits."""
+        dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
+        if dump is None:
+            dump = _Dump(bundle_dir, [])
+            self._dumps.append(dump)
+        dump.clients.append(client)
+
+    def _advance_dumps(self) -> None:
+        if not self._dumps:
+            return
+        dump = self._dumps[0]
+        if dump.working is None:
+            dump.working = Task("dump", lambda: self._write_dump(dump.bundle_dir))
+        elif dump.working.done:
+            self._dumps.popleft()
+            answer = _answer(dump.working)
+            for client in dump.clients:
+                client.answer(answer)
+
+    def _write_dump(self, bundle_dir: Path) -> Report:
+        targets = self._watch.targets()
+        before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
+        looks = incident.look_at(targets, None)
+        time.sleep(BETWEEN_LOOKS_S)
+        looks = incident.look_at(targets, looks)
+        moving = self._moved(before) or _computes(looks)
+        known = incident.known_of(self._watch, self._exits())
+        stalled_s = max((_age_s(item.progress) for item in known.ranks.values() if item.progress), default=0.0)
+        about = replace(self._about, bundle_dir=bundle_dir)
+        return incident.write("dump", looks, known, about, stall_s=stalled_s, moving=moving)
+
+    def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
+        return any(page.marks() != before.get(rank) for rank, page in self._watch.roster.pages().items())
+
+    # --- status -----------------------------------------------------------------------------------------------------
+
+    def _sample(self, now: float) -> None:
+        """Remembers the steps of the last seconds, for the rate."""
+        if self._watch.roster.attempt != self._attempt:
+            self._attempt = self._watch.roster.attempt
+            self._samples.clear()
+        if self._samples and now - self._samples[-1][0] < SAMPLE_EVERY_S:
+            return
+        steps = {rank: p.step for rank, p in self._watch.last_progress.items() if p.step is not None}
+        self._samples.append((now, steps))
+        while now - self._samples[0][0] > RATE_OVER_S + SAMPLE_EVERY_S:
+            self._samples.popleft()
+
+    def status(self, now: float) -> RunStatus:
+        """The run as the watch sees it at ``now`` (CLOCK_MONOTONIC, seconds)."""
+        plan, settings, policy = self._job.plan, self._job.plan.settings, self._watch.policy
+        stepping = any(p.step is not None for p in self._watch.last_progress.values())
+        why = settings.origin("stall-timeout" if stepping else "startup-timeout")
+        if stepping and settings.stall_timeout_s is None:
+            why = "auto"
+        return RunStatus(
+            run=self._about.run_dir.name,
+            name=plan.run_name,
+            supervisor_pid=os.getpid(),
+            cwd=self._cwd,
+            command=[*plan.script],
+            started_unix_s=self._job.started_unix_s,
+            attempt=self._watch.roster.attempt,
+            world_size=self._watch.world_size,
+            watch=self._watch.state.status.value,
+            threshold_s=policy.stall_s if stepping else policy.startup_s,
+            threshold_why=why if stepping else f"before the first step: {why}",
+            ranks=[
+                *(self._rank(rank, p, now) for rank, p in sorted(self._watch.last_progress.items())),
+                *self._silent(),
+            ],
+        )
+
+    def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:
+        signals = ["beacon"]
+        if progress.optimizer_steps:
+            signals.append("optimizer steps")
+        elif progress.step is not None:
+            signals.append("safelaunch.step()")
+        pages = self._watch.roster.pages()
+        if rank in pages and pages[rank].server_up:
+            signals.append("worker server")
+        return RankStatus(
+            rank=rank,
+            pid=progress.pid,
+            state="paused" if progress.paused else progress.state,
+            step=progress.step,
+            steps_per_s=self._rate(rank, progress, now),
+            age_s=round(_age_s(progress), 3),
+            phase=progress.phase,
+            signals=", ".join(signals),
+        )
+
+    def _rate(self, rank: int, progress: Progress, now: float) -> float | None:
+        then, steps = self._samples[0] if self._samples else (now, {})
+        if progress.step is None or rank not in steps or now - then < SAMPLE_EVERY_S / 2:
+            return None
+        return round((progress.step - steps[rank]) / (now - then), 3)
+
+    def _silent(self) -> list[RankStatus]:
+        return [
+            RankStatus(worker.rank, worker.pid, "no beacon", signals="none") for worker in self._watch.without_beacon()
+        ]
+
+
+def _server(path: Path) -> Server | None:
+    try:
+        return Server(path)
+    except OSError as error:
+        say(f"'safelaunch status' and 'dump' will not see this run: {error.strerror or error}")
+        return None
+
+
+def _age_s(progress: Progress) -> float:
+    return time.monotonic() - max(progress.last_step_ns, progress.claimed_ns) / 1e9
+
+
+def _computes(looks: Looks) -> bool:
+    from safelaunch.watch import movement
+
+    return movement.judge(looks.taken[-2], looks.taken[-1]) == "active"
+
+
+def _answer(working: Task[Report]) -> DumpAnswer:
+    try:
+        report = working.result()
+    except Exception as error:  # noqa: BLE001 - the client is told; the job goes on
+        return DumpAnswer(problem=f"{type(error).__name__}: {error}")
+    return DumpAnswer(str(report.published.path), report.verdict.summary, report.published.problem)

@@ -1,0 +1,86 @@
+"""One job, end to end: run directory, start, watch, and the way it ends. What comes before the start is kept light."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from safelaunch.console import say
+from safelaunch.launch import guardian, process
+from safelaunch.launch.job import Job
+from safelaunch.launch.paths import RunPaths, create_run
+from safelaunch.launch.plan import Plan
+
+
+def run(plan: Plan) -> int:
+    """Starts the job of ``plan`` and sees it to its end; returns the exit code. Raises OSError when it cannot start."""
+    directory = _prepare(plan)
+    env = plan.env if directory is not None else _without_beacon(plan)
+    mask = process.block_signals()
+    pid = process.start(plan.argv, env, mask)
+    # From here on everything that is imported costs the job nothing.
+    identity = process.identify(pid) or process.ProcessId(pid, 0)
+    if directory is None:
+        return process.end_as(_only_forward(pid))
+    job = Job(plan, identity, directory, time.time())
+    process.become_subreaper()
+    watcher = _guardian(job)
+    try:
+        from safelaunch.session.supervise import Supervisor
+
+        status = Supervisor(job, watcher).run()
+    except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
+        say(f"a fault of safelaunch's own ended the watch; the job goes on ({type(error).__name__}: {error})")
+        status = _only_forward(pid)
+    finally:
+        from shutil import rmtree
+
+        rmtree(directory.root, ignore_errors=True)
+        if watcher is not None:
+            watcher.dismiss()
+    return process.end_as(status)
+
+
+def _guardian(job: Job) -> guardian.Guardian | None:
+    assert job.run is not None
+    try:
+        return guardian.start(job.agent, job.run.agent_events, job.run.root)
+    except OSError as error:
+        say(f"no guardian ({error.strerror or error}): if safelaunch is killed with kill -9, parts of the job may stay")
+        return None
+
+
+def _prepare(plan: Plan) -> RunPaths | None:
+    """The run directory, or None when the job is not watched, by choice or because it cannot be."""
+    if not plan.watched:
+        return None
+    try:
+        return create_run(plan.run_dir.parent, os.getpid(), os.getuid())
+    except OSError as error:
+        say(f"cannot watch this job: no run directory in {plan.run_dir.parent}: {error.strerror or error}")
+        say("it runs as under plain torchrun; free some space there, or remove what is in the way")
+        return None
+
+
+def _without_beacon(plan: Plan) -> dict[str, str]:
+    from safelaunch.settings.config import INTERNAL_ENV
+
+    env = {name: value for name, value in plan.env.items() if name not in INTERNAL_ENV}
+    inject = os.fspath(Path(__file__).parents[1] / "beacon" / "inject")
+    if "PYTHONPATH" in env:
+        parts = [part for part in env["PYTHONPATH"].split(os.pathsep) if part != inject]
+        env["PYTHONPATH"] = os.pathsep.join(parts)
+        if not env["PYTHONPATH"] and "SAFELAUNCH_PYTHONPATH" not in plan.env:
+            del env["PYTHONPATH"]
+    return env
+
+
+def _only_forward(pid: int) -> int:
+    """A job that is not watched: signals are passed on, its end is ours. Returns its wait status."""
+    from safelaunch.launch.forward import Forwarder
+
+    forwarder = Forwarder(pid)
+    while (status := process.reap(pid)) is None:
+        forwarder.wait(1.0)
+    return status

@@ -1,0 +1,134 @@
+"""A stall, from its first sign to its bundle. ``advance`` is called with every tick and never blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from safelaunch.bundle.timeline import Timeline
+from safelaunch.console import say
+from safelaunch.model import RankExit
+from safelaunch.session import incident
+from safelaunch.session.incident import Circumstances, Looks, Report
+from safelaunch.task import Task
+from safelaunch.watch.stall import Movement, Stall
+from safelaunch.watch.watch import Glance, Watch
+
+Exits = Callable[[], Mapping[int, RankExit]]
+
+
+@dataclass
+class _Suspicion:
+    """A closer look under way: what is suspected, what has been seen, when the second look is due (None: no sooner)."""
+
+    stall: Stall
+    timeline: Timeline
+    looks: Looks | None = None
+    second_look_s: float | None = None
+
+
+class StallCase:
+    """suspect → two looks → conclusion → bundle."""
+
+    def __init__(self, watch: Watch, about: Circumstances, exits: Exits) -> None:
+        self._watch = watch
+        self._about = about
+        self._exits = exits
+        self._suspicion: _Suspicion | None = None
+        self._looking: Task[Looks] | None = None
+        self._writing: Task[Report] | None = None
+        self._said_undecided = False
+
+    @property
+    def busy(self) -> bool:
+        return self.looking or self.writing
+
+    @property
+    def looking(self) -> bool:
+        return self._suspicion is not None
+
+    @property
+    def writing(self) -> bool:
+        return self._writing is not None
+
+    def abandon(self) -> None:
+        """What was suspected no longer counts: a rank has failed meanwhile, or the clock was started again."""
+        self._suspicion = None
+        self._looking = None
+
+    def advance(self, glance: Glance, now: float) -> Report | None:
+        """One tick; returns the report when a hang has been confirmed and its bundle is written."""
+        event = glance.event
+        if event is not None and event.kind == "suspect" and event.stall is not None:
+            timeline = Timeline().plus("last progress", event.stall.mark_s).plus("suspected")
+            self._suspicion = _Suspicion(event.stall, timeline)
+            self._look(None)
+        elif event is not None and event.kind == "clock-restarted":
+            self.abandon()
+        elif event is not None and event.kind == "recovered" and self._said_undecided:
+            self._said_undecided = False
+            say("it moves again; watching on")
+        if self._suspicion is not None:
+            self._advance_suspicion(self._suspicion, now)
+        if self._writing is not None and self._writing.done:
+            writing, self._writing = self._writing, None
+            return writing.result()
+        return None
+
+    def _look(self, looks: Looks | None) -> None:
+        targets = self._watch.targets()
+        self._looking = Task("look", lambda: incident.look_at(targets, looks))
+
+    def _advance_suspicion(self, suspicion: _Suspicion, now: float) -> None:
+        if suspicion.second_look_s is not None and now >= suspicion.second_look_s:
+            suspicion.second_look_s = None
+            self._look(suspicion.looks)
+        if self._looking is None or not self._looking.done:
+            return
+        first = suspicion.looks is None
+        suspicion.looks = self._looking.result()
+        self._looking = None
+        if first:
+            suspicion.second_look_s = now + self._watch.policy.confirm_s
+        else:
+            self._suspicion = None
+            self._conclude(suspicion, suspicion.looks, now)
+
+    def _conclude(self, suspicion: _Suspicion, looks: Looks, now: float) -> None:
+        stall = suspicion.stall
+        event = self._watch.conclude(stall, self._movement(stall, looks), now)
+        if event is None or self._writing is not None:
+            return
+        if event.kind == "undecided":
+            self._say_undecided(stall, now)
+        elif event.kind == "hang":
+            first, second = looks.taken[-2:]
+            timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
+            self._begin_writing(stall, looks, now, timeline.plus("confirmed"))
+
+    def _movement(self, stall: Stall, looks: Looks) -> Movement:
+        from safelaunch.watch import movement
+
+        if self._watch.stepped_since(stall):
+            return "moving"
+        return movement.judge(looks.taken[-2], looks.taken[-1])
+
+    def _begin_writing(self, stall: Stall, looks: Looks, now: float, timeline: Timeline) -> None:
+        stalled_s = now - stall.mark_s
+        where = "no step yet" if stall.before_first_step else f"last step {stall.step}"
+        say(f"nothing has moved for {stalled_s:.0f} s ({where}): collecting evidence from every rank")
+        known = incident.known_of(self._watch, self._exits())
+        self._writing = Task(
+            "bundle", lambda: incident.write("hang", looks, known, self._about, stall_s=stalled_s, timeline=timeline)
+        )
+
+    def _say_undecided(self, stall: Stall, now: float) -> None:
+        if self._said_undecided:
+            return
+        self._said_undecided = True
+        policy = self._watch.policy
+        limit = policy.startup_max_s if stall.before_first_step else policy.max_stall_s
+        until = (
+            f"--max-stall, {limit:.0f} s, decides" if limit is not None else "not a reason to act before the first step"
+        )
+        say(f"no step for {now - stall.mark_s:.0f} s, but something computes or writes ({until})")

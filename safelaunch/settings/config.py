@@ -1,0 +1,280 @@
+"""Settings of one run, resolved from every place where they can be given, each with its origin.
+
+Precedence: command line > ``SAFELAUNCH_*`` environment > configuration file > presets > defaults. The
+configuration file is ``--config FILE``, else ``./safelaunch.yaml``, else ``[tool.safelaunch]`` of
+``./pyproject.toml``. The presets are those of the highest level that names any: ``--preset`` replaces the
+configuration file's list, it is not added to it. Paths on the command line and in the environment, and
+``bundle-dir`` everywhere, are relative to the working directory; presets in a configuration file are relative
+to that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safelaunch.errors import PresetError, UsageError
+from safelaunch.settings.options import BY_FLAG, BY_NAME, OWN_OPTIONS, Option, help_text, options_of
+from safelaunch.settings.presetfile import EnvSetting, read_env, version_matches
+from safelaunch.settings.presets import Composition, Sourced, load_presets
+from safelaunch.settings.yamlfile import (
+    Node,
+    decode,
+    did_you_mean,
+    known_entries,
+    mapping_entries,
+    nearest,
+    parse_toml_table,
+    read_bytes,
+    read_yaml,
+)
+
+__all__ = ["INTERNAL_ENV", "OWN_OPTIONS", "Option", "Settings", "help_text", "options_of", "resolve"]
+
+# Set by safelaunch for the processes it starts; a run inside a run meets them.
+INTERNAL_ENV = frozenset(
+    {
+        "SAFELAUNCH_RUN_DIR",
+        "SAFELAUNCH_SUPERVISOR_PID",
+        "SAFELAUNCH_AGENT_PID",
+        "SAFELAUNCH_PYTHONPATH",
+        "SAFELAUNCH_MODE",
+    }
+)
+# Set for the command of --on-bundle; a run that it starts meets them. SAFELAUNCH_RUN_NAME is an option's as well.
+ON_BUNDLE_ENV = tuple(
+    f"SAFELAUNCH_{word}" for word in ("BUNDLE", "VERDICT", "OUTCOME", "CAUSE", "CONFIDENCE", "SUMMARY", "CULPRITS")
+)
+PREFIX = "SAFELAUNCH_"
+CONFIG_FILE = "safelaunch.yaml"
+PYPROJECT = "pyproject.toml"
+TOML_TABLE = "tool.safelaunch"
+
+DEFAULT_STALL_TIMEOUT_S = 600.0
+DEFAULT_STARTUP_TIMEOUT_S = 1800.0
+DEFAULT_MAX_STALL_S = 1800.0
+MAX_STALL_FACTOR = 12
+DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
+DEFAULT_ARTIFACT_LIMIT_BYTES = 64 << 20
+
+_Values = dict[str, Sourced]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every option's value. ``origins`` maps option names (``stall-timeout``) to where the value came from.
+
+    An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
+    hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None: not given.
+    ``gpus`` is as ``values.parse_gpus`` leaves it, None when not given. ``keep_bundles`` 0 keeps all.
+    ``bundle_dir`` is absolute when the working directory was. ``env`` holds what presets and the configuration
+    file set, to be merged below what the user exported.
+    """
+
+    presets: tuple[str, ...] = ()
+    stall_timeout_s: float | None = None
+    max_stall_s: float | None = None
+    startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S
+    on_stall: str = "kill"
+    watch: bool = True
+    bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)
+    bundle_archive: bool = False
+    keep_bundles: int = 0
+    artifact_limit_bytes: int = DEFAULT_ARTIFACT_LIMIT_BYTES
+    on_bundle: str | None = None
+    gpus: str | None = None
+    wait: bool = False
+    run_name: str | None = None
+    config: str | None = None
+    dry_run: bool = False
+    env: tuple[EnvSetting, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        """Where an option's value came from; ``default`` when it was given nowhere."""
+        return self.origins.get(name, "default")
+
+    def is_explicit(self, name: str) -> bool:
+        """Whether an option was given anywhere, presets included."""
+        return self.origin(name) != "default"
+
+    @property
+    def effective_stall_timeout_s(self) -> float:
+        """The threshold in seconds; under ``auto`` the one that holds until the job's own rhythm is known."""
+        return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
+
+    @property
+    def effective_max_stall_s(self) -> float:
+        """As given; else 12 times an explicit stall timeout; else 1800 seconds."""
+        if self.max_stall_s is not None:
+            return self.max_stall_s
+        if self.stall_timeout_s is not None:
+            return MAX_STALL_FACTOR * self.stall_timeout_s
+        return DEFAULT_MAX_STALL_S
+
+    @property
+    def max_stall_origin(self) -> str:
+        """Where ``effective_max_stall_s`` comes from."""
+        if self.max_stall_s is None and self.stall_timeout_s is not None:
+            return f"{MAX_STALL_FACTOR} x stall-timeout ({self.origin('stall-timeout')})"
+        return self.origin("max-stall")
+
+
+def resolve(
+    cli: Sequence[tuple[str, str | None]],
+    environ: Mapping[str, str],
+    cwd: Path,
+    torch_version: Callable[[], str | None],
+) -> Settings:
+    """The settings of a run.
+
+    ``cli`` holds the own options in their order, spelled as in the table, with their value (None for a
+    switch). ``torch_version`` is asked only when presets or an ``env`` section are there. Raises UsageError
+    (PresetError for a file), naming where the wrong value stands.
+    """
+    above = {**_from_environment(environ), **_from_command_line(cli)}
+    from_file, file_env, file_dir = _from_file(above.get("config"), cwd)
+    given = {**from_file, **above}
+    version = torch_version() if "preset" in given or file_env else None
+    composition = _presets(given, from_file, cwd, file_dir, version)
+    values = {**composition.watchdog, **given}
+    _check(values)
+    env = {s.name: s for s in composition.env}
+    env.update({s.name: s for s in file_env if version_matches(s.torch, version)})
+    return _settings(values, tuple(env.values()), cwd)
+
+
+def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settings:
+    def value(name: str, default: Any) -> Any:
+        return values[name].value if name in values else default
+
+    return Settings(
+        presets=value("preset", ()),
+        stall_timeout_s=value("stall-timeout", None),
+        max_stall_s=value("max-stall", None),
+        startup_timeout_s=value("startup-timeout", DEFAULT_STARTUP_TIMEOUT_S),
+        on_stall=value("on-stall", "kill"),
+        watch=not value("no-watch", False),
+        bundle_dir=cwd / Path(value("bundle-dir", DEFAULT_BUNDLE_DIR)).expanduser(),
+        bundle_archive=value("bundle-archive", False),
+        keep_bundles=value("keep-bundles", 0),
+        artifact_limit_bytes=value("artifact-limit", DEFAULT_ARTIFACT_LIMIT_BYTES),
+        on_bundle=value("on-bundle", None),
+        gpus=value("gpus", None),
+        wait=value("wait", False),
+        run_name=value("run-name", None),
+        config=value("config", None),
+        dry_run=value("dry-run", False),
+        env=env,
+        origins={
+            option.name: values[option.name].origin if option.name in values else "default" for option in OWN_OPTIONS
+        },
+    )
+
+
+def _check(values: _Values) -> None:
+    """A --max-stall below the stall timeout would end the job before it is suspected."""
+    stall, limit = values.get("stall-timeout"), values.get("max-stall")
+    if stall is None or limit is None or stall.value is None:
+        return
+    stall_s, limit_s = stall.value, limit.value
+    if isinstance(stall_s, float) and isinstance(limit_s, float) and limit_s < stall_s:
+        raise UsageError(
+            f"max-stall ({limit_s:g} s, {limit.origin}) is shorter than stall-timeout ({stall_s:g} s, {stall.origin})",
+            "max-stall is the longest wait while the job still computes: give it at least the stall timeout",
+        )
+
+
+# --- one level each -----------------------------------------------------------------------------------------
+
+
+def _from_command_line(cli: Sequence[tuple[str, str | None]]) -> _Values:
+    values: _Values = {}
+    for flag, text in cli:
+        option = BY_FLAG.get(flag)
+        if option is None:
+            raise UsageError(f"unknown option {flag}{did_you_mean(flag, BY_FLAG)}")
+        if option.takes_value != (text is not None):
+            raise UsageError(f"{flag} {'needs a' if option.takes_value else 'takes no'} value")
+        value = True if text is None else option.parse_text(text, flag)
+        if option.repeatable:
+            before = values.get(option.name)
+            value = (*(before.value if before and isinstance(before.value, tuple) else ()), value)
+        values[option.name] = Sourced(value, "command line")
+    return values
+
+
+def _from_environment(environ: Mapping[str, str]) -> _Values:
+    by_variable = {option.variable: option for option in OWN_OPTIONS}
+    values: _Values = {}
+    for name in sorted(n for n in environ if n.startswith(PREFIX)):
+        text = environ[name]
+        if name in INTERNAL_ENV or name in ON_BUNDLE_ENV or (name in by_variable and not text.strip()):
+            continue
+        if name not in by_variable:
+            match = nearest(name, by_variable)
+            raise UsageError(
+                f"environment variable {name} is not one of safelaunch's{did_you_mean(name, by_variable)}",
+                f"rename it to {match}, or unset it" if match else f"known: {', '.join(by_variable)}",
+            )
+        option = by_variable[name]
+        if option.repeatable:
+            parts = [part.strip() for part in text.split(",") if part.strip()]
+            value: object = tuple(option.parse_text(part, name) for part in parts)
+        else:
+            value = option.parse_text(text, name)
+        values[option.name] = Sourced(value, f"environment {name}")
+    return values
+
+
+def _from_file(chosen: Sourced | None, cwd: Path) -> tuple[_Values, tuple[EnvSetting, ...], Path]:
+    """Values and ``env`` of the configuration file, and the directory that it lies in."""
+    root, path = _config_root(chosen, cwd)
+    if root.kind == "nothing":
+        return {}, (), path.parent
+    values: _Values = {}
+    env: tuple[EnvSetting, ...] = ()
+    known = [*(option.name for option in OWN_OPTIONS if option.in_file), "env"]
+    for name, key, node in known_entries(root, known, "the configuration"):
+        if name == "env":
+            for one in mapping_entries(node, "env"):
+                single = Node(node.where, "mapping", entries=(one,))
+                env += read_env(single, one[0].where, reasons=False)
+        else:
+            values[name] = Sourced(BY_NAME[name].parse_node(node), key.where)
+    return values, env, path.parent
+
+
+def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[Node, Path]:
+    if chosen is not None:
+        name = str(chosen.value)
+        path = cwd / Path(name).expanduser()
+        if not path.exists():
+            raise PresetError(f"there is no configuration file {name} ({chosen.origin})", "check the path")
+        if path.name == PYPROJECT:
+            return parse_toml_table(decode(read_bytes(path, name), name), name, TOML_TABLE), path
+        return read_yaml(path, name), path
+    path = cwd / CONFIG_FILE
+    if path.exists():
+        return read_yaml(path, CONFIG_FILE), path
+    path = cwd / PYPROJECT
+    if path.is_file():
+        data = read_bytes(path, PYPROJECT)
+        if b"[" + TOML_TABLE.encode() in data:
+            return parse_toml_table(decode(data, PYPROJECT), PYPROJECT, TOML_TABLE), path
+    return Node(CONFIG_FILE, "nothing"), path
+
+
+def _presets(given: _Values, from_file: _Values, cwd: Path, file_dir: Path, version: str | None) -> Composition:
+    asked = given.get("preset")
+    if asked is None or not isinstance(asked.value, tuple):
+        return Composition()
+    in_file = asked is from_file.get("preset")
+    return load_presets(
+        asked.value,
+        cwd=file_dir if in_file else cwd,
+        torch_version=version,
+        asked_by="" if asked.origin == "command line" else asked.origin,
+    )

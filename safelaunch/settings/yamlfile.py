@@ -1,0 +1,241 @@
+"""YAML and TOML read into nodes that know their file and line, so that every complaint can name both.
+
+The files are other people's: their size is limited, tags and aliases are refused, and nothing is ever
+constructed from them but text. A scalar keeps the text as it was written (``012`` stays ``"012"``, ``1:30``
+is not ninety), because what it means is for the option or variable to say. PyYAML and the TOML parser are
+imported only when a file is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from safelaunch.errors import PresetError
+
+if TYPE_CHECKING:
+    import yaml
+
+MAX_BYTES = 1 << 20
+
+Kind = Literal["mapping", "list", "text", "number", "boolean", "nothing"]
+
+_ARTICLES = {"mapping": "a mapping", "list": "a list", "number": "a number", "boolean": "a boolean"}
+_TAGS: Mapping[str, Kind] = {
+    "tag:yaml.org,2002:map": "mapping",
+    "tag:yaml.org,2002:seq": "list",
+    "tag:yaml.org,2002:str": "text",
+    "tag:yaml.org,2002:int": "number",
+    "tag:yaml.org,2002:float": "number",
+    "tag:yaml.org,2002:bool": "boolean",
+    "tag:yaml.org,2002:null": "nothing",
+    # Not constructed: a date is the text that was written.
+    "tag:yaml.org,2002:timestamp": "text",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value of a file. ``where`` is ``file:line``; ``text`` is a scalar as written (strings unquoted)."""
+
+    where: str
+    kind: Kind
+    text: str = ""
+    items: tuple[Node, ...] = ()
+    entries: tuple[tuple[Node, Node], ...] = ()
+
+    def describe(self) -> str:
+        """What this is, for a message: ``a list``, ``text``, ``nothing``."""
+        return _ARTICLES.get(self.kind, self.kind)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known name closest to ``word``, or an empty string when none is close."""
+    import difflib  # needed for errors only
+
+    names = list(known)
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    return next(iter([*difflib.get_close_matches(word, names, n=1), *longer]), "")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` with the nearest known name, or nothing; to be appended to a message."""
+    match = nearest(word, known)
+    return f"; did you mean {match!r}?" if match else ""
+
+
+def known_entries(node: Node, known: Iterable[str], what: str) -> Iterator[tuple[str, Node, Node]]:
+    """Yields (key, key node, value node) of a mapping whose keys are all known.
+
+    Raises PresetError where ``node`` (called ``what`` in the message) is no mapping, or at the first unknown
+    key.
+    """
+    names = list(known)
+    for key, value in mapping_entries(node, what):
+        if key.text not in names:
+            raise PresetError(
+                f"{key.where}: unknown key {key.text!r}{did_you_mean(key.text, names)}",
+                f"keys of {what}: {', '.join(names)}",
+            )
+        yield key.text, key, value
+
+
+def mapping_entries(node: Node, what: str) -> tuple[tuple[Node, Node], ...]:
+    """The entries of a mapping; PresetError when ``node``, called ``what`` in the message, is something else."""
+    if node.kind != "mapping":
+        raise PresetError(f"{node.where}: {what} must be a mapping, not {node.describe()}")
+    return node.entries
+
+
+def text_of(node: Node, what: str) -> str:
+    """Non-blank text; PresetError otherwise."""
+    if node.kind != "text" or not node.text.strip():
+        found = "empty" if node.kind == "text" else node.describe()
+        raise PresetError(f"{node.where}: {what} must be text, not {found}")
+    return node.text
+
+
+def texts_of(node: Node, what: str) -> tuple[Node, ...]:
+    """One text or a list of texts, as nodes; PresetError otherwise."""
+    nodes = node.items if node.kind == "list" else (node,)
+    for item in nodes:
+        text_of(item, what)
+    return nodes
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def read_bytes(path: Path, name: str) -> bytes:
+    """The content of a regular file of at most 1 MiB; PresetError otherwise, calling the file ``name``."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise PresetError(f"{name}: not a regular file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise PresetError(f"{name}: cannot be read: {reason}", "check the path and its permissions") from error
+    if len(data) > MAX_BYTES:
+        raise PresetError(f"{name}: larger than 1 MiB, which no preset or configuration needs")
+    return data
+
+
+def decode(data: bytes, name: str) -> str:
+    """UTF-8 text, with or without a byte order mark; PresetError names the line of the first wrong byte."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise PresetError(f"{name}:{line}: not UTF-8 text", "save the file as UTF-8") from error
+
+
+def read_yaml(path: Path, name: str) -> Node:
+    """The one document of a YAML file; a node of kind ``nothing`` when it is empty.
+
+    Raises PresetError, with ``name`` and line, for a file that cannot be read, a syntax error, a duplicate
+    key, an anchor or alias, a tag, a key that is not plain, or nesting beyond what the parser takes.
+    """
+    return parse_yaml(decode(read_bytes(path, name), name), name)
+
+
+def parse_yaml(text: str, name: str) -> Node:
+    """Like ``read_yaml``, from text."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return Node(f"{name}:1", "nothing") if root is None else _YamlTree(name).node(root)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise PresetError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise PresetError(f"{name}:{line}: not valid YAML: {error.reason}") from error
+    except RecursionError as error:
+        raise PresetError(f"{name}: nested too deeply") from error
+
+
+class _YamlTree:
+    """Turns composed YAML into nodes. An alias is the same composed node met again, so none can multiply."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seen: set[int] = set()
+
+    def node(self, raw: yaml.Node) -> Node:
+        where = f"{self.name}:{raw.start_mark.line + 1}"
+        if id(raw) in self.seen:
+            raise PresetError(f"{where}: anchors and aliases are not supported", "write the value out where it is used")
+        self.seen.add(id(raw))
+        if raw.tag not in _TAGS:
+            raise PresetError(f"{where}: the tag {raw.tag} is not supported", "write plain text, a list or a mapping")
+        kind = _TAGS[raw.tag]
+        if isinstance(raw.value, str) != (kind not in ("mapping", "list")):
+            raise PresetError(f"{where}: the tag {raw.tag} does not fit what follows it")
+        if kind == "mapping":
+            return Node(where, kind, entries=self._entries(raw))
+        if kind == "list":
+            return Node(where, kind, items=tuple(self.node(item) for item in raw.value))
+        return Node(where, kind, text=raw.value)
+
+    def _entries(self, raw: yaml.Node) -> tuple[tuple[Node, Node], ...]:
+        first_seen: dict[str, str] = {}
+        entries = []
+        for raw_key, raw_value in raw.value:
+            key = self.node(raw_key)
+            if key.kind in ("mapping", "list"):
+                raise PresetError(f"{key.where}: a key must be a name, not {key.describe()}")
+            if key.text in first_seen:
+                raise PresetError(f"{key.where}: key {key.text!r} occurs twice (first at {first_seen[key.text]})")
+            first_seen[key.text] = key.where
+            entries.append((key, self.node(raw_value)))
+        return tuple(entries)
+
+
+def parse_toml_table(text: str, name: str, table: str) -> Node:
+    """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` when it is absent.
+
+    TOML parsers keep no positions: the line is that of the first ``key =`` (or sub-table) after the table's
+    header. Raises PresetError for a syntax error.
+    """
+    # By name: type checkers look at the oldest supported Python, where tomllib does not exist.
+    toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        value: Any = toml.loads(text)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
+        raise PresetError(f"{name}: not valid TOML: {error}") from error
+    lines = text.splitlines()
+    header = re.compile(rf"\s*\[\s*{re.escape(table)}\b")
+    start = next((number for number, line in enumerate(lines) if header.match(line)), 0)
+    for part in table.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return Node(f"{name}:1", "nothing")
+        value = value[part]
+    return _toml_node(value, name, lines, start)
+
+
+def _toml_node(value: Any, name: str, lines: list[str], start: int) -> Node:
+    where = f"{name}:{start + 1}"
+    if isinstance(value, dict):
+        entries = []
+        for key, item in value.items():
+            line = _toml_line(key, lines, start)
+            entries.append((Node(f"{name}:{line + 1}", "text", key), _toml_node(item, name, lines, line)))
+        return Node(where, "mapping", entries=tuple(entries))
+    if isinstance(value, list):
+        return Node(where, "list", items=tuple(_toml_node(item, name, lines, start) for item in value))
+    if isinstance(value, bool):
+        return Node(where, "boolean", str(value).lower())
+    return Node(where, "number" if isinstance(value, (int, float)) else "text", str(value))
+
+
+def _toml_line(key: str, lines: list[str], start: int) -> int:
+    spelled = re.compile(rf"""(?:^|[\s.{{,\[])["']?{re.escape(key)}["']?\s*(?:[=.]|\]\s*(?:#|$))""")
+    return next((n for n in range(start, len(lines)) if spelled.search(lines[n])), start)

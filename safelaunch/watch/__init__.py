@@ -1,0 +1,1 @@
+"""Reading how far the ranks are, and judging whether they still move."""

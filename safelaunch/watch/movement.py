@@ -1,0 +1,90 @@
+"""Does anything still move? Judged from two looks some seconds apart. Pure.
+
+Movement is judged on the training thread and on what it waits for, never on background threads: a logger's CPU and
+writes say nothing about a frozen loop. A rank that waits for its peers does not move, whatever CPU its wait burns.
+An unchanged stack alone proves nothing: an evaluation loop, too, stands at one line.
+"""
+
+from __future__ import annotations
+
+from safelaunch.capture.look import Look, ProcessLook, RankLook
+from safelaunch.diagnose.calls import loader_wait, torch_wait, waits_for_child
+from safelaunch.diagnose.frames import user_part
+from safelaunch.model import Thread, ThreadState
+from safelaunch.watch.stall import Movement
+
+# CPU that a blocked main thread may show: timer wake-ups, and being stopped and read by us. Measured: 0-20 ms in 3 s.
+CPU_SHARE = 0.03
+# Reading a pipe's poll flag or a few log lines is not a checkpoint being written.
+IO_BYTES = 16 * 1024
+TOP_FRAMES = 6
+
+
+def judge(before: Look, after: Look) -> Movement:
+    """The job's movement between two looks; step marks are the caller's to compare."""
+    seen = [rank for rank, look in after.ranks.items() if look.main is not None and look.main.state is not None]
+    verdicts = [judge_rank(before.ranks.get(rank), after.ranks[rank]) for rank in seen]
+    if verdicts and all(verdict == "stopped" for verdict in verdicts):
+        return "stopped"
+    return "active" if "active" in verdicts else "still"
+
+
+def judge_rank(before: RankLook | None, after: RankLook) -> Movement:
+    """``active``, ``still`` or ``stopped`` for one rank."""
+    main = after.main
+    if main is None or main.state is None:
+        return "still"
+    if main.state.state in "Tt" or main.state.frozen:
+        return "stopped"
+    earlier = before.main if before is not None else None
+    if earlier is None or earlier.state is None or earlier.state.start_ticks != main.state.start_ticks:
+        return "active"  # a process that was not there before
+    thread = main_thread(main)
+    if thread is not None and torch_wait(thread.frames) is not None:
+        return "still"
+    if _process_moved(earlier, main, main_only=True):
+        return "active"
+    if thread is None or _waits_for_others(thread):
+        assert before is not None
+        return _children(before, after)
+    return "still"
+
+
+def _waits_for_others(thread: Thread) -> bool:
+    """The thread waits for processes of its own: DataLoader workers, a subprocess."""
+    inner, _ = user_part(thread.frames)
+    return loader_wait(thread.frames) or waits_for_child(inner)
+
+
+def _children(before: RankLook, after: RankLook) -> Movement:
+    earlier = {child.pid: child for child in before.children}
+    for child in after.children:
+        if child.pid not in earlier or _process_moved(earlier[child.pid], child, main_only=False):
+            return "active"
+    return "still"
+
+
+def main_thread(look: ProcessLook) -> Thread | None:
+    return look.stack.value.main_thread if look.stack.value is not None else None
+
+
+def _process_moved(before: ProcessLook, after: ProcessLook, *, main_only: bool) -> bool:
+    if before.state is None or after.state is None:
+        return False
+    elapsed_ms = max(1.0, (after.state.at_s - before.state.at_s) * 1000)
+    old = {thread.tid: thread for thread in before.state.threads}
+    new = [t for t in after.state.threads if t.tid in old and (not main_only or t.tid == after.pid)]
+    if any(_thread_moved(old[thread.tid], thread, elapsed_ms) for thread in new):
+        return True
+    first, second = main_thread(before), main_thread(after)
+    if first is None or second is None:
+        return False
+    return first.frames[:TOP_FRAMES] != second.frames[:TOP_FRAMES]
+
+
+def _thread_moved(before: ThreadState, after: ThreadState, elapsed_ms: float) -> bool:
+    if after.cpu_ms - before.cpu_ms > max(CPU_SHARE * elapsed_ms, 20):
+        return True
+    if before.io_bytes is None or after.io_bytes is None:
+        return False
+    return after.io_bytes - before.io_bytes > IO_BYTES

@@ -1,0 +1,273 @@
+"""Reading the progress pages and what else the beacons leave in the run directory, without touching the ranks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from safelaunch.beacon import layout
+from safelaunch.launch.paths import RunPaths
+from safelaunch.model import Progress
+
+
+class Page:
+    """A rank's (or the agent's) mapped progress page. Raises OSError or ValueError when it is not a whole page."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_size < layout.SIZE:
+                raise ValueError(f"{path.name} is shorter than a page")
+            self._map = mmap.mmap(descriptor, layout.SIZE)
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(self._map).cast("Q")
+        self.name = path.name
+
+    @property
+    def ready(self) -> bool:
+        return self._words[layout.READY] == layout.MAGIC
+
+    @property
+    def pid(self) -> int:
+        return self._words[layout.PID]
+
+    @property
+    def rank(self) -> int:
+        return self._words[layout.RANK]
+
+    @property
+    def kind(self) -> int:
+        """``layout.EXPLICIT``, ``IMPLICIT`` or ``LAUNCHER``."""
+        return self._words[layout.KIND]
+
+    @property
+    def claimed_ns(self) -> int:
+        return self._words[layout.CLAIMED_NS]
+
+    @property
+    def server_up(self) -> bool:
+        return self._words[layout.SERVER_NS] != 0
+
+    def acknowledge(self) -> None:
+        """Tells a rank (or the agent) that waits for it that its peers have been looked at."""
+        self._words[layout.ACK] = 1
+
+    def begin_question(self) -> bool:
+        """Announces a question to a handler that needs the GIL; False when the rank is exiting and must not be asked.
+
+        Announce, then look: the rank does the reverse at its exit, so one of the two always sees the other.
+        """
+        self._words[layout.ASKING] = 1
+        time.sleep(0.001)  # both sides write and then read the other's word; give the stores time to cross
+        if self._words[layout.STATE] != layout.EXITED:
+            return True
+        self._words[layout.ASKING] = 0
+        return False
+
+    def end_question(self, answered: bool) -> None:
+        """An unanswered question stays announced: its handler still waits for the GIL in the rank."""
+        if answered:
+            self._words[layout.ASKING] = 0
+
+    def announce_end(self) -> None:
+        """Tells the agent that the SIGTERM that follows is ours, so that it need not print where it was."""
+        self._words[layout.ENDING] = 1
+
+    @property
+    def acknowledged(self) -> bool:
+        return self._words[layout.ACK] != 0
+
+    def marks(self) -> tuple[int, int, int, int]:
+        """What changes as a rank goes on, for the cheapest look: (last step ns, user steps, state, phase since ns)."""
+        w = self._words
+        return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.PHASE_SINCE_NS]
+
+    def read(self) -> Progress:
+        """The whole page. Words that a damaged page could hold are bounded, never trusted."""
+        w = self._words
+        state = w[layout.STATE]
+        optimizers = min(w[layout.OPTIMIZERS], layout.MAX_OPTIMIZERS)
+        counts = tuple(w[layout.FIRST_OPTIMIZER : layout.FIRST_OPTIMIZER + optimizers])
+        user = w[layout.USER_STEPS]
+        length = min(w[layout.PHASE_LENGTH], layout.PHASE_MAX)
+        phase = self._map[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length]
+        return Progress(
+            rank=w[layout.RANK],
+            local_rank=w[layout.LOCAL_RANK],
+            world_size=w[layout.WORLD_SIZE],
+            attempt=w[layout.ATTEMPT],
+            pid=w[layout.PID],
+            start_ticks=w[layout.START_TICKS],
+            state=layout.STATES[state] if state < len(layout.STATES) else "started",
+            step=user or (max(counts) if counts else None),
+            optimizer_steps=counts,
+            claimed_ns=w[layout.CLAIMED_NS],
+            first_step_ns=w[layout.FIRST_STEP_NS],
+            last_step_ns=w[layout.LAST_STEP_NS],
+            phase=phase.decode("utf-8", "replace"),
+            phase_since_ns=w[layout.PHASE_SINCE_NS],
+            phase_timeout_s=w[layout.PHASE_TIMEOUT_NS] / 1e9,
+            paused=w[layout.PAUSED] != 0,
+            exception_ns=w[layout.EXCEPTION_NS],
+            exit_ns=w[layout.EXIT_NS],
+        )
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A rank's process as the agent started it."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    attempt: int
+
+
+class AgentEvent(msgspec.Struct, frozen=True):
+    """One line of ``agent.events``; see ``beacon/agent.py``."""
+
+    event: str
+    time_unix_s: float
+    attempt: int = 0
+    workers: dict[str, tuple[int, int, int]] = {}
+    exits: dict[str, int] = {}
+
+
+class EventReader:
+    """Follows ``agent.events``; whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._decoder = msgspec.json.Decoder(AgentEvent)
+
+    def read(self) -> list[AgentEvent]:
+        """Events since the last call. A line that cannot be decoded is passed over."""
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(1 << 20)
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        events = []
+        for line in whole.splitlines():
+            try:
+                events.append(self._decoder.decode(line))
+            except msgspec.DecodeError:
+                continue  # a line that the beacon could not finish (disk full): the next one is whole again
+        return events
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """What a rank's interpreter said of itself when it claimed its page."""
+
+    executable: str = ""
+    python: str = ""
+    cwd: str = ""
+    argv: tuple[str, ...] = ()
+    code_roots: tuple[str, ...] = ()
+
+
+def read_meta(path: Path) -> Meta:
+    """``Meta`` from a ``.meta`` file; empty where there is none."""
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return Meta()
+    pairs = [line.partition("\t")[::2] for line in lines]
+    single = dict(pairs)
+    return Meta(
+        executable=single.get("executable", ""),
+        python=single.get("python", ""),
+        cwd=single.get("cwd", ""),
+        argv=tuple(value for key, value in pairs if key == "argument"),
+        code_roots=tuple(value for key, value in pairs if key == "code_root"),
+    )
+
+
+class Roster:
+    """The ranks of the newest attempt, as their beacons claimed them and as the agent started them."""
+
+    def __init__(self, run: RunPaths) -> None:
+        self._run = run
+        self._events = EventReader(run.agent_events)
+        self._pages: dict[str, Page] = {}
+        self._ignored: set[str] = set()
+        self.workers: dict[int, Worker] = {}
+        self.attempt = 0
+        self.agent_page: Page | None = None
+
+    def refresh(self) -> list[AgentEvent]:
+        """Looks for new pages and agent events; returns the events."""
+        events = self._events.read()
+        for event in events:
+            if event.event == "started":
+                self.attempt = max(self.attempt, event.attempt)
+                self.workers = {
+                    int(rank): Worker(int(rank), local, pid, event.attempt)
+                    for rank, (local, pid, _) in event.workers.items()
+                }
+        self._find_pages()
+        if self.agent_page is None:
+            self.agent_page = self._open(self._run.agent_page)
+        return events
+
+    def _find_pages(self) -> None:
+        try:
+            names = {entry.name for entry in os.scandir(self._run.pages)}
+        except OSError:
+            return
+        for name in names - self._pages.keys() - self._ignored:
+            parsed = layout.parse_page_name(name)
+            if parsed is None:
+                self._ignored.add(name)
+            elif (page := self._open(self._run.pages / name)) is not None:
+                self._pages[name] = page
+                self.attempt = max(self.attempt, parsed[0])
+
+    @staticmethod
+    def _open(path: Path) -> Page | None:
+        try:
+            page = Page(path)
+        except (OSError, ValueError):
+            return None
+        return page if page.ready else None
+
+    def pages(self) -> dict[int, Page]:
+        """One page per rank of the newest attempt.
+
+        Where several processes claimed a rank (a shell that runs a helper first), one that was told so wins, then the
+        one that marks steps, then one that imported torch, then the one that is the worker itself, then the latest.
+        Processes that nobody numbered count only where no rank was told its number.
+        """
+        chosen: dict[int, tuple[tuple[int, ...], Page]] = {}
+        for name, page in self._pages.items():
+            attempt, _, pid = layout.parse_page_name(name) or (-1, -1, -1)
+            if attempt != self.attempt or page.kind == layout.LAUNCHER:
+                continue
+            rank = page.rank
+            last_step, user_steps, state, _ = page.marks()
+            worker = self.workers.get(rank)
+            score = (
+                int(page.kind == layout.EXPLICIT),
+                int(bool(last_step or user_steps)),
+                int(page.server_up or layout.TORCH <= state < layout.EXITED),
+                int(state != layout.EXITED),
+                int(worker is not None and worker.pid == pid),
+                page.claimed_ns,
+            )
+            if rank not in chosen or score > chosen[rank][0]:
+                chosen[rank] = (score, page)
+        told = any(score[0] for score, _ in chosen.values())
+        return {rank: page for rank, (score, page) in sorted(chosen.items()) if score[0] or not told}
+
+    def companion(self, page: Page, suffix: str) -> Path:
+        return self._run.of_page(page.name, suffix)

@@ -1,0 +1,42 @@
+"""Is it worth starting the ranks again? Pure: a failure that came back at the same step and place comes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from safelaunch.model import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One attempt's end, as far as it can be compared: ranks may be renumbered, so they do not count.
+
+    ``step``: the culprit's, the lowest where there are several; None where no step was marked.
+    ``places``: file and line of each culprit's frame.
+    """
+
+    outcome: str
+    cause: str
+    step: int | None
+    places: frozenset[tuple[str, int]]
+
+
+def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> Failure:
+    """The failure that ``verdict`` describes; ``steps`` are the ranks', for a verdict that names nobody."""
+    named = [culprit.step for culprit in verdict.culprits if culprit.step is not None]
+    frames = [culprit.frame for culprit in verdict.culprits if culprit.frame is not None]
+    return Failure(
+        outcome=verdict.outcome,
+        cause=verdict.cause,
+        step=min(named or steps, default=None),
+        places=frozenset((frame.file, frame.line) for frame in frames),
+    )
+
+
+def why_give_up(earlier: tuple[Failure, ...], new: Failure) -> str:
+    """Why another attempt is not worth it, or an empty string. The one before is what counts."""
+    if not earlier or earlier[-1] != new:
+        return ""
+    step = f"step {new.step}" if new.step is not None else "before the first step"
+    lines = ", ".join(f"{file}:{line}" for file, line in sorted(new.places)) or "no particular line"
+    return f"the same {new.outcome} came back ({new.cause}, {step}, {lines})"
