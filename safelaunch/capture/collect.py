@@ -73,8 +73,7 @@ def _rank(
 ) -> RankEvidence:
     folder = f"ranks/{target.rank}"
     main, children = evidence_of(looks, target.rank)
-    last = next((look.ranks[target.rank] for look in reversed(looks) if target.rank in look.ranks), None)
-    _write_stacks(folder, last, sink)
+    _write_stacks(folder, most_telling(looks, target.rank), sink)
     seen = {"main": main, "children": children} if main is not None else None
     sink.add_json(_from_proc(f"{folder}/proc.json", main is not None), seen)
     progress = known.progress
@@ -114,6 +113,17 @@ def _rank(
         code_roots=known.code_roots,
         log_tail=words.log.value or "",
     )
+
+
+def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
+    """The newest look at a rank that has its stack; where none has, the newest that has anything of it.
+
+    On a busy machine a look may miss its deadline after an earlier one had succeeded.
+    """
+    seen = [look.ranks[rank] for look in looks if rank in look.ranks]
+    with_main = [look for look in seen if look.main is not None]
+    with_stack = [look for look in with_main if look.main is not None and look.main.stack.value is not None]
+    return next((group[-1] for group in (with_stack, with_main, seen) if group), None)
 
 
 def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> RankEvidence:

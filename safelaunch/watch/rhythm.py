@@ -1,0 +1,246 @@
+"""How long may this job go without a step? Learned from its own steps. Pure: values in, values out.
+
+What is learned is exactly what the watch thresholds: how long the slowest stepping rank's mark stands still. Ordinary
+steps go into a histogram that forgets (a curriculum, a growing batch); pauses much longer than an ordinary step are kept
+one by one with the step they came after, and are taken for a rhythm where their places repeat: every so many steps, or
+every so many seconds. At a place where the rhythm is due, a pause of its length is expected; elsewhere it is not, and
+the threshold stays close to the ordinary steps. A pause that fits no rhythm counts once it has come twice: one alone is
+an accident, and must not blind the watch.
+
+Times are seconds of CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+# Before so many steps are known, and for the first ones (compilation, autotuning, filling caches), nothing is concluded.
+WARM_UP = 3
+ENOUGH = 24
+# The histogram: buckets a tenth apart from 1 ms to a day, each step's weight halved after so many more.
+RATIO = 1.1
+SHORTEST_S = 0.001
+BUCKETS = 200
+HALF_LIFE = 500.0
+QUANTILE = 0.99
+# From the quantile to the threshold. A freeze is to be suspected within three of the longest ordinary steps.
+MARGIN = 2.5
+# A pause stands out when it is so many times the ordinary step, and longer than what nobody would notice.
+STANDS_OUT = 4.0
+STANDS_OUT_S = 1.0
+KEPT = 24
+# How exactly a rhythm has to be kept: in steps, and in seconds.
+STEPS_OFF = 0.01
+SECONDS_OFF = 0.05
+SECONDS_OFF_LEAST = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """``initial_s`` holds until enough is known; then what is learned, between ``floor_s`` and ``ceiling_s``."""
+
+    floor_s: float = 60.0
+    ceiling_s: float = 1800.0
+    initial_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A long time without a step: after step ``step``, which was made at ``at_s``, for ``lasted_s``."""
+
+    step: int
+    at_s: float
+    lasted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What is known so far. ``weights``: the histogram, by bucket. ``last_*``: the newest mark that was taken in.
+
+    Instead of all older weights fading, each new one is worth more: ``worth`` is what the next step adds.
+
+    ``irregular_s``: the second longest of the pauses that fit no rhythm, 0 without one.
+    """
+
+    weights: tuple[float, ...] = (0.0,) * BUCKETS
+    worth: float = 1.0
+    count: int = 0
+    last_step: int | None = None
+    last_s: float = 0.0
+    seen_s: float = 0.0  # when the mark was last seen to stand still
+    begun_s: float = 0.0  # the first mark
+    begun_step: int = 0
+    pauses: tuple[Pause, ...] = ()
+    irregular_s: float = 0.0
+
+    @property
+    def knows_enough(self) -> bool:
+        return self.count >= ENOUGH
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """``why`` is a clause for people: ``2.5 x the longest ordinary step (1.2 s)``."""
+
+    seconds: float
+    why: str
+
+
+def learn(known: Learned, step: int, mark_s: float, now: float, *, excused: bool = False) -> Learned:
+    """Takes in the slowest rank's mark: ``step`` made at ``mark_s``, as seen at ``now``.
+
+    ``excused``: the job is paused, in a phase with a time-out of its own, or the clock was started again; what lies
+    between the marks then says nothing about its rhythm.
+    """
+    if known.last_step is None or excused or step < known.last_step or mark_s < known.last_s:
+        started = known.begun_s or mark_s
+        return replace(known, last_step=step, last_s=mark_s, seen_s=now, begun_s=started)
+    if step == known.last_step:
+        return replace(known, seen_s=now)
+    made = step - known.last_step
+    mean_s = (mark_s - known.last_s) / made
+    # Of several steps between two looks one may have been long: at least as long as it was seen to last.
+    longest_s = max(mean_s, min(known.seen_s, mark_s) - known.last_s)
+    rest_s = (mark_s - known.last_s - longest_s) / (made - 1) if made > 1 else 0.0
+    after = Pause(known.last_step, known.last_s, longest_s)
+    known = replace(known, last_step=step, last_s=mark_s, seen_s=now)
+    if known.count + made <= WARM_UP:
+        return replace(known, count=known.count + made, begun_step=step, begun_s=mark_s)
+    if made > 1:
+        known = _add(known, rest_s, made - 1)
+    if _stands_out(known, longest_s):
+        pauses = (*known.pauses, after)[-KEPT:]
+        return replace(known, count=known.count + 1, pauses=pauses, irregular_s=_second_irregular_s(known, pauses))
+    return _add(known, longest_s, 1)
+
+
+def threshold(known: Learned, bounds: Bounds, *, cap_s: float | None = None) -> Threshold:
+    """What holds after the newest mark. ``cap_s``: never more, whatever was learned (a process group's time-out)."""
+    found = _uncapped(known, bounds)
+    if cap_s is not None and found.seconds > cap_s:
+        return Threshold(cap_s, "70 % of the process group's own time-out")
+    return found
+
+
+def _uncapped(known: Learned, bounds: Bounds) -> Threshold:
+    if not known.knows_enough or known.last_step is None:
+        return Threshold(bounds.initial_s, f"{known.count} steps known, too few to learn from")
+    ordinary_s = quantile_s(known)
+    options = [(MARGIN * ordinary_s, f"{MARGIN:g} x its longest ordinary step ({_seconds(ordinary_s)})")]
+    if known.irregular_s:
+        options.append((1.5 * known.irregular_s, f"1.5 x a pause that came twice ({_seconds(known.irregular_s)})"))
+    due = expected(known, known.last_step, known.last_s)
+    if due is not None:
+        options.append((1.5 * due[0], f"1.5 x the pause that is due here ({_seconds(due[0])}, {due[1]})"))
+    seconds, why = max(options)
+    if seconds < bounds.floor_s:
+        return Threshold(bounds.floor_s, f"the floor; {why} would be {_seconds(seconds)}")
+    if seconds > bounds.ceiling_s:
+        return Threshold(bounds.ceiling_s, f"the ceiling; {why} would be {_seconds(seconds)}")
+    return Threshold(seconds, why)
+
+
+# --- ordinary steps ---------------------------------------------------------------------------------------------------
+
+
+def _bucket(seconds: float) -> int:
+    if seconds <= SHORTEST_S:
+        return 0
+    return min(BUCKETS - 1, int(math.log(seconds / SHORTEST_S, RATIO)) + 1)
+
+
+def _add(known: Learned, seconds: float, count: int) -> Learned:
+    growth = 2.0 ** (min(count, 20 * HALF_LIFE) / HALF_LIFE)
+    weights = list(known.weights)
+    # The sum of ``count`` weights, each worth more than the one before it.
+    weights[_bucket(seconds)] += known.worth * (growth - 1) / (2.0 ** (1 / HALF_LIFE) - 1)
+    worth = known.worth * growth
+    if worth > 1e100:
+        weights, worth = [weight / worth for weight in weights], 1.0
+    return replace(known, weights=tuple(weights), worth=worth, count=known.count + count)
+
+
+def quantile_s(known: Learned, part: float = QUANTILE) -> float:
+    """The length that ``part`` of the recent ordinary steps do not exceed (a bucket's upper edge); 0 without any."""
+    total = sum(known.weights)
+    if not total:
+        return 0.0
+    below = 0.0
+    for number, weight in enumerate(known.weights):
+        below += weight
+        if below >= part * total:
+            return float(SHORTEST_S * RATIO**number)
+    return float(SHORTEST_S * RATIO**BUCKETS)
+
+
+def _stands_out(known: Learned, seconds: float) -> bool:
+    if seconds <= STANDS_OUT_S or known.count < ENOUGH:
+        return False
+    return seconds > STANDS_OUT * quantile_s(known, 0.5) and seconds > 1.5 * quantile_s(known, 0.9)
+
+
+# --- pauses -----------------------------------------------------------------------------------------------------------
+
+
+def expected(known: Learned, step: int, at_s: float) -> tuple[float, str] | None:
+    """The pause that the rhythm lets expect after ``step``, made at ``at_s``: its length, and the rhythm in words."""
+    return _expected(known.pauses, known.begun_step, known.begun_s, step, at_s)
+
+
+def _expected(
+    pauses: tuple[Pause, ...], begun_step: int, begun_s: float, step: int, at_s: float
+) -> tuple[float, str] | None:
+    origin = Pause(begun_step, begun_s, 0.0)
+    best: tuple[float, str] | None = None
+    for first, second in combinations((origin, *pauses), 2):
+        lasted_s = max(first.lasted_s, second.lasted_s) if first is not origin else second.lasted_s
+        if first is not origin and not 1 / 3 <= first.lasted_s / second.lasted_s <= 3:
+            continue
+        if best is not None and lasted_s <= best[0]:
+            continue
+        words = _returns(first, second, step, at_s)
+        if words:
+            best = (lasted_s, words)
+    return best
+
+
+def _returns(first: Pause, second: Pause, step: int, at_s: float) -> str:
+    """Whether what came at ``first`` and ``second`` is due again: one more period on, or a few where some were missed."""
+    period = second.step - first.step
+    if period > 1:
+        times = round((step - second.step) / period)
+        if 1 <= times <= 3 and abs(step - second.step - times * period) <= max(1.0, STEPS_OFF * period):
+            return f"every {period} steps"
+    # From the end of one pause to the beginning of the next: that is how a clock in a loop runs.
+    period_s = second.at_s - first.at_s - first.lasted_s
+    if period_s > SECONDS_OFF_LEAST:
+        late_s = at_s - second.at_s - second.lasted_s - period_s
+        if abs(late_s) <= max(SECONDS_OFF_LEAST, SECONDS_OFF * period_s):
+            return f"every {_seconds(period_s)}"
+    return ""
+
+
+def _second_irregular_s(known: Learned, pauses: tuple[Pause, ...]) -> float:
+    """The second longest of the pauses that neither those before them nor those after them explain."""
+    irregular = []
+    for number, pause in enumerate(pauses):
+        before, after = pauses[:number], pauses[number + 1 :]
+        if _expected(before, known.begun_step, known.begun_s, pause.step, pause.at_s) or _leads_on(pause, after):
+            continue
+        irregular.append(pause.lasted_s)
+    return sorted(irregular)[-2] if len(irregular) > 1 else 0.0
+
+
+def _leads_on(pause: Pause, after: tuple[Pause, ...]) -> bool:
+    """Whether ``pause`` was the first of a rhythm that two later ones have kept up."""
+    return any(
+        _returns(pause, second, third.step, third.at_s)
+        for second, third in combinations(after, 2)
+        if 1 / 3 <= pause.lasted_s / second.lasted_s <= 3
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
