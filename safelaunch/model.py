@@ -292,6 +292,8 @@ class Evidence(Record, frozen=True):
     ranks: tuple[RankEvidence, ...]
     missing_ranks: tuple[int, ...] = ()
     stall_s: float = 0.0  # how long the slowest rank had made no progress when this was taken
+    threshold_s: float = 0.0  # the time without a step after which it was suspected; 0: it was not for that
+    threshold_why: str = ""
     moving: bool = False  # some rank was seen to progress between the confirmation samples
 
 

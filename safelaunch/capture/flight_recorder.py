@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.worker_server import Unanswered, post
 from safelaunch.errors import CaptureError
 from safelaunch.model import Collective, FlightRecord, Frame, GroupStatus
+
+_TIMEOUT_MS = re.compile(rb'"timeout_ms": ?(\d{1,12})\b')
 
 MAX_DUMP_BYTES = 256 << 20
 MAX_ENTRIES = 200_000
@@ -69,6 +72,16 @@ def flight_record_of(
         reasons.append(record.missing)
     missing = "; ".join(dict.fromkeys(reasons))
     return FlightCapture(Result(None, as_json.how, 0.0, missing=missing), as_json, as_pickle)
+
+
+def smallest_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | None:
+    """The shortest time-out of the collectives on record, without the rank's GIL; None where nobody says.
+
+    Looked for in the text: a full record has thousands of entries, and this is asked of healthy jobs.
+    """
+    text = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b""
+    found = {int(number) for number in _TIMEOUT_MS.findall(text)} - {0}
+    return min(found) / 1000 if found else None
 
 
 def parse_json(data: bytes) -> FlightRecord:

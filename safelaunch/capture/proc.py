@@ -291,3 +291,14 @@ def _rest(descriptor: int, address: int, data: bytes, size: int) -> bytes:
 
 def _text(path: Path) -> str:
     return path.read_text("utf-8", "replace").strip()
+
+
+def times_scheduled(pid: int) -> int:
+    """How often the kernel has put the process's main thread on a CPU (the third number of ``schedstat``); 0 if gone.
+
+    Changes whenever it wakes up, be it for a moment; none of its other threads counts.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[2])
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -24,9 +24,11 @@ def describe(plan: Plan) -> str:
         "watchdog      " + ("on" if settings.watch else f"off   ({settings.origin('no-watch')})"),
     ]
     if settings.watch:
-        auto = "auto: " if settings.stall_timeout_s is None else ""
+        stall = f"{settings.effective_stall_timeout_s:g} s"
+        if settings.stall_timeout_s is None:
+            stall = f"auto: learned, {settings.stall_floor_s:g} to {settings.stall_ceiling_s:g} s; until then {stall}"
         lines += [
-            f"  stall timeout    {auto}{settings.effective_stall_timeout_s:g} s   ({settings.origin('stall-timeout')})",
+            f"  stall timeout    {stall}   ({settings.origin('stall-timeout')})",
             f"  startup timeout  {settings.startup_timeout_s:g} s   ({settings.origin('startup-timeout')})",
             f"  max stall        {settings.effective_max_stall_s:g} s   ({settings.max_stall_origin})",
             f"  on stall         {settings.on_stall}   ({settings.origin('on-stall')})",

@@ -32,6 +32,7 @@ from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit
 from safelaunch.session import sources
 from safelaunch.session.node_evidence import collect_node
 from safelaunch.watch.progress import read_meta
+from safelaunch.watch.rhythm import Threshold
 from safelaunch.watch.watch import Watch
 
 LOOK_DEADLINE_S = 6.0
@@ -149,6 +150,7 @@ def write(
     about: Circumstances,
     *,
     stall_s: float = 0.0,
+    threshold: Threshold | None = None,
     moving: bool = False,
     ask: bool = True,
     timeline: Timeline | None = None,
@@ -200,6 +202,8 @@ def write(
     ]
     evidence = _evidence(outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
+    if threshold is not None:
+        evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     verdict = _verdict(evidence)
     _finish(staging, verdict, evidence, about, timeline.plus("verdict"))
     name = name_of(about.run_name, time.time(), verdict.outcome)
@@ -275,6 +279,11 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         "host": about.host,
         "written_unix_s": round(time.time(), 3),
         "user": os.getuid(),
+        "watch": {
+            "stalled_s": round(evidence.stall_s, 3),
+            "threshold_s": round(evidence.threshold_s, 3),
+            "why": evidence.threshold_why,
+        },
         "timeline": timeline.plus("written").moments,
         "artifacts": listed,
         "missing": [artifact.path for artifact in listed if artifact.missing],

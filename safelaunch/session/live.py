@@ -123,8 +123,11 @@ class Live:
         plan, settings, policy = self._job.plan, self._job.plan.settings, self._watch.policy
         stepping = any(p.step is not None for p in self._watch.last_progress.values())
         why = settings.origin("stall-timeout" if stepping else "startup-timeout")
-        if stepping and settings.stall_timeout_s is None:
-            why = "auto"
+        threshold_s = policy.startup_s
+        if stepping:
+            threshold = self._watch.threshold()
+            threshold_s = round(threshold.seconds, 1)
+            why = f"auto: {threshold.why}" if settings.stall_timeout_s is None else why
         return RunStatus(
             run=self._about.run_dir.name,
             name=plan.run_name,
@@ -135,7 +138,7 @@ class Live:
             attempt=self._watch.roster.attempt,
             world_size=self._watch.world_size,
             watch=self._watch.state.status.value,
-            threshold_s=policy.stall_s if stepping else policy.startup_s,
+            threshold_s=threshold_s,
             threshold_why=why if stepping else f"before the first step: {why}",
             ranks=[
                 *(self._rank(rank, p, now) for rank, p in sorted(self._watch.last_progress.items())),

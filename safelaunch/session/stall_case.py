@@ -10,7 +10,9 @@ from safelaunch.console import say
 from safelaunch.model import RankExit
 from safelaunch.session import incident
 from safelaunch.session.incident import Circumstances, Looks, Report
+from safelaunch.session.patience import Patience
 from safelaunch.task import Task
+from safelaunch.watch.rhythm import Threshold
 from safelaunch.watch.stall import Movement, Stall
 from safelaunch.watch.watch import Glance, Watch
 
@@ -19,12 +21,17 @@ Exits = Callable[[], Mapping[int, RankExit]]
 
 @dataclass
 class _Suspicion:
-    """A closer look under way: what is suspected, what has been seen, when the second look is due (None: no sooner)."""
+    """A closer look under way: what is suspected, what has been seen, when the second look is due (None: no sooner).
+
+    ``patience``: both looks are taken, and the workers that a rank waits for are given some time to wake up.
+    """
 
     stall: Stall
+    threshold: Threshold
     timeline: Timeline
     looks: Looks | None = None
     second_look_s: float | None = None
+    patience: Patience | None = None
 
 
 class StallCase:
@@ -61,7 +68,8 @@ class StallCase:
         event = glance.event
         if event is not None and event.kind == "suspect" and event.stall is not None:
             timeline = Timeline().plus("last progress", event.stall.mark_s).plus("suspected")
-            self._suspicion = _Suspicion(event.stall, timeline)
+            threshold = Threshold(event.stall.threshold_s, self._watch.threshold().why)
+            self._suspicion = _Suspicion(event.stall, threshold, timeline)
             self._look(None)
         elif event is not None and event.kind == "clock-restarted":
             self.abandon()
@@ -83,6 +91,12 @@ class StallCase:
         if suspicion.second_look_s is not None and now >= suspicion.second_look_s:
             suspicion.second_look_s = None
             self._look(suspicion.looks)
+        if suspicion.patience is not None and suspicion.looks is not None:
+            movement = suspicion.patience.advance(now)
+            if movement is not None:
+                self._suspicion = None
+                self._conclude(suspicion, suspicion.looks, movement, now)
+            return
         if self._looking is None or not self._looking.done:
             return
         first = suspicion.looks is None
@@ -91,12 +105,19 @@ class StallCase:
         if first:
             suspicion.second_look_s = now + self._watch.policy.confirm_s
         else:
+            movement = self._movement(suspicion.stall, suspicion.looks)
+            if movement == "still":
+                suspicion.patience = self._patience(suspicion, suspicion.looks, now)
+            if suspicion.patience is not None:
+                return
             self._suspicion = None
-            self._conclude(suspicion, suspicion.looks, now)
+            self._conclude(suspicion, suspicion.looks, movement, now)
 
-    def _conclude(self, suspicion: _Suspicion, looks: Looks, now: float) -> None:
+    def _conclude(self, suspicion: _Suspicion, looks: Looks, movement: Movement, now: float) -> None:
         stall = suspicion.stall
-        event = self._watch.conclude(stall, self._movement(stall, looks), now)
+        if self._watch.stepped_since(stall):
+            movement = "moving"
+        event = self._watch.conclude(stall, movement, now)
         if event is None or self._writing is not None:
             return
         if event.kind == "undecided":
@@ -104,7 +125,7 @@ class StallCase:
         elif event.kind == "hang":
             first, second = looks.taken[-2:]
             timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
-            self._begin_writing(stall, looks, now, timeline.plus("confirmed"))
+            self._begin_writing(suspicion, looks, now, timeline.plus("confirmed"))
 
     def _movement(self, stall: Stall, looks: Looks) -> Movement:
         from safelaunch.watch import movement
@@ -113,13 +134,24 @@ class StallCase:
             return "moving"
         return movement.judge(looks.taken[-2], looks.taken[-1])
 
-    def _begin_writing(self, stall: Stall, looks: Looks, now: float, timeline: Timeline) -> None:
+    @staticmethod
+    def _patience(suspicion: _Suspicion, looks: Looks, now: float) -> Patience | None:
+        from safelaunch.watch import movement
+
+        workers = movement.working_workers(looks.taken[-1])
+        return Patience(workers, suspicion.threshold.seconds, now) if workers else None
+
+    def _begin_writing(self, suspicion: _Suspicion, looks: Looks, now: float, timeline: Timeline) -> None:
+        stall, threshold = suspicion.stall, suspicion.threshold
         stalled_s = now - stall.mark_s
         where = "no step yet" if stall.before_first_step else f"last step {stall.step}"
         say(f"nothing has moved for {stalled_s:.0f} s ({where}): collecting evidence from every rank")
         known = incident.known_of(self._watch, self._exits())
         self._writing = Task(
-            "bundle", lambda: incident.write("hang", looks, known, self._about, stall_s=stalled_s, timeline=timeline)
+            "bundle",
+            lambda: incident.write(
+                "hang", looks, known, self._about, stall_s=stalled_s, threshold=threshold, timeline=timeline
+            ),
         )
 
     def _say_undecided(self, stall: Stall, now: float) -> None:

@@ -19,6 +19,7 @@ from safelaunch.launch.job_processes import GRACE_S, JobProcesses
 from safelaunch.launch.paths import sweep
 from safelaunch.model import RankExit
 from safelaunch.session.crash_case import CrashCase
+from safelaunch.session.group_timeout import GroupTimeout
 from safelaunch.session.incident import Report
 from safelaunch.session.launchinfo import circumstances
 from safelaunch.session.live import Live
@@ -27,7 +28,8 @@ from safelaunch.settings.config import Settings
 from safelaunch.task import Task
 from safelaunch.watch.progress import AgentEvent, Roster
 from safelaunch.watch.restart import Failure, failure_of, why_give_up
-from safelaunch.watch.stall import Policy
+from safelaunch.watch.rhythm import Bounds
+from safelaunch.watch.stall import Policy, confirm_after_s
 from safelaunch.watch.watch import Glance, Watch
 
 TICK_S = 0.25
@@ -37,7 +39,7 @@ WRITE_PATIENCE_S = 90.0
 
 
 def policy_of(settings: Settings) -> Policy:
-    """The thresholds of a run; the closer look's two samples lie further apart where steps are slow."""
+    """The thresholds of a run, until its rhythm is known."""
     stall_s = settings.effective_stall_timeout_s
     explicit = settings.is_explicit("max-stall") or settings.is_explicit("startup-timeout")
     return Policy(
@@ -45,8 +47,17 @@ def policy_of(settings: Settings) -> Policy:
         startup_s=settings.startup_timeout_s,
         max_stall_s=max(settings.effective_max_stall_s, stall_s),
         startup_max_s=max(settings.effective_max_stall_s, settings.startup_timeout_s) if explicit else None,
-        confirm_s=min(10.0, max(2.0, 0.02 * stall_s)),
+        confirm_s=confirm_after_s(stall_s),
     )
+
+
+def bounds_of(settings: Settings) -> Bounds | None:
+    """Within what the threshold is learned; None where one was given."""
+    if settings.stall_timeout_s is not None:
+        return None
+    floor_s = settings.stall_floor_s
+    ceiling_s = max(floor_s, settings.stall_ceiling_s)
+    return Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +77,9 @@ class Supervisor:
         self._job = job
         self._processes = JobProcesses(job.agent, watcher)
         self._forwarder = Forwarder(job.agent.pid)
-        self._watch = Watch(Roster(job.run), policy_of(job.plan.settings), time.monotonic())
+        settings = job.plan.settings
+        self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds_of(settings))
+        self._cap = GroupTimeout(self._watch) if bounds_of(settings) else None
         about = circumstances(job)
         self._notifier = about.notifier
         self._stall = StallCase(self._watch, about, self._exits)
@@ -134,6 +147,8 @@ class Supervisor:
             return
         self._on_crash(glance)
         self._on_stall(glance, now)
+        if self._cap is not None:
+            self._cap.advance(now)
         self._live.tick(now)
         self._check_beacons(now)
 

@@ -57,6 +57,8 @@ DEFAULT_STARTUP_TIMEOUT_S = 1800.0
 DEFAULT_MAX_STALL_S = 1800.0
 MAX_STALL_FACTOR = 12
 DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
+DEFAULT_STALL_FLOOR_S = 60.0
+DEFAULT_STALL_CEILING_S = 1800.0
 DEFAULT_ARTIFACT_LIMIT_BYTES = 64 << 20
 
 _Values = dict[str, Sourced]
@@ -75,6 +77,8 @@ class Settings:
 
     presets: tuple[str, ...] = ()
     stall_timeout_s: float | None = None
+    stall_floor_s: float = DEFAULT_STALL_FLOOR_S
+    stall_ceiling_s: float = DEFAULT_STALL_CEILING_S
     max_stall_s: float | None = None
     startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S
     on_stall: str = "kill"
@@ -153,6 +157,8 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
     return Settings(
         presets=value("preset", ()),
         stall_timeout_s=value("stall-timeout", None),
+        stall_floor_s=value("stall-floor", DEFAULT_STALL_FLOOR_S),
+        stall_ceiling_s=value("stall-ceiling", DEFAULT_STALL_CEILING_S),
         max_stall_s=value("max-stall", None),
         startup_timeout_s=value("startup-timeout", DEFAULT_STARTUP_TIMEOUT_S),
         on_stall=value("on-stall", "kill"),

@@ -8,7 +8,7 @@ An unchanged stack alone proves nothing: an evaluation loop, too, stands at one 
 from __future__ import annotations
 
 from safelaunch.capture.look import Look, ProcessLook, RankLook
-from safelaunch.diagnose.calls import loader_wait, torch_wait, waits_for_child
+from safelaunch.diagnose.calls import is_loader_worker, loader_wait, torch_wait, waits_for_child, worker_idle
 from safelaunch.diagnose.frames import user_part
 from safelaunch.model import Thread, ThreadState
 from safelaunch.watch.stall import Movement
@@ -54,6 +54,24 @@ def _waits_for_others(thread: Thread) -> bool:
     """The thread waits for processes of its own: DataLoader workers, a subprocess."""
     inner, _ = user_part(thread.frames)
     return loader_wait(thread.frames) or waits_for_child(inner)
+
+
+def working_workers(look: Look) -> tuple[int, ...]:
+    """The pids of the DataLoader workers that have work, of every rank whose main thread waits for them.
+
+    Idle ones are left out: they wake up every few seconds to see whether their parent lives.
+    """
+    found: list[int] = []
+    for rank in look.ranks.values():
+        thread = main_thread(rank.main) if rank.main is not None else None
+        if thread is not None and loader_wait(thread.frames):
+            found += [child.pid for child in rank.children if _has_work(child)]
+    return tuple(found)
+
+
+def _has_work(child: ProcessLook) -> bool:
+    thread = main_thread(child)
+    return thread is not None and is_loader_worker(thread.frames) and not worker_idle(thread.frames)
 
 
 def _children(before: RankLook, after: RankLook) -> Movement:

@@ -1,11 +1,11 @@
 """How long may this job go without a step? Learned from its own steps. Pure: values in, values out.
 
 What is learned is exactly what the watch thresholds: how long the slowest stepping rank's mark stands still. Ordinary
-steps go into a histogram that forgets (a curriculum, a growing batch); pauses much longer than an ordinary step are kept
-one by one with the step they came after, and are taken for a rhythm where their places repeat: every so many steps, or
-every so many seconds. At a place where the rhythm is due, a pause of its length is expected; elsewhere it is not, and
-the threshold stays close to the ordinary steps. A pause that fits no rhythm counts once it has come twice: one alone is
-an accident, and must not blind the watch.
+steps go into a histogram that forgets (a curriculum, a growing batch); pauses much longer than an ordinary step are
+kept one by one with the step they came after, and are taken for a rhythm where their places repeat: every so many
+steps, or every so many seconds. At a place where the rhythm is due, a pause of its length is expected; elsewhere it is
+not, and the threshold stays close to the ordinary steps. A pause that fits no rhythm counts once it has come twice: one
+alone is an accident, and must not blind the watch.
 
 Times are seconds of CLOCK_MONOTONIC.
 """
@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-# Before so many steps are known, and for the first ones (compilation, autotuning, filling caches), nothing is concluded.
+# Nothing is concluded from the first steps (compilation, autotuning, filling caches), nor before so many are known.
 WARM_UP = 3
 ENOUGH = 24
 # The histogram: buckets a tenth apart from 1 ms to a day, each step's weight halved after so many more.
@@ -207,7 +207,7 @@ def _expected(
 
 
 def _returns(first: Pause, second: Pause, step: int, at_s: float) -> str:
-    """Whether what came at ``first`` and ``second`` is due again: one more period on, or a few where some were missed."""
+    """Whether what came at ``first`` and ``second`` is due again: one period on, or a few where some were missed."""
     period = second.step - first.step
     if period > 1:
         times = round((step - second.step) / period)

@@ -26,6 +26,11 @@ class Policy:
     confirm_s: float = 2.0
 
 
+def confirm_after_s(stall_s: float) -> float:
+    """How far apart the two looks lie: further where steps are slow."""
+    return min(10.0, max(2.0, 0.02 * stall_s))
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """One rank's progress: when it was claimed and last stepped (None: never). ``exited``: its script has ended."""

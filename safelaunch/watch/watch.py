@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from safelaunch.beacon import layout
 from safelaunch.capture.look import Target
 from safelaunch.launch.process import identify
 from safelaunch.model import Progress
-from safelaunch.watch import stall
+from safelaunch.watch import rhythm, stall
 from safelaunch.watch.progress import AgentEvent, Page, Roster, Worker
 
 
@@ -27,10 +27,14 @@ class Glance:
 class Watch:
     """One job under watch. ``tick`` is cheap: it reads shared memory and stats one file."""
 
-    def __init__(self, roster: Roster, policy: stall.Policy, now: float) -> None:
+    def __init__(self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.Bounds | None = None) -> None:
+        """``bounds``: the threshold between steps is learned, within these; None: it is ``policy``'s, for good."""
         self.roster = roster
         self.policy = policy
+        self.cap_s: float | None = None
         self.state = stall.started(now)
+        self._bounds = bounds
+        self._learned = rhythm.Learned()
         self.last_progress: dict[int, Progress] = {}
         self._attempt = 0
         self._gone: dict[int, float] = {}
@@ -43,6 +47,7 @@ class Watch:
             self.state = stall.started(now)
             self._gone.clear()
             self.last_progress.clear()
+            self._learned = rhythm.Learned()
         pages = self.roster.pages()
         marks, raised = [], []
         for rank, page in pages.items():
@@ -51,8 +56,37 @@ class Watch:
             if progress.exception_ns and not page.acknowledged:
                 raised.append(rank)
             marks.append(self._mark(progress, now))
+        self._learn(tuple(marks), now)
         self.state, event = stall.tick(self.state, tuple(marks), self.policy, now)
         return Glance(tuple(events), event, tuple(raised))
+
+    def _learn(self, marks: tuple[stall.Mark, ...], now: float) -> None:
+        """The job's own rhythm: how long the mark of its slowest stepping rank stands still."""
+        live = [mark for mark in marks if not mark.exited]
+        times = [mark.last_step_s for mark in live if mark.last_step_s is not None]
+        if self._bounds is None or not times:
+            return
+        mark_s, step = min(times), min(mark.step or 0 for mark in live if mark.last_step_s is not None)
+        excused = any(m.paused or (m.phase and m.phase_timeout_s) for m in live) or self.state.base_s > mark_s
+        self._learned = rhythm.learn(self._learned, step, mark_s, now, excused=excused)
+        # Below this nobody is suspected whatever the threshold, and it need not be known.
+        if now - mark_s >= min(self._bounds.floor_s, self.cap_s or self._bounds.floor_s):
+            self._use(self.threshold())
+
+    def threshold(self) -> rhythm.Threshold:
+        """How long the job may go without a step just now, and why."""
+        if self._bounds is None:
+            return rhythm.Threshold(self.policy.stall_s, "")
+        return rhythm.threshold(self._learned, self._bounds, cap_s=self.cap_s)
+
+    def _use(self, threshold: rhythm.Threshold) -> None:
+        if threshold.seconds != self.policy.stall_s:
+            self.policy = replace(
+                self.policy,
+                stall_s=threshold.seconds,
+                max_stall_s=max(self.policy.max_stall_s, threshold.seconds),
+                confirm_s=stall.confirm_after_s(threshold.seconds),
+            )
 
     def _mark(self, progress: Progress, now: float) -> stall.Mark:
         return stall.Mark(

@@ -1,4 +1,4 @@
-"""Step histories of healthy jobs, generated: each is a list of (step, seconds until it was made), with its own rhythm."""
+"""Step histories of healthy jobs, generated: the seconds before each step, in a rhythm of its own kind."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def one_accident(dice: random.Random, length: int) -> Iterator[float]:
 
 
 KINDS: tuple[Callable[[random.Random, int], Iterator[float]], ...] = (
-    steady, compiled, accumulated, bimodal, evaluated, long_evaluations, by_the_clock, curriculum, hiccups, one_accident,
+    steady, compiled, accumulated, bimodal, evaluated, long_evaluations, by_the_clock, curriculum, hiccups,
+    one_accident,
 )  # fmt: skip
 
 

@@ -61,6 +61,8 @@ def test_the_options_are_these() -> None:
         "--preset": True,
         "--stall-timeout": True,
         "--max-stall": True,
+        "--stall-floor": True,
+        "--stall-ceiling": True,
         "--startup-timeout": True,
         "--on-stall": True,
         "--no-watch": False,

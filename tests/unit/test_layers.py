@@ -20,7 +20,10 @@ PACKAGE = Path(safelaunch.__file__).parent
 LAYERS: list[tuple[str, set[str]]] = [
     ("what runs inside the job", {"beacon.*", "safelaunch"}),
     ("packages, which hold nothing themselves", {"settings", "launch", "watch", "bundle", "session"}),
-    ("records, pure rules, small tools", {"errors", "model", "watch.stall", "console", "task", "bundle.copier"}),
+    (
+        "records, pure rules, small tools",
+        {"errors", "model", "watch.stall", "watch.rhythm", "console", "task", "bundle.copier"},
+    ),
     (
         "configuration",
         {
@@ -68,6 +71,8 @@ LAYERS: list[tuple[str, set[str]]] = [
         "one job, many jobs",
         {
             "session.incident",
+            "session.group_timeout",
+            "session.patience",
             "session.node_evidence",
             "bundle.onbundle",
             "session.sources",
@@ -86,6 +91,7 @@ LAYERS: list[tuple[str, set[str]]] = [
 PURE = {
     "launch.argv",
     "watch.stall",
+    "watch.rhythm",
     "model",
     "diagnose.*",
     "watch.movement",

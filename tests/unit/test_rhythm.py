@@ -54,7 +54,9 @@ def test_there_are_enough_histories() -> None:
 def test_ordinary_jobs_are_never_suspected(replays: list[Replay]) -> None:
     """Even with a floor of 5 s, far below the default: steps, turns of steps, warm-up, a curriculum."""
     ordinary = ("steady", "compiled", "accumulated", "bimodal", "curriculum")
-    wrong = [(r.history.kind, r.history.seed, r.suspected[:3]) for r in replays if r.history.kind in ordinary and r.suspected]
+    wrong = [
+        (r.history.kind, r.history.seed, r.suspected[:3]) for r in replays if r.history.kind in ordinary and r.suspected
+    ]
     assert wrong == []
 
 
