@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from safelaunch.bundle.timeline import Timeline
 from safelaunch.console import say
@@ -132,7 +135,7 @@ class StallCase:
 
         if self._watch.stepped_since(stall):
             return "moving"
-        return movement.judge(looks.taken[-2], looks.taken[-1])
+        return movement.judge(looks.taken[-2], looks.taken[-1], _outputs())
 
     @staticmethod
     def _patience(suspicion: _Suspicion, looks: Looks, now: float) -> Patience | None:
@@ -164,3 +167,12 @@ class StallCase:
             f"--max-stall, {limit:.0f} s, decides" if limit is not None else "not a reason to act before the first step"
         )
         say(f"no step for {now - stall.mark_s:.0f} s, but something computes or writes ({until})")
+
+
+def _outputs() -> frozenset[str]:
+    """Where our standard output and error lead, which the job has inherited, if a reader can hold them up."""
+    found = []
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            found.append(os.fspath(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    return frozenset(target for target in found if target.startswith(("pipe:", "socket:", "/dev/")))

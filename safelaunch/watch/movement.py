@@ -20,13 +20,23 @@ IO_BYTES = 16 * 1024
 TOP_FRAMES = 6
 
 
-def judge(before: Look, after: Look) -> Movement:
-    """The job's movement between two looks; step marks are the caller's to compare."""
+def judge(before: Look, after: Look, outputs: frozenset[str] = frozenset()) -> Movement:
+    """The job's movement between two looks; step marks are the caller's to compare.
+
+    ``outputs``: what the job's own standard output and error lead to (``pipe:[123]``, ``/dev/pts/4``). A rank that
+    cannot go on writing there waits for whoever has stopped reading: that is not the job's fault, and may end any time.
+    """
     seen = [rank for rank, look in after.ranks.items() if look.main is not None and look.main.state is not None]
     verdicts = [judge_rank(before.ranks.get(rank), after.ranks[rank]) for rank in seen]
     if verdicts and all(verdict == "stopped" for verdict in verdicts):
         return "stopped"
-    return "active" if "active" in verdicts else "still"
+    unread = outputs and any(_waits_for_reader(after.ranks[rank], outputs) for rank in seen)
+    return "active" if unread or "active" in verdicts else "still"
+
+
+def _waits_for_reader(look: RankLook, outputs: frozenset[str]) -> bool:
+    kernel = look.main.state.main_thread if look.main is not None and look.main.state is not None else None
+    return kernel is not None and kernel.syscall_name in ("write", "writev") and kernel.fd_target in outputs
 
 
 def judge_rank(before: RankLook | None, after: RankLook) -> Movement:

@@ -14,6 +14,7 @@ parser.add_argument("--how", default="", help="in which way")
 parser.add_argument("--after", type=int, default=5, help="after this many steps")
 parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the whole training")
 parser.add_argument("--timeout", type=float, default=1800, help="the process group's own, in seconds")
+parser.add_argument("--trainers", type=int, default=0, help="only so many ranks train")
 parser.add_argument("--scratch", default=".", help="a directory of this job's own")
 
 
@@ -25,7 +26,9 @@ class Training:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 4)))
+        layers = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 4))
+        trainers = dist.new_group(list(range(options.trainers))) if options.trainers else None
+        self.model = DistributedDataParallel(layers, process_group=trainers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def __enter__(self) -> "Training":

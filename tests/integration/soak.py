@@ -1,0 +1,184 @@
+"""Healthy jobs of every rhythm, none of which may be ended, and frozen ones, none of which may be missed.
+
+All run under ``auto`` with a floor of 5 s, far below the default: what holds there holds the more at 60 s. Only what
+looks frozen from every side for longer than that, a download without a byte, has the default floor.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs import PROGRAMS, Job, Result
+
+SCRIPT = PROGRAMS / "rhythms.py"
+FLOOR_S = 5
+STOPPED_S = 9.0
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A job that ends by itself, exit code 0. ``meanwhile``: what is done to it from outside."""
+
+    name: str
+    how: str = "steady"
+    ranks: int = 2
+    steps: int = 150
+    length: float = 0.1
+    more: tuple[str, ...] = ()
+    own: tuple[str, ...] = (f"--stall-floor={FLOOR_S}",)
+    meanwhile: Callable[[Job], None] | None = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A job of some rhythm that freezes after ``after`` steps, on rank ``culprit``, in the way ``freeze``."""
+
+    name: str
+    how: str
+    freeze: str
+    culprit: int = 0
+    ranks: int = 2
+    after: int = 45
+    length: float = 0.1
+    busy: bool = False
+    causes: tuple[str, ...] = ()
+
+
+def _trained(job: Job) -> bool:
+    return job.process.poll() is not None or job.seconds > 16
+
+
+def stop_the_ranks(job: Job) -> None:
+    """As a debugger, a scheduler or a frozen cgroup does to the whole job."""
+    job.until(lambda: _trained(job), "some steps")
+    pids = job.pids()
+    for pid in pids:
+        _send(pid, signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    for pid in pids:
+        _send(pid, signal.SIGCONT)
+
+
+def suspend_everything(job: Job) -> None:
+    """As a laptop's lid or a virtual machine's pause: the watch stands still as well."""
+    job.until(lambda: _trained(job), "some steps")
+    pids = [job.process.pid, *job.pids()]
+    for pid in pids:
+        _send(pid, signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    for pid in reversed(pids):
+        _send(pid, signal.SIGCONT)
+
+
+def _send(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        pass  # it has ended meanwhile
+
+
+DEFAULT_FLOOR: tuple[str, ...] = ()
+
+HEALTHY: tuple[Healthy, ...] = (
+    Healthy("steady"),
+    Healthy("quick steps", length=0.01, steps=1500),
+    Healthy("slow steps", length=1.0, steps=40),
+    Healthy("very slow steps", length=3.0, steps=30),
+    Healthy("four ranks", ranks=4),
+    Healthy("eight ranks on two cores", ranks=8, length=0.02, steps=250),
+    Healthy("a single rank", ranks=1),
+    Healthy("bimodal", "bimodal"),
+    Healthy("bimodal, slow", "bimodal", length=0.3, steps=60),
+    Healthy("accumulating", "accumulating"),
+    Healthy("accumulating, slow", "accumulating", length=0.4, steps=60),
+    Healthy("curriculum", "curriculum"),
+    Healthy("curriculum, steep", "curriculum", length=0.2, steps=100),
+    Healthy("evaluation", "evaluating"),
+    Healthy("evaluation, four ranks", "evaluating", ranks=4),
+    Healthy("evaluation with output", "evaluating-aloud"),
+    Healthy("rank 0 evaluates", "rank-0-evaluates"),
+    Healthy("rank 0 evaluates, four ranks", "rank-0-evaluates", ranks=4),
+    Healthy("rank 0 saves", "rank-0-saves"),
+    Healthy("rank 0 saves, three ranks", "rank-0-saves", ranks=3),
+    Healthy("all save", "all-save"),
+    Healthy("rank 0 compresses", "compresses"),
+    Healthy("a child evaluates", "child-evaluates"),
+    Healthy("phase with a time-out", "timed-phase"),
+    Healthy("pause", "pausing"),
+    Healthy("one hiccup", "one-hiccup"),
+    Healthy("a slow disk", "slow-disk"),
+    Healthy("a download that looks frozen", "downloading", own=DEFAULT_FLOOR),
+    Healthy("long start", "long-start"),
+    Healthy("long first step", "long-first-step"),
+    Healthy("long tail", "long-tail"),
+    Healthy("steps of its own", "own-steps"),
+    Healthy("no steps at all", "no-steps"),
+    Healthy("workers asleep 4 s an item", "slow-loader", steps=36, length=0.01),
+    Healthy("workers asleep, four ranks", "slow-loader", steps=35, length=0.01, ranks=4),
+    Healthy("a rank that only evaluates", ranks=3, more=("--trainers=2",)),
+    Healthy("trainers, and two other ranks", ranks=4, more=("--trainers=2",)),
+    Healthy("logger and profiler", more=("--busy-thread",)),
+    Healthy("a lot of output", "chatty"),
+    Healthy("stopped for a while", meanwhile=stop_the_ranks, steps=250),
+    Healthy("stopped, four ranks", meanwhile=stop_the_ranks, steps=250, ranks=4),
+    Healthy("suspended with the watch", meanwhile=suspend_everything, steps=250),
+)
+
+_WAYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("sleep", ("stuck-in-user-code",)),
+    ("lock", ("lock-deadlock",)),
+    ("read", ("blocking-io",)),
+    ("mismatch", ("collective-mismatch",)),
+    ("loader", ("data-loading",)),
+)
+_RHYTHMS = ("steady", "bimodal", "accumulating", "curriculum", "evaluating", "rank-0-saves", "all-save", "one-hiccup")
+
+FROZEN: tuple[Frozen, ...] = tuple(
+    Frozen(
+        f"{how}, {way}{', busy thread' if (number + place) % 2 else ''}",
+        how,
+        way,
+        culprit=(number + place) % 2,
+        ranks=3 if way == "mismatch" else 2,
+        busy=bool((number + place) % 2),
+        causes=causes,
+    )
+    for number, how in enumerate(_RHYTHMS)
+    for place, (way, causes) in enumerate(_WAYS)
+)
+
+
+def run_healthy(case: Healthy, scratch: Path) -> list[str]:
+    """What went wrong; empty when the job came to its end untouched."""
+    mine = [f"--how={case.how}", f"--steps={case.steps}", f"--length={case.length}", f"--scratch={scratch}", *case.more]
+    with Job([*case.own, f"--nproc-per-node={case.ranks}", SCRIPT, *mine], scratch) as job:
+        if case.meanwhile is not None:
+            case.meanwhile(job)
+        result = job.wait(300.0)
+    trained = sum(line.endswith(" trained") for line in result.stdout.splitlines())
+    trainers = next((int(word.partition("=")[2]) for word in case.more if word.startswith("--trainers")), case.ranks)
+    wrong = [f"exit code {result.code}"] if result.code else []
+    wrong += [f"{trained} of {trainers} ranks trained to the end"] if trained != trainers else []
+    return wrong + [f"a bundle: {bundle.path.name}" for bundle in result.bundles] + [*result.leftovers]
+
+
+def run_frozen(case: Frozen, scratch: Path) -> tuple[list[str], Result]:
+    """What went wrong; empty when the freeze was found, named and ended."""
+    mine = [f"--how={case.how}", f"--freeze={case.freeze}", f"--culprit={case.culprit}", f"--after={case.after}"]
+    mine += [f"--length={case.length}", f"--scratch={scratch}", *(["--busy-thread"] if case.busy else [])]
+    with Job([f"--stall-floor={FLOOR_S}", f"--nproc-per-node={case.ranks}", SCRIPT, *mine], scratch) as job:
+        result = job.wait(300.0)
+    wrong = [f"exit code {result.code}"] if result.code != 124 else []
+    if len(result.bundles) != 1:
+        return [*wrong, f"{len(result.bundles)} bundles"], result
+    verdict = result.verdict
+    if verdict["cause"] not in case.causes:
+        wrong.append(f"cause {verdict['cause']}")
+    if [culprit["rank"] for culprit in verdict["culprits"]] != [case.culprit]:
+        wrong.append(f"culprits {[culprit['rank'] for culprit in verdict['culprits']]}")
+    return [*wrong, *result.leftovers], result
