@@ -180,6 +180,7 @@ def markdown(
         f"{_md(verdict.summary)}",
         f"Confidence: **{_md(verdict.confidence)}**."
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
+        _md(stalled_words(evidence)),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", verdict.suggestions),
         "## Ranks\n\n" + _md_table(laid_out.rows),
@@ -230,6 +231,14 @@ def _md_stacks(laid_out: Overview) -> str:
     return "\n\n".join(parts) if len(parts) > 1 else ""
 
 
+def stalled_words(evidence: Evidence) -> str:
+    """How long nothing had moved, and why that was too long; empty where that is not what the bundle is about."""
+    if not evidence.threshold_s:
+        return ""
+    why = f" ({evidence.threshold_why})" if evidence.threshold_why else ""
+    return f"Nothing had moved for {evidence.stall_s:.0f} s; suspected after {evidence.threshold_s:.4g} s{why}."
+
+
 def log_lines(evidence: Evidence, rank: int) -> list[str]:
     one = next((r for r in evidence.ranks if r.rank == rank), None)
     return clean_lines(one.log_tail)[-_LOG_LINES:] if one and one.log_tail else []
@@ -254,6 +263,7 @@ def html(
         verdict=verdict,
         outcome=_OUTCOMES[verdict.outcome],
         victims=_ranks(verdict.victims) if verdict.victims else "",
+        stalled=stalled_words(evidence),
         culprits=[(c, culprit_lines(c, evidence, read_line), log_lines(evidence, c.rank)) for c in verdict.culprits],
         named={c.rank for c in verdict.culprits},
         rows=[(row, frame_text(row.frame)) for row in laid_out.rows],

@@ -71,7 +71,7 @@ class StallCase:
         event = glance.event
         if event is not None and event.kind == "suspect" and event.stall is not None:
             timeline = Timeline().plus("last progress", event.stall.mark_s).plus("suspected")
-            threshold = Threshold(event.stall.threshold_s, self._watch.threshold().why)
+            threshold = Threshold(event.stall.threshold_s, self._why(event.stall))
             self._suspicion = _Suspicion(event.stall, threshold, timeline)
             self._look(None)
         elif event is not None and event.kind == "clock-restarted":
@@ -85,6 +85,11 @@ class StallCase:
             writing, self._writing = self._writing, None
             return writing.result()
         return None
+
+    def _why(self, stall: Stall) -> str:
+        if stall.phase and stall.threshold_s != self._watch.policy.stall_s:
+            return f"phase {stall.phase!r}"
+        return "before the first step" if stall.before_first_step else self._watch.threshold().why
 
     def _look(self, looks: Looks | None) -> None:
         targets = self._watch.targets()

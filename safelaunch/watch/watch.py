@@ -76,7 +76,7 @@ class Watch:
     def threshold(self) -> rhythm.Threshold:
         """How long the job may go without a step just now, and why."""
         if self._bounds is None:
-            return rhythm.Threshold(self.policy.stall_s, "")
+            return rhythm.Threshold(self.policy.stall_s, "--stall-timeout")
         return rhythm.threshold(self._learned, self._bounds, cap_s=self.cap_s)
 
     def _use(self, threshold: rhythm.Threshold) -> None:

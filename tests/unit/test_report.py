@@ -157,3 +157,11 @@ def test_clean() -> None:
     assert report.clean("a\x1b[31mb\x1b[0m\tc\nd") == "ab c d"
     assert report.clean(at(1).file) == "/home/me/train.py"
     assert report.clean("größe → 3") == "größe → 3"
+
+
+def test_reports_say_when_it_was_suspected_and_why() -> None:
+    evidence = sleeping()
+    learned = job(*evidence.ranks, threshold_s=60.0, threshold_why="the floor")
+    for render in (report.markdown, report.html):
+        assert "Nothing had moved for 30 s; suspected after 60 s" in render(diagnose(learned), learned, ())
+        assert "suspected" not in render(diagnose(evidence), evidence, ())
