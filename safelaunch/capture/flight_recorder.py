@@ -24,6 +24,7 @@ from safelaunch.errors import CaptureError
 from safelaunch.model import Collective, FlightRecord, Frame, GroupStatus
 
 _TIMEOUT_MS = re.compile(rb'"timeout_ms": ?(\d{1,12})\b')
+_RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 
 MAX_DUMP_BYTES = 256 << 20
 MAX_ENTRIES = 200_000
@@ -82,6 +83,12 @@ def smallest_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | 
     text = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b""
     found = {int(number) for number in _TIMEOUT_MS.findall(text)} - {0}
     return min(found) / 1000 if found else None
+
+
+def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
+    """The number of the newest entry on record, without the rank's GIL: it grows with every collective entered."""
+    text = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b""
+    return max(map(int, _RECORD_ID.findall(text)), default=None)
 
 
 def parse_json(data: bytes) -> FlightRecord:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published,
 from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
 from safelaunch.bundle.timeline import Timeline
 from safelaunch.capture import collect
+from safelaunch.capture.flight_recorder import newest_entry
 from safelaunch.capture.job_secrets import Redactor
 from safelaunch.capture.look import Look, RankLook, Target, take
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
@@ -37,19 +39,35 @@ from safelaunch.watch.watch import Watch
 
 LOOK_DEADLINE_S = 6.0
 NATIVE_DEADLINE_S = 5.0
+ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """The ranks that were looked at, and each look at them, oldest first. ``env``: the first one's environment."""
+    """The ranks that were looked at, and each look at them, oldest first.
+
+    ``entries``: with each look, the newest entry of each rank's Flight Recorder. ``env``: the first rank's environment.
+    """
 
     targets: tuple[Target, ...]
     taken: tuple[Look, ...] = ()
+    entries: tuple[Mapping[int, int], ...] = ()
     env: Result[dict[str, str]] | None = None
 
-    def plus(self, look: Look) -> Looks:
-        return replace(self, taken=(*self.taken, look)[-4:])
+    def plus(self, look: Look, entries: Mapping[int, int]) -> Looks:
+        return replace(self, taken=(*self.taken, look)[-4:], entries=(*self.entries, entries)[-4:])
+
+    @property
+    def collectives_moved(self) -> bool:
+        """Whether some rank has entered a collective between the last two looks.
+
+        One that had none on record before, or could not say so in time, counts: it is looked at again soon.
+        """
+        if len(self.entries) < 2:
+            return False
+        before, after = self.entries[-2:]
+        return any(number > before.get(rank, -1) for rank, number in after.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +104,14 @@ def look_at(targets: Sequence[Target], looks: Looks | None, *, native: bool = Fa
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
     with _one_at_a_time:  # two py-spies on one process: the second is refused
         look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier, native=native)
-    return looks.plus(look)
+    return looks.plus(look, _newest_entries(looks.targets))
+
+
+def _newest_entries(targets: Sequence[Target]) -> dict[int, int]:
+    asked = [target for target in targets if target.socket is not None]
+    calls = [partial(newest_entry, str(target.socket)) for target in asked]
+    answers = gather(calls, deadline_s=ENTRIES_DEADLINE_S)
+    return {target.rank: number for target, number in zip(asked, answers, strict=True) if number is not None}
 
 
 def _native_where_it_tells(looks: Looks) -> Looks:

@@ -140,7 +140,8 @@ class StallCase:
 
         if self._watch.stepped_since(stall):
             return "moving"
-        return movement.judge(looks.taken[-2], looks.taken[-1], _outputs())
+        judged = movement.judge(looks.taken[-2], looks.taken[-1], _outputs())
+        return "active" if judged == "still" and looks.collectives_moved else judged
 
     @staticmethod
     def _patience(suspicion: _Suspicion, looks: Looks, now: float) -> Patience | None:

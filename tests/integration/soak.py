@@ -118,6 +118,8 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("long tail", "long-tail"),
     Healthy("steps of its own", "own-steps"),
     Healthy("no steps at all", "no-steps"),
+    Healthy("collectives, no steps", "collectives", own=("--startup-timeout=4",), length=0.005),
+    Healthy("collectives of eight ranks", "collectives", own=("--startup-timeout=4",), length=0.0, ranks=8, steps=50),
     Healthy("workers asleep 4 s an item", "slow-loader", steps=36, length=0.01),
     Healthy("workers asleep, four ranks", "slow-loader", steps=35, length=0.01, ranks=4),
     Healthy("a rank that only evaluates", ranks=3, more=("--trainers=2",)),

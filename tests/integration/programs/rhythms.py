@@ -178,7 +178,7 @@ RHYTHMS = {
     "rank-0-saves": rank_0_saves, "all-save": all_save, "compresses": compresses, "child-evaluates": child_evaluates,
     "timed-phase": timed_phase, "pausing": pausing, "one-hiccup": one_hiccup, "slow-disk": slow_disk,
     "downloading": downloading, "long-start": nothing, "long-first-step": nothing, "long-tail": nothing,
-    "own-steps": nothing, "no-steps": nothing, "slow-loader": nothing, "chatty": nothing,
+    "own-steps": nothing, "no-steps": nothing, "slow-loader": nothing, "collectives": nothing, "chatty": nothing,
 }  # fmt: skip
 
 
@@ -211,6 +211,9 @@ def trains(job: Training, step: int, batch: torch.Tensor) -> None:
     if options.how == "own-steps":
         job.model(batch)
         safelaunch.step(step)
+    elif options.how == "collectives":
+        for _ in range(20):
+            dist.all_reduce(batch)
     elif options.how == "no-steps":
         job.model(batch)
     else:
