@@ -23,6 +23,7 @@ from safelaunch.session.group_timeout import GroupTimeout
 from safelaunch.session.incident import Report
 from safelaunch.session.launchinfo import circumstances
 from safelaunch.session.live import Live
+from safelaunch.session.notices import Notices
 from safelaunch.session.stall_case import StallCase
 from safelaunch.settings.config import Settings
 from safelaunch.task import Task
@@ -34,7 +35,6 @@ from safelaunch.watch.watch import Glance, Watch
 
 TICK_S = 0.25
 BUSY_TICK_S = 0.05
-BEACON_PATIENCE_S = 20.0
 WRITE_PATIENCE_S = 90.0
 
 
@@ -90,8 +90,7 @@ class Supervisor:
         self._failures: tuple[Failure, ...] = ()
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
-        self._beacons_checked = False
-        self._started_s = time.monotonic()
+        self._notices = Notices(self._watch, settings.startup_timeout_s, time.monotonic())
         self._watching = True
 
     def run(self) -> int:
@@ -150,7 +149,7 @@ class Supervisor:
         if self._cap is not None:
             self._cap.advance(now)
         self._live.tick(now)
-        self._check_beacons(now)
+        self._notices.tick(now)
 
     def _is_a_crash(self, event: AgentEvent) -> bool:
         """Whether the agent's news may be of a crash: not when a user, a scheduler or we ourselves end the ranks."""
@@ -275,16 +274,3 @@ class Supervisor:
         say(report.screen(result.verdict, bundle_path=str(published.path), read_line=sources.line))
         if published.problem:
             say(f"the bundle is not where it was wanted: {published.problem}")
-
-    def _check_beacons(self, now: float) -> None:
-        if self._beacons_checked or now - self._started_s < BEACON_PATIENCE_S or not self._watch.roster.workers:
-            return
-        self._beacons_checked = True
-        silent = self._watch.without_beacon()
-        if silent:
-            ranks = ", ".join(f"{worker.rank} (pid {worker.pid})" for worker in silent)
-            say(f"no beacon in rank {ranks}: its steps are not counted (python -I or -E, or PYTHONPATH was replaced)")
-            if len(silent) == len(self._watch.roster.workers):
-                say("no rank has one: safelaunch CANNOT WATCH this job; it runs on as under torchrun")
-            else:
-                say("its stacks are still collected when the job hangs")

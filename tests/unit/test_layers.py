@@ -73,6 +73,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "session.incident",
             "session.group_timeout",
             "session.patience",
+            "session.notices",
             "session.node_evidence",
             "bundle.onbundle",
             "session.sources",

@@ -1,0 +1,52 @@
+"""What a person is told once about how well a job can be watched."""
+
+from __future__ import annotations
+
+from safelaunch.console import say
+from safelaunch.watch.watch import Watch
+
+BEACON_PATIENCE_S = 20.0
+STEP_PATIENCE_S = 600.0
+
+
+class Notices:
+    """``tick`` is called with every tick of the watch; each notice comes once."""
+
+    def __init__(self, watch: Watch, startup_timeout_s: float, now: float) -> None:
+        self._watch = watch
+        self._startup_timeout_s = startup_timeout_s
+        self._beacons_due_s: float | None = now + BEACON_PATIENCE_S
+        self._steps_due_s: float | None = now + min(STEP_PATIENCE_S, startup_timeout_s / 2)
+
+    def tick(self, now: float) -> None:
+        """Says what is due at ``now`` (CLOCK_MONOTONIC, seconds)."""
+        if self._beacons_due_s is not None and now >= self._beacons_due_s and self._watch.roster.workers:
+            self._beacons_due_s = None
+            self._say_without_beacon()
+        if self._steps_due_s is not None and now >= self._steps_due_s and self._watch.last_progress:
+            self._steps_due_s = None
+            self._say_without_steps()
+
+    def _say_without_beacon(self) -> None:
+        silent = self._watch.without_beacon()
+        if not silent:
+            return
+        ranks = ", ".join(f"{worker.rank} (pid {worker.pid})" for worker in silent)
+        say(f"no beacon in rank {ranks}: its steps are not counted (python -I or -E, or PYTHONPATH was replaced)")
+        if len(silent) == len(self._watch.roster.workers):
+            say("no rank has one: safelaunch CANNOT WATCH this job; it runs on as under torchrun")
+        else:
+            say("its stacks are still collected when the job hangs")
+
+    def _say_without_steps(self) -> None:
+        """Not said where it need not be: a job that steps, pauses or names its phases is watched by that."""
+        progress = self._watch.last_progress.values()
+        if any(p.step is not None or p.paused or p.phase for p in progress):
+            return
+        pages = self._watch.roster.pages().values()
+        signals = ["collectives"] if any(page.server_up for page in pages) else []
+        signals += ["CPU", "I/O and stacks"]
+        say(
+            f"no step seen so far: watched by {', '.join(signals)}; it is ended only if nothing at all moves for "
+            f"{self._startup_timeout_s:.0f} s (--startup-timeout). safelaunch.step() in its loop tells more."
+        )

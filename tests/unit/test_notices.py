@@ -1,0 +1,47 @@
+"""What is said once about how well a job can be watched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safelaunch.model import Progress
+from safelaunch.session.notices import Notices
+from safelaunch.watch.progress import Worker
+
+FRESH = Progress(0, 0, 1, 0, 10, 1, "torch")
+
+
+def said(
+    capsys: pytest.CaptureFixture[str], progress: Progress | None, *, server: bool = True, beacon: bool = True
+) -> str:
+    worker = Worker(0, 0, 10, 0)
+    roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
+    watch: Any = SimpleNamespace(
+        roster=roster,
+        last_progress={0: progress} if progress else {},
+        without_beacon=lambda: () if beacon else (worker,),
+    )
+    notices = Notices(watch, 100.0, 0.0)
+    for now in (1.0, 19.0, 49.0, 51.0, 400.0):
+        notices.tick(now)
+    return capsys.readouterr().err
+
+
+def test_a_job_without_steps_is_told_what_it_is_watched_by(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, FRESH)
+    assert text.count("no step seen") == 1
+    assert "collectives, CPU, I/O and stacks" in text and "100 s (--startup-timeout)" in text
+    assert "collectives" not in said(capsys, FRESH, server=False)
+
+
+@pytest.mark.parametrize("marks", [{"step": 3}, {"paused": True}, {"phase": "eval"}])
+def test_a_job_that_marks_something_is_not(capsys: pytest.CaptureFixture[str], marks: dict[str, Any]) -> None:
+    assert said(capsys, Progress(0, 0, 1, 0, 10, 1, "torch", **marks)) == ""
+
+
+def test_a_job_that_cannot_be_watched_is_told_loudly(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, None, beacon=False)
+    assert "CANNOT WATCH" in text and "no step" not in text
