@@ -17,7 +17,8 @@ from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.model import RankExit
 from safelaunch.session import incident
-from safelaunch.session.incident import Circumstances, Known, Looks, Report
+from safelaunch.session.incident import Circumstances, Known, Report
+from safelaunch.session.looks import Looks, look_at
 from safelaunch.task import Task
 from safelaunch.watch.progress import AgentEvent
 from safelaunch.watch.watch import Glance, Watch
@@ -112,7 +113,7 @@ class CrashCase:
 
         def look() -> Seen:
             try:
-                return incident.look_at(targets, None), _flight_records(targets)
+                return look_at(targets, None), _flight_records(targets)
             finally:
                 self._watch.acknowledge()
 

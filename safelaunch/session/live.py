@@ -15,7 +15,8 @@ from safelaunch.launch.paths import working_directory
 from safelaunch.model import Progress, RankExit
 from safelaunch.session import incident
 from safelaunch.session.control import Client, DumpAnswer, RankStatus, Request, RunStatus, Server
-from safelaunch.session.incident import Circumstances, Looks, Report
+from safelaunch.session.incident import Circumstances, Report
+from safelaunch.session.looks import Looks, look_at
 from safelaunch.task import Task
 from safelaunch.watch.watch import Watch
 
@@ -92,9 +93,9 @@ class Live:
     def _write_dump(self, bundle_dir: Path) -> Report:
         targets = self._watch.targets()
         before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
-        looks = incident.look_at(targets, None)
+        looks = look_at(targets, None)
         time.sleep(BETWEEN_LOOKS_S)
-        looks = incident.look_at(targets, looks)
+        looks = look_at(targets, looks)
         moving = self._moved(before) or _computes(looks)
         known = incident.known_of(self._watch, self._exits())
         stalled_s = max((_age_s(item.progress) for item in known.ranks.values() if item.progress), default=0.0)

@@ -12,7 +12,8 @@ from safelaunch.bundle.timeline import Timeline
 from safelaunch.console import say
 from safelaunch.model import RankExit
 from safelaunch.session import incident
-from safelaunch.session.incident import Circumstances, Looks, Report
+from safelaunch.session.incident import Circumstances, Report
+from safelaunch.session.looks import Looks, look_at
 from safelaunch.session.patience import Patience
 from safelaunch.task import Task
 from safelaunch.watch.rhythm import Threshold
@@ -93,7 +94,7 @@ class StallCase:
 
     def _look(self, looks: Looks | None) -> None:
         targets = self._watch.targets()
-        self._looking = Task("look", lambda: incident.look_at(targets, looks))
+        self._looking = Task("look", lambda: look_at(targets, looks))
 
     def _advance_suspicion(self, suspicion: _Suspicion, now: float) -> None:
         if suspicion.second_look_s is not None and now >= suspicion.second_look_s:

@@ -72,6 +72,7 @@ LAYERS: list[tuple[str, set[str]]] = [
         {
             "session.incident",
             "session.group_timeout",
+            "session.looks",
             "session.patience",
             "session.notices",
             "session.node_evidence",

@@ -15,7 +15,7 @@ FRESH = Progress(0, 0, 1, 0, 10, 1, "torch")
 
 
 def said(
-    capsys: pytest.CaptureFixture[str], progress: Progress | None, *, server: bool = True, beacon: bool = True
+    capfd: pytest.CaptureFixture[str], progress: Progress | None, *, server: bool = True, beacon: bool = True
 ) -> str:
     worker = Worker(0, 0, 10, 0)
     roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
@@ -27,21 +27,21 @@ def said(
     notices = Notices(watch, 100.0, 0.0)
     for now in (1.0, 19.0, 49.0, 51.0, 400.0):
         notices.tick(now)
-    return capsys.readouterr().err
+    return capfd.readouterr().err
 
 
-def test_a_job_without_steps_is_told_what_it_is_watched_by(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, FRESH)
+def test_a_job_without_steps_is_told_what_it_is_watched_by(capfd: pytest.CaptureFixture[str]) -> None:
+    text = said(capfd, FRESH)
     assert text.count("no step seen") == 1
     assert "collectives, CPU, I/O and stacks" in text and "100 s (--startup-timeout)" in text
-    assert "collectives" not in said(capsys, FRESH, server=False)
+    assert "collectives" not in said(capfd, FRESH, server=False)
 
 
 @pytest.mark.parametrize("marks", [{"step": 3}, {"paused": True}, {"phase": "eval"}])
-def test_a_job_that_marks_something_is_not(capsys: pytest.CaptureFixture[str], marks: dict[str, Any]) -> None:
-    assert said(capsys, Progress(0, 0, 1, 0, 10, 1, "torch", **marks)) == ""
+def test_a_job_that_marks_something_is_not(capfd: pytest.CaptureFixture[str], marks: dict[str, Any]) -> None:
+    assert said(capfd, Progress(0, 0, 1, 0, 10, 1, "torch", **marks)) == ""
 
 
-def test_a_job_that_cannot_be_watched_is_told_loudly(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, None, beacon=False)
+def test_a_job_that_cannot_be_watched_is_told_loudly(capfd: pytest.CaptureFixture[str]) -> None:
+    text = said(capfd, None, beacon=False)
     assert "CANNOT WATCH" in text and "no step" not in text
