@@ -1,0 +1,36 @@
+"""The fault matrix: every row, in the order in which the table shows them."""
+
+from __future__ import annotations
+
+import fault_clocks
+import fault_disks
+import fault_processes
+import fault_ranks
+import fault_tools
+from row import Row
+
+# The shorter form, which runs with all other tests: one of each kind, those that cost the least.
+SHORT = (
+    "kill -9 safelaunch, writing, training",
+    "kill -9 guardian, suspicion, training",
+    "kill -9 torchrun agent, training, training",
+    "kill -9 rank, training, training",
+    "SIGSTOP guardian, training, training",
+    "SIGSTOP torchrun agent, capture, training",
+    "SIGSTOP DataLoader worker, training, loading",
+    "py-spy missing from now on, suspicion, training",
+    "bundle directory fills up, capture, training",
+    "run directory is removed, then a hang, training, training",
+    "run directory fills up, restart, restarting",
+    "rank unsets its environment, then hangs, training, training",
+    "progress page corrupted (ones), training, training",
+)
+ROWS: tuple[Row, ...] = (
+    *fault_processes.ROWS,
+    *fault_tools.ROWS,
+    *fault_disks.ROWS,
+    *fault_ranks.ROWS,
+    *fault_clocks.ROWS,
+)
+BY_NAME = {row.name: row for row in ROWS}
+assert len(BY_NAME) == len(ROWS), "two rows of one name"

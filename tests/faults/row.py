@@ -1,0 +1,238 @@
+"""A row of the fault matrix: one fault at one moment of one job, what is promised then, and how that is judged."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs import Bundle, Result
+from scene import MOMENTS, TRAINING, Kind, Scene, Setting, let_the_copy_go_on
+
+from safelaunch.paths import run_root
+
+KILLED = -9
+HUNG = 124
+LEAVES_S = 30.0  # for the guardian to end what a killed safelaunch has left
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What has to be true when all is over, besides what is true of every row (see ``judge``).
+
+    ``bundles``: at least and at most so many. ``culprits``: the ranks that a verdict has to name; None where the
+    evidence itself is damaged. ``trains``: every rank says at its end that it has trained. ``kept_locally``: the bundle
+    is in a local place that was named, with the reason. ``said``: words of safelaunch's own that must be there.
+    """
+
+    codes: tuple[int, ...]
+    bundles: tuple[int, int] = (0, 0)
+    culprits: tuple[int, ...] | None = None
+    causes: tuple[str, ...] = ()
+    trains: bool = False
+    kept_locally: bool = False
+    said: tuple[str, ...] = ()
+    starts: bool = True  # False: it is refused before anything is started
+
+
+TRAINS = Promise((0,), trains=True)
+NAMED = Promise((HUNG,), (1, 1), (1,))  # the hang is found and its rank is named, whatever was done to us
+CRASHES = Promise((1,), (1, 1), (1,))
+DIES = Promise((KILLED,), (0, 1))
+RESTARTS = Promise((0,), (1, 1), (0,), trains=True)
+
+
+def nothing(_: Any) -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Row:
+    """``arrange`` comes before the start (disks, tools; a context that is left at the end), ``inject`` at ``moment``.
+
+    ``needs`` says why it cannot run here, or nothing.
+    """
+
+    fault: str
+    moment: str
+    promise: Promise
+    inject: Callable[[Scene], None] = nothing
+    kind: Kind = TRAINING
+    arrange: Callable[[Setting], AbstractContextManager[object]] = field(default=lambda setting: nullcontext())
+    needs: Callable[[], str] = field(default=lambda: "")
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault}, {self.moment}, {self.kind.name}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a row ended. ``wrong`` is empty where every promise was kept; ``skipped`` says why it did not run."""
+
+    row: Row
+    wrong: tuple[str, ...] = ()
+    skipped: str = ""
+    code: int | None = None
+    left: int = 0
+    bundle: str = "-"
+    verdict: str = "-"
+    seconds: float = 0.0
+    stderr: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """One line of the table, as ``HEAD`` names its columns."""
+        result = f"{_NOT_RUN}: {self.skipped}" if self.skipped else "; ".join(self.wrong) or _KEPT
+        exit_code = "-" if self.code is None else str(self.code)
+        what = (self.row.fault, self.row.moment, self.row.kind.name)
+        return (*what, exit_code, str(self.left), self.bundle, self.verdict, f"{self.seconds:.1f}", result)
+
+
+HEAD = ("fault", "moment", "job", "exit", "left", "bundle", "verdict", "seconds", "promise")
+
+
+PROPERTY = "fault matrix"  # under which a test reports its row's cells
+_KEPT, _NOT_RUN = "kept", "not run"
+
+
+def line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join([*map(str.ljust, cells, widths), cells[-1]]).rstrip()
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """All rows, as ``Outcome.cells`` gives them, and how many there are."""
+    widths = [max(len(cells[column]) for cells in (HEAD, *rows)) for column in range(len(HEAD) - 1)]
+    return "\n".join([*(line(cells, widths) for cells in (HEAD, *rows)), total(rows)])
+
+
+def total(rows: Sequence[Sequence[str]]) -> str:
+    ran = [cells[-1] for cells in rows if not cells[-1].startswith(_NOT_RUN)]
+    text = f"{len(ran)} rows, {sum(promise != _KEPT for promise in ran)} of them lost a job, a process or a bundle"
+    return text + (f"; {len(rows) - len(ran)} could not run here" if len(ran) < len(rows) else "")
+
+
+def run(row: Row, scratch: Path) -> Outcome:
+    """Runs one row in the empty directory ``scratch``."""
+    if skipped := row.needs():
+        return Outcome(row, skipped=skipped)
+    setting = Setting(scratch)
+    begin = time.monotonic()
+    decoy = subprocess.Popen(["sleep", "3605"], env={"SAFELAUNCH_RUN_DIR": "/tmp/x"}, cwd="/")
+    try:
+        with row.arrange(setting):
+            scene = Scene(row.kind, setting)
+            with scene.job:
+                outcome = _through(row, scene)
+        wrong = outcome.wrong if decoy.poll() is None else (*outcome.wrong, "another's process was ended")
+    finally:
+        decoy.kill()
+        decoy.wait()
+    return Outcome(**{**vars(outcome), "wrong": wrong, "seconds": time.monotonic() - begin})
+
+
+def _through(row: Row, scene: Scene) -> Outcome:
+    """From the moment of the fault to the judgement; a wait that was in vain is a promise that was broken."""
+    try:
+        if row.moment in MOMENTS:
+            MOMENTS[row.moment](scene)
+        row.inject(scene)
+        let_the_copy_go_on(scene)
+        if row.promise.trains and scene.job.process.poll() is None:
+            scene.steer("finish")
+        result = _end_of(scene)
+    except AssertionError as error:
+        first, _, rest = str(error).partition("\n")
+        return Outcome(row, (first,), code=scene.job.process.poll(), stderr=rest)
+    return judge(row, scene, result)
+
+
+def _end_of(scene: Scene) -> Result:
+    """The result, once safelaunch has ended and its guardian has had its time."""
+    scene.until(lambda: scene.job.process.poll() is not None, "the end of safelaunch", patience_s=150.0)
+    deadline = time.monotonic() + LEAVES_S
+    while (scene.job.pids() or _alive(scene)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for release in scene.setting.release:
+        release()
+    return scene.job.wait()
+
+
+def _alive(scene: Scene) -> list[str]:
+    return [f"pid {process.pid}" for process in sorted(scene.seen, key=lambda p: p.pid) if process.is_alive()]
+
+
+# --- the judgement ----------------------------------------------------------------------------------------------------
+
+
+def judge(row: Row, scene: Scene, result: Result) -> Outcome:
+    """In every row: nothing is left behind, every bundle is whole, no traceback of safelaunch's own is shown."""
+    promise = row.promise
+    left = sorted({*result.leftovers, *_alive(scene)})
+    wrong = [f"left behind: {what}" for what in left]
+    if result.code not in promise.codes:
+        wrong.append(f"exit code {result.code}, not {' or '.join(map(str, promise.codes))}")
+    if "safelaunch/" in result.stderr and "Traceback" in result.stderr:
+        wrong.append("a traceback of safelaunch's own")
+    if "a fault of safelaunch's own" in result.stderr or "a source of evidence failed" in result.stderr:
+        wrong.append("a fault of safelaunch's own")
+    wrong += [f"safelaunch did not say {words!r}" for words in promise.said if words not in result.said]
+    if not promise.starts and (list(scene.scratch.glob("t*-?")) or not result.said or result.stdout):
+        wrong.append("the job was started, or nothing was said")
+    trained = len(list(scene.scratch.glob("trained-*")))
+    if promise.trains and trained != scene.kind.ranks:
+        wrong.append(f"{trained} of {scene.kind.ranks} ranks trained to their end")
+    if promise.trains and sorted(result.stdout.splitlines()) != [f"rank {n} trained" for n in range(scene.kind.ranks)]:
+        wrong.append("the ranks' output is not complete")
+    bundles, where = _bundles(scene, result, promise)
+    wrong += _of_bundles(promise, bundles)
+    wrong += _halves(scene, result.bundles)
+    verdict = _said_by(bundles)
+    for bundle in bundles if where == "local" else []:
+        shutil.rmtree(bundle.path)
+    shown = f"{len(bundles)} {where}".strip() if bundles else "0"
+    return Outcome(row, tuple(wrong), "", result.code, len(left), shown, verdict, 0.0, result.stderr)
+
+
+def _bundles(scene: Scene, result: Result, promise: Promise) -> tuple[list[Bundle], str]:
+    """What was published, or what was kept in a local place that was named."""
+    named = [Path(line.removeprefix("bundle: ")) for line in result.said.splitlines() if line.startswith("bundle: ")]
+    local = [Bundle(path) for path in named if path.parent != scene.job.bundle_dir and path.is_dir()]
+    return (local, "local") if local else (list(result.bundles), "")
+
+
+def _of_bundles(promise: Promise, bundles: list[Bundle]) -> list[str]:
+    least, most = promise.bundles
+    if not least <= len(bundles) <= most:
+        return [f"{len(bundles)} bundles, not {least} to {most}"]
+    wrong = [problem for bundle in bundles for problem in bundle.problems()]
+    if promise.kept_locally and not bundles:
+        wrong.append("no bundle was kept locally")
+    if bundles and promise.culprits is not None:
+        named = [[one["rank"] for one in bundle.verdict["culprits"]] for bundle in bundles]
+        if list(promise.culprits) not in named:
+            wrong.append(f"culprits {named}, not {list(promise.culprits)}")
+    if bundles and promise.causes and not any(bundle.verdict["cause"] in promise.causes for bundle in bundles):
+        wrong.append(f"the cause is not {' or '.join(promise.causes)}")
+    return wrong
+
+
+def _halves(scene: Scene, whole: tuple[Bundle, ...]) -> list[str]:
+    """What lies in the bundle directory, or in the local place, and is neither a bundle nor the link to one."""
+    names = {bundle.path.name for bundle in whole} | {"latest", "data"}
+    places = [scene.job.bundle_dir] if scene.job.bundle_dir.is_dir() else []
+    found = [str(path) for place in places for path in place.iterdir() if path.name not in names]
+    found += [str(path) for path in run_root({}, 0).parent.glob(f"safelaunch-*/bundles/.r{scene.pid}-*")]
+    return [f"half of a bundle: {path}" for path in found]
+
+
+def _said_by(bundles: list[Bundle]) -> str:
+    said = []
+    for bundle in bundles:
+        verdict = bundle.verdict
+        said.append(f"{verdict['outcome']}: {verdict['cause']} {[one['rank'] for one in verdict['culprits']]}")
+    return ", ".join(said) or "-"
