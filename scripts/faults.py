@@ -15,9 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.insert(0, str(TESTS / "integration"))
-sys.path.insert(0, str(TESTS / "faults"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 
 import matrix
 from row import HEAD, line, run, total
