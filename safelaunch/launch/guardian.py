@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from safelaunch.launch.process import ProcessId
 
 WELL = b"well\n"
 GRACE_S = 5.0
+LEAVES_S = 1.0  # for the guardian to end when all is well
 LOOK_EVERY_S = 2.0
 LEAST_IDLE = 500  # on a node with many processes a look takes longer, and comes less often: 0.2 % of a core
 
@@ -41,10 +43,21 @@ class Guardian:
         """The job has ended as it should: what it left behind on purpose stays."""
         self._write(WELL)
         os.close(self.pipe)
+        if not self._has_gone():  # stopped, by whatever: the end of the job does not wait for it
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+            self._has_gone()
+
+    def _has_gone(self) -> bool:
+        """Reaps it, waiting a moment; whether it is gone."""
+        deadline = time.monotonic() + LEAVES_S
         try:
-            os.waitpid(self.pid, 0)
+            while not os.waitpid(self.pid, os.WNOHANG)[0]:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
         except ChildProcessError:
-            return  # killed and reaped before
+            return True  # killed and reaped before
+        return True
 
     def _write(self, data: bytes) -> None:
         try:
