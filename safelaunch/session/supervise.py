@@ -110,8 +110,8 @@ class Supervisor:
         self._wait_for_notifier()
         if self._verdict is not None:
             return self._verdict.code << 8
-        # torchrun had no restart left for the ranks that we ended.
-        return EXIT_HUNG << 8 if self._restarting == self._watch.roster.attempt else status
+        # torchrun had no restart left for the ranks that we ended, or else an attempt that nobody told us of has failed.
+        return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
 
     def _end_survivors(self, status: int) -> None:
         """torchrun was killed: without it nobody would ever end its ranks."""
