@@ -110,7 +110,7 @@ class Supervisor:
         self._wait_for_notifier()
         if self._verdict is not None:
             return self._verdict.code << 8
-        # torchrun had no restart left for the ranks that we ended, or else an attempt that nobody told us of has failed.
+        # torchrun had no restart left for the ranks that we ended, or nobody could tell us of the attempt that failed.
         return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
 
     def _end_survivors(self, status: int) -> None:
@@ -133,6 +133,8 @@ class Supervisor:
 
     def _tick(self, now: float) -> None:
         glance = self._watch.tick(now)
+        for rank in glance.damaged:
+            say(f"the progress page of rank {rank} was overwritten: its steps are no longer counted")
         for event in glance.agent:
             self._note_exits(event)
             if self._is_a_crash(event):

@@ -33,6 +33,12 @@ class Page:
         return self._words[layout.READY] == layout.MAGIC
 
     @property
+    def intact(self) -> bool:
+        """Whether what is never changed still stands there: a page that was overwritten says nothing any more."""
+        parsed = layout.parse_page_name(self.name)
+        return self.ready and (parsed is None or self.pid == parsed[2])
+
+    @property
     def pid(self) -> int:
         return self._words[layout.PID]
 
@@ -201,6 +207,7 @@ class Roster:
         self._events = EventReader(run.agent_events)
         self._pages: dict[str, Page] = {}
         self._ignored: set[str] = set()
+        self._damaged: list[int] = []
         self.workers: dict[int, Worker] = {}
         self.attempt = 0
         self.agent_page: Page | None = None
@@ -215,10 +222,24 @@ class Roster:
                     int(rank): Worker(int(rank), local, pid, event.attempt)
                     for rank, (local, pid, _) in event.workers.items()
                 }
+        self._drop_damaged_pages()
         self._find_pages()
         if self.agent_page is None:
             self.agent_page = self._open(self._run.agent_page)
         return events
+
+    def _drop_damaged_pages(self) -> None:
+        for name in [name for name, page in self._pages.items() if not page.intact]:
+            del self._pages[name]
+            self._ignored.add(name)
+            attempt, rank, _ = layout.parse_page_name(name) or (-1, -1, -1)
+            if attempt == self.attempt:
+                self._damaged.append(rank)
+
+    def damaged(self) -> tuple[int, ...]:
+        """Ranks whose page was found damaged since the last call."""
+        found, self._damaged = self._damaged, []
+        return tuple(found)
 
     def _find_pages(self) -> None:
         try:

@@ -16,12 +16,14 @@ from safelaunch.watch.progress import AgentEvent, Page, Roster, Worker
 class Glance:
     """What one tick saw: the agent's news, the stall detector's event, and ranks that ask to be looked at.
 
-    ``raised``: ranks whose uncaught exception has reached the top and that now wait for us.
+    ``raised``: ranks whose uncaught exception has reached the top and that now wait for us. ``damaged``: ranks whose
+    page was overwritten just now; their steps are no longer known, and what it says is not believed.
     """
 
     agent: tuple[AgentEvent, ...]
     event: stall.Event | None
     raised: tuple[int, ...]
+    damaged: tuple[int, ...] = ()
 
 
 class Watch:
@@ -48,6 +50,9 @@ class Watch:
             self._gone.clear()
             self.last_progress.clear()
             self._learned = rhythm.Learned()
+        damaged = self.roster.damaged()
+        for rank in damaged:
+            self.last_progress.pop(rank, None)
         pages = self.roster.pages()
         marks, raised = [], []
         for rank, page in pages.items():
@@ -58,7 +63,7 @@ class Watch:
             marks.append(self._mark(progress, now))
         self._learn(tuple(marks), now)
         self.state, event = stall.tick(self.state, tuple(marks), self.policy, now)
-        return Glance(tuple(events), event, tuple(raised))
+        return Glance(tuple(events), event, tuple(raised), damaged)
 
     def _learn(self, marks: tuple[stall.Mark, ...], now: float) -> None:
         """The job's own rhythm: how long the mark of its slowest stepping rank stands still."""
