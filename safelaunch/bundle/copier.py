@@ -25,6 +25,7 @@ WHOLE = ("verdict.json", "manifest.json")
 def main(staged: str, directory: str, name: str, keep: str, archive_s: str) -> int:
     """Publishes one bundle; 1, with the reason on stderr, when it could not be."""
     partial = os.path.join(directory, f".{name}.{os.getpid()}-{time.time_ns()}.partial")
+    parent = os.getppid()
     try:
         os.makedirs(directory, mode=0o755, exist_ok=True)
         os.umask(0o077)
@@ -34,6 +35,8 @@ def main(staged: str, directory: str, name: str, keep: str, archive_s: str) -> i
             os.chmod(folder, 0o700)
             for file in files:
                 os.chmod(os.path.join(folder, file), 0o600)
+        if os.getppid() != parent:  # and with safelaunch goes what it had staged, perhaps while we copied it
+            raise OSError(None, "safelaunch was killed")
         final = _rename(partial, os.path.join(directory, name))
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

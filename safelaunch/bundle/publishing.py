@@ -6,6 +6,7 @@ it fails the bundle stays in a local place that is named.
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +77,7 @@ def publish(
         out = (error.output or b"") + (f"{problem}\n".encode() if b"\0" in (error.output or b"") else b"")
     path, published, notes = out.partition(b"\0")
     if not published:
+        _remove_partial(directory, name, process.pid)
         return _keep_locally(staged, fallback, name, problem)
     shutil.rmtree(staged, ignore_errors=True)
     return Published(Path(os.fsdecode(path)), note="; ".join(notes.decode("utf-8", "replace").splitlines()))
@@ -87,6 +90,19 @@ def _give_up(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             pipe.close()
     threading.Thread(target=process.wait, name="publish reap", daemon=True).start()
+
+
+def _remove_partial(directory: Path, name: str, pid: int) -> None:
+    """What a copy that was killed has left; in a thread, as the disk may not answer."""
+
+    def remove() -> None:
+        with suppress(OSError):
+            for partial in directory.glob(f".{glob.escape(name)}.{pid}-*.partial"):
+                shutil.rmtree(partial, ignore_errors=True)
+
+    thread = threading.Thread(target=remove, name="remove partial", daemon=True)
+    thread.start()
+    thread.join(CHECK_DEADLINE_S)
 
 
 def _keep_locally(staged: Path, fallback: Path, name: str, problem: str) -> Published:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -264,6 +264,47 @@ def test_a_directory_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Mo
     assert time.monotonic() - begin < 5.0
     assert result.path == tmp_path / "fallback" / NAME
     assert "no answer" in result.problem
+
+
+def test_a_copy_that_is_killed_leaves_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = tmp_path / "python"
+    killed.write_text(f"#!/bin/sh\nmkdir -p {tmp_path}/bundles/.{NAME}.$$-1.partial/ranks\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(killed))
+    result = publish(staged(tmp_path / "s"), tmp_path / "bundles", NAME, tmp_path / "fallback", deadline_s=30.0)
+    assert (result.path, result.problem) == (tmp_path / "fallback" / NAME, "the copy ended with -9")
+    assert names(tmp_path / "bundles") == []
+
+
+def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> None:
+    """What it copies goes away with its parent's run directory, perhaps half of it before the copy has come to it."""
+    helper = str(Path(sys.modules["safelaunch"].__file__ or "").parent / "publish.py")
+    source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
+    (source / "large.bin").write_bytes(bytes(64 << 20))  # there is time to stop the copy
+    done = subprocess.run(
+        [sys.executable, "-c", STOPS_THE_COPY, helper, str(source), str(directory), NAME, "0", "0"],
+        check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert [name for name in names(directory) if not name.startswith(".")] == []
+    os.kill(int(done.stdout), signal.SIGCONT)
+    until(lambda: names(directory) == [])
+
+
+STOPS_THE_COPY = """
+import os, signal, subprocess, sys, time
+copy = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]], stdout=subprocess.DEVNULL)
+while not (os.path.isdir(sys.argv[3]) and os.listdir(sys.argv[3])):
+    time.sleep(0.0005)
+copy.send_signal(signal.SIGSTOP)
+print(copy.pid)
+"""
+
+
+def until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_comes_after_the_bundle_cannot_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
