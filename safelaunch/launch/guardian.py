@@ -1,9 +1,10 @@
 """The guardian: a tiny process that ends the job when the supervisor is killed.
 
-It knows the job by pid and start time: the agent it was made with, the workers that the agent wrote down, the orphans
-that the supervisor tells it of, and all that it has seen below these, looking every few seconds, because a rank that is
-killed together with the supervisor can no longer be asked for its children. It acts on these and on nothing else, and
-only when the pipe to the supervisor closes without the word that all is well.
+It is made before the job, so that there is no moment without it. It knows the job by pid and start time: the agent, of
+which it is told first, orphans, of which it is told as well, the workers that the agent wrote down, and all that it has
+seen below these, looking every few seconds, because a rank that is killed together with the supervisor can no longer be
+asked for its children. It acts on these and on nothing else, and only when the pipe to the supervisor closes without
+the word that all is well.
 
 The kernel's own parent-death signal is no substitute: it would end a rank before its children are known.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from safelaunch.launch import process
 from safelaunch.launch.process import ProcessId
 
-WELL = b"well\n"
+WELL = b"well"
 GRACE_S = 5.0
 LEAVES_S = 1.0  # for the guardian to end when all is well
 LOOK_EVERY_S = 2.0
@@ -35,13 +36,13 @@ class Guardian:
     pid: int
     pipe: int
 
-    def adopt(self, orphan: ProcessId) -> None:
-        """Tells the guardian of a process of the job that it could not find from the agent."""
-        self._write(f"{orphan.pid} {orphan.start_ticks}\n".encode())
+    def adopt(self, member: ProcessId) -> None:
+        """Tells the guardian of a process of the job: first the agent, then those that it could not find from there."""
+        self._write(f"{member.pid} {member.start_ticks}\n".encode())
 
     def dismiss(self) -> None:
         """The job has ended as it should: what it left behind on purpose stays."""
-        self._write(WELL)
+        self._write(WELL + b"\n")
         os.close(self.pipe)
         if not self._has_gone():  # stopped, by whatever: the end of the job does not wait for it
             os.kill(self.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
@@ -66,7 +67,7 @@ class Guardian:
             return  # the guardian itself was killed; a new one is made at the next look
 
 
-def start(agent: ProcessId, events: Path, run_dir: Path) -> Guardian:
+def start(events: Path, run_dir: Path) -> Guardian:
     """Forks the guardian. To be called while this process has one thread. Raises OSError when that is not possible."""
     read, write = os.pipe()
     pid = os.fork()
@@ -75,41 +76,47 @@ def start(agent: ProcessId, events: Path, run_dir: Path) -> Guardian:
         return Guardian(pid, write)
     try:
         os.close(write)
-        _guard(read, agent, events, run_dir)
+        _guard(read, events, run_dir)
     finally:
         os._exit(0)
 
 
-def _guard(pipe: int, agent: ProcessId, events: Path, run_dir: Path) -> None:
+def _guard(pipe: int, events: Path, run_dir: Path) -> None:
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # nobody's pipe may stay open because of us
         os.dup2(null, descriptor)
     keep = os.dup2(pipe, 3)
     os.closerange(4, 65536)
-    known = {agent}
-    told = b""
-    pause_s = 0.2
+    known: set[ProcessId] = set()
+    agent: ProcessId | None = None
+    rest = b""
+    next_look_s = time.monotonic() + 0.2
     while True:
-        if select.select([keep], [], [], pause_s)[0]:
+        if select.select([keep], [], [], max(0.0, next_look_s - time.monotonic()))[0]:
             chunk = os.read(keep, 65536)
-            told += chunk
-            if told.endswith(WELL):
-                return
             if not chunk:
                 break
-        begin = time.monotonic()
-        known = _job(known, told, events)
-        pause_s = max(LOOK_EVERY_S, LEAST_IDLE * (time.monotonic() - begin))
-    process.end_all(agent, lambda: tuple(_job(known, told, events)), grace_s=GRACE_S)
+            *lines, rest = (rest + chunk).split(b"\n")
+            if WELL in lines:
+                return
+            members = parse(line.decode("ascii", "replace") for line in lines)
+            known.update(members)
+            agent = agent or next(iter(members), None)
+        if (begin := time.monotonic()) >= next_look_s:
+            known = _job(known, events)
+            now = time.monotonic()
+            next_look_s = now + max(LOOK_EVERY_S, LEAST_IDLE * (now - begin))
+    if agent is not None:
+        process.end_all(agent, lambda: tuple(_job(known, events)), grace_s=GRACE_S)
     from shutil import rmtree
 
     rmtree(run_dir, ignore_errors=True)
 
 
-def _job(known: set[ProcessId], told: bytes, events: Path) -> set[ProcessId]:
-    """Every living process of the job: those known before, those told of, and all below them."""
-    roots = known | set(parse(told.decode("ascii", "replace").splitlines())) | set(parse(_workers(events)))
+def _job(known: set[ProcessId], events: Path) -> set[ProcessId]:
+    """Every living process of the job: those known before or told of, and all below them."""
+    roots = known | set(parse(_workers(events)))
     alive = {root for root in roots if root.is_alive()}
     return alive | set(process.descendants(root.pid for root in alive))
 

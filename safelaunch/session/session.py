@@ -18,14 +18,20 @@ def run(plan: Plan) -> int:
     directory = _prepare(plan)
     env = plan.env if directory is not None else _without_beacon(plan)
     mask = process.block_signals()
-    pid = process.start(plan.argv, env, mask)
+    watcher = _guardian(directory)
+    try:
+        pid = process.start(plan.argv, env, mask)
+    except OSError:
+        _leave(directory, watcher)
+        raise
     # From here on everything that is imported costs the job nothing.
     identity = process.identify(pid) or process.ProcessId(pid, 0)
+    if watcher is not None:
+        watcher.adopt(identity)
     if directory is None:
         return process.end_as(_only_forward(pid))
-    job = Job(plan, identity, directory, time.time())
     process.become_subreaper()
-    watcher = _guardian(job)
+    job = Job(plan, identity, directory, time.time())
     try:
         from safelaunch.session.supervise import Supervisor
 
@@ -34,18 +40,25 @@ def run(plan: Plan) -> int:
         say(f"a fault of safelaunch's own ended the watch; the job goes on ({type(error).__name__}: {error})")
         status = _only_forward(pid)
     finally:
-        from shutil import rmtree
-
-        rmtree(directory.root, ignore_errors=True)
-        if watcher is not None:
-            watcher.dismiss()
+        _leave(directory, watcher)
     return process.end_as(status)
 
 
-def _guardian(job: Job) -> guardian.Guardian | None:
-    assert job.run is not None
+def _leave(directory: RunPaths | None, watcher: guardian.Guardian | None) -> None:
+    """Nothing of ours is left: neither the run directory nor the guardian."""
+    from shutil import rmtree
+
+    if directory is not None:
+        rmtree(directory.root, ignore_errors=True)
+    if watcher is not None:
+        watcher.dismiss()
+
+
+def _guardian(directory: RunPaths | None) -> guardian.Guardian | None:
+    if directory is None:
+        return None
     try:
-        return guardian.start(job.agent, job.run.agent_events, job.run.root)
+        return guardian.start(directory.agent_events, directory.root)
     except OSError as error:
         say(f"no guardian ({error.strerror or error}): if safelaunch is killed with kill -9, parts of the job may stay")
         return None
