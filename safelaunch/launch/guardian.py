@@ -64,7 +64,7 @@ class Guardian:
         try:
             os.write(self.pipe, data)
         except OSError:
-            return  # the guardian itself was killed; a new one is made at the next look
+            return  # the guardian was killed: what is left is the signal that torchrun gets at our death
 
 
 def start(events: Path, run_dir: Path) -> Guardian:

@@ -14,9 +14,9 @@ from row import PROPERTY, Row, run
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
-def test_a_fault_loses_nothing(row: Row, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    outcome = run(row, tmp_path)
+def test_a_fault_loses_nothing(fault_row: Row, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    outcome = run(fault_row, tmp_path)
     record_property(PROPERTY, outcome.cells())
     if outcome.skipped:
         pytest.skip(outcome.skipped)
-    assert outcome.wrong == (), f"{row.name}\n{outcome.stderr}"
+    assert outcome.wrong == (), f"{fault_row.name}\n{outcome.stderr}"
