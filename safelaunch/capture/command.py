@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from safelaunch.errors import CaptureError
 
 MAX_OUTPUT_BYTES = 64 << 20
 GRACE_S = 0.5  # for a killed helper to be reaped; one that is stuck in the kernel is left to a thread
+
+# Told of each helper's pid at its start. The supervisor tells its guardian: when we are killed, nobody else keeps the
+# deadline of a helper that hangs.
+tell_guardian: Callable[[int], None] = lambda pid: None  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
         )
     except OSError as error:
         raise CaptureError(f"cannot start {argv[0]}: {error.strerror or error}") from error
+    tell_guardian(process.pid)
     readers = [_Reader(process.stdout), _Reader(process.stderr)]
     for reader in readers:  # the ends of the pipes come first: waiting for them, unlike for a pid, needs no polling
         reader.thread.join(_left(begin, deadline_s))

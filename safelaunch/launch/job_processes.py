@@ -34,6 +34,12 @@ class JobProcesses:
                 self._orphans.add(orphan)
                 self._guardian.adopt(orphan)
 
+    def adopt_helper(self, pid: int) -> None:
+        """A program that we run for ourselves: the guardian ends it, too, when we are killed."""
+        helper = process.identify(pid)
+        if helper is not None and self._guardian is not None:
+            self._guardian.adopt(helper)
+
     def _not_the_jobs(self) -> list[int]:
         return [*([self._guardian.pid] if self._guardian is not None else []), *process.helpers()]
 

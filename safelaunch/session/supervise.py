@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 
+from safelaunch.capture import command
 from safelaunch.console import say
 from safelaunch.launch import process
 from safelaunch.launch.forward import Forwarder
@@ -76,6 +77,7 @@ class Supervisor:
         assert job.run is not None
         self._job = job
         self._processes = JobProcesses(job.agent, watcher)
+        command.tell_guardian = self._processes.adopt_helper
         self._forwarder = Forwarder(job.agent.pid)
         settings = job.plan.settings
         self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds_of(settings))
