@@ -62,7 +62,7 @@ def collect_node(
 
 def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:
     """What torch, NCCL and the beacons left in the run directory: their own dumps and logs."""
-    for path in sorted((run_dir / "flight_recorder").iterdir()):
+    for path in sorted((run_dir / "flight_recorder").glob("*")):  # a cleaner of /tmp may have been here
         dump = "trace_rank" in path.name
         place = f"flight_recorder/{path.name}" if dump else f"{folder}/{path.name}"
         staging.add_file(Artifact(place, "written by the job", 0.0), path, dump=dump)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fault_processes import STOPPED_S
 from jobs import PROGRAMS
-from row import HUNG, KILLED, NAMED, RESTARTS, TRAINS, Promise, Row
+from row import HUNG, KILLED, NAMED, RESTARTS, TRAINS, Promise, Row, nothing
 from scene import RESTARTING, TRAINING, Kind, Scene, Setting, at_suspicion, at_training, goes_on, pass_time
 
 from safelaunch.process import identify
@@ -40,7 +40,7 @@ def _needs_gcc() -> str:
     return "" if shutil.which("gcc") else "needs gcc"
 
 
-def jump(seconds: float, then: Callable[[Scene], None] = lambda scene: None) -> Callable[[Scene], None]:
+def jump(seconds: float, then: Callable[[Scene], None]) -> Callable[[Scene], None]:
     def inject(scene: Scene) -> None:
         with (scene.scratch / "offset").open("r+b") as file:
             file.write(struct.pack("q", int(seconds)))
@@ -126,18 +126,17 @@ def _end_with(scenes: list[Scene], codes: list[int]) -> None:
 ROWS = [
     *(
         Row(f"clock jumps an hour {way}", at, promise, jump(seconds, then), kind, clock_of_its_own, _needs_gcc)
-        for way, seconds in (("ahead", HOUR_S), ("back", -HOUR_S))
-        for at, promise, then, kind in (
-            ("ranks' start", TRAINS, goes_on, TRAINING),
-            ("training", TRAINS, goes_on, TRAINING),
-            ("suspicion", NAMED, lambda scene: None, TRAINING),
-            ("capture", NAMED, lambda scene: None, TRAINING),
-            ("writing", NAMED, lambda scene: None, TRAINING),
-            ("restart", RESTARTS, lambda scene: None, RESTARTING),
+        for way, seconds, at, promise, then, kind in (
+            ("ahead", HOUR_S, "ranks' start", TRAINS, goes_on, TRAINING),
+            ("back", -HOUR_S, "training", TRAINS, goes_on, TRAINING),
+            ("ahead", HOUR_S, "suspicion", NAMED, nothing, TRAINING),
+            ("back", -HOUR_S, "capture", NAMED, nothing, TRAINING),
+            ("ahead", HOUR_S, "writing", NAMED, nothing, TRAINING),
+            ("back", -HOUR_S, "restart", RESTARTS, nothing, RESTARTING),
         )
     ),
     *(Row("all is suspended for a while", at, TRAINS, suspend) for at in ("ranks' start", "training")),
-    *(Row("all is suspended for a while", at, NAMED, suspend) for at in ("suspicion", "capture", "writing")),
+    *(Row("all is suspended for a while", at, NAMED, suspend) for at in ("suspicion", "writing")),
     Row("all is suspended for a while", "restart", RESTARTS, suspend, RESTARTING),
     Row("8 runs at once, all finish", "training", TRAINS, with_others(all_finish), ALONE),
     Row("8 runs at once, all hang", "training", Promise((HUNG,), (8, 8), (0,)), with_others(all_hang), ALONE),

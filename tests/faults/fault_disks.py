@@ -219,14 +219,15 @@ ROWS = [
     Row(DEAD, "before", REFUSED, arrange=bundles_on_a_dead_disk, needs=_needs_fuse),
     *(
         Row(name, at, LOCAL, then(fault) if at == "training" else fault, arrange=arrange, needs=needs)
-        for name, fault, arrange, needs in (
-            ("bundle directory becomes read-only", make_read_only, bundles_on_a_disk, _needs_mounts),
-            ("bundle directory fills up", fill_bundles, bundles_on_a_disk, _needs_mounts),
-            ("bundle directory becomes a FIFO", replace_by_a_fifo, bundles_in_a_directory, lambda: ""),
-            ("bundle directory becomes a file", replace_by_a_file, bundles_in_a_directory, lambda: ""),
+        for name, fault, arrange, needs, moments in (
+            ("bundle directory becomes read-only", make_read_only, bundles_on_a_disk, _needs_mounts,
+             ("training", "capture")),
+            ("bundle directory fills up", fill_bundles, bundles_on_a_disk, _needs_mounts, ("training", *HANGS)),
+            ("bundle directory becomes a FIFO", replace_by_a_fifo, bundles_in_a_directory, lambda: "",
+             ("training", "writing")),
+            ("bundle directory becomes a file", replace_by_a_file, bundles_in_a_directory, lambda: "", ("suspicion",)),
         )
-        for at in ("training", *HANGS)
-        if (name, at) != ("bundle directory becomes read-only", "writing")  # a file is open for writing there
+        for at in moments
     ),
     *(
         Row("bundle directory is removed", at, NAMED, then(remove_bundles) if at == "training" else remove_bundles,

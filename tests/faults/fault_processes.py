@@ -143,11 +143,10 @@ def _killed() -> list[Row]:
         *(Row("kill -9 safelaunch", at, dies.get(at, DIES), kill("safelaunch"), _kind_at(at))
           for at in ("launch", *before, *after)),
         *(Row("kill -9 guardian", at, _promised(at), kill("guardian"), _kind_at(at)) for at in (*before, *after)),
-        *(Row("kill -9 guardian, then safelaunch", at, DIES, kill("guardian", "safelaunch")) for at in before),
+        Row("kill -9 guardian, then safelaunch", "training", DIES, kill("guardian", "safelaunch")),
         *(Row("kill -9 torchrun agent", at, agent.get(at, DIES), kill("agent"), _kind_at(at))
           for at in (*before, *after)),
-        *(Row("kill -9 agent, then safelaunch", at, DIES, kill("agent", "safelaunch"))
-          for at in ("training", "capture")),
+        Row("kill -9 agent, then safelaunch", "training", DIES, kill("agent", "safelaunch")),
         Row("kill -9 rank", "ranks' start", CRASHES, kill("rank")),
         Row("kill -9 rank", "training", replace(CRASHES, causes=("rank-killed",)), kill("rank")),
         Row("kill -9 rank", "suspicion", crash_at_suspicion, kill("rank")),
@@ -155,11 +154,9 @@ def _killed() -> list[Row]:
         Row("kill -9 rank", "writing", hung_or_crashed, kill("rank")),
         Row("kill -9 rank", "new attempt", Promise((0,), (2, 2), (0,), trains=True), kill("rank"), RESTARTING),
         Row("kill -9 waiting rank", "capture", replace(hung_or_crashed, causes=("stuck-in-user-code",)), kill("peer")),
-        Row("kill -9 waiting rank", "writing", replace(hung_or_crashed, causes=("stuck-in-user-code",)), kill("peer")),
         Row("kill -9 DataLoader worker", "ranks' start", CRASHES, kill("worker"), LOADING),
         Row("kill -9 DataLoader worker", "training", CRASHES, kill("worker"), LOADING),
         Row("kill -9 DataLoader worker", "suspicion", crash_at_suspicion, kill("worker"), LOADING),
-        Row("kill -9 DataLoader worker", "capture", hung_or_crashed, kill("worker"), LOADING),
         Row("kill -9 DataLoader worker", "writing", hung_or_crashed, kill("worker"), LOADING),
         Row("kill -9 py-spy", "suspicion", NAMED, kill("py-spy")),
         Row("kill -9 py-spy", "training", LIVE, dump_with_py_spy(signal.SIGKILL)),
@@ -170,28 +167,29 @@ def _killed() -> list[Row]:
 def _stopped() -> list[Row]:
     stopped_rank = replace(NAMED, causes=("rank-stopped",))
     stuck_worker = replace(NAMED, causes=("data-loading",))
-    before, after = ("start-up", "training"), ("suspicion", "capture", "writing", "restart")
+    before = ("start-up", "training")
     return [
         *(Row("SIGSTOP safelaunch, SIGCONT", at, _promised(at), stop_a_while("safelaunch"), _kind_at(at))
-          for at in (*before, *after)),
+          for at in (*before, "suspicion", "writing", "restart")),
         Row("SIGSTOP safelaunch beyond the end", "training", TRAINS, stop_beyond_the_end("safelaunch")),
-        *(Row("SIGSTOP guardian", at, _promised(at), stop("guardian"), _kind_at(at)) for at in (*before, *after)),
-        *(Row("SIGSTOP guardian, kill -9 safelaunch", at, DIES, stop_and_kill) for at in before),
+        *(Row("SIGSTOP guardian", at, _promised(at), stop("guardian"), _kind_at(at))
+          for at in ("training", "suspicion", "writing", "restart")),
+        Row("SIGSTOP guardian, kill -9 safelaunch", "training", DIES, stop_and_kill),
         *(Row("SIGSTOP torchrun agent, SIGCONT", at, _promised(at), stop_a_while("agent"), _kind_at(at))
-          for at in (*before, "restart")),
+          for at in ("training", "restart")),
         Row("SIGSTOP torchrun agent beyond the end", "training", TRAINS, stop_beyond_the_end("agent")),
         *(Row("SIGSTOP torchrun agent", at, NAMED, stop("agent")) for at in HANGS),
         Row("SIGSTOP rank", "ranks' start", NAMED, stop("rank"), IMPATIENT),
         Row("SIGSTOP rank", "training", stopped_rank, stop("rank")),
         Row("SIGSTOP rank, SIGCONT", "training", TRAINS, stop_a_while("rank", "peer")),
-        *(Row("SIGSTOP rank", at, NAMED, stop("rank")) for at in ("capture", "writing")),
-        Row("SIGSTOP rank", "suspicion", NAMED, stop("rank")),
+        *(Row("SIGSTOP rank", at, NAMED, stop("rank")) for at in ("suspicion", "writing")),
         Row("SIGSTOP waiting rank", "suspicion", replace(NAMED, culprits=None), stop("peer")),
-        *(Row("SIGSTOP waiting rank", at, NAMED, stop("peer")) for at in ("capture", "writing")),
+        Row("SIGSTOP waiting rank", "capture", NAMED, stop("peer")),
         Row("SIGSTOP rank", "new attempt", Promise((0,), (2, 2), (0,), trains=True), stop("rank"),
             RESTARTING_IMPATIENTLY),
         Row("SIGSTOP DataLoader worker", "training", stuck_worker, stop("worker"), LOADING),
-        *(Row("SIGSTOP DataLoader worker", at, stuck_worker, stop("worker"), LOADING) for at in HANGS),
+        *(Row("SIGSTOP DataLoader worker", at, stuck_worker, stop("worker"), LOADING)
+          for at in ("suspicion", "writing")),
         Row("SIGSTOP py-spy", "suspicion", NAMED, stop("py-spy")),
         Row("SIGSTOP py-spy", "training", LIVE, dump_with_py_spy(signal.SIGSTOP)),
         Row("SIGSTOP copy of the bundle", "writing", replace(NAMED, kept_locally=True), hold_the_copy),

@@ -32,12 +32,12 @@ def and_hangs(scene: Scene) -> None:
 
 
 def _oddities() -> list[Row]:
-    both = ("ignores SIGTERM", "chdirs", "changes its title", "unsets its environment")
+    any_time = ("ignores SIGTERM", "chdirs", "changes its title", "unsets its environment")
     at_start = ("forks and exits", "closes descriptors")
-    cases = [(what, when) for what in both for when in ("start-up", "training")] + [
-        (what, "start-up") for what in at_start
+    rows = [
+        Row(f"rank {what}", "start-up", TRAINS, and_goes_on, _odd(what, "start-up")) for what in (*any_time, *at_start)
     ]
-    rows = [Row(f"rank {what}", when, TRAINS, and_goes_on, _odd(what, when)) for what, when in cases]
+    cases = [*((what, "training") for what in any_time), *((what, "start-up") for what in at_start)]
     rows += [Row(f"rank {what}, then hangs", when, NAMED, and_hangs, _odd(what, when)) for what, when in cases]
     # Its connections are gone, or nobody serves them any more: a crash of the job's own, or a hang.
     rows += [
@@ -92,13 +92,12 @@ def _pages() -> list[Row]:
     for name, data in DAMAGE.items():
         fault = f"progress page corrupted ({name})"
         rows += [
-            Row(fault, "ranks' start", TRAINS, damage(data)),
             Row(fault, "training", TRAINS, damage(data)),
             Row(f"{fault}, then a hang", "training", NAMED, damage(data, hang)),
-            Row(fault, "suspicion", NAMED, damage(data, nothing_more)),
-            Row(fault, "capture", NAMED, damage(data, nothing_more)),
         ]
-    return rows
+    fault, data = "progress page corrupted (noise)", DAMAGE["noise"]
+    rows.append(Row(fault, "ranks' start", TRAINS, damage(data)))
+    return rows + [Row(fault, at, NAMED, damage(data, nothing_more)) for at in ("suspicion", "capture")]
 
 
 ROWS = [*_oddities(), *_pages()]

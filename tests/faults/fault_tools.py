@@ -103,6 +103,7 @@ FAULTS = {
     "never stops talking": flooding,
 }
 
+LATER = ("missing", "hanging", "denied")
 WITHOUT = replace(NAMED, said=("no stack could be read",))
 ROWS = [
     *(
@@ -112,9 +113,9 @@ ROWS = [
     ),
     *(
         Row(f"py-spy {name} from now on", at, NAMED, _broken(fault), arrange=_arranged(None), needs=_needs)
-        for at in ("training", "suspicion", "capture")
+        for at, names in (("training", ("missing",)), ("suspicion", LATER), ("capture", ("missing",)))
         for name, fault in FAULTS.items()
-        if at == "suspicion" or name in ("missing", "hanging")
+        if name in names
     ),
     Row("py-spy hanging, kill -9 safelaunch", "suspicion", DIES, kill("safelaunch"), arrange=_arranged(hanging),
         needs=_needs),

@@ -14,6 +14,7 @@ from typing import Any
 from jobs import Bundle, Result
 from scene import MOMENTS, TRAINING, Kind, Scene, Setting, let_the_copy_go_on
 
+import safelaunch
 from safelaunch.paths import run_root
 
 KILLED = -9
@@ -176,7 +177,7 @@ def judge(row: Row, scene: Scene, result: Result) -> Outcome:
     wrong = [f"left behind: {what}" for what in left]
     if result.code not in promise.codes:
         wrong.append(f"exit code {result.code}, not {' or '.join(map(str, promise.codes))}")
-    if "safelaunch/" in result.stderr and "Traceback" in result.stderr:
+    if any(str(Path(safelaunch.__file__).parent) in frame for frame in _innermost_frames(result.stderr)):
         wrong.append("a traceback of safelaunch's own")
     if "a fault of safelaunch's own" in result.stderr or "a source of evidence failed" in result.stderr:
         wrong.append("a fault of safelaunch's own")
@@ -196,6 +197,12 @@ def judge(row: Row, scene: Scene, result: Result) -> Outcome:
         shutil.rmtree(bundle.path)
     shown = f"{len(bundles)} {where}".strip() if bundles else "0"
     return Outcome(row, tuple(wrong), "", result.code, len(left), shown, verdict, 0.0, result.stderr)
+
+
+def _innermost_frames(stderr: str) -> list[str]:
+    """Where each exception that is shown was raised; the launcher's and the script's may be."""
+    shown = stderr.split("Traceback (most recent call last):")[1:]
+    return [next((line for line in reversed(text.splitlines()) if line.startswith('  File "')), "") for text in shown]
 
 
 def _bundles(scene: Scene, result: Result, promise: Promise) -> tuple[list[Bundle], str]:
