@@ -11,6 +11,7 @@ from dataclasses import replace
 from row import CRASHES, DIES, HUNG, KILLED, NAMED, RESTARTS, TRAINS, Promise, Row
 from scene import LOADING, RESTARTING, TRAINING, Kind, Scene, pass_time, safelaunch_command
 
+from safelaunch.paths import sweep
 from safelaunch.process import ProcessId
 
 STOPPED_S = 6.5  # longer than the gap that the watch takes for a suspended machine
@@ -44,6 +45,12 @@ def kill(*roles: str) -> Callable[[Scene], None]:
             victim.send(signal.SIGKILL)
 
     return inject
+
+
+def kill_both(scene: Scene) -> None:
+    """Nobody is left to remove the run directory: the next run does."""
+    kill("guardian", "safelaunch")(scene)
+    scene.setting.release.append(lambda: sweep(scene.job.runtime / "safelaunch"))
 
 
 def stop(*roles: str) -> Callable[[Scene], None]:
@@ -143,7 +150,7 @@ def _killed() -> list[Row]:
         *(Row("kill -9 safelaunch", at, dies.get(at, DIES), kill("safelaunch"), _kind_at(at))
           for at in ("launch", *before, *after)),
         *(Row("kill -9 guardian", at, _promised(at), kill("guardian"), _kind_at(at)) for at in (*before, *after)),
-        Row("kill -9 guardian, then safelaunch", "training", DIES, kill("guardian", "safelaunch")),
+        Row("kill -9 guardian, then safelaunch", "training", DIES, kill_both),
         *(Row("kill -9 torchrun agent", at, agent.get(at, DIES), kill("agent"), _kind_at(at))
           for at in (*before, *after)),
         Row("kill -9 agent, then safelaunch", "training", DIES, kill("agent", "safelaunch")),

@@ -235,6 +235,7 @@ def at_writing(scene: Scene) -> None:
     scene.steer("hang")
     copy = scene.wait_for(lambda: scene.helper("publish.py"), "the copy")
     copy.send(signal.SIGSTOP)
+    scene.until(copy.is_stopped, "the copy to stop", poll_s=FAST_S)
 
 
 def at_restart(scene: Scene) -> None:
@@ -280,7 +281,7 @@ def goes_on(scene: Scene) -> None:
 def let_the_copy_go_on(scene: Scene) -> None:
     """Ends the hold of ``at_writing``."""
     for process in scene.seen:
-        if process.is_stopped() and b"publish.py" in command(process.pid):
+        if b"publish.py" in command(process.pid):
             process.send(signal.SIGCONT)
 
 
