@@ -234,7 +234,7 @@ ROWS = [
             arrange=bundles_in_a_directory)
         for at in ("training", "suspicion", "capture")
     ),
-    Row("bundle directory is removed", "writing", LOCAL, remove_bundles, arrange=bundles_in_a_directory),
+    Row("bundle directory is removed", "writing", LOCAL, remove_bundles, arrange=bundles_in_a_directory),  # half a copy
     *(
         Row(DEAD, at, LOCAL, then(kill_the_disk) if at == "training" else kill_the_disk,
             arrange=bundles_on_a_mortal_disk, needs=_needs_fuse)

@@ -230,12 +230,17 @@ def at_capture(scene: Scene) -> None:
 
 
 def at_writing(scene: Scene) -> None:
-    """The copy into the bundle directory is under way. It is held, as it may take less than a tenth of a second."""
+    """The copy into the bundle directory has begun. It is held there, as it may take less than a tenth of a second."""
     at_training(scene)
     scene.steer("hang")
     copy = scene.wait_for(lambda: scene.helper("publish.py"), "the copy")
-    copy.send(signal.SIGSTOP)
-    scene.until(copy.is_stopped, "the copy to stop", poll_s=FAST_S)
+    while True:  # a millisecond at a time
+        copy.send(signal.SIGSTOP)
+        scene.until(copy.is_stopped, "the copy to stop", poll_s=FAST_S)
+        if list(scene.job.bundle_dir.glob(".*.partial")):
+            return
+        copy.send(signal.SIGCONT)
+        time.sleep(FAST_S)
 
 
 def at_restart(scene: Scene) -> None:
