@@ -3,8 +3,9 @@
     python scripts/compat.py                            # 2.6.0, 2.9.1 and 2.13.0
     python scripts/compat.py --torch 2.7.1 --keep DIR   # one version; environments stay in DIR for the next time
 
-What is installed is the wheel, as a user would have it. The builds of older versions take gigabytes: not for CI. Where
-pip finds a build without CUDA, that does as well: ``PIP_INDEX_URL`` and ``PIP_EXTRA_INDEX_URL`` count as ever.
+What is installed is the wheel, as a user would have it, and the tests run from a copy in which there is no other
+safelaunch. The builds of older versions take gigabytes: not for CI. Where pip finds a build without CUDA, that does as
+well: ``PIP_INDEX_URL`` and ``PIP_EXTRA_INDEX_URL`` count as ever.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,12 +38,50 @@ SMOKE = (
     "tests/integration/test_hangs.py",
     "tests/integration/test_restart.py",
 )
-HANGS = "asleep or mismatch or init or worker or lock or gil or p2p"
+HANGS = (
+    "asleep", "read-fifo", "busy-python", "stops-itself", "gil", "all-gather", "barrier", "init-asleep",
+    "loader-asleep", "loader-lock", "lock-order", "group-order", "recv-recv", "uneven-barrier", "symmetric",
+)  # fmt: skip
+# What a rank of this torch offers without a preset: who tells of a gloo collective, C++ threads or only Python?
 PROBE = """
-import json, torch, torch.distributed as dist
+import json, os, pickle, socket, sys, tempfile
+import torch, torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-print(json.dumps({"torch": torch.__version__, "worker server": hasattr(c10d, "_WorkerServer"),
-                  "fr json": hasattr(c10d, "_dump_fr_trace_json"), "fr": hasattr(c10d, "_dump_fr_trace")}))
+
+def ask(path, handler):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(path)
+        connection.sendall(f"POST /handler/{handler} HTTP/1.1\\r\\nContent-Length: 0\\r\\n"
+                           "Connection: close\\r\\n\\r\\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\\r\\n\\r\\n")
+    return body if head.split()[1] == b"200" else b"{}"
+
+scratch = tempfile.mkdtemp(dir="/tmp")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+server = hasattr(c10d, "_WorkerServer") and c10d._WorkerServer(scratch + "/s")
+if server and json.loads(ask(scratch + "/s", "fr_trace_json")).get("entries"):
+    gloo = "yes"
+else:
+    dump = getattr(c10d, "_dump_fr_trace", None)
+    gloo = "only to Python" if dump and pickle.loads(dump()).get("entries") else "no"
+print(json.dumps({
+    "python": sys.version.split()[0], "torch": torch.__version__, "gloo": gloo,
+    "server": ("own handlers" if hasattr(c10d, "_register_handler") else "yes") if server else "no",
+}), flush=True)
+__import__("shutil").rmtree(scratch)
+os._exit(0)
+"""
+# Beside the tests: they test what is installed, or nothing.
+CONFTEST = """
+import sys
+from pathlib import Path
+import pytest, safelaunch
+
+if not Path(safelaunch.__file__).is_relative_to(Path(sys.prefix, "lib")):
+    pytest.exit(f"this is not the installed safelaunch: {safelaunch.__file__}", 3)
 """
 
 
@@ -50,7 +90,7 @@ class Outcome:
     """One version: what torch can, and how the smoke set went. ``problem``: why it could not be run."""
 
     version: str
-    features: dict[str, object] = field(default_factory=dict)
+    features: dict[str, str] = field(default_factory=dict)
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -64,15 +104,29 @@ def main() -> int:
     parser.add_argument("--torch", action="append", metavar="VERSION", help=f"one version ({', '.join(VERSIONS)})")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="make the environments here, and leave them")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that makes the environments")
-    parser.add_argument("--hangs", default=HANGS, help="which hangs, as pytest's -k (the whole zoo: '')")
+    parser.add_argument("--all-hangs", action="store_true", help="the whole zoo of hangs, not a choice of it")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="files of tests at once (%(default)s)")
+    parser.add_argument("--only", default="", metavar="EXPRESSION", help="a choice of the tests, as pytest's -k")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the outcomes")
     words = parser.parse_args()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="compat-") as scratch:
+        place = (words.keep or Path(scratch)).absolute()
+        place.mkdir(parents=True, exist_ok=True)
         wheel = build_wheel(words.python, Path(scratch))
+        tests = copy_tests(Path(scratch) / "apart")
         for version in words.torch or VERSIONS:
-            outcomes.append(check(version, wheel, words.keep or Path(scratch), words.python, words.hangs))
-            print(row(outcomes[-1]), flush=True)
+            outcome = Outcome(version)
+            begin = time.monotonic()
+            try:
+                python = prepare(version, wheel, place, words.python)
+                outcome.features = json.loads(run([str(python), "-c", PROBE]).splitlines()[-1])
+                smoke(python, tests, words, outcome, place / f"torch-{version}.txt")
+            except RuntimeError as error:
+                outcome.problem = str(error)
+            outcome.seconds = round(time.monotonic() - begin, 1)
+            outcomes.append(outcome)
+            print("\n".join([row(outcome), *(f"    {name}" for name in outcome.failures)]), flush=True)
     print("\n".join(table(outcomes)))
     if words.json is not None:
         words.json.write_text(json.dumps([vars(outcome) for outcome in outcomes], indent=1) + "\n")
@@ -84,47 +138,47 @@ def build_wheel(python: str, scratch: Path) -> Path:
     return next(scratch.glob("safelaunch-*.whl"))
 
 
-def check(version: str, wheel: Path, place: Path, python: str, hangs: str) -> Outcome:
-    """Makes the environment where it is not there yet, and runs the smoke set in it."""
-    outcome = Outcome(version)
-    begin = time.monotonic()
+def copy_tests(apart: Path) -> Path:
+    """The tests and their settings, in a directory without the package: nothing of the checkout can be imported."""
+    shutil.copytree(ROOT / "tests", apart / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", apart)
+    (apart / "tests" / "conftest.py").write_text(CONFTEST)
+    return apart
+
+
+def prepare(version: str, wheel: Path, place: Path, python: str) -> Path:
+    """The interpreter of the environment of this version: made where it is not there yet, and with the new wheel."""
     home = place / f"torch-{version}"
     inside = home / "bin" / "python"
-    try:
-        if not inside.exists():
-            run([python, "-m", "venv", str(home)])
-        if (
-            run([str(inside), "-c", "import torch; print(torch.__version__)"], may_fail=True).split("+")[0].strip()
-            != version
-        ):
-            run([str(inside), "-m", "pip", "install", "-q", f"torch=={version}"])
-        run([str(inside), "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", str(wheel)])
-        run([str(inside), "-m", "pip", "install", "-q", f"{wheel}[test]"])
-        outcome.features = json.loads(run([str(inside), "-c", PROBE]))
-        smoke(inside, hangs, outcome)
-    except RuntimeError as error:
-        outcome.problem = str(error)
-    outcome.seconds = round(time.monotonic() - begin, 1)
-    return outcome
+    if not inside.exists():
+        run([python, "-m", "venv", str(home)])
+    there = run([str(inside), "-c", "import torch; print(torch.__version__)"], may_fail=True)
+    if there.split("+")[0].strip() != version:
+        run([str(inside), "-m", "pip", "install", "-q", f"torch=={version}"])
+    run([str(inside), "-m", "pip", "install", "-q", f"{wheel}[test]"])
+    run([str(inside), "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", str(wheel)])
+    return inside
 
 
-def smoke(python: Path, hangs: str, outcome: Outcome) -> None:
-    """pytest over the smoke set, from a directory in which the checkout's own package is not importable."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    for files, only in (
-        ([name for name in SMOKE if "test_hangs" not in name], ""),
-        (["tests/integration/test_hangs.py"], hangs),
-    ):
-        command = [str(python), "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
-        command += ["-k", only] if only else []
-        done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
-        outcome.passed += counts.get("passed", 0)
-        outcome.failed += counts.get("failed", 0) + counts.get("error", 0)
-        outcome.skipped += counts.get("skipped", 0)
-        outcome.failures += re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        if not counts:
-            raise RuntimeError(f"pytest ran nothing: {(done.stdout + done.stderr)[-800:]}")
+def smoke(python: Path, tests: Path, words: argparse.Namespace, outcome: Outcome, log: Path) -> None:
+    """pytest over the smoke set; what it says is kept in ``log``."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadfile"]
+    command += ["-n", str(words.workers)]
+    hangs = "" if words.all_hangs else "not test_hangs.py or " + " or ".join(f"[{name}-" for name in HANGS)
+    chosen = " and ".join(f"({part})" for part in (hangs, words.only) if part)
+    command += ["-k", chosen] if chosen else []
+    with log.open("w") as file:
+        subprocess.run([*command, *SMOKE], cwd=tests, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
+    said = log.read_text(errors="replace")
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", said[-400:])}
+    if not counts:
+        raise RuntimeError(f"pytest ran nothing: {said[-800:]}")
+    outcome.passed = counts.get("passed", 0)
+    outcome.failed = counts.get("failed", 0) + counts.get("error", 0)
+    outcome.skipped = counts.get("skipped", 0)
+    outcome.failures = re.findall(r"^((?:FAILED|ERROR) tests/.*)", said, re.MULTILINE)
 
 
 def run(command: list[str], *, may_fail: bool = False) -> str:
@@ -135,14 +189,18 @@ def run(command: list[str], *, may_fail: bool = False) -> str:
 
 
 def row(outcome: Outcome) -> str:
-    can = [name for name, there in outcome.features.items() if there is True]
+    seen = [outcome.features.get(name, "?") for name in ("python", "server", "gloo")]
     result = outcome.problem or f"{outcome.passed} passed, {outcome.failed} failed, {outcome.skipped} skipped"
-    return f"{outcome.version:<9}{', '.join(can) or '-':<32}{result} ({outcome.seconds:.0f} s)"
+    return f"| {outcome.features.get('torch', outcome.version)} | {' | '.join(seen)} | {result} |"
 
 
 def table(outcomes: list[Outcome]) -> list[str]:
-    lines = ["", f"{'torch':<9}{'has':<32}smoke set", *map(row, outcomes)]
-    return [*lines, *(f"  {outcome.version}: {name}" for outcome in outcomes for name in outcome.failures)]
+    head = [
+        "",
+        "| torch | Python | worker server | its Flight Recorder tells of gloo | smoke set |",
+        "|---|---|---|---|---|",
+    ]
+    return [*head, *map(row, outcomes)]
 
 
 if __name__ == "__main__":
