@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,20 @@ SECRETS = {
 }
 SECRET_VALUES = (SECRETS["WANDB_API_KEY"], SECRETS["HF_TOKEN"], "correct-horse-battery")
 PATIENCE_S = 150.0
+
+
+@cache
+def port_of_its_own() -> dict[str, str]:
+    """Variables that let several jobs run on one node at once, as torchrun does by itself since it draws a free port.
+
+    Before, a job without ``--standalone`` took the one port 29500; the variables ask for what became the default.
+    """
+    from torch.distributed.run import get_args_parser
+
+    if get_args_parser().get_default("master_port") is None:
+        return {}
+    run = "0123abcd-0123-4567-89ab-0123456789ab"  # torchrun draws one; it is part of the names of its logs
+    return {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0", "PET_RDZV_ID": run}
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,7 @@ class Job:
         self.tag = uuid.uuid4().hex
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_"))}
         environ |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": os.fspath(self.runtime), TAG: self.tag, **SECRETS}
+        environ |= port_of_its_own()
         for name, value in (env or {}).items():
             environ.pop(name, None)
             if value is not None:

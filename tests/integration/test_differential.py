@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import port_of_its_own
 
 pytestmark = pytest.mark.torch
 
@@ -215,7 +216,8 @@ class Twins:
     def environ(self, tag: str, more: Mapping[str, str]) -> dict[str, str]:
         strange = ("SAFELAUNCH_", "PYTEST_", "PET_", "TORCHELASTIC_", "PYTHON", "_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-        return {**kept, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": os.fspath(self.runtime), TAG: tag, **more}
+        ours = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": os.fspath(self.runtime), TAG: tag}
+        return {**kept, **port_of_its_own(), **ours, **more}
 
     def finish(self, runs: list[Run]) -> tuple[Run, Run]:
         """Both ended, their output read, nothing left of either."""
