@@ -14,7 +14,7 @@ from safelaunch.capture.parallel import gather
 from safelaunch.capture.result import Result
 
 LOOK_DEADLINE_S = 6.0
-NATIVE_DEADLINE_S = 5.0
+NATIVE_DEADLINE_S = 8.0  # a build for CUDA has a few times the symbols
 ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
 
