@@ -75,6 +75,12 @@ def in_torch(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
     return bool(inner) and "/torch/" in normal(inner[0].file) and not loader_wait(frames, code_roots)
 
 
+def in_backward(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """The thread is in C++ under ``backward()``: in no hook of Python's."""
+    inner, _ = user_part(frames, code_roots)
+    return bool(inner) and _in(inner[0], "torch/autograd/graph.py", "torch/autograd/__init__.py")
+
+
 def loader_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
     """The thread waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``)."""
     inner, _ = user_part(frames, code_roots)

@@ -235,12 +235,32 @@ def _quiet_wait(rank: RankEvidence, view: View, pending: list[Collective]) -> Pe
     if seen is not None and not wait.busy:
         entry = _entry_for(None, pending, view.user_frame, rank) if seen.kind == "collective" else None
         return _from_entry(rank, entry, view.user_frame) if entry else _from_stack(view, seen)
+    if not pending and wait.kind == "lock" and _backward_without_a_record(rank, view):
+        return _of_backward(view)
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
         return None
     inner, mine = fr.user_part(view.frames, rank.code_roots)
     if calls.in_torch(view.frames, rank.code_roots) or (mine is not None and not inner):
         return _from_entry(rank, pending[0], mine)
     return None
+
+
+def _backward_without_a_record(rank: RankEvidence, view: View) -> bool:
+    """A backward pass that rests, where neither C frames nor a Flight Recorder can say on what.
+
+    torch before 2.13 lets nobody outside see gloo's collectives, and reading C frames takes its time. What a backward
+    pass rests on without a Python frame of a hook inside it is its gradients' reduction, as good as always.
+    """
+    recorded = rank.flight_record is not None and bool(rank.flight_record.entries)
+    natively = any(sample.native for sample in view.process.stacks)
+    return not recorded and not natively and calls.in_backward(view.frames, rank.code_roots)
+
+
+def _of_backward(view: View) -> PeerWait:
+    where = fr.place(view.user_frame)
+    claim = view.stack_claim(f"its main thread rests in the backward pass at {where}, as when gradients are reduced")
+    op = "a collective"
+    return PeerWait("collective", op, None, None, (op,), view.user_frame, f"the backward pass at {where}", (claim,))
 
 
 def _kernel_says_busy(view: View | None) -> bool:

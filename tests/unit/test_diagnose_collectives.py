@@ -24,7 +24,7 @@ from evidence import (
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.collectives import Alignment, mismatch_at, signature
-from safelaunch.model import Evidence, RankEvidence
+from safelaunch.model import Evidence, FlightRecord, RankEvidence
 
 MAJORITY = [(3, 0), (3, 2), (4, 0), (4, 1), (8, 7)]
 
@@ -107,6 +107,18 @@ def test_backward_and_work_wait_count_as_waiting(culprit: int) -> None:
     peers = [rank(0, in_backward(50), flight=flight), rank(1, in_user(50), flight=flight), waiting(2)]
     peers[culprit] = rank(culprit, in_user(7), "sleep", flight=behind())
     assert named(job(*peers)) == ("stuck-in-user-code", [culprit])
+
+
+@pytest.mark.parametrize("flight", [None, record()], ids=["no recorder", "a recorder that knows nothing of gloo"])
+def test_backward_without_a_recorder(flight: FlightRecord | None) -> None:
+    """torch 2.6 and 2.9 with gloo, where C frames could not be read either: a resting backward pass waits for peers."""
+    peers = [rank(n, in_backward(50), flight=flight) for n in (0, 2)]
+    asleep = diagnose(job(peers[0], rank(1, in_user(7), "sleep", flight=flight), peers[1]))
+    assert (asleep.cause, [c.rank for c in asleep.culprits]) == ("stuck-in-user-code", [1])
+    apart = diagnose(job(peers[0], rank(1, in_c10d("all_gather", 41), flight=flight), peers[1]))
+    assert (apart.cause, [c.rank for c in apart.culprits]) == ("collective-mismatch", [1])
+    computing = diagnose(job(peers[0], rank(1, in_backward(50), "run", flight=flight), peers[1]))
+    assert "rank 1 waits" not in computing.summary
 
 
 def test_a_pending_operation_does_not_excuse_a_sleeping_rank() -> None:
