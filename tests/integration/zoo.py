@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import PROGRAMS, Job, Result
+from torch._C import _distributed_c10d
 
 EXIT_HUNG = 124
 
@@ -32,7 +33,10 @@ def nobody(rank: int, world: int) -> set[int]:
 
 @dataclass(frozen=True)
 class Specimen:
-    """One class of hang. ``process``: how the culprit's process name begins. ``line`` False: it hangs anywhere."""
+    """One class of hang. ``process``: how the culprit's process name begins. ``line`` False: it hangs anywhere.
+
+    ``needs``: a program; ``recorder``: only a Flight Recorder of gloo tells it from other hangs.
+    """
 
     name: str
     program: str
@@ -44,6 +48,7 @@ class Specimen:
     process: str = "main"
     line: bool = True
     needs: str = ""
+    recorder: bool = False
 
     @property
     def script(self) -> Path:
@@ -56,7 +61,11 @@ class Specimen:
 
     def unavailable(self) -> str:
         """Why it cannot run here, or an empty string."""
-        return f"needs {self.needs}" if self.needs and not shutil.which(self.needs) else ""
+        if self.needs and not shutil.which(self.needs):
+            return f"needs {self.needs}"
+        # the server of torch before 2.13 knows NCCL's recorder only, and takes no handlers that could ask for more
+        known = not self.recorder or hasattr(_distributed_c10d, "_register_handler")
+        return "" if known else "needs a worker server that tells of gloo's collectives"
 
 
 _BUSY = ("--max-stall=4",)
@@ -92,7 +101,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("thread-join", "locks", "join", "blocking-io"),
     Specimen("future", "locks", "future", "blocking-io"),
     Specimen("queue", "locks", "queue", "lock-deadlock"),
-    Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=with_neighbour),
+    Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=with_neighbour, recorder=True),
     Specimen("recv-recv", "pairs", "recv", "p2p-cycle", 3, culprits=with_neighbour),
     Specimen("uneven-barrier", "uneven", "barrier", "uneven-batches", 3),
     Specimen("uneven-thread", "uneven", "thread", "uneven-batches", line=False),
