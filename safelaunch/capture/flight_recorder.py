@@ -15,7 +15,7 @@ import io
 import json
 import pickle
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from safelaunch.capture.result import Result, attempt
@@ -32,6 +32,7 @@ _MAX_ITEMS = 4096  # tensors of one collective, frames of one stack
 
 JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 PICKLE_HANDLERS = ("safelaunch_flight_record", "dump_nccl_trace_pickle")
+NCCL_ONLY = "this torch tells of NCCL's collectives only, and there are none (2.13 tells of gloo's, too)"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def flight_record_of(
     """The Flight Recorder of a live rank: JSON first, then the pickle unless ``ask_python`` is False; never
     raises.
 
-    The record is that of the pickle, which has frames, when it could be had and read, else that of the JSON.
+    The record is that of the pickle, which has frames, when it could be had and read, else that of the JSON. The
+    handlers of torch before 2.13 know no gloo: what they give where NCCL has no group is no record of anything.
     """
     as_json = _first_of(socket_path, JSON_HANDLERS, json_deadline_s)
     if ask_python:
@@ -67,6 +69,11 @@ def flight_record_of(
             continue
         data = raw.value
         record = attempt(raw.how, lambda parse=parse, data=data: parse(data))  # type: ignore[misc]
+        if record.value is not None and "dump_nccl" in raw.how and _is_empty(record.value):
+            reasons.append(NCCL_ONLY)
+            if raw is as_json:
+                as_json = replace(as_json, note=NCCL_ONLY)
+            continue
         if record.value is not None:
             note = "" if parse is parse_pickle else "without frames"
             return FlightCapture(Result(record.value, raw.how, record.duration_s, note=note), as_json, as_pickle)
@@ -158,6 +165,10 @@ def _first_of(socket_path: str, handlers: tuple[str, ...], deadline_s: float) ->
             return result
     assert result is not None
     return result
+
+
+def _is_empty(record: FlightRecord) -> bool:
+    return not (record.entries or record.groups or record.status)
 
 
 def _collective(entry: dict[Any, Any]) -> Collective:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from safelaunch.capture import flight_recorder
-from safelaunch.capture.flight_recorder import parse_json, parse_pickle, record_of
+from safelaunch.capture.flight_recorder import flight_record_of, parse_json, parse_pickle, record_of
+from safelaunch.capture.worker_server import Unanswered
 from safelaunch.errors import CaptureError
 from safelaunch.model import Collective, Frame, GroupStatus
 
@@ -192,6 +193,22 @@ def test_a_truncated_dump_is_an_error_at_every_length() -> None:
     for length in range(len(whole)):
         with pytest.raises(CaptureError):
             parse_pickle(whole[:length])
+
+
+@pytest.mark.parametrize(("dump", "known"), [({"version": "2.4", "entries": []}, False), (NCCL, True)])
+def test_a_server_that_knows_nccl_only(monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool) -> None:
+    """torch 2.6 and 2.9: an empty record where NCCL has no group says nothing of what gloo does."""
+
+    def post(path: str, handler: str, *, deadline_s: float) -> bytes:
+        if not handler.startswith("dump_nccl"):
+            raise Unanswered("no handler", f"no handler {handler}")
+        return json.dumps(dump).encode() if handler.endswith("json") else pickle.dumps(dump)
+
+    monkeypatch.setattr(flight_recorder, "post", post)
+    capture = flight_record_of("/run/s")
+    assert (capture.record.value is not None) == known
+    assert (capture.record.missing, capture.json.note) == (("", "") if known else (flight_recorder.NCCL_ONLY,) * 2)
+    assert capture.json.value is not None, "what it said is kept"
 
 
 class Hostile:
