@@ -200,18 +200,21 @@ def _expected(
             continue
         if best is not None and lasted_s <= best[0]:
             continue
-        words = _returns(first, second, step, at_s)
+        words = _returns(first, second, step, at_s, beats=1 if first is origin else 3)
         if words:
             best = (lasted_s, words)
     return best
 
 
-def _returns(first: Pause, second: Pause, step: int, at_s: float) -> str:
-    """Whether what came at ``first`` and ``second`` is due again: one period on, or a few where some were missed."""
+def _returns(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3) -> str:
+    """Whether what came at ``first`` and ``second`` is due again: one period on, or a few where some were missed.
+
+    One pause and the beginning of the job make a poor rhythm: of that only the next beat is believed (``beats`` 1).
+    """
     period = second.step - first.step
     if period > 1:
         times = round((step - second.step) / period)
-        if 1 <= times <= 3 and abs(step - second.step - times * period) <= max(1.0, STEPS_OFF * period):
+        if 1 <= times <= beats and abs(step - second.step - times * period) <= max(1.0, STEPS_OFF * period):
             return f"every {period} steps"
     # From the end of one pause to the beginning of the next: that is how a clock in a loop runs.
     period_s = second.at_s - first.at_s - first.lasted_s

@@ -11,8 +11,8 @@ from dataclasses import replace
 from row import CRASHES, DIES, HUNG, KILLED, NAMED, RESTARTS, TRAINS, Promise, Row
 from scene import LOADING, RESTARTING, TRAINING, Kind, Scene, pass_time, safelaunch_command
 
-from safelaunch.paths import sweep
-from safelaunch.process import ProcessId
+from safelaunch.launch.paths import sweep
+from safelaunch.launch.process import ProcessId
 
 STOPPED_S = 6.5  # longer than the gap that the watch takes for a suspended machine
 IMPATIENT = replace(TRAINING, own=("--startup-timeout=3",))
@@ -31,7 +31,7 @@ def _victim(scene: Scene, role: str) -> ProcessId:
         "peer": lambda: scene.rank(0),
         "worker": scene.worker,
         "py-spy": lambda: scene.helper("py-spy"),
-        "copy": lambda: scene.helper("publish.py"),
+        "copy": lambda: scene.helper("copier.py"),
     }
     return scene.wait_for(roles[role], role)
 
@@ -102,7 +102,7 @@ def stop_and_kill(scene: Scene) -> None:
 
 def hold_the_copy(scene: Scene) -> None:
     """It stays stopped, as on a disk that does not answer, until safelaunch gives it up."""
-    scene.until(lambda: scene.helper("publish.py") is None, "the end of the copy", patience_s=100.0)
+    scene.until(lambda: scene.helper("copier.py") is None, "the end of the copy", patience_s=100.0)
 
 
 def dump_with_py_spy(signum: int) -> Callable[[Scene], None]:

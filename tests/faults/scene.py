@@ -18,11 +18,11 @@ from pathlib import Path
 
 from jobs import PROGRAMS, Job
 
-from safelaunch.control import Request, ask
 from safelaunch.errors import SafelaunchError
-from safelaunch.paths import RunPaths
-from safelaunch.process import ProcessId, descendants, identify
-from safelaunch.progress import Roster
+from safelaunch.launch.paths import RunPaths
+from safelaunch.launch.process import ProcessId, descendants, identify
+from safelaunch.session.control import Request, ask
+from safelaunch.watch.progress import Roster
 
 STEERED = PROGRAMS / "steered.py"
 CULPRIT = 1
@@ -151,7 +151,7 @@ class Scene:
         return next((pid for pid in self._children(self.pid) if command(pid) == own and _leads(pid)), None)
 
     def helper(self, word: str) -> int | None:
-        """A program that safelaunch runs for itself: ``py-spy``, or ``publish.py``."""
+        """A program that safelaunch runs for itself: ``py-spy``, or ``copier.py``."""
         found = (pid for pid in self._children(self.pid) if word.encode() in command(pid))
         return next((pid for pid in found if not _leads(pid)), None)
 
@@ -233,7 +233,7 @@ def at_writing(scene: Scene) -> None:
     """The copy into the bundle directory has begun. It is held there, as it may take less than a tenth of a second."""
     at_training(scene)
     scene.steer("hang")
-    copy = scene.wait_for(lambda: scene.helper("publish.py"), "the copy")
+    copy = scene.wait_for(lambda: scene.helper("copier.py"), "the copy")
     while True:  # a millisecond at a time
         copy.send(signal.SIGSTOP)
         scene.until(copy.is_stopped, "the copy to stop", poll_s=FAST_S)
@@ -286,7 +286,7 @@ def goes_on(scene: Scene) -> None:
 def let_the_copy_go_on(scene: Scene) -> None:
     """Ends the hold of ``at_writing``."""
     for process in scene.seen:
-        if b"publish.py" in command(process.pid):
+        if b"copier.py" in command(process.pid):
             process.send(signal.SIGCONT)
 
 

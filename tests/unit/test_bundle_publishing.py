@@ -278,7 +278,7 @@ def test_a_copy_that_is_killed_leaves_nothing_beside(tmp_path: Path, monkeypatch
 
 def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> None:
     """What it copies goes away with its parent's run directory, perhaps half of it before the copy has come to it."""
-    helper = str(Path(sys.modules["safelaunch"].__file__ or "").parent / "publish.py")
+    helper = str(Path(sys.modules["safelaunch.bundle"].__file__ or "").parent / "copier.py")
     source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
     (source / "large.bin").write_bytes(bytes(64 << 20))  # there is time to stop the copy
     done = subprocess.run(
@@ -293,7 +293,7 @@ def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> Non
 STOPS_THE_COPY = """
 import os, signal, subprocess, sys, time
 copy = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]], stdout=subprocess.DEVNULL)
-while not (os.path.isdir(sys.argv[3]) and os.listdir(sys.argv[3])):
+while copy.poll() is None and not (os.path.isdir(sys.argv[3]) and os.listdir(sys.argv[3])):
     time.sleep(0.0005)
 copy.send_signal(signal.SIGSTOP)
 print(copy.pid)

@@ -38,6 +38,9 @@ class Ranks:
     def refresh(self) -> list[Any]:
         return []
 
+    def damaged(self) -> tuple[int, ...]:
+        return ()
+
     def pages(self) -> dict[int, Any]:
         return {n: SimpleNamespace(read=lambda p=p: p, acknowledged=False) for n, p in self.progress.items()}
 
