@@ -42,9 +42,11 @@ HANGS = (
     "asleep", "read-fifo", "busy-python", "stops-itself", "gil", "all-gather", "barrier", "init-asleep",
     "loader-asleep", "loader-lock", "lock-order", "group-order", "recv-recv", "uneven-barrier", "symmetric",
 )  # fmt: skip
-# What a rank of this torch offers without a preset: who tells of a gloo collective, C++ threads or only Python?
+# What a rank of this torch offers: who tells of a gloo collective, C++ threads or only Python? The recorder is switched
+# on by both its names, as the preset hang-debug does; it is off by itself before 2.13.
 PROBE = """
 import json, os, pickle, socket, sys, tempfile
+os.environ |= {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"}
 import torch, torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
