@@ -43,7 +43,7 @@ HANGS = (
     "loader-asleep", "loader-lock", "lock-order", "group-order", "recv-recv", "uneven-barrier", "symmetric",
 )  # fmt: skip
 # What a rank of this torch offers: who tells of a gloo collective, C++ threads or only Python? The recorder is switched
-# on by both its names, as the preset hang-debug does; it is off by itself before 2.13.
+# on by both its names, as the preset hang-debug does; it is off by itself in 2.6 and 2.9.
 PROBE = """
 import json, os, pickle, socket, sys, tempfile
 os.environ |= {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"}

@@ -55,7 +55,7 @@ def flight_record_of(
     raises.
 
     The record is that of the pickle, which has frames, when it could be had and read, else that of the JSON. The
-    handlers of torch before 2.13 know no gloo: what they give where NCCL has no group is no record of anything.
+    handlers of torch 2.6 and 2.9 know no gloo: what they give where NCCL has no group is no record of anything.
     """
     as_json = _first_of(socket_path, JSON_HANDLERS, json_deadline_s)
     if ask_python:

@@ -248,7 +248,7 @@ def _quiet_wait(rank: RankEvidence, view: View, pending: list[Collective]) -> Pe
 def _backward_without_a_record(rank: RankEvidence, view: View) -> bool:
     """A backward pass that rests, where neither C frames nor a Flight Recorder can say on what.
 
-    torch before 2.13 lets nobody outside see gloo's collectives, and reading C frames takes its time. What a backward
+    torch 2.6 and 2.9 let nobody outside see gloo's collectives, and reading C frames takes its time. What a backward
     pass rests on without a Python frame of a hook inside it is its gradients' reduction, as good as always.
     """
     recorded = rank.flight_record is not None and bool(rank.flight_record.entries)

@@ -63,7 +63,7 @@ class Specimen:
         """Why it cannot run here, or an empty string."""
         if self.needs and not shutil.which(self.needs):
             return f"needs {self.needs}"
-        # the server of torch before 2.13 knows NCCL's recorder only, and takes no handlers that could ask for more
+        # the server of torch 2.6 and 2.9 knows NCCL's recorder only, and takes no handlers that could ask for more
         known = not self.recorder or hasattr(_distributed_c10d, "_register_handler")
         return "" if known else "needs a worker server that tells of gloo's collectives"
 
