@@ -218,7 +218,7 @@ def _returns(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3
             return f"every {period} steps"
     # From the end of one pause to the beginning of the next: that is how a clock in a loop runs.
     period_s = second.at_s - first.at_s - first.lasted_s
-    if period_s > SECONDS_OFF_LEAST:
+    if period_s > SECONDS_OFF_LEAST and beats > 1:
         late_s = at_s - second.at_s - second.lasted_s - period_s
         if abs(late_s) <= max(SECONDS_OFF_LEAST, SECONDS_OFF * period_s):
             return f"every {_seconds(period_s)}"
