@@ -166,9 +166,9 @@ def replace_by_a_fifo(scene: Scene) -> None:
 
 
 def remove_run(scene: Scene) -> None:
-    """As a cleaner of /tmp does."""
+    """As a cleaner of /tmp does; what is made in it meanwhile may stay."""
     assert scene.run is not None
-    shutil.rmtree(scene.run.root)
+    shutil.rmtree(scene.run.root, ignore_errors=True)
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def _through(row: Row, scene: Scene) -> Outcome:
         if row.promise.trains and scene.job.process.poll() is None:
             scene.steer("finish")
         result = _end_of(scene)
-    except AssertionError as error:
+    except (AssertionError, OSError) as error:
         first, _, rest = str(error).partition("\n")
         return Outcome(row, (first,), code=scene.job.process.poll(), stderr=rest)
     return judge(row, scene, result)
