@@ -20,14 +20,12 @@ def run(plan: Plan) -> int:
     mask = process.block_signals()
     watcher = _guardian(directory)
     try:
-        pid = process.start(plan.argv, env, mask)
+        pid = process.start(plan.argv, env, mask, watcher.adopt if watcher is not None else None)
     except OSError:
         _leave(directory, watcher)
         raise
     # From here on everything that is imported costs the job nothing.
     identity = process.identify(pid) or process.ProcessId(pid, 0)
-    if watcher is not None:
-        watcher.adopt(identity)
     if directory is None:
         return process.end_as(_only_forward(pid))
     process.become_subreaper()

@@ -37,6 +37,7 @@ from safelaunch.watch.watch import Glance, Watch
 TICK_S = 0.25
 BUSY_TICK_S = 0.05
 WRITE_PATIENCE_S = 90.0
+CAPTURE_PATIENCE_S = 20.0
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -116,7 +117,13 @@ class Supervisor:
         return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
 
     def _end_survivors(self, status: int) -> None:
-        """torchrun was killed: without it nobody would ever end its ranks."""
+        """torchrun was killed: without it nobody would ever end its ranks. They live until their evidence is taken."""
+        deadline = time.monotonic() + CAPTURE_PATIENCE_S
+        while self._watching and self._stall.writing and not self._forwarder.stop_requested:
+            if time.monotonic() > deadline:
+                break
+            self._forwarder.wait(BUSY_TICK_S)
+            self._guarded_tick()
         survivors = self._processes.all()
         if survivors:
             number = os.WTERMSIG(status)

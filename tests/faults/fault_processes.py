@@ -142,7 +142,8 @@ def _promised(moment: str, *, otherwise: Promise = NAMED) -> Promise:
 
 def _killed() -> list[Row]:
     dies = {"restart": Promise((KILLED,), (1, 1), (0,))}
-    agent = {moment: replace(NAMED, codes=(KILLED,)) for moment in ("capture", "writing")} | dies
+    agent = {moment: replace(NAMED, codes=(KILLED,)) for moment in ("capture", "writing")}
+    agent["restart"] = Promise((KILLED, HUNG), (1, 1), (0,))  # nothing came after the hang
     hung_or_crashed = Promise((1, HUNG), (1, 2), (1,))
     crash_at_suspicion = Promise((1,), (1, 2), (1,))
     before, after = ("start-up", "training"), ("suspicion", "capture", "writing", "restart")

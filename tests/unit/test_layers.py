@@ -297,7 +297,7 @@ AT_START = """
 def start(*args, **kwargs):
     report()
     os._exit(0)
-os.posix_spawn = start
+os.execve = start
 """
 
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -310,12 +311,41 @@ def test_a_job_starts_in_its_own_session_with_default_signals_and_the_mask_befor
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     masks = {name: int(done.stdout.split(f"{name}:\t")[1][:16], 16) for name in ("SigBlk", "SigIgn")}
-    # 32 and 33 are the C library's own, which posix_spawn leaves ignored; pthread_cancel sets them up by itself.
+    # 32 and 33 are the C library's own; pthread_cancel sets them up by itself.
     assert masks["SigBlk"] == 0
     assert masks["SigIgn"] & 0x7FFFFFFF == 0
     pid, _, _, _, group, session = done.stdout.splitlines()[-2].split()[:6]
     assert pid == group == session
     assert done.stdout.endswith("ONLY=this\0")
+
+
+def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    source = f"""
+        import os, signal
+        from safelaunch import process
+        def tell(member):
+            print(member.pid, member.start_ticks, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        process.start([{shutil.which("touch")!r}, {str(started)!r}], {{}}, [], tell)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    member = ProcessId(*map(int, done.stdout.split()))
+    until(lambda: not member.is_alive())
+    assert not started.exists()
+
+
+def test_a_job_that_cannot_be_started_says_why() -> None:
+    source = """
+        from safelaunch import process
+        try:
+            process.start(["/no/such/program"], {}, [])
+        except OSError as error:
+            print(type(error).__name__, error.strerror)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("FileNotFoundError No such file or directory\n", "")
 
 
 def test_reap(run: Run) -> None:
