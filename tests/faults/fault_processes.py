@@ -161,7 +161,8 @@ def _killed() -> list[Row]:
         Row("kill -9 rank", "capture", hung_or_crashed, kill("rank")),
         Row("kill -9 rank", "writing", hung_or_crashed, kill("rank")),
         Row("kill -9 rank", "new attempt", Promise((0,), (2, 2), (0,), trains=True), kill("rank"), RESTARTING),
-        Row("kill -9 waiting rank", "capture", replace(hung_or_crashed, causes=("stuck-in-user-code",)), kill("peer")),
+        # Its Flight Recorder goes with it, which may have been what told the two ranks apart.
+        Row("kill -9 waiting rank", "capture", replace(hung_or_crashed, culprits=None), kill("peer")),
         Row("kill -9 DataLoader worker", "ranks' start", CRASHES, kill("worker"), LOADING),
         Row("kill -9 DataLoader worker", "training", CRASHES, kill("worker"), LOADING),
         Row("kill -9 DataLoader worker", "suspicion", crash_at_suspicion, kill("worker"), LOADING),
