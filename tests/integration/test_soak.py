@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,25 +11,26 @@ from jobs import Job
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 
-HEALTHY = (
-    "evaluation",
-    "rank 0 saves",
-    "stopped for a while",
-    "workers asleep 4 s an item",
-    "a rank that only evaluates",
-)
-FROZEN = ("steady, sleep", "evaluating, lock, busy thread", "bimodal, loader, busy thread")
+HEALTHY = ("rank 0 saves", "workers asleep 4 s an item", "a rank that only evaluates", "stopped for a while")
+FROZEN = ("steady, sleep", "evaluating, lock, busy thread")
+AT_ONCE = 3
 
 
-@pytest.mark.parametrize("case", [case for case in soak.HEALTHY if case.name in HEALTHY], ids=lambda case: case.name)
-def test_a_healthy_job_is_left_alone(case: soak.Healthy, tmp_path: Path) -> None:
-    assert soak.run_healthy(case, tmp_path) == []
+def test_none_is_ended_and_none_is_missed(tmp_path: Path) -> None:
+    """Three at a time, so that they also disturb each other."""
+    healthy = [case for case in soak.HEALTHY if case.name in HEALTHY]
+    frozen = [case for case in soak.FROZEN if case.name in FROZEN]
 
+    def run(case: soak.Healthy | soak.Frozen) -> list[str]:
+        scratch = tmp_path / case.name.replace(" ", "-").replace(",", "")
+        scratch.mkdir()
+        if isinstance(case, soak.Healthy):
+            return soak.run_healthy(case, scratch)
+        return soak.run_frozen(case, scratch)[0]
 
-@pytest.mark.parametrize("case", [case for case in soak.FROZEN if case.name in FROZEN], ids=lambda case: case.name)
-def test_a_frozen_job_is_found(case: soak.Frozen, tmp_path: Path) -> None:
-    wrong, _ = soak.run_frozen(case, tmp_path)
-    assert wrong == []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        wrong = dict(zip([case.name for case in (*healthy, *frozen)], pool.map(run, [*healthy, *frozen]), strict=True))
+    assert wrong == dict.fromkeys((*HEALTHY, *FROZEN), [])
 
 
 def test_the_cases_of_the_short_form_exist() -> None:
