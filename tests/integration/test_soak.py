@@ -30,7 +30,7 @@ def test_none_is_ended_and_none_is_missed(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         wrong = dict(zip([case.name for case in (*healthy, *frozen)], pool.map(run, [*healthy, *frozen]), strict=True))
-    assert wrong == dict.fromkeys((*HEALTHY, *FROZEN), [])
+    assert wrong == {name: [] for name in (*HEALTHY, *FROZEN)}
 
 
 def test_the_cases_of_the_short_form_exist() -> None:
