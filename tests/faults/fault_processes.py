@@ -196,8 +196,8 @@ def _stopped() -> list[Row]:
         Row("SIGSTOP waiting rank", "suspicion", replace(NAMED, culprits=None), stop("peer")),
         # It no longer answers for its Flight Recorder, which may be what tells the two ranks apart.
         Row("SIGSTOP waiting rank", "capture", replace(NAMED, culprits=None), stop("peer")),
-        Row("SIGSTOP rank", "new attempt", Promise((0,), (2, 2), (0,), trains=True), stop("rank"),
-            RESTARTING_IMPATIENTLY),
+        # The only rank: as on a suspended machine, nobody is accused.
+        Row("SIGSTOP rank, SIGCONT", "new attempt", RESTARTS, stop_a_while("rank"), RESTARTING_IMPATIENTLY),
         Row("SIGSTOP DataLoader worker", "training", stuck_worker, stop("worker"), LOADING),
         *(Row("SIGSTOP DataLoader worker", at, stuck_worker, stop("worker"), LOADING)
           for at in ("suspicion", "writing")),
