@@ -37,6 +37,8 @@ def main(staged: str, directory: str, name: str, keep: str, archive_s: str) -> i
                 os.chmod(os.path.join(folder, file), 0o600)
         if os.getppid() != parent:  # and with safelaunch goes what it had staged, perhaps while we copied it
             raise OSError(None, "safelaunch was killed")
+        if _files(partial) != _files(staged):
+            raise OSError(None, "what had been written was removed meanwhile")
         final = _rename(partial, os.path.join(directory, name))
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -50,6 +52,12 @@ def main(staged: str, directory: str, name: str, keep: str, archive_s: str) -> i
     if int(keep):
         _report("old bundles are still there", lambda: _remove_old(directory, int(keep), os.path.basename(final)))
     return 0
+
+
+def _files(root: str) -> "list[str]":
+    return sorted(
+        os.path.relpath(os.path.join(folder, file), root) for folder, _, files in os.walk(root) for file in files
+    )
 
 
 def _rename(partial: str, wanted: str) -> str:

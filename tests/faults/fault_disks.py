@@ -18,6 +18,8 @@ from scene import RESTARTING, TRAINING, Kind, Scene, Setting
 
 REFUSED = Promise((2,), starts=False)
 LOCAL = replace(NAMED, kept_locally=True, said=("the bundle is not where it was wanted",))
+# The evidence is collected there: what is removed meanwhile is gone, but neither the job's end nor the verdict.
+GONE = replace(NAMED, bundles=(0, 1), culprits=None, said=("the job hangs: ",))
 SMALL_KB = 512
 
 
@@ -234,7 +236,7 @@ ROWS = [
             arrange=bundles_in_a_directory)
         for at in ("training", "suspicion", "capture")
     ),
-    Row("bundle directory is removed", "writing", LOCAL, remove_bundles, arrange=bundles_in_a_directory),  # half a copy
+    Row("bundle directory is removed", "writing", NAMED, remove_bundles, arrange=bundles_in_a_directory),
     *(
         Row(DEAD, at, LOCAL, then(kill_the_disk) if at == "training" else kill_the_disk,
             arrange=bundles_on_a_mortal_disk, needs=_needs_fuse)
@@ -250,7 +252,7 @@ ROWS = [
     Row("run directory fills up, kill -9 safelaunch", "training", DIES,
         lambda scene: (fill_run(scene), kill("safelaunch")(scene))[-1], TRAINING, run_on_a_disk, _needs_mounts),
     *(
-        Row("run directory is removed", at, _promised(at, NAMED), remove_run, _kind(at))
+        Row("run directory is removed", at, _promised(at, GONE if at in HANGS[1:] else NAMED), remove_run, _kind(at))
         for at in ("start-up", "training", *HANGS, "restart")
     ),
     Row("run directory is removed, then a hang", "training", NAMED, then(remove_run)),

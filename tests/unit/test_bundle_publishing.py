@@ -290,6 +290,30 @@ def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> Non
     until(lambda: names(directory) == [])
 
 
+def test_half_of_a_copy_is_never_published(tmp_path: Path) -> None:
+    """Somebody empties the bundle directory while a bundle is being written: what comes after is not all of it."""
+    helper = str(Path(sys.modules["safelaunch"].__file__ or "").parent / "publish.py")
+    source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
+    (source / "large.bin").write_bytes(bytes(64 << 20))
+    done = subprocess.run(
+        [sys.executable, "-c", EMPTIES_IT, helper, str(source), str(directory), NAME, "0", "0"],
+        check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert done.stdout == "1\n"
+    assert not directory.exists() or names(directory) == []
+
+
+EMPTIES_IT = """
+import os, shutil, signal, subprocess, sys, time
+copy = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]], stdout=-3, stderr=-3)
+while not any(files for _, _, files in os.walk(sys.argv[3])):
+    time.sleep(0.0005)
+copy.send_signal(signal.SIGSTOP)
+time.sleep(0.1)
+shutil.rmtree(sys.argv[3])
+copy.send_signal(signal.SIGCONT)
+print(copy.wait())
+"""
 STOPS_THE_COPY = """
 import os, signal, subprocess, sys, time
 copy = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]], stdout=subprocess.DEVNULL)
