@@ -140,7 +140,7 @@ def limits() -> Check:
 def _threads_of(uid: int) -> int:
     """Threads of this user: what RLIMIT_NPROC counts."""
     count = 0
-    for entry in os.scandir("/proc"):
+    for entry in list(os.scandir("/proc")):
         try:
             if entry.name.isdigit() and entry.stat().st_uid == uid:
                 count += sum(1 for _ in os.scandir(f"{entry.path}/task"))

@@ -101,7 +101,7 @@ def descendants(roots: Iterable[int], *, exclude: Iterable[int] = ()) -> tuple[P
     ``exclude``: pids that are left out together with what is below them.
     """
     children: dict[int, list[_Stat]] = {}
-    for entry in os.scandir("/proc"):
+    for entry in list(os.scandir("/proc")):
         if entry.name.isdigit() and (found := _stat(int(entry.name))) is not None:
             children.setdefault(found.ppid, []).append(found)
     left_out = set(exclude)

@@ -137,7 +137,7 @@ class Scene:
 
     def _children(self, pid: int) -> Iterator[int]:
         with suppress(OSError):
-            for thread in os.scandir(f"/proc/{pid}/task"):
+            for thread in list(os.scandir(f"/proc/{pid}/task")):
                 with suppress(OSError), open(f"{thread.path}/children") as file:
                     yield from map(int, file.read().split())
 

@@ -211,7 +211,7 @@ class Job:
         """All processes of this job, safelaunch itself excepted; zombies have no environment and do not count."""
         mark = f"{TAG}={self.tag}".encode()
         found = []
-        for entry in os.scandir("/proc"):
+        for entry in list(os.scandir("/proc")):
             if entry.name.isdigit() and int(entry.name) != self.process.pid:
                 try:
                     environ = Path(entry.path, "environ").read_bytes()

@@ -131,7 +131,7 @@ class Run:
         """Processes of this run that are still there; zombies have no environment and do not count."""
         mark = f"{TAG}={self.tag}".encode()
         found = []
-        for entry in os.scandir("/proc"):
+        for entry in list(os.scandir("/proc")):
             if entry.name.isdigit() and int(entry.name) != self.process.pid:
                 try:
                     if mark in Path(entry.path, "environ").read_bytes().split(b"\0"):

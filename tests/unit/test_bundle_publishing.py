@@ -292,7 +292,7 @@ def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> Non
 
 def test_half_of_a_copy_is_never_published(tmp_path: Path) -> None:
     """Somebody empties the bundle directory while a bundle is being written: what comes after is not all of it."""
-    helper = str(Path(sys.modules["safelaunch"].__file__ or "").parent / "publish.py")
+    helper = str(Path(sys.modules["safelaunch.bundle"].__file__ or "").parent / "copier.py")
     source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
     (source / "large.bin").write_bytes(bytes(64 << 20))
     done = subprocess.run(

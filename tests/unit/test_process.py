@@ -323,7 +323,7 @@ def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_
     started = tmp_path / "started"
     source = f"""
         import os, signal
-        from safelaunch import process
+        from safelaunch.launch import process
         def tell(member):
             print(member.pid, member.start_ticks, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -338,7 +338,7 @@ def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_
 
 def test_a_job_that_cannot_be_started_says_why() -> None:
     source = """
-        from safelaunch import process
+        from safelaunch.launch import process
         try:
             process.start(["/no/such/program"], {}, [])
         except OSError as error:
