@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import exits, faults, imports, layout, log, marks, page, ring, streams
+from . import descriptors, exits, faults, imports, layout, log, marks, page, ring, streams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -120,3 +120,4 @@ def _after_fork() -> None:
     log.guarded(streams.detach)()
     log.guarded(faults.detach)()
     log.guarded(exits.detach)()
+    log.guarded(descriptors.detach)()

@@ -10,6 +10,8 @@ import os
 import sys
 import threading
 
+from . import descriptors
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +37,7 @@ def start(path: str) -> bool:
             _never_destroy(handler)
             register(name, handler)
     global _server
-    _server = _without_its_words(lambda: server_class(path))
+    _server = _without_its_words(lambda: descriptors.sparing(lambda: server_class(path)))
     _never_destroy(_server)
     return True
 

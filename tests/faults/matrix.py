@@ -20,6 +20,7 @@ SHORT = (
     "bundle directory fills up, writing, training",
     "run directory fills up, restart, restarting",
     "rank unsets its environment, then hangs, training, training",
+    "rank closes descriptors, start-up, training",
     "progress page corrupted (ones), training, training",
 )
 ROWS: tuple[Row, ...] = (
