@@ -19,7 +19,6 @@ SHORT = (
     "py-spy missing from now on, suspicion, training",
     "bundle directory fills up, writing, training",
     "run directory fills up, restart, restarting",
-    "rank unsets its environment, then hangs, training, training",
     "rank closes descriptors, start-up, training",
     "progress page corrupted (ones), training, training",
 )

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,11 +135,13 @@ class Scene:
 
     # --- processes by their roles --------------------------------------------------------------------------------
 
-    def _children(self, pid: int) -> Iterator[int]:
-        with suppress(OSError):
-            for thread in list(os.scandir(f"/proc/{pid}/task")):
+    def _children(self, pid: int) -> list[int]:
+        found: list[int] = []
+        with suppress(OSError), os.scandir(f"/proc/{pid}/task") as threads:
+            for thread in threads:
                 with suppress(OSError), open(f"{thread.path}/children") as file:
-                    yield from map(int, file.read().split())
+                    found += [int(word) for word in file.read().split()]
+        return found
 
     def agent(self) -> int | None:
         """torchrun, as soon as it has become that."""
@@ -199,7 +201,7 @@ def _leads(pid: int) -> bool:
 
 def at_launch(scene: Scene) -> None:
     """The first moment at which there is a job at all: torchrun's process has just been made."""
-    scene.until(lambda: list(scene._children(scene.pid)), "the first process of the job", poll_s=FAST_S)
+    scene.until(lambda: scene._children(scene.pid), "the first process of the job", poll_s=FAST_S)
 
 
 def at_start_up(scene: Scene) -> None:
