@@ -105,22 +105,39 @@ def _note_exception(kind: type[BaseException], value: BaseException, traceback: 
         # (importing json or traceback does that). And that a rank was interrupted is no fault of its code.
         return
     _words[layout.EXCEPTION_NS] = monotonic_ns()
-    import json
-    from traceback import format_exception, walk_tb
-
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(traceback)]
-    record = {
-        "type": f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__,
-        "message": _text_of(value)[:4096],
-        "time_unix_s": time(),
-        "frames": [{"file": os.path.abspath(f), "line": n or 0, "function": name} for f, n, name in frames[::-1]],
-        "text": "".join(format_exception(kind, value, traceback))[-32768:],
-    }
+    frames: list[str] = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        file = _quoted(os.path.abspath(code.co_filename))
+        frames.append(f'{{"file":{file},"line":{traceback.tb_lineno or 0},"function":{_quoted(code.co_name)}}}')
+        traceback = traceback.tb_next
+    name = f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__
+    record = (
+        f'{{"type":{_quoted(name)},"message":{_quoted(_text_of(value)[:4096])},"time_unix_s":{time()!r},'
+        f'"frames":[{",".join(reversed(frames))}],"text":{_quoted(_formatted(value)[-32768:])}}}'
+    )
     partial = _exception_path + ".partial"
-    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
-        json.dump(record, file)
+    with open(partial, "wb") as out:
+        out.write(record.encode())
     os.rename(partial, _exception_path)
     marks.set_state(layout.EXCEPTION)
+
+
+def _formatted(value: BaseException) -> str:
+    try:
+        from traceback import format_exception
+
+        return "".join(format_exception(type(value), value, value.__traceback__))
+    except Exception:  # a script's own re.py or token.py, say, in place of the library's: the frames have to do
+        return ""
+
+
+def _quoted(text: str) -> str:
+    """As JSON writes a string. The json module would be imported for it, and may be shadowed by the very script."""
+    raw = text.encode("utf-16-be", "replace")  # in pairs of surrogates, as JSON has them
+    units = (raw[n] << 8 | raw[n + 1] for n in range(0, len(raw), 2))
+    plain = (chr(u) if 32 <= u < 127 and u not in (34, 92) else f"\\u{u:04x}" for u in units)
+    return f'"{"".join(plain)}"'
 
 
 def _text_of(value: BaseException) -> str:

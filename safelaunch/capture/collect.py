@@ -36,6 +36,7 @@ class Known:
     """What the supervisor knows of a rank without asking it."""
 
     progress: Progress | None = None
+    pid: int = 0
     page_name: str = ""
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
@@ -139,7 +140,7 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
     return RankEvidence(
         rank=rank,
         host=host,
-        pid=progress.pid if progress else 0,
+        pid=known.pid,
         local_rank=progress.local_rank if progress else -1,
         progress=progress,
         exception=words.exception,

@@ -75,11 +75,12 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
     for rank in sorted(set(pages) | set(watch.roster.workers)):
         page = pages.get(rank)
         if page is None:
-            found[rank] = collect.Known(exit=exits.get(rank))
+            found[rank] = collect.Known(pid=watch.roster.workers[rank].pid, exit=exits.get(rank))
             continue
         meta = read_meta(watch.roster.companion(page, layout.META_SUFFIX))
         found[rank] = collect.Known(
             progress=page.read(),
+            pid=page.pid,
             page_name=page.name,
             exit=exits.get(rank),
             code_roots=meta.code_roots,
