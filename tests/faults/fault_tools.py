@@ -89,6 +89,7 @@ def _arranged(fault: Callable[[Path], None] | None) -> Callable[[Setting], Abstr
 def _broken(fault: Callable[[Path], None]) -> Callable[[Scene], None]:
     def inject(scene: Scene) -> None:
         fault(scene.scratch / "bare" / "bin" / "py-spy")
+        scene.steer("hang")  # where it has not begun
 
     return inject
 
