@@ -84,6 +84,11 @@ def _is_private(path: Path, uid: int) -> bool:
     return private and os.access(path, os.W_OK | os.X_OK)
 
 
+def may_be_ours(directory: Path) -> bool:
+    """Whether ``directory`` is private to this user, or not there yet: nobody else may look into it or move it."""
+    return not directory.exists() or _is_private(directory, os.getuid())
+
+
 def create_run(root: Path, pid: int, uid: int) -> RunPaths:
     """Makes a new run directory below ``root`` (mode 0700). Raises OSError when that is not possible or not safe."""
     try:
@@ -135,6 +140,22 @@ def sweep(root: Path) -> int:
         except (OSError, ValueError):
             continue  # not ours to judge
         if dead:
+            rmtree(entry, ignore_errors=True)
+            removed += 1
+    return removed
+
+
+def sweep_unfinished(directory: Path) -> int:
+    """Removes bundles that supervisors were assembling in ``directory`` when they were killed; returns how many.
+
+    Their names begin with a dot and the run's name, which holds the pid.
+    """
+    from shutil import rmtree
+
+    removed = 0
+    for entry in list(directory.glob(".r[0-9]*-*-*")):
+        pid = entry.name[2:].partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             rmtree(entry, ignore_errors=True)
             removed += 1
     return removed

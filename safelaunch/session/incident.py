@@ -24,6 +24,7 @@ from safelaunch.capture.job_secrets import Redactor
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.console import say
+from safelaunch.launch.paths import may_be_ours
 from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, Verdict
 from safelaunch.session import sources
 from safelaunch.session.looks import Looks, native_where_it_tells
@@ -102,8 +103,10 @@ def write(
 ) -> Report:
     """Collects the rest, reaches a verdict and publishes the bundle. ``ask`` False: the ranks are gone."""
     timeline = timeline or Timeline()
-    # A small or full $XDG_RUNTIME_DIR is no place to assemble a bundle in.
-    place = roomier(about.run_dir, about.fallback_dir)
+    # Not in the run directory, where there is room elsewhere: a cleaner that removes that must not take the bundle
+    # along, and $XDG_RUNTIME_DIR may be small.
+    safe = may_be_ours(about.fallback_dir.parent)
+    place = roomier(about.fallback_dir, about.run_dir) if safe else about.run_dir
     root = place / f".{about.run_dir.name}-{outcome}-{time.time_ns()}"
     staging = Staging(root, about.redactor, limit_bytes=about.artifact_limit_bytes)
     pages = about.run_dir / "pages"

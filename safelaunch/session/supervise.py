@@ -17,7 +17,7 @@ from safelaunch.launch.forward import Forwarder
 from safelaunch.launch.guardian import Guardian
 from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, Job
 from safelaunch.launch.job_processes import GRACE_S, JobProcesses
-from safelaunch.launch.paths import sweep
+from safelaunch.launch.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.session.crash_case import CrashCase
 from safelaunch.session.group_timeout import GroupTimeout
@@ -83,7 +83,7 @@ class Supervisor:
         settings = job.plan.settings
         self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds_of(settings))
         self._cap = GroupTimeout(self._watch) if bounds_of(settings) else None
-        about = circumstances(job)
+        about = self._about = circumstances(job)
         self._notifier = about.notifier
         self._stall = StallCase(self._watch, about, self._exits)
         self._crash = CrashCase(self._watch, about, self._exits)
@@ -100,6 +100,7 @@ class Supervisor:
         """Runs until the job has ended and everything about it is written; returns its wait status."""
         agent = self._job.agent.pid
         sweep(self._job.plan.run_dir.parent)
+        sweep_unfinished(self._about.fallback_dir)
         while (status := process.reap(agent)) is None:
             busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
             self._forwarder.wait(BUSY_TICK_S if busy else TICK_S)

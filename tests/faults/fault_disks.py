@@ -19,7 +19,7 @@ from scene import RESTARTING, TRAINING, Kind, Scene, Setting
 REFUSED = Promise((2,), starts=False)
 LOCAL = replace(NAMED, kept_locally=True, said=("the bundle is not where it was wanted",))
 # The evidence is collected there: what is removed meanwhile is gone, but neither the job's end nor the verdict.
-GONE = replace(NAMED, bundles=(0, 1), culprits=None, said=("the job hangs: ",))
+GONE = replace(NAMED, culprits=None, said=("the job hangs: ",))
 SMALL_KB = 512
 
 

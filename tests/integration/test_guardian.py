@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from jobs import PROGRAMS, TAG, Job
 
+from safelaunch.launch.paths import run_root
+
 pytestmark = pytest.mark.torch
 
 
@@ -71,10 +73,13 @@ def test_the_directories_of_dead_runs_are_swept_by_the_next(tmp_path: Path) -> N
     runtime.chmod(0o700)
     (runtime / "safelaunch").chmod(0o700)
     (dead / "owner").write_text("999999999 1\n")
+    unfinished = run_root({}, os.getuid()) / "bundles" / f".r999999999-{os.getpid()}-hang-1"
+    unfinished.mkdir(parents=True)
     script = tmp_path / "nothing.py"
     script.write_text("")
     with Job(["--nproc-per-node=1", script], tmp_path, runtime=runtime) as job:
         assert job.wait().code == 0
     assert not dead.exists()
+    assert not unfinished.exists()
     (runtime / "safelaunch").rmdir()
     runtime.rmdir()
