@@ -69,7 +69,9 @@ def test_status_and_dump_of_a_job_that_moves(tmp_path: Path) -> None:
         run = status(job)
         assert run is not None
         assert (run["name"], run["world_size"], run["watch"], run["problem"]) == ("moving", 2, "watching", "")
-        assert (run["threshold_s"], run["threshold_why"]) == (600.0, "auto")
+        assert run["threshold_s"] in (600.0, 60.0) and run["threshold_why"].startswith(
+            "auto: "
+        )  # learned by now, or not
         assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
         assert {rank["pid"] for rank in run["ranks"]} == set(job.ranks().values())
         assert all("safelaunch.step()" in rank["signals"] and rank["age_s"] < 5 for rank in run["ranks"])
