@@ -145,6 +145,16 @@ def sweep(root: Path) -> int:
     return removed
 
 
+def local_bundles() -> Path:
+    """Where bundles are assembled, and kept when they cannot be written where they were wanted."""
+    return run_root({}, os.getuid()) / "bundles"
+
+
+def unfinished_bundles(run_name: str) -> list[Path]:
+    """What the supervisor of run ``run_name`` (``r4711``) was assembling."""
+    return list(local_bundles().glob(f".{run_name}-*-*"))
+
+
 def sweep_unfinished(directory: Path) -> int:
     """Removes bundles that supervisors were assembling in ``directory`` when they were killed; returns how many.
 

@@ -13,7 +13,7 @@ from safelaunch.bundle.publishing import Keeping
 from safelaunch.capture.job_secrets import Redactor, secret_values
 from safelaunch.capture.redact import redact_argv, redact_env, redact_text
 from safelaunch.launch.job import Job
-from safelaunch.launch.paths import run_root, working_directory
+from safelaunch.launch.paths import local_bundles, working_directory
 from safelaunch.session.incident import Circumstances
 
 
@@ -27,7 +27,7 @@ def circumstances(job: Job) -> Circumstances:
         run_name=plan.run_name,
         run_dir=job.run.root,
         bundle_dir=settings.bundle_dir,
-        fallback_dir=run_root({}, os.getuid()) / "bundles",
+        fallback_dir=local_bundles(),
         launch=_launch(job),
         redactor=Redactor(secret_values(plan.env, plan.argv, ordinary)),
         artifact_limit_bytes=settings.artifact_limit_bytes,

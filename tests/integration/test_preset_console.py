@@ -19,7 +19,7 @@ def test_hang_debug_adds_nothing_to_the_console(tmp_path: Path) -> None:
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "for _ in range(3): dist.all_reduce(torch.ones(4))\n"
-        "print('done', flush=True)\n"
+        "import os; os.write(1, b'done\\n')\n"
         "dist.destroy_process_group()\n"
     )
     (tmp_path / "flight_recorder").mkdir()
