@@ -65,7 +65,7 @@ def _note(call: str, code: int, frame: FrameType | None) -> None:
     lines = [f"{call}\t{code}"]
     while frame is not None and len(lines) <= MAX_FRAMES:
         made = frame.f_code
-        lines.append(f"{frame.f_lineno or 0}\t{made.co_name}\t{os.path.abspath(made.co_filename)}".replace("\n", " "))
+        lines.append(f"{frame.f_lineno or 0}\t{made.co_name}\t{log.absolute(made.co_filename)}".replace("\n", " "))
         frame = frame.f_back
     with open(_path, "wb", opener=_private) as file:
         file.write("\n".join(lines).encode("utf-8", "surrogateescape"))

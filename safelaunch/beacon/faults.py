@@ -108,7 +108,7 @@ def _note_exception(kind: type[BaseException], value: BaseException, traceback: 
     frames: list[str] = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        file = _quoted(os.path.abspath(code.co_filename))
+        file = _quoted(log.absolute(code.co_filename))
         frames.append(f'{{"file":{file},"line":{traceback.tb_lineno or 0},"function":{_quoted(code.co_name)}}}')
         traceback = traceback.tb_next
     name = f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__

@@ -44,3 +44,11 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
             return None
 
     return call
+
+
+def absolute(path: str) -> str:
+    """``os.path.abspath``, where there is a working directory: it may have been removed."""
+    try:
+        return os.path.abspath(path)
+    except OSError:
+        return path
