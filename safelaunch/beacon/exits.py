@@ -67,9 +67,5 @@ def _note(call: str, code: int, frame: FrameType | None) -> None:
         made = frame.f_code
         lines.append(f"{frame.f_lineno or 0}\t{made.co_name}\t{log.absolute(made.co_filename)}".replace("\n", " "))
         frame = frame.f_back
-    with open(_path, "wb", opener=_private) as file:
+    with open(_path, "wb", opener=log.private) as file:
         file.write("\n".join(lines).encode("utf-8", "surrogateescape"))
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -46,6 +46,11 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
     return call
 
 
+def private(path: str, flags: int) -> int:
+    """An ``opener`` for files that are nobody else's to read."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 def absolute(path: str) -> str:
     """``os.path.abspath``, where there is a working directory: it may have been removed."""
     try:

@@ -104,12 +104,8 @@ def _write_meta(base: str) -> None:
     lines += [f"argument\t{argument}" for argument in sys.orig_argv]
     lines += [f"code_root\t{root}" for root in roots]
     text = "\n".join(line.replace("\n", " ") for line in lines)
-    with open(base + layout.META_SUFFIX, "wb", opener=_private) as file:
+    with open(base + layout.META_SUFFIX, "wb", opener=log.private) as file:
         file.write(text.encode("utf-8", "surrogateescape"))
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _after_fork() -> None:

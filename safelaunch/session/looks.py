@@ -46,14 +46,17 @@ class Looks:
         return any(number > before.get(rank, -1) for rank, number in after.items())
 
 
-def look_at(targets: Sequence[Target], looks: Looks | None, *, native: bool = False) -> Looks:
-    """One more look at the ranks; the first with ``looks`` None."""
+def look_at(targets: Sequence[Target], looks: Looks | None, *, collectives: bool = False) -> Looks:
+    """One more look at the ranks; the first with ``looks`` None.
+
+    ``collectives``: also how far each rank's Flight Recorder is. Not in a crash, where all ranks hold still for us.
+    """
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
     if looks is None:  # its environment now, while it lives
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
     with _one_at_a_time:  # two py-spies on one process: the second is refused
-        look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier, native=native)
-    return looks.plus(look, _newest_entries(looks.targets))
+        look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier)
+    return looks.plus(look, _newest_entries(looks.targets) if collectives else {})
 
 
 def _newest_entries(targets: Sequence[Target]) -> dict[int, int]:

@@ -94,7 +94,7 @@ class StallCase:
 
     def _look(self, looks: Looks | None) -> None:
         targets = self._watch.targets()
-        self._looking = Task("look", lambda: look_at(targets, looks))
+        self._looking = Task("look", lambda: look_at(targets, looks, collectives=True))
 
     def _advance_suspicion(self, suspicion: _Suspicion, now: float) -> None:
         if suspicion.second_look_s is not None and now >= suspicion.second_look_s:
