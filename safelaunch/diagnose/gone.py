@@ -72,8 +72,12 @@ def ended_by_others(rank: RankEvidence) -> bool:
     """Ended by the launcher after another rank had failed, or aborted because a collective's time ran out: no cause."""
     if rank.exit is None:
         return False
-    aborted = rank.exit.returncode == -signal.SIGABRT
-    return not rank.exit.before_close or (aborted and _WATCHDOG.search(rank.log_tail) is not None)
+    return not rank.exit.before_close or _aborted_by_watchdog(rank)
+
+
+def _aborted_by_watchdog(rank: RankEvidence) -> bool:
+    aborted = rank.exit is not None and rank.exit.returncode == -signal.SIGABRT
+    return aborted and _WATCHDOG.search(rank.log_tail) is not None
 
 
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
@@ -89,7 +93,7 @@ def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
 def _gave_up(rank: RankEvidence) -> bool:
     if rank.exception is not None:
         return is_timeout(rank.exception)
-    return rank.exit is not None and rank.exit.returncode == -signal.SIGABRT and bool(_WATCHDOG.search(rank.log_tail))
+    return _aborted_by_watchdog(rank)
 
 
 def failed_at(rank: RankEvidence) -> float:
