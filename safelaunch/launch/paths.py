@@ -49,15 +49,6 @@ class RunPaths:
     def agent_page(self) -> Path:
         return self.root / layout.AGENT_PAGE
 
-    @property
-    def beacon_log(self) -> Path:
-        return self.root / layout.LOG
-
-    @property
-    def staging(self) -> Path:
-        """Where a bundle is assembled before it is published."""
-        return self.root / "bundle"
-
     def of_page(self, name: str, suffix: str) -> Path:
         """A companion of the page ``name``: its socket, ring, fault file, ..."""
         return self.pages / (name + suffix)
