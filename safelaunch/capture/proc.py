@@ -12,45 +12,20 @@ import re
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
 
+from safelaunch import procstat
 from safelaunch.capture import redact, sockets, syscalls
 from safelaunch.capture.cgroups import is_frozen
 from safelaunch.capture.result import within
 from safelaunch.errors import CaptureError
 from safelaunch.model import ProcessState, StackSample, ThreadState
 
-_TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PATH = 4096
 MAX_THREADS = 4096
-
-
-@dataclass(frozen=True)
-class Stat:
-    """What is used of ``/proc/<pid>/stat``. ``cpu_ms``: user and system time; ``start_ticks``: field 22."""
-
-    pid: int
-    name: str
-    state: str
-    ppid: int
-    cpu_ms: int
-    start_ticks: int
-    rss_bytes: int
-
-
-def parse_stat(text: str) -> Stat:
-    """Parse ``stat``; the name may hold spaces and parentheses. Raises ``ValueError``."""
-    head, opened, rest = text.partition("(")
-    name, closed, tail = rest.rpartition(")")
-    fields = tail.split()
-    if not opened or not closed or len(fields) < 22:
-        raise ValueError(f"not a line of /proc/<pid>/stat: {text[:80]!r}")
-    cpu = (int(fields[11]) + int(fields[12])) * _TICK_MS
-    return Stat(int(head), name, fields[0], int(fields[1]), cpu, int(fields[19]), int(fields[21]) * _PAGE)
 
 
 def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
@@ -92,10 +67,9 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
 
     Raises ``CaptureError`` when there is no such process.
     """
-    try:
-        stat = parse_stat(_text(Path(f"/proc/{pid}/stat")))
-    except (OSError, ValueError) as error:
-        raise CaptureError(f"process {pid} is gone") from error
+    stat = procstat.read(pid)
+    if stat is None:
+        raise CaptureError(f"process {pid} is gone")
     return ProcessState(
         pid=pid,
         ppid=stat.ppid,
@@ -112,31 +86,16 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
 
 def state_letter(pid: int) -> str:
     """The state of the process (R S D T t Z X), ``""`` when it is gone."""
-    try:
-        return parse_stat(_text(Path(f"/proc/{pid}/stat"))).state
-    except (OSError, ValueError):
-        return ""
-
-
-def start_ticks(pid: int) -> int | None:
-    """Field 22 of ``stat``, which with the pid identifies a process; None when it is gone."""
-    try:
-        return parse_stat(_text(Path(f"/proc/{pid}/stat"))).start_ticks
-    except (OSError, ValueError):
-        return None
+    stat = procstat.read(pid)
+    return stat.state if stat is not None else ""
 
 
 def process_table() -> dict[int, tuple[int, int]]:
     """Every process now: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
     table: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = parse_stat(_text(entry / "stat"))
-        except (OSError, ValueError):
-            continue  # vanished meanwhile
-        table[stat.pid] = (stat.ppid, stat.start_ticks)
+        if entry.name.isdigit() and (stat := procstat.read(int(entry.name))) is not None:  # not vanished meanwhile
+            table[stat.pid] = (stat.ppid, stat.start_ticks)
     return table
 
 
@@ -213,14 +172,21 @@ def _threads(pid: int, read: Callable[[int, int], ThreadState]) -> tuple[ThreadS
     return tuple(found)
 
 
+def _thread_stat(pid: int, tid: int) -> procstat.Stat:
+    stat = procstat.read(pid, tid)
+    if stat is None:
+        raise ProcessLookupError(f"thread {tid} of process {pid} is gone")
+    return stat
+
+
 def _quick_thread(pid: int, tid: int) -> ThreadState:
-    stat = parse_stat(_text(Path(f"/proc/{pid}/task/{tid}/stat")))
+    stat = _thread_stat(pid, tid)
     return ThreadState(tid=tid, name=stat.name, state=stat.state, cpu_ms=stat.cpu_ms)
 
 
 def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
     task = Path(f"/proc/{pid}/task/{tid}")
-    stat = parse_stat(_text(task / "stat"))
+    stat = _thread_stat(pid, tid)
 
     def optional(name: str) -> str:
         try:

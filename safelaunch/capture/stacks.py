@@ -21,6 +21,7 @@ from safelaunch.capture import command, proc, tracing
 from safelaunch.capture.redact import redact_text
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
+from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
 
 DEADLINE_S = 3.0
@@ -103,7 +104,7 @@ def dump(
     how = " ".join(["py-spy dump --json", *options])
 
     def read() -> StackSample:
-        begun = proc.start_ticks(pid)
+        begun = identify(pid)
         was_stopped = proc.state_letter(pid) == "T"
         at_s = clock()
         output = command.run(
@@ -220,7 +221,7 @@ def _noted(result: Result[StackSample], why: str, begin: float) -> Result[StackS
     return Result(result.value, result.how, time.monotonic() - begin, result.missing, note)
 
 
-def _set_running(pid: int, begun: int | None, patience_s: float = 0.3) -> str:
+def _set_running(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:
     """See to it that a target is not left stopped by the tracer that was just killed; says what was done.
 
     The kernel detaches a dead tracer's targets and lets them run. Where a stop that the tracer caused
@@ -229,7 +230,7 @@ def _set_running(pid: int, begun: int | None, patience_s: float = 0.3) -> str:
     until = time.monotonic() + patience_s
     while (letter := proc.state_letter(pid)) in ("t", "T"):
         if time.monotonic() >= until:
-            if letter == "T" and begun is not None and proc.start_ticks(pid) == begun:
+            if letter == "T" and begun is not None and identify(pid) == begun:
                 os.kill(pid, signal.SIGCONT)
                 return "; it left the process stopped, which was continued"
             return "; the process is still traced"

@@ -141,16 +141,18 @@ def local_bundles() -> Path:
     return run_root({}, os.getuid()) / "bundles"
 
 
+def new_unfinished_bundle(place: Path, run_dir: Path, outcome: str) -> Path:
+    """Where a bundle is assembled in ``place``. Its name begins with a dot and the run's name, which holds the pid."""
+    return place / f".{run_dir.name}-{outcome}-{time.time_ns()}"
+
+
 def unfinished_bundles(run_name: str) -> list[Path]:
     """What the supervisor of run ``run_name`` (``r4711``) was assembling."""
     return list(local_bundles().glob(f".{run_name}-*-*"))
 
 
 def sweep_unfinished(directory: Path) -> int:
-    """Removes bundles that supervisors were assembling in ``directory`` when they were killed; returns how many.
-
-    Their names begin with a dot and the run's name, which holds the pid.
-    """
+    """Removes bundles that supervisors were assembling in ``directory`` when they were killed; returns how many."""
     from shutil import rmtree
 
     removed = 0

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from safelaunch import procstat
+
 # Passed on to torchrun as they come. SIGTSTP is left alone: Ctrl-Z stops safelaunch, as it would stop torchrun.
 FORWARDED = (
     signal.SIGINT,
@@ -35,11 +37,11 @@ class ProcessId:
 
     def is_alive(self) -> bool:
         """Whether it still runs; a zombie does not."""
-        found = _stat(self.pid)
+        found = procstat.read(self.pid)
         return found is not None and found.start_ticks == self.start_ticks and found.state not in "ZX"
 
     def is_stopped(self) -> bool:
-        found = _stat(self.pid)
+        found = procstat.read(self.pid)
         return found is not None and found.start_ticks == self.start_ticks and found.state in "Tt"
 
     def send(self, signum: int) -> bool:
@@ -72,26 +74,9 @@ class ProcessId:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Stat:
-    pid: int
-    ppid: int
-    state: str
-    start_ticks: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return _Stat(pid, int(fields[1]), fields[0].decode(), int(fields[19])) if len(fields) > 19 else None
-
-
 def identify(pid: int) -> ProcessId | None:
     """The identity of a process, or None when it is gone. A zombie still has one."""
-    found = _stat(pid)
+    found = procstat.read(pid)
     return ProcessId(pid, found.start_ticks) if found else None
 
 
@@ -100,9 +85,9 @@ def descendants(roots: Iterable[int], *, exclude: Iterable[int] = ()) -> tuple[P
 
     ``exclude``: pids that are left out together with what is below them.
     """
-    children: dict[int, list[_Stat]] = {}
+    children: dict[int, list[procstat.Stat]] = {}
     for entry in list(os.scandir("/proc")):
-        if entry.name.isdigit() and (found := _stat(int(entry.name))) is not None:
+        if entry.name.isdigit() and (found := procstat.read(int(entry.name))) is not None:
             children.setdefault(found.ppid, []).append(found)
     left_out = set(exclude)
     found_below: list[ProcessId] = []

@@ -24,7 +24,7 @@ from safelaunch.capture.job_secrets import Redactor
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.console import say
-from safelaunch.launch.paths import may_be_ours
+from safelaunch.launch.paths import may_be_ours, new_unfinished_bundle
 from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, Verdict
 from safelaunch.session import sources
 from safelaunch.session.looks import Looks, native_where_it_tells
@@ -107,7 +107,7 @@ def write(
     # along, and $XDG_RUNTIME_DIR may be small.
     safe = may_be_ours(about.fallback_dir.parent)
     place = roomier(about.fallback_dir, about.run_dir) if safe else about.run_dir
-    root = place / f".{about.run_dir.name}-{outcome}-{time.time_ns()}"
+    root = new_unfinished_bundle(place, about.run_dir, outcome)
     staging = Staging(root, about.redactor, limit_bytes=about.artifact_limit_bytes)
     pages = about.run_dir / "pages"
     seen: list[RankEvidence] = []

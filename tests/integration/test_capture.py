@@ -20,6 +20,7 @@ import pytest
 from safelaunch.capture import gpu, logs, node, proc, stacks, worker_server
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.errors import CaptureError
+from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import GilTest, ProcessState
 
 Start = Callable[..., "Program"]
@@ -102,7 +103,7 @@ def test_a_sleeping_process(start: Start) -> None:
     state = program.wait_for(lambda s: in_call("clock_nanosleep")(s) and len(s.threads) == 2)
     assert (state.pid, state.ppid, state.state, state.note) == (program.pid, os.getpid(), "S", "")
     assert state.cmdline[0] == sys.executable
-    assert state.start_ticks == proc.start_ticks(program.pid)
+    assert identify(program.pid) == ProcessId(program.pid, state.start_ticks)
     assert state.rss_bytes > 1 << 20
     assert {thread.wchan for thread in state.threads} == {"hrtimer_nanosleep"}
 
@@ -167,7 +168,7 @@ def test_the_tree_and_a_zombie(start: Start) -> None:
     while len(tree := proc.process_tree(program.pid)) < 3 and time.monotonic() < until:
         time.sleep(0.01)
     assert {child, dead} <= {pid for pid, _ in tree}
-    assert all(proc.start_ticks(pid) == ticks for pid, ticks in tree)
+    assert all(identify(pid) == ProcessId(pid, ticks) for pid, ticks in tree)
     state = proc.read_process(dead)
     assert state.state == "Z"
     assert "zombie" in state.note
@@ -179,7 +180,7 @@ def test_a_process_that_is_gone() -> None:
     process.wait()
     with pytest.raises(CaptureError, match="is gone"):
         proc.read_process(process.pid)
-    assert proc.start_ticks(process.pid) is None
+    assert identify(process.pid) is None
     assert stacks.stack_of(process.pid).missing == f"process {process.pid} is gone"
     assert "gone" in stacks.dump(process.pid).missing
     assert "gone" in node.environment_of(process.pid).missing

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from safelaunch import procstat
 from safelaunch.capture import cgroups, sockets, syscalls
-from safelaunch.capture.proc import parse_io, parse_stat, parse_syscall, process_tree, role_of
+from safelaunch.capture.proc import parse_io, parse_syscall, process_tree, role_of
 from safelaunch.model import Frame, ProcessState, StackSample, Thread
 
 REST = "S 10 20 30 0 -1 4194304 98 0 0 0 250 50 7 8 20 0 1 0 77510 3133440 360 18446744073709551615 1 2 3"
@@ -16,7 +17,7 @@ REST = "S 10 20 30 0 -1 4194304 98 0 0 0 250 50 7 8 20 0 1 0 77510 3133440 360 1
 
 @pytest.mark.parametrize("name", ["python", "my (job) x", "a) R 1 (b", ") S 1", "((", "pt_main_thread", "a\nb"])
 def test_stat_survives_any_name(name: str) -> None:
-    stat = parse_stat(f"4711 ({name}) {REST}")
+    stat = procstat.parse(f"4711 ({name}) {REST}")
     assert (stat.pid, stat.name, stat.state, stat.ppid, stat.start_ticks) == (4711, name, "S", 10, 77510)
     assert stat.cpu_ms == 3000  # 300 ticks of 10 ms; the children's 7 and 8 do not count
     assert stat.rss_bytes > 0
@@ -25,7 +26,7 @@ def test_stat_survives_any_name(name: str) -> None:
 @pytest.mark.parametrize("text", ["", "4711 python S 1", "4711 (python) S 1", "x (y) " + REST])
 def test_stat_rejects_other_text(text: str) -> None:
     with pytest.raises(ValueError):
-        parse_stat(text)
+        procstat.parse(text)
 
 
 @pytest.mark.parametrize(

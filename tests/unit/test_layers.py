@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("packages, which hold nothing themselves", {"settings", "launch", "watch", "bundle", "session"}),
     (
         "records, pure rules, small tools",
-        {"errors", "model", "watch.stall", "watch.rhythm", "console", "task", "bundle.copier"},
+        {"errors", "model", "procstat", "watch.stall", "watch.rhythm", "console", "task", "bundle.copier"},
     ),
     (
         "configuration",

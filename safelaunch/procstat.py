@@ -1,0 +1,43 @@
+"""``/proc/<pid>/stat`` (proc(5)): the one file of a process that any user may read and that never blocks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What is used of it. ``cpu_ms``: user and system time; ``start_ticks``: field 22, clock ticks since boot."""
+
+    pid: int
+    name: str
+    state: str
+    ppid: int
+    cpu_ms: int
+    start_ticks: int
+    rss_bytes: int
+
+
+def parse(text: str) -> Stat:
+    """Parses one line; the name may hold spaces and parentheses. Raises ``ValueError``."""
+    head, opened, rest = text.partition("(")
+    name, closed, tail = rest.rpartition(")")
+    fields = tail.split()
+    if not opened or not closed or len(fields) < 22:
+        raise ValueError(f"not a line of /proc/<pid>/stat: {text[:80]!r}")
+    cpu = (int(fields[11]) + int(fields[12])) * _TICK_MS
+    return Stat(int(head), name, fields[0], int(fields[1]), cpu, int(fields[19]), int(fields[21]) * _PAGE)
+
+
+def read(pid: int, tid: int | None = None) -> Stat | None:
+    """Of the process, or of its thread ``tid``, now; None when it is gone. A zombie still has one."""
+    path = f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return parse(file.read())
+    except (OSError, ValueError):
+        return None
