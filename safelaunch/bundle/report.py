@@ -76,11 +76,12 @@ def screen(
     head = _wrap(clean(verdict.summary), room)[:5]
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
     if len(verdict.culprits) > 3:
-        who.append(f"  and {len(verdict.culprits) - 3} more ranks, see report.md")
+        more = len(verdict.culprits) - 3
+        who.append(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md")
     tail = _tail(verdict, room)
-    claims = _claims(verdict.evidence, room)
     space = MAX_LINES - 1 - len(head) - len(who) - len(tail) - 1
-    lines = [_bold(_shorten(title, room), color), *head, *who, *claims[: max(space, 0)], *tail]
+    claims = _claims(verdict.evidence, room, max(space, 0))
+    lines = [_bold(_shorten(title, room), color), *head, *who, *claims, *tail]
     lines = lines[: MAX_LINES - 1]
     lines.append(f"bundle: {clean(bundle_path)}")
     return "".join(f"{PREFIX}{line}\n" for line in lines)
@@ -111,11 +112,16 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[str]:
     return lines
 
 
-def _claims(claims: Sequence[Claim], room: int) -> list[str]:
-    if not claims:
-        return []
-    picked = _spread(claims, 5)
-    return ["  evidence:", *(_shorten(f"    {clean(c.claim)}  [{clean(c.file)}]", room) for c in picked)]
+def _claims(claims: Sequence[Claim], room: int, space: int) -> list[str]:
+    """At most ``space`` lines: whole claims as long as the others still have a line each, then shortened ones."""
+    picked = _spread(claims, min(5, space - 1))
+    lines: list[str] = []
+    for index, claim in enumerate(picked):
+        text = f"{clean(claim.claim)}  [{clean(claim.file)}]"
+        whole = _wrap(text, room, "    ")
+        to_come = len(picked) - index - 1
+        lines += whole if len(lines) + len(whole) + to_come < space else [_shorten(f"    {text}", room)]
+    return ["  evidence:", *lines] if lines else []
 
 
 def _spread(claims: Sequence[Claim], count: int) -> list[Claim]:

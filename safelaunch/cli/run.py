@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Sequence
 
+from safelaunch.console import say
 from safelaunch.errors import UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
@@ -28,7 +31,15 @@ def main(words: list[str]) -> int:
         _print_help()
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
     check(settings)
+    for option in misplaced(command.script):
+        say(f"{option} stands after {command.script[0]}, so it is the script's; safelaunch's own options go before it")
     return start(build(command, settings, torch, surroundings(settings, environ)))
+
+
+def misplaced(script: Sequence[str]) -> list[str]:
+    """Options behind the script that hardly a script has: its author meant them for safelaunch."""
+    ours = {option.flag for option in OWN_OPTIONS if re.search("stall|bundle|startup-timeout|no-watch", option.name)}
+    return sorted({word.partition("=")[0] for word in script[1:]} & ours)
 
 
 def surroundings(settings: Settings, environ: dict[str, str]) -> Surroundings:

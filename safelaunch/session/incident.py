@@ -167,7 +167,12 @@ def write(
 def _without_stacks(looks: Looks) -> str:
     """Why no stack of any process could be read: no py-spy, no permission. Empty where one was, or reasons differ."""
     ranks = [rank for look in looks.taken for rank in look.ranks.values()]
-    found = [process.stack for rank in ranks for process in (rank.main, *rank.children) if process and process.state]
+    found = [
+        process.stack
+        for rank in ranks
+        for process in (rank.main, *rank.children)
+        if process and process.state and process.state.state not in "ZX"  # one that has ended has no stack
+    ]
     reasons = {stack.missing for stack in found}
     return next(iter(reasons)) if len(reasons) == 1 and not any(stack.value for stack in found) else ""
 

@@ -43,18 +43,7 @@ class Framework:
 
 _BESIDE = Path(sys.executable).parent
 # Without a GPU, its launcher starts several ranks on one machine only where it is told of several GPUs.
-_ACCELERATE = [
-    "launch",
-    "--multi_gpu",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-    "--mixed_precision",
-    "no",
-    "--dynamo_backend",
-    "no",
-]
+_ACCELERATE = ("launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
 FRAMEWORKS = (
     Framework("fsdp", {"asleep": "stuck-in-user-code", "eval": "collective-mismatch"}),
     Framework("pipeline", {"fifo": "blocking-io", "skip": "uneven-batches"}),

@@ -62,6 +62,13 @@ def test_screen_is_one_screen(width: int, culprits: int) -> None:
     assert lines[-1].endswith(BUNDLE)
 
 
+def test_claims_are_whole_where_there_is_room() -> None:
+    text = show(sleeping())
+    assert "…" not in text
+    flat = " ".join(line.removeprefix("safelaunch: ").strip() for line in text.splitlines())
+    assert all(f"{c.claim} [{c.file}]" in " ".join(flat.split()) for c in diagnose(sleeping()).evidence[:2])
+
+
 def test_screen_without_a_culprit() -> None:
     text = show(job(*(waiting(n) for n in range(3))))
     assert "no-rank-stands-out" in text
