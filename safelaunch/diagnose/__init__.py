@@ -8,12 +8,13 @@ The order goes from what explains itself to what has to be inferred:
 3. ``first_failure``      a rank raised, was killed or exited: the first in time
 4. ``stopped_ranks``      a process that may not run (state T, frozen cgroup)
 5. ``init_not_joined``    peers wait in init_process_group for ranks that never came
-6. ``held_up``            peers wait for a rank that waits for nobody: its own state is the cause
-7. ``unseen_peers``       peers wait for ranks that were not seen: nobody is named
-8. ``cycles``             ranks wait for each other: group order, sends and receives, different collectives
-9. ``mispaired``          all have arrived, and earlier met in different operations
-10. ``alone``             nobody waits for a peer: the odd one out, if there is one
-11. ``nobody_stands_out``
+6. ``parted_earlier``     peers wait only because of a collective too many or too few, long ago
+7. ``held_up``            peers wait for a rank that waits for nobody: its own state is the cause
+8. ``unseen_peers``       peers wait for ranks that were not seen: nobody is named
+9. ``cycles``             ranks wait for each other: group order, sends and receives, different collectives
+10. ``mispaired``         all have arrived, and earlier met in different operations
+11. ``alone``             nobody waits for a peer: the odd one out, if there is one
+12. ``nobody_stands_out``
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from safelaunch.diagnose.findings import Finding, Ruling
 from safelaunch.diagnose.gone import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.loops import ReadSource
 from safelaunch.diagnose.rules_abort import aborted_by_a_peer
-from safelaunch.diagnose.rules_mismatch import mispaired
+from safelaunch.diagnose.rules_mismatch import mispaired, parted_earlier
 from safelaunch.diagnose.rules_state import (
     alone,
     first_failure,
@@ -69,7 +70,7 @@ def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
     for rule in (slow_not_stuck, aborted_by_a_peer, first_failure, stopped_ranks, init_not_joined):
         yield lambda rule=rule: rule(facts)  # type: ignore[misc]
     waits = waits_of(facts)
-    for graph_rule in (held_up, unseen_peers, cycles, mispaired):
+    for graph_rule in (parted_earlier, held_up, unseen_peers, cycles, mispaired):
         yield lambda rule=graph_rule: rule(facts, waits)  # type: ignore[misc]
     yield lambda: alone(facts)
 

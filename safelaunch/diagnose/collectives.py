@@ -79,6 +79,10 @@ class Alignment:
     def entry(self, rank: int, group: str, seq: int) -> Collective | None:
         return self._by_seq.get(rank, {}).get((group, seq))
 
+    def of_group(self, rank: int, group: str) -> list[Collective]:
+        """The collectives of ``rank`` in ``group`` that its window still holds."""
+        return [entry for (name, _), entry in self._by_seq.get(rank, {}).items() if name == group]
+
     def last(self, rank: int, group: str) -> int:
         """The highest sequence number that ``rank`` has entered in ``group``; -1 for none."""
         return self._last.get(rank, {}).get(group, -1)

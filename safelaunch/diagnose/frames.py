@@ -109,6 +109,13 @@ def user_frame(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> Frame
     return _installed_main(frames, code_roots)
 
 
+def user_stack(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> tuple[Frame, ...]:
+    """All frames of the user's own code, innermost first."""
+    own = tuple(frame for frame in own_part(frames) if is_user(frame, code_roots))
+    innermost = user_frame(frames, code_roots)
+    return own or ((innermost,) if innermost is not None else ())
+
+
 def _installed_main(frames: Sequence[Frame], code_roots: Sequence[str]) -> Frame | None:
     real = [f for f in frames if not is_pseudo(f.file) and not is_ours(f.file) and not is_native(f)]
     outer = [f for f in real if not normal(f.file).endswith(_BOOTSTRAP)]

@@ -9,6 +9,7 @@ from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.collectives import Mismatch, describe, first_mismatch, mismatch_at, op_name, parting, vote
 from safelaunch.diagnose.facts import Facts, view_of
 from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small, wait_claims, waiting_culprit
+from safelaunch.diagnose.history import Shift, shift_in
 from safelaunch.diagnose.loops import loop_left
 from safelaunch.diagnose.waits import Key, Waits, members_of, same_op
 from safelaunch.model import Claim, Confidence, Frame
@@ -59,14 +60,98 @@ def mispaired(facts: Facts, waits: Waits) -> Ruling:
     if not waits.ranks:
         return ""
     found = first_mismatch(facts.alignment)
+    if found is None and isinstance(late := parted_earlier(facts, waits), Finding):
+        return late
     if found is None:
         return "all ranks recorded the same operations under the same numbers" if facts.alignment.records else ""
     return "" if facts.unseen else mismatch_finding(facts, found)
 
 
 def mismatch_finding(facts: Facts, found: Mismatch) -> Finding:
-    """The finding for a mismatch that the Flight Recorders show."""
-    return _finding(facts, _recorded(facts, found))
+    """The finding for a mismatch that the Flight Recorders show; where it began earlier, who began it."""
+    meeting = _recorded(facts, found)
+    shift = shift_in(facts.alignment, found.group, facts.roots)
+    if shift is not None and shift.seq < found.seq:
+        return _shifted(facts, shift, meeting.words, meeting.claims)
+    return _finding(facts, meeting)
+
+
+def parted_earlier(facts: Facts, waits: Waits) -> Ruling:
+    """Peers wait for a rank that is behind, and it is behind only because of a call too many or too few long ago.
+
+    Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
+    loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
+    """
+    groups = {w.group for w in waits.example.values() if w.kind == "collective" and w.group is not None}
+    if facts.unseen:
+        return ""
+    for group in sorted(groups):
+        shift = shift_in(facts.alignment, group, facts.roots)
+        if shift is not None and shift.sure and shift.explains_lag():
+            words = {r: facts.ranks[r].wait.words for r in shift.entered if facts.ranks[r].wait}  # type: ignore[union-attr]
+            return _shifted(facts, shift, words, ())
+    return ""
+
+
+def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple[Claim, ...]) -> Finding:
+    """The finding for histories that parted: who made the call too many, or left one out, and where."""
+    who, one = ranks_word(shift.ranks), len(shift.ranks) == 1
+    inner = shift.stack[0] if shift.stack else None
+    where = fr.place(inner)
+    if shift.branch is not None and shift.branch != inner:
+        where += f", called from {fr.place(shift.branch)}"
+    actor = shift.ranks[0] if shift.extra else next(r for r in shift.entered if r not in shift.ranks)
+    entry = facts.alignment.entry(actor, shift.group, shift.seq)
+    op = op_name(entry) if entry is not None else "a collective"
+    many = f"{shift.calls} collectives from" if shift.calls > 1 else f"{op} at"
+    if shift.extra:
+        did = f"called {many} {where}, which {'its' if one else 'their'} peers did not"
+    else:
+        did = f"left out {many} {where}, which {'its' if one else 'their'} peers called"
+    number = f"number {shift.seq} of group {shift.group!r}"
+    off = "ahead of" if shift.extra else "behind"
+    now: dict[str, list[int]] = {}
+    for rank, text in words.items():
+        now.setdefault(text, []).append(rank)
+    waits = [f"{small(ranks_word(m))} {'waits' if len(m) == 1 else 'wait'} in {text}" for text, m in now.items()]
+    summary = f"{who} {did} ({number}); {'it is' if one else 'they are'} {off} {'its' if one else 'their'} peers since"
+    summary += f", and now {' while '.join(waits[:3])}." if waits else "."
+    places = [
+        Claim(f"rank {rank}: number {shift.seq} is {_called(facts, rank, shift)}", f"ranks/{rank}/flight_recorder.json")
+        for rank in (actor, next(r for r in shift.entered if (r in shift.ranks) != (actor in shift.ranks)))
+    ]
+    agree = Claim(
+        f"{shift.matched} later calls are those of the peers again, {shift.calls} further on",
+        f"ranks/{shift.ranks[0]}/flight_recorder.json",
+    )
+    others = [r for r, own in facts.ranks.items() if own.condition is not None and own.wait is None]
+    ruled = tuple(
+        f"rank {r} {facts.ranks[r].condition.reason}: nobody would wait for it without that"  # type: ignore[union-attr]
+        for r in others[:4]
+    )
+    sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
+    return Finding(
+        "collective-mismatch",
+        "high" if shift.sure else "medium",
+        summary,
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
+        (*places, agree, *claims, *wait_claims(facts, sorted(words))),
+        ruled,
+    )
+
+
+def _called(facts: Facts, rank: int, shift: Shift) -> str:
+    entry = facts.alignment.entry(rank, shift.group, shift.seq)
+    if entry is None:
+        return "not recorded"
+    stack = fr.user_stack(entry.frames, facts.ranks[rank].evidence.code_roots)
+    return f"{op_name(entry)} at {' < '.join(fr.place(frame) for frame in stack[:3])}"
+
+
+def _site_of(facts: Facts, rank: int, shift: Shift) -> Frame | None:
+    """The line to show: of the call that was too many; of the call that came instead of the one left out."""
+    entry = facts.alignment.entry(rank, shift.group, shift.seq)
+    return fr.user_frame(entry.frames, facts.ranks[rank].evidence.code_roots) if entry is not None else None
 
 
 def _recorded(facts: Facts, found: Mismatch) -> Meeting:

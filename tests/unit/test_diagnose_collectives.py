@@ -261,7 +261,7 @@ def test_past_the_loop_of_its_peers(world: int, culprit: int) -> None:
     assert diagnose(job(*peers)).cause == "collective-mismatch"  # without the source
 
 
-def test_where_the_call_sites_parted_is_told() -> None:
+def test_a_call_left_out_long_ago_is_the_fault() -> None:
     """Rank 0 skipped one all_reduce at line 50 long ago; all operations look alike until the barrier."""
     long = [entry("all_reduce", n, done=True, line=50 if n % 2 else 60) for n in range(1, 7)]
     skipped = [e for e in long if e.seq < 3] + [
@@ -271,7 +271,61 @@ def test_where_the_call_sites_parted_is_told() -> None:
     odd = rank(0, in_c10d("barrier", 70), flight=record(*skipped, entry("barrier", 7, line=70)))
     verdict = diagnose(job(odd, *ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [0])
-    assert any("parted earlier, at number 3" in claim.claim for claim in verdict.evidence)
+    assert "Rank 0 left out all_reduce at train.py:50 (train), which its peers called (number 3" in verdict.summary
+    assert verdict.culprits[0].frame == at(60)  # where it went on instead
+    assert verdict.confidence == "high"
+
+
+def history(*lines: int, seq: int = 1, pending: bool = True) -> FlightRecord:
+    """Completed all_reduces at these lines, the last one pending."""
+    count = len(lines)
+    return record(
+        *(entry("all_reduce", n, done=n < seq + count - pending, line=line) for n, line in enumerate(lines, seq))
+    )
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_call_too_many_long_ago_beats_the_sleep_at_the_end(culprit: int) -> None:
+    """All sizes agree, so nothing complains: at the end one waits, and the other is done and rests in its own code."""
+    ahead = rank(culprit, in_c10d("all_reduce", 50), flight=history(50, 50, 50, 41, 50, 50, 50, 50))
+    done = rank(1 - culprit, in_user(90), "sleep", flight=history(50, 50, 50, 50, 50, 50, 50, pending=False))
+    verdict = diagnose(job(ahead, done))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "high")
+    assert [(c.rank, c.frame.line if c.frame else 0) for c in verdict.culprits] == [(culprit, 41)]
+    assert f"Rank {culprit} called all_reduce at train.py:41 (train), which its peers did not" in verdict.summary
+    assert any(f"rank {1 - culprit} is asleep" in text for text in verdict.ruled_out)
+
+
+def test_a_rank_that_is_behind_for_a_reason_of_its_own_stays_the_culprit() -> None:
+    """The call too many explains one of the two numbers that it lacks."""
+    ahead = rank(0, in_c10d("all_reduce", 50), flight=history(50, 50, 50, 41, 50, 50, 50, 50))
+    asleep = rank(1, in_user(7), "sleep", flight=history(50, 50, 50, 50, 50, 50, pending=False))
+    assert named(job(ahead, asleep)) == ("stuck-in-user-code", [1])
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ((50, 50, 50, 41, 42, 41, 42, 41), (50, 50, 50, 42, 41, 42, 41)),  # branches by turns
+        ((41, 50, 50, 50, 50, 50), (50, 50, 50, 50, 50)),  # it began before the window
+        ((50, 50, 41, 60, 61, 62), (50, 50, 50, 50, 50)),  # never the same again
+    ],
+)
+def test_different_lines_alone_are_no_fault(mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+    ahead = rank(0, in_c10d("all_reduce", mine[-1]), flight=history(*mine))
+    asleep = rank(1, in_user(7), "sleep", flight=history(*theirs, pending=False))
+    assert named(job(ahead, asleep)) == ("stuck-in-user-code", [1])
+
+
+def test_several_calls_too_many_of_a_minority() -> None:
+    """Two of five ranks evaluate by themselves: four calls each, and then the loop again."""
+    extra = history(50, 50, 50, 41, 42, 41, 42, 50, 50, 50, 50)
+    usual = history(*[50] * 7, pending=False)
+    ranks = [rank(n, in_c10d("all_reduce", 50), flight=extra) for n in (1, 3)]
+    ranks += [rank(n, in_user(90), "sleep", flight=usual) for n in (0, 2, 4)]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [1, 3])
+    assert "Ranks 1,3 called 4 collectives from train.py:41 (train), which their peers did not" in verdict.summary
 
 
 def test_a_wrong_pair_in_the_past_explains_a_wait_in_which_all_arrived() -> None:

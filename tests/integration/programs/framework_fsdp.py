@@ -19,7 +19,7 @@ words = parser.parse_args()
 
 def evaluate(model: nn.Module) -> float:
     with torch.no_grad():
-        return model(torch.ones(4, 16)).mean().item()
+        return model(torch.ones(4, 16)).mean().item()  # HANGS: eval
 
 
 def log(step: int) -> None:
