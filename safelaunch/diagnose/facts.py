@@ -95,6 +95,13 @@ def view_of(rank: RankEvidence) -> View | None:
     return View(rank.main, rank.code_roots, f"ranks/{rank.rank}") if rank.main else None
 
 
+def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
+    """The user's frames of the main thread, innermost first: where it raised, else where it is."""
+    view = view_of(rank)
+    frames = rank.exception.frames if rank.exception is not None else view.frames if view is not None else ()
+    return fr.user_stack(frames, rank.code_roots)
+
+
 def child_views(rank: RankEvidence) -> list[View]:
     return [View(child, rank.code_roots, f"ranks/{rank.rank}") for child in rank.children]
 

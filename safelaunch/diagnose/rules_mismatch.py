@@ -6,8 +6,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.branches import condition_on_rank
 from safelaunch.diagnose.collectives import Mismatch, describe, first_mismatch, mismatch_at, op_name, parting, vote
-from safelaunch.diagnose.facts import Facts, view_of
+from safelaunch.diagnose.facts import Facts, user_stack_of, view_of
 from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small, wait_claims, waiting_culprit
 from safelaunch.diagnose.history import Shift, shift_in
 from safelaunch.diagnose.loops import loop_left
@@ -221,15 +222,33 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
     if left:
         meeting = replace(meeting, odd=left, majority=True, confidence="high")
         text += f"; {small(ranks_word(left))} {'has' if len(left) == 1 else 'have'} left the loop at line {loop}"
-    tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
+    tail, signs = ("", ()) if meeting.majority else _no_majority(facts, meeting)
     cause = "uneven-batches" if left else "collective-mismatch"
     return Finding(
         cause,
         meeting.confidence,
         f"{text}.{tail}",
         tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, loop), meeting.sites[r]) for r in meeting.odd),
-        meeting.claims + wait_claims(facts, sorted(meeting.words)),
+        meeting.claims + signs + wait_claims(facts, sorted(meeting.words)),
     )
+
+
+def _no_majority(facts: Facts, meeting: Meeting) -> tuple[str, tuple[Claim, ...]]:
+    """What to say where nobody is in the minority: a side that is alone under a condition on the rank is the likelier.
+
+    Returns the words, and a claim for each rank of that side.
+    """
+    asked = {
+        r: found
+        for r in meeting.odd
+        if (found := condition_on_rank(user_stack_of(facts.ranks[r].evidence), facts.read_source)) is not None
+    }
+    text = " With no majority, either side may be the one at fault"
+    if len({meeting.words[r] for r in asked}) != 1 or len(asked) == len(meeting.odd):
+        return f"{text}.", ()
+    words = next(iter(asked.values())).words
+    claims = tuple(Claim(f"rank {r} waits under `{found.words}`", f"ranks/{r}/stack.txt") for r, found in asked.items())
+    return f"{text}; only {small(ranks_word(asked))} {'is' if len(asked) == 1 else 'are'} under `{words}`.", claims
 
 
 def _reason(meeting: Meeting, rank: int, loop: int | None) -> str:

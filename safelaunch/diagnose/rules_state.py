@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from safelaunch.diagnose.branches import condition_on_rank
 from safelaunch.diagnose.conditions import Condition
-from safelaunch.diagnose.facts import Facts, RankFacts
+from safelaunch.diagnose.facts import Facts, RankFacts, user_stack_of
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -64,6 +66,12 @@ def first_failure(facts: Facts) -> Ruling:
     if blamed:
         ruled.append(f"the errors of {small(ranks_word(blamed))} report that a peer was gone: consequences")
     confidence = main.confidence
+    alone = _alone_by_condition(facts, others) if main.cause == "uneven-batches" else ()
+    if alone:
+        confidence = lower(confidence)
+        ruled.append(
+            f"{alone[0].claim}, which only some ranks reach: the runner-up, as they need not be uneven batches"
+        )
     if facts.unseen and main.cause != "rank-exception":
         confidence = lower(confidence)
     return Finding(
@@ -71,9 +79,20 @@ def first_failure(facts: Facts) -> Ruling:
         confidence,
         summary_of(named, facts, [r for r in others if facts.ranks[r].wait]),
         tuple(culprit(facts.ranks[r], c) for r, c in named.items()),
-        condition_claims(named) + wait_claims(facts, others),
+        condition_claims(named) + wait_claims(facts, others) + alone,
         tuple(ruled),
     )
+
+
+def _alone_by_condition(facts: Facts, ranks: Iterable[int]) -> tuple[Claim, ...]:
+    """The first of ``ranks`` that waits at a line under a condition on the rank: its peers may never come there."""
+    for rank in ranks:
+        one = facts.ranks[rank]
+        asked = condition_on_rank(user_stack_of(one.evidence), facts.read_source) if one.wait else None
+        if asked is not None:
+            file = "exception.json" if one.evidence.exception is not None else "stack.txt"
+            return (Claim(f"rank {rank} waits under `{asked.words}`", f"{one.folder}/{file}"),)
+    return ()
 
 
 def _alike(one: RankFacts, first: RankFacts) -> bool:
