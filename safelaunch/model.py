@@ -281,6 +281,34 @@ class RankEvidence(Record, frozen=True):
     log_tail: str = ""  # decoded end of what the rank wrote
 
 
+class RankFile(Record, frozen=True):
+    """``ranks/<rank>/rank.json``: what a rank's evidence has that no other file of the bundle holds."""
+
+    host: str = ""
+    pid: int = 0
+    local_rank: int = -1
+    gil: GilTest = GilTest()
+    exit: RankExit | None = None
+    fatal: FatalError | None = None
+    memory_kills: MemoryKills = MemoryKills()
+    beacon: bool = True
+    code_roots: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(rank: RankEvidence) -> RankFile:
+        return RankFile(
+            host=rank.host,
+            pid=rank.pid,
+            local_rank=rank.local_rank,
+            gil=rank.gil,
+            exit=rank.exit,
+            fatal=rank.fatal,
+            memory_kills=rank.memory_kills,
+            beacon=rank.beacon,
+            code_roots=rank.code_roots,
+        )
+
+
 Outcome = Literal["hang", "crash", "dump"]
 
 

@@ -63,13 +63,15 @@ def screen(
     verdict: Verdict,
     *,
     bundle_path: str,
+    place: str = "bundle",
     width: int = 100,
     color: bool = False,
     read_line: ReadLine | None = None,
 ) -> str:
     """The summary for stderr: at most ``MAX_LINES`` lines of at most ``width`` columns, each starting ``safelaunch: ``.
 
-    The last line is the bundle's path, whole whatever its length. ``read_line`` gives the text of a source line.
+    The last line is the bundle's path, whole whatever its length, after the word ``place``. ``read_line`` gives the
+    text of a source line.
     """
     room = max(width - len(PREFIX), 40)
     title = f"{_OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})"
@@ -83,7 +85,7 @@ def screen(
     claims = _claims(verdict.evidence, room, max(space, 0))
     lines = [_bold(_shorten(title, room), color), *head, *who, *claims, *tail]
     lines = lines[: MAX_LINES - 1]
-    lines.append(f"bundle: {clean(bundle_path)}")
+    lines.append(f"{place}: {clean(bundle_path)}")
     return "".join(f"{PREFIX}{line}\n" for line in lines)
 
 
@@ -99,9 +101,10 @@ def _wrap(text: str, room: int, indent: str = "") -> list[str]:
 
 def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[str]:
     facts = [f"pid {culprit.pid}" if culprit.process == "main" else culprit.process]
+    facts = facts if culprit.pid or culprit.process != "main" else []  # a Flight Recorder dump names no process
     facts += [f"step {culprit.step}"] if culprit.step is not None else []
     facts += [f"on {culprit.host}"] if culprit.host else []
-    name = f"rank {culprit.rank} ({clean(', '.join(facts))})"
+    name = f"rank {culprit.rank} ({clean(', '.join(facts))})" if facts else f"rank {culprit.rank}"
     frame = culprit.frame
     if frame is None:
         return _wrap(name, room, "  ")

@@ -132,7 +132,7 @@ def record_of(dump: object) -> FlightRecord:
         version=_str(dump.get("version")),
         entries=tuple(_collective(entry) for entry in entries if isinstance(entry, dict)),
         groups=_groups(dump.get("pg_config")),
-        status=_status(dump.get("pg_status")),
+        status=_status(dump.get("pg_status"), _names_by_id(entries)),
     )
 
 
@@ -219,15 +219,26 @@ def _groups(config: object) -> dict[str, tuple[int, ...]]:
     return groups
 
 
-def _status(status: object) -> dict[str, GroupStatus]:
+def _names_by_id(entries: list[Any]) -> dict[str, str]:
+    """``pg_id`` → name. The id is the rank's own running number of the group: another one on each rank."""
+    names = {"0": "0"}  # the default group is the first on every rank
+    for entry in entries:
+        group = entry.get("process_group") if isinstance(entry, dict) else None
+        if isinstance(group, (list, tuple)) and group:
+            names[_str(entry.get("pg_id"))] = _str(group[0])
+    return names
+
+
+def _status(status: object, names: dict[str, str]) -> dict[str, GroupStatus]:
+    """By the groups' names. Of a group without an entry, only its number on this rank is known, which says nothing."""
     return {
-        _str(key): GroupStatus(
+        names[_str(key)]: GroupStatus(
             last_enqueued=_int(value.get("last_enqueued_collective"), -1),
             last_started=_int(value.get("last_started_collective"), -1),
             last_completed=_int(value.get("last_completed_collective"), -1),
         )
         for key, value in (status.items() if isinstance(status, dict) else ())
-        if isinstance(value, dict)
+        if isinstance(value, dict) and _str(key) in names
     }
 
 

@@ -14,9 +14,10 @@ COMMANDS = {
     "presets": ".presets",
     "status": ".status",
     "dump": ".dump",
+    "diagnose": ".diagnose",
     "doctor": ".doctor",
 }
-COMING = ("colaunch", "diagnose", "gpus")
+COMING = ("colaunch", "gpus")
 
 
 def main(argv: list[str] | None = None) -> int:

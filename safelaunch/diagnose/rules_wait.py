@@ -136,8 +136,11 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
         example = waits.example[key]
         members = waits.ranks[key]
         verb = "waits" if len(members) == 1 else "wait"
-        words.append(f"{small(ranks_word(members))} {verb} in group {example.group!r} ({example.words})")
-    text = " while ".join(words)
+        group, known = facts.alignment.members(str(example.group))
+        of = f" of {small(ranks_word(group))}" if known else ""
+        words.append(f"{small(ranks_word(members))} {verb} in group {example.group!r}{of} ({example.words})")
+    more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
+    text = " while ".join(words[:3]) + more
     known = all(facts.alignment.members(str(waits.example[k].group))[1] for k in circle)
     return Finding(
         "group-order",

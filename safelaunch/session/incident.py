@@ -25,7 +25,7 @@ from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.console import say
 from safelaunch.launch.paths import may_be_ours, new_unfinished_bundle
-from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, Verdict
+from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
 from safelaunch.session import sources
 from safelaunch.session.looks import Looks, native_where_it_tells
 from safelaunch.session.node_evidence import collect_node
@@ -148,6 +148,8 @@ def write(
         )
         for side in seen
     ]
+    for side in complete:
+        staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
     evidence = _evidence(outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
     if threshold is not None:
@@ -237,6 +239,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
             "threshold_s": round(evidence.threshold_s, 3),
             "why": evidence.threshold_why,
         },
+        "job": {"outcome": evidence.outcome, "world_size": evidence.world_size, "moving": evidence.moving},
         "timeline": timeline.plus("written").moments,
         "artifacts": listed,
         "missing": [artifact.path for artifact in listed if artifact.missing],

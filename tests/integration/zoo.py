@@ -6,6 +6,7 @@ hangs at carries a comment ``# HANGS: <how>``.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,8 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from jobs import PROGRAMS, Job, Result
 from torch._C import _distributed_c10d
+
+from safelaunch.diagnose import diagnose
+from safelaunch.postmortem import locate
+from safelaunch.session import sources
 
 EXIT_HUNG = 124
 
@@ -131,8 +137,20 @@ def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None
         return [*wrong, f"{len(result.bundles)} bundles"]
     wrong += result.bundle.problems()
     wrong += _judge_verdict(specimen, culprit, result.verdict, ranks or specimen.ranks)
+    wrong += _judge_again(result)
     if str(result.bundle.path) not in result.stderr:
         wrong.append("the bundle's path was not said")
+    return wrong
+
+
+def _judge_again(result: Result) -> list[str]:
+    """From the files of the bundle the same verdict is reached."""
+    found = locate.read(result.bundle.path)
+    again = json.loads(msgspec.json.encode(diagnose(found.evidence, read_source=sources.text)))
+    wrong = [f"not read again: {problem}" for problem in found.problems]
+    for field in ("outcome", "cause", "confidence", "culprits", "victims"):
+        if again[field] != result.verdict[field]:
+            wrong.append(f"read again, {field} is {again[field]}")
     return wrong
 
 

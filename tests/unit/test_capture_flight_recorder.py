@@ -100,6 +100,15 @@ def as_json(dump: dict[str, Any]) -> bytes:
     return json.dumps(dump).encode()
 
 
+def test_status_goes_by_the_ranks_own_number_of_the_group() -> None:
+    """The second group of this rank is called "4"; the one called "2" is none of its own."""
+    mine = {**GLOO_ENTRY, "pg_id": 2, "process_group": ("4", "undefined")}
+    numbers = {"last_enqueued_collective": 9, "last_started_collective": -1, "last_completed_collective": 8}
+    dump = {**GLOO, "entries": [GLOO_ENTRY, mine], "pg_status": {"0": numbers, "2": numbers, "3": numbers}}
+    status = GroupStatus(9, -1, 8)
+    assert parse_pickle(pickle.dumps(dump)).status == {"0": status, "4": status}  # of number 3 nobody knows the name
+
+
 def test_gloo_pickle() -> None:
     record = parse_pickle(pickle.dumps(GLOO, protocol=2))
     assert record.version == "2.10"

@@ -55,6 +55,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ),
     ("looking", {"watch.progress", "capture.*"}),
     ("judging", {"diagnose.*", "watch.movement"}),
+    ("evidence from files", {"postmortem.*"}),
     (
         "watching and telling",
         {
@@ -121,6 +122,7 @@ THIRD_PARTY = {
         "bundle.report",
         "cli.*",
         "diagnose.*",
+        "postmortem.*",
     },
     "pynvml": {"launch.gpus", "capture.gpu"},
     "jinja2": {"bundle.report"},

@@ -1,0 +1,86 @@
+"""A plain folder of Flight Recorder dumps, from any job and any launcher → evidence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from safelaunch.capture import flight_recorder
+from safelaunch.errors import CaptureError
+from safelaunch.model import Evidence, FlightRecord, RankEvidence
+from safelaunch.postmortem.found import Found, Unreadable, read_limited
+
+MAX_RANKS = 65_536
+# nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle: a prefix of any kind, the rank, an ending.
+_NAME = re.compile(
+    r"(?P<prefix>.*?)(?P<rank>\d{1,6})(?:\.(?:json|pickle|pkl|bin|dump|txt))?", re.IGNORECASE | re.DOTALL
+)
+
+
+def read_dumps(folder: Path) -> Found | None:
+    """The dumps that lie in ``folder``; None when not one file in it is a Flight Recorder dump.
+
+    Other files are passed over in silence, except those that are called as the dumps are: they were meant to be some.
+    """
+    records: dict[int, FlightRecord] = {}
+    files: dict[int, str] = {}
+    failed: dict[str, str] = {}
+    problems: list[str] = []
+    for path in sorted(folder.iterdir(), key=lambda path: (_rank_of(path.name), path.name)):
+        rank = _rank_of(path.name)
+        if rank < 0 or rank >= MAX_RANKS or path.is_dir():
+            continue
+        try:
+            record = _parse(read_limited(path))
+        except (Unreadable, CaptureError) as error:
+            failed[path.name] = error.message
+            continue
+        if rank in records:
+            if _quality(record) > _quality(records[rank]):
+                records[rank], files[rank] = record, path.name
+            continue
+        records[rank], files[rank] = record, path.name
+    if not records:
+        return None
+    prefixes = {_prefix(name) for name in files.values()}
+    broken = [name for name in failed if _prefix(name) in prefixes and _rank_of(name) not in records]
+    problems += [f"{name}: {failed[name]}" for name in broken]
+    world = _world(records, [_rank_of(name) for name in broken])
+    evidence = Evidence(
+        outcome="hang",
+        world_size=world,
+        ranks=tuple(
+            RankEvidence(rank, host="", pid=0, flight_record=record, beacon=False)
+            for rank, record in sorted(records.items())
+        ),
+        missing_ranks=tuple(sorted(set(range(world)) - set(records))),
+    )
+    named = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
+    return Found(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
+
+
+def _parse(data: bytes) -> FlightRecord:
+    """By its content, whatever the file is called."""
+    if data[:1] == b"{":
+        return flight_recorder.parse_json(data)
+    return flight_recorder.parse_pickle(data)
+
+
+def _quality(record: FlightRecord) -> tuple[bool, int]:
+    return any(entry.frames for entry in record.entries), len(record.entries)
+
+
+def _rank_of(name: str) -> int:
+    found = _NAME.fullmatch(name)
+    return int(found["rank"]) if found else -1
+
+
+def _prefix(name: str) -> str:
+    found = _NAME.fullmatch(name)
+    return found["prefix"] if found else name
+
+
+def _world(records: dict[int, FlightRecord], broken: list[int]) -> int:
+    """Ranks that the dumps tell of: their own, those of their groups, and those whose file could not be read."""
+    named = [rank for record in records.values() for ranks in record.groups.values() for rank in ranks]
+    return max([*records, *broken, *(rank for rank in named if 0 <= rank < MAX_RANKS)]) + 1

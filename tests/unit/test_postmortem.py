@@ -1,0 +1,295 @@
+"""Evidence from files: what somebody receives, in any state."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from evidence import behind, entry, in_user, job, past, rank, record, waiting
+
+from safelaunch.cli import main
+from safelaunch.diagnose import diagnose
+from safelaunch.model import Collective, Evidence, FlightRecord, RankExit, RankFile
+from safelaunch.postmortem import locate
+from safelaunch.postmortem.found import Unreadable
+
+SLEEPER = rank(1, in_user(7, "load"), "sleep", flight=behind())
+
+
+def dump_of(flight: FlightRecord, *, groups: dict[str, list[int]] | None = None) -> dict[str, Any]:
+    """As c10d writes it."""
+    return {
+        "version": "2.10",
+        "entries": [_entry(item) for item in flight.entries],
+        "pg_config": {n: {"name": n, "desc": "", "ranks": json.dumps(r)} for n, r in (groups or {}).items()},
+        "pg_status": {},
+    }
+
+
+def _entry(item: Collective) -> dict[str, Any]:
+    return {
+        "frames": [{"filename": f.file, "line": f.line, "name": f.function} for f in item.frames],
+        "record_id": item.record_id,
+        "pg_id": 0,
+        "process_group": (item.group, item.description),
+        "collective_seq_id": item.seq,
+        "p2p_seq_id": item.p2p_seq,
+        "profiling_name": item.op,
+        "input_sizes": [list(size) for size in item.input_sizes],
+        "input_dtypes": list(item.input_dtypes),
+        "state": item.state,
+        "retired": item.completed,
+        "is_p2p": item.is_p2p,
+    }
+
+
+def write_bundle(root: Path, evidence: Evidence, host: str = "node1") -> Path:
+    """The files that the reading relies on."""
+    for one in evidence.ranks:
+        folder = root / "ranks" / str(one.rank)
+        folder.mkdir(parents=True)
+        _json(folder / "rank.json", RankFile.of(one))
+        _json(folder / "progress.json", one.progress)
+        _json(folder / "proc.json", {"main": one.main, "children": one.children})
+        if one.flight_record is not None:
+            (folder / "flight_recorder.pickle").write_bytes(pickle.dumps(dump_of(one.flight_record)))
+    described = {"outcome": evidence.outcome, "world_size": evidence.world_size, "moving": evidence.moving}
+    _json(root / "manifest.json", {"schema": 1, "host": host, "watch": {"stalled_s": 30.0}, "job": described})
+    return root
+
+
+def _json(path: Path, value: object) -> None:
+    path.write_bytes(msgspec.json.encode(value))
+
+
+def hang(world: int = 4) -> Evidence:
+    return job(*(SLEEPER if n == 1 else waiting(n) for n in range(world)))
+
+
+def verdict_at(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = main(["diagnose", str(path), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+# --- bundles ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_evidence_comes_back_whole(tmp_path: Path) -> None:
+    evidence = hang()
+    assert locate.read(write_bundle(tmp_path / "b", evidence)).evidence == evidence
+
+
+def test_the_document_of_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, verdict = verdict_at(write_bundle(tmp_path / "b", hang()), capsys)
+    assert (code, verdict["cause"], verdict["confidence"]) == (0, "stuck-in-user-code", "high")
+    assert verdict == json.loads(msgspec.json.encode(diagnose(hang())))
+
+
+def test_the_screen_of_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(write_bundle(tmp_path / "b", hang()))]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("the job hangs: stuck-in-user-code (confidence: high)\n")
+    assert out.endswith(f"read from: {tmp_path / 'b'}\n")
+
+
+def test_an_archive_of_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_bundle(tmp_path / "b", hang())
+    with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "b", "b")
+    assert verdict_at(tmp_path / "b.tar.gz", capsys)[1]["cause"] == "stuck-in-user-code"
+
+
+def test_an_archive_names_no_place_outside(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "b", hang())
+    with tarfile.open(tmp_path / "evil.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "b", "b")
+        tar.add(tmp_path / "b" / "manifest.json", "../../escaped")
+        tar.add(tmp_path / "b" / "manifest.json", str(tmp_path / "absolute").lstrip("/"))
+        link = tarfile.TarInfo("b/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    assert len(locate.read(tmp_path / "evil.tar.gz").evidence.ranks) == 4
+    assert not list(tmp_path.parent.glob("escaped")) and not (tmp_path / "absolute").exists()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "gone": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "noise": lambda path: path.write_bytes(os.urandom(200)),
+    "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "another type": lambda path: path.write_bytes(b'{"main": 3, "pid": "x", "rank": "x", "job": []}'),
+    "a fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "a link to nowhere": lambda path: (path.unlink(), path.symlink_to("/nowhere/at/all")),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", ["rank.json", "progress.json", "proc.json", "flight_recorder.pickle"])
+def test_a_damaged_file_costs_its_own_part_and_is_named(name: str, how: str, tmp_path: Path) -> None:
+    root = write_bundle(tmp_path / "b", hang())
+    DAMAGE[how](root / "ranks" / "2" / name)
+    found = locate.read(root)
+    verdict = diagnose(found.evidence)
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+    absent = how in ("gone", "a link to nowhere")
+    assert absent or any(f"ranks/2/{name}" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    "how", [how for how in DAMAGE if how not in ("gone", "a link to nowhere", "a fifo", "a directory")]
+)
+def test_a_damaged_manifest_costs_little(how: str, tmp_path: Path) -> None:
+    root = write_bundle(tmp_path / "b", hang())
+    DAMAGE[how](root / "manifest.json")
+    found = locate.read(root)
+    assert [c.rank for c in diagnose(found.evidence).culprits] == [1]
+    assert any("manifest.json" in problem for problem in found.problems)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    root = write_bundle(tmp_path / "b", hang())
+    (root / "ranks/2/flight_recorder.pickle").write_bytes(pickle.dumps({"version": "2.10", "entries": [Evil()]}))
+    found = locate.read(root)
+    assert not (tmp_path / "ran").exists()
+    assert any("which no dump does" in problem for problem in found.problems)
+
+
+# --- several nodes ----------------------------------------------------------------------------------------------------
+
+
+def nodes(tmp_path: Path, *parts: tuple[int, ...], world: int = 4) -> Path:
+    everybody = {one.rank: one for one in hang(world).ranks}
+    for number, ranks in enumerate(parts):
+        missing = tuple(sorted(set(range(world)) - set(ranks)))
+        part = job(*(everybody[r] for r in ranks), missing_ranks=missing, world=world)
+        write_bundle(tmp_path / "all" / f"train-node{number}", part)
+    return tmp_path / "all"
+
+
+def test_the_bundles_of_several_nodes_are_one_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = nodes(tmp_path, (0, 1), (2, 3))
+    code, verdict = verdict_at(folder, capsys)
+    assert (code, verdict["cause"], [c["rank"] for c in verdict["culprits"]]) == (0, "stuck-in-user-code", [1])
+    assert verdict["victims"] == "0,2-3"
+    assert all((folder / claim["file"]).parent.is_dir() for claim in verdict["evidence"])
+    assert locate.read(folder).evidence.missing_ranks == ()
+
+
+def test_a_node_whose_bundle_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, verdict = verdict_at(nodes(tmp_path, (2, 3)), capsys)
+    assert (code, verdict["culprits"]) == (1, [])  # nobody is named by majority while members are unseen
+    assert any("0-1" in text for text in verdict["missing"])
+
+
+def test_bundles_of_different_jobs_are_not_put_together(tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match="rank 1 is in train-node0 and in train-node1"):
+        locate.read(nodes(tmp_path, (0, 1), (1, 2, 3)))
+
+
+# --- plain dumps ------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "nccl_trace_rank_{}": "pickle",
+    "comm_lib_trace_rank_{}": "pickle",
+    "nccl_trace_rank_{}.json": "json",
+    "my-job_2026.rank{}.json": "json",
+    "dump.{}.pkl": "pickle",
+}
+
+
+def dumps(folder: Path, flights: dict[int, FlightRecord], name: str = "nccl_trace_rank_{}", **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, flight in flights.items():
+        dump = dump_of(flight, **fields)
+        data = pickle.dumps(dump, protocol=2) if NAMES[name] == "pickle" else json.dumps(dump).encode()
+        (folder / name.format(number)).write_bytes(data)
+    return folder
+
+
+def mismatching(world: int = 4, odd: int = 2) -> dict[int, FlightRecord]:
+    usual = record(*past(3), entry("all_reduce", 4, line=50))
+    return {n: record(*past(3), entry("all_gather", 4, line=41)) if n == odd else usual for n in range(world)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("odd", [0, 3])
+def test_a_folder_of_dumps(name: str, odd: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = dumps(tmp_path / "dumps", mismatching(odd=odd), name)
+    (folder / "README").write_text("not a dump")
+    (folder / "log_2024").write_text("nor this")
+    code, verdict = verdict_at(folder, capsys)
+    assert (code, verdict["cause"], [c["rank"] for c in verdict["culprits"]]) == (0, "collective-mismatch", [odd])
+    assert verdict["culprits"][0]["frame"]["line"] == 41
+    assert {claim["file"] for claim in verdict["evidence"]} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_truncated_dump_costs_that_rank_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = dumps(tmp_path / "dumps", mismatching(odd=0))
+    broken = folder / "nccl_trace_rank_3"
+    broken.write_bytes(broken.read_bytes()[:100])
+    code, verdict = verdict_at(folder, capsys)
+    assert (code, verdict["culprits"]) == (1, [])
+    assert verdict["cause"] == "collective-mismatch"
+    assert any("nccl_trace_rank_3" in text for text in verdict["missing"])
+
+
+def test_ranks_that_the_groups_name_are_missing(tmp_path: Path) -> None:
+    folder = dumps(tmp_path / "dumps", {0: behind(), 1: behind()}, groups={"0": [0, 1, 2, 3, 4]})
+    evidence = locate.read(folder).evidence
+    assert (evidence.world_size, evidence.missing_ranks) == (5, (2, 3, 4))
+
+
+def test_the_better_of_two_dumps_of_one_rank(tmp_path: Path) -> None:
+    folder = dumps(tmp_path / "dumps", mismatching())
+    dumps(folder, {n: record(entry("all_reduce", 4)) for n in range(4)}, "nccl_trace_rank_{}.json")
+    found = locate.read(folder)
+    assert all(one.flight_record is not None and len(one.flight_record.entries) == 4 for one in found.evidence.ranks)
+
+
+def test_a_fifo_among_the_dumps_does_not_keep_us(tmp_path: Path) -> None:
+    folder = dumps(tmp_path / "dumps", mismatching())
+    os.mkfifo(folder / "nccl_trace_rank_4")
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (locate.read(folder), done.set()), daemon=True)
+    thread.start()
+    assert done.wait(20)
+
+
+# --- nothing to read --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["absent", "empty", "a text", "no archive", "pictures"])
+def test_a_path_that_holds_nothing(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "path"
+    if what in ("empty", "pictures"):
+        path.mkdir()
+    if what == "pictures":
+        (path / "img_1").write_bytes(b"\x89PNG")
+    if what == "a text":
+        path.write_text("hello")
+    if what == "no archive":
+        path = tmp_path / "x.tar.gz"
+        path.write_bytes(os.urandom(500))
+    assert main(["diagnose", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+
+
+def test_how_a_rank_ended_is_kept(tmp_path: Path) -> None:
+    killed = rank(1, seen=False, more={"exit": RankExit(-9, 5.0)})
+    evidence = job(waiting(0), killed, waiting(2), waiting(3), outcome="crash")
+    assert diagnose(locate.read(write_bundle(tmp_path / "b", evidence)).evidence) == diagnose(evidence)
