@@ -205,7 +205,9 @@ def test_another_users_process(start: Start) -> None:
 def test_environment_of_a_process_is_redacted(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "very secret")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    environment = node.environment_of(start(SLEEP).pid).value
+    program = start(SLEEP)
+    program.wait_for(in_call("clock_nanosleep"))  # in the midst of exec it has no environment yet
+    environment = node.environment_of(program.pid).value
     assert environment is not None
     assert environment["WANDB_API_KEY"] == "[redacted]"
     assert environment["NCCL_DEBUG"] == "INFO"
