@@ -323,6 +323,7 @@ class Evidence(Record, frozen=True):
     threshold_s: float = 0.0  # the time without a step after which it was suspected; 0: it was not for that
     threshold_why: str = ""
     moving: bool = False  # some rank was seen to progress between the confirmation samples
+    notes: tuple[str, ...] = ()  # what slowed it down while it ran: a straggler, a shared GPU
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------

@@ -190,6 +190,7 @@ def markdown(
         f"Confidence: **{_md(verdict.confidence)}**."
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
         _md(stalled_words(evidence)),
+        _md_list("Noticed while it ran", evidence.notes),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", verdict.suggestions),
         "## Ranks\n\n" + _md_table(laid_out.rows),
@@ -273,6 +274,7 @@ def html(
         outcome=_OUTCOMES[verdict.outcome],
         victims=_ranks(verdict.victims) if verdict.victims else "",
         stalled=stalled_words(evidence),
+        notes=evidence.notes,
         culprits=[(c, culprit_lines(c, evidence, read_line), log_lines(evidence, c.rank)) for c in verdict.culprits],
         named={c.rank for c in verdict.culprits},
         rows=[(row, frame_text(row.frame)) for row in laid_out.rows],

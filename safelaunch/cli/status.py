@@ -122,6 +122,7 @@ def details(status: RunStatus) -> list[str]:
     return [
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
         f"suspected after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
+        *(f"note: {clean(note)}" for note in status.notes),
     ]
 
 

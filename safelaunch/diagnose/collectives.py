@@ -66,11 +66,14 @@ class Alignment:
             if entry.is_p2p:
                 continue
             by_seq[entry.group, entry.seq] = entry
-            last[entry.group] = max(last.get(entry.group, -1), entry.seq)
+            if entry.started is not False:  # what the device has not begun, only the CPU has entered
+                last[entry.group] = max(last.get(entry.group, -1), entry.seq)
             if entry.description in _DEFAULT_GROUPS[2:]:
                 self._default.add(entry.group)
+        waiting = {entry.group for entry in record.entries if entry.started is False}
         for group, status in record.status.items():
-            last[group] = max(last.get(group, -1), status.last_enqueued)
+            entered = status.last_started if group in waiting else status.last_enqueued
+            last[group] = max(last.get(group, -1), entered)
         self._by_seq[rank] = by_seq
         self._last[rank] = last
         for group in last:

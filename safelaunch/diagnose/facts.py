@@ -11,6 +11,7 @@ from safelaunch.diagnose.collectives import Alignment, Signature, describe, op_n
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.gil import gil_condition
 from safelaunch.diagnose.gone import ended_by_others, gone_condition, is_consequence, one_line
+from safelaunch.diagnose.gpu import gpu_condition, waits_for_device
 from safelaunch.diagnose.kernel import KernelWait, kernel_wait
 from safelaunch.diagnose.loader import loader_condition
 from safelaunch.diagnose.loops import ReadSource
@@ -109,14 +110,16 @@ def child_views(rank: RankEvidence) -> list[View]:
 def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
     """The surest reading first.
 
-    Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for peers;
-    waiting for its DataLoader; then whatever its own stack and the kernel say.
+    Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its GPU;
+    waiting for peers; waiting for its DataLoader; then whatever its own stack and the kernel say.
     """
     view = view_of(rank)
     frame = view.user_frame if view else None
     condition = gone_condition(rank, view)
     if condition is None and view is not None:
         condition = _held(view) or gil_condition(rank, view) or _left(rank, view)
+    if condition is None and view is not None and rank.exception is None:
+        condition = gpu_condition(rank, view, alignment)
     wait = None
     if condition is None:
         wait = _raised_wait(rank) or _peer_wait(rank, view, alignment)
@@ -231,6 +234,8 @@ def _peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> P
     if seen is not None:
         entry = _entry_for(seen, pending, mine, rank)
         return _from_entry(rank, entry, mine) if entry else _from_stack(view, seen)
+    if pending and waits_for_device(view):  # spinning, it may be, on what the device does not finish
+        return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), mine)
     return _quiet_wait(rank, view, pending)
 
 

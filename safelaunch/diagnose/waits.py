@@ -76,7 +76,8 @@ def _blockers(facts: Facts, wait: PeerWait, inside: frozenset[int]) -> frozenset
 
 
 def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) -> bool:
-    """``rank`` has entered the same collective; one that recorded something else under the number has not.
+    """``rank`` has entered the same collective; one that recorded something else under the number has not,
+    nor one whose device has not begun what its CPU has queued.
 
     A rank without a record is taken to have entered when its stack waits in the same function.
     """
@@ -84,7 +85,7 @@ def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) 
         return _same_call(facts, rank, wait)
     entry = facts.alignment.entry(rank, group, seq)
     if entry is not None:
-        return signature(entry) == wait.signature
+        return entry.started is not False and signature(entry) == wait.signature
     return facts.alignment.last(rank, group) >= seq
 
 

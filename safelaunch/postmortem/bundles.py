@@ -44,11 +44,10 @@ class _Job(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """``launch``: which run it is of; bundles of different runs are not put together."""
-
     host: str = ""
     watch: _Watch = msgspec.field(default_factory=_Watch)
     job: _Job = msgspec.field(default_factory=_Job)
+    notes: tuple[str, ...] = ()
 
 
 class _Bundle:
@@ -121,6 +120,7 @@ def read_bundle(root: Path) -> Found:
         threshold_s=manifest.watch.threshold_s,
         threshold_why=manifest.watch.why,
         moving=job.moving,
+        notes=manifest.notes,
     )
     return Found("a bundle", evidence, tuple(bundle.problems))
 

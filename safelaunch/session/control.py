@@ -40,7 +40,10 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """One run. ``threshold_s``: without a step for so long it is suspected; ``threshold_why``: where from."""
+    """One run. ``threshold_s``: without a step for so long it is suspected; ``threshold_why``: where from.
+
+    ``notes``: what slows it down.
+    """
 
     run: str
     name: str
@@ -54,6 +57,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     threshold_s: float
     threshold_why: str
     ranks: list[RankStatus]
+    notes: list[str] = []
 
 
 class DumpAnswer(msgspec.Struct, frozen=True):

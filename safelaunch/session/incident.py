@@ -67,6 +67,7 @@ class Known:
 
     ranks: Mapping[int, collect.Known]
     world_size: int
+    notes: tuple[str, ...]
 
 
 def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
@@ -86,7 +87,7 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
             exit=exits.get(rank),
             code_roots=meta.code_roots,
         )
-    return Known(found, watch.world_size)
+    return Known(found, watch.world_size, watch.notes)
 
 
 def write(
@@ -151,7 +152,7 @@ def write(
     for side in complete:
         staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
     evidence = _evidence(outcome, complete, known.world_size)
-    evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving)
+    evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving, notes=known.notes)
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     verdict = _verdict(evidence)
@@ -240,6 +241,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
             "why": evidence.threshold_why,
         },
         "job": {"outcome": evidence.outcome, "world_size": evidence.world_size, "moving": evidence.moving},
+        "notes": evidence.notes,
         "timeline": timeline.plus("written").moments,
         "artifacts": listed,
         "missing": [artifact.path for artifact in listed if artifact.missing],

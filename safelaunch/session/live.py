@@ -145,6 +145,7 @@ class Live:
                 *(self._rank(rank, p, now) for rank, p in sorted(self._watch.last_progress.items())),
                 *self._silent(),
             ],
+            notes=[*self._watch.notes],
         )
 
     def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:

@@ -21,6 +21,7 @@ from safelaunch.launch.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.session.crash_case import CrashCase
 from safelaunch.session.group_timeout import GroupTimeout
+from safelaunch.session.health import Health
 from safelaunch.session.incident import Report
 from safelaunch.session.launchinfo import circumstances
 from safelaunch.session.live import Live
@@ -93,6 +94,7 @@ class Supervisor:
         self._failures: tuple[Failure, ...] = ()
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
+        self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
         self._notices = Notices(self._watch, settings.startup_timeout_s, time.monotonic())
         self._watching = True
 
@@ -160,6 +162,7 @@ class Supervisor:
         self._on_stall(glance, now)
         if self._cap is not None:
             self._cap.advance(now)
+        self._health.advance(now)
         self._live.tick(now)
         self._notices.tick(now)
 

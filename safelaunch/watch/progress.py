@@ -13,6 +13,8 @@ from safelaunch.beacon import layout
 from safelaunch.launch.paths import RunPaths
 from safelaunch.model import Progress
 
+MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
+
 
 class Page:
     """A rank's (or the agent's) mapped progress page. Raises OSError or ValueError when it is not a whole page."""
@@ -27,6 +29,7 @@ class Page:
             os.close(descriptor)
         self._words = memoryview(self._map).cast("Q")
         self.name = path.name
+        self._named = layout.parse_page_name(path.name)  # attempt, rank, pid
 
     @property
     def ready(self) -> bool:
@@ -35,8 +38,12 @@ class Page:
     @property
     def intact(self) -> bool:
         """Whether what is never changed still stands there: a page that was overwritten says nothing any more."""
-        parsed = layout.parse_page_name(self.name)
-        return self.ready and (parsed is None or self.pid == parsed[2])
+        return self.ready and (self._named is None or self.pid == self._named[2])
+
+    @property
+    def named(self) -> tuple[int, int, int]:
+        """(attempt, rank, pid) as its name says; -1 for a page that is called otherwise."""
+        return self._named or (-1, -1, -1)
 
     @property
     def pid(self) -> int:
@@ -208,6 +215,7 @@ class Roster:
         self._pages: dict[str, Page] = {}
         self._ignored: set[str] = set()
         self._damaged: list[int] = []
+        self._seen_ns = 0
         self.workers: dict[int, Worker] = {}
         self.attempt = 0
         self.agent_page: Page | None = None
@@ -242,10 +250,17 @@ class Roster:
         return tuple(found)
 
     def _find_pages(self) -> None:
+        """The directory is read again only where a file came or went, or a page was not ready yet."""
         try:
+            changed_ns = self._run.pages.stat().st_mtime_ns
+            if changed_ns == self._seen_ns:
+                return
             names = {entry.name for entry in os.scandir(self._run.pages)}
         except OSError:
             return
+        # Two changes may fall into one tick of the file system's clock: what is that new is read once more.
+        settled = time.time_ns() - changed_ns > MTIME_TICK_NS
+        self._seen_ns = changed_ns if settled else 0
         for name in names - self._pages.keys() - self._ignored:
             parsed = layout.parse_page_name(name)
             if parsed is None:
@@ -253,6 +268,8 @@ class Roster:
             elif (page := self._open(self._run.pages / name)) is not None:
                 self._pages[name] = page
                 self.attempt = max(self.attempt, parsed[0])
+            else:
+                self._seen_ns = 0
 
     @staticmethod
     def _open(path: Path) -> Page | None:
@@ -270,8 +287,8 @@ class Roster:
         Processes that nobody numbered count only where no rank was told its number.
         """
         chosen: dict[int, tuple[tuple[int, ...], Page]] = {}
-        for name, page in self._pages.items():
-            attempt, _, pid = layout.parse_page_name(name) or (-1, -1, -1)
+        for page in self._pages.values():
+            attempt, _, pid = page.named
             if attempt != self.attempt or page.kind == layout.LAUNCHER:
                 continue
             rank = page.rank

@@ -38,6 +38,7 @@ class Watch:
         self._bounds = bounds
         self._learned = rhythm.Learned()
         self.last_progress: dict[int, Progress] = {}
+        self.notes: tuple[str, ...] = ()  # what slows this attempt down, as somebody found who looked closer
         self._attempt = 0
         self._gone: dict[int, float] = {}
 

@@ -14,6 +14,12 @@ from typing import Any
 import pytest
 from jobs import PROGRAMS, Bundle, Job
 
+from safelaunch.launch.paths import RunPaths
+from safelaunch.session import health
+from safelaunch.watch.progress import Roster
+from safelaunch.watch.stall import Policy
+from safelaunch.watch.watch import Watch
+
 pytestmark = pytest.mark.torch
 TWO = ["--nproc-per-node=2"]
 
@@ -169,3 +175,19 @@ def test_a_killed_supervisor_is_gone_and_the_table_does_not_hang(tmp_path: Path)
         found = status(job)
         assert found is None or (not found["alive"] and "gone" in found["problem"])
         assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
+
+
+def test_a_straggler_is_seen_from_outside(tmp_path: Path) -> None:
+    """Both ranks have the same step at any time; rank 1 makes rank 0 wait."""
+    with live(tmp_path, *TWO, how="slow") as job:
+        job.until(lambda: min(steps(job), default=0) > 80, "80 steps")
+        watch = Watch(
+            Roster(RunPaths(job.runtime / "safelaunch" / f"r{job.process.pid}")),
+            Policy(60, 60, 60, 60),
+            time.monotonic(),
+        )
+        watch.tick(time.monotonic())
+        (note,) = health.look(watch.targets(), ())
+        (tmp_path / "stop").touch()
+        assert job.wait().code == 0
+    assert note.startswith("rank 1 is slower than its peers: it came last to ")

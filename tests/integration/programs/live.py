@@ -1,4 +1,4 @@
-"""Ranks that count their steps by hand, for a while or for ever; ``--how sleep`` makes one of them sleep in the middle."""
+"""Ranks that count their steps by hand, for a while or for ever; ``--how sleep`` makes one of them sleep in the middle, ``--how slow`` makes one slower than the other."""
 
 import argparse
 import time
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import safelaunch
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--how", default="", choices=["", "sleep", "lag"])
+parser.add_argument("--how", default="", choices=["", "sleep", "lag", "slow"])
 parser.add_argument("--until", default="/", help="train until this file is there")
 
 
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     step, done = 0, torch.zeros(1)
     while not done:
         step += 1
-        time.sleep(0.02)
+        time.sleep(0.1 if options.how == "slow" and dist.get_rank() == 1 else 0.02)
         if options.how == "sleep" and dist.get_rank() == 1 and step == 10:
             rest_for_a_while()
         done = torch.tensor(float(Path(options.until).exists()))

@@ -1,0 +1,179 @@
+"""Jobs made on paper: ranks in a grid (data x tensor x pipeline), a schedule of collectives, one fault, and where
+everything comes to rest.
+
+A collective completes once all members of its group have entered it under the same number with the same operation and
+size; a wrong pair waits for ever, as NCCL's does. What a Flight Recorder and the stacks would show of that is the
+evidence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from evidence import C10D, LOGGER, at, in_c10d, in_user, job, rank
+
+from safelaunch.model import Collective, Evidence, FlightRecord, Frame
+
+MODULE_LINE = 100
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as a rank's program makes it; ``line`` of the user's script."""
+
+    group: str
+    op: str
+    size: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``data`` x ``tensor`` x ``pipeline`` ranks. Ranks of one tensor group are neighbours."""
+
+    data: int
+    tensor: int
+    pipeline: int
+
+    @property
+    def world(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Name → members, of more than one member; ``0`` is everybody."""
+        found: dict[str, list[int]] = {"0": list(range(self.world))}
+        for number in range(self.world):
+            tensor, rest = number % self.tensor, number // self.tensor
+            data, stage = rest % self.data, rest // self.data
+            found.setdefault(f"t{data}-{stage}", []).append(number)
+            found.setdefault(f"d{tensor}-{stage}", []).append(number)
+            found.setdefault(f"p{data}-{tensor}", []).append(number)
+        return {name: tuple(members) for name, members in found.items() if len(members) > 1}
+
+    def of_rank(self, number: int) -> dict[str, str]:
+        """tensor, data, pipeline → this rank's group, where it has one."""
+        kinds = {"t": "tensor", "d": "data", "p": "pipeline"}
+        return {kinds[name[0]]: name for name, members in self.groups().items() if number in members and name != "0"}
+
+
+def schedule(layout: Layout, steps: int, layers: int) -> dict[int, list[Call]]:
+    """Each rank's calls: per step an all_reduce for each layer in its tensor group, gradients in its data group, every
+    second step a check in its pipeline group, every third one of everybody; and a barrier at the end.
+    """
+    programs: dict[int, list[Call]] = {}
+    for number in range(layout.world):
+        mine = layout.of_rank(number)
+        calls: list[Call] = []
+        for step in range(steps):
+            if "tensor" in mine:
+                calls += [Call(mine["tensor"], "all_reduce", 16, 10 + layer) for layer in range(layers)]
+            if "data" in mine:
+                calls.append(Call(mine["data"], "all_reduce", 64, 30))
+            if "pipeline" in mine and step % 2:
+                calls.append(Call(mine["pipeline"], "broadcast", 4, 35))
+            if step % 3 == 2:
+                calls.append(Call("0", "all_reduce", 1, 40))
+        programs[number] = [*calls, Call("0", "barrier", 0, 50)]
+    return programs
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind``: stop, skip, extra, swap, shape, op; at call number ``index`` of ``rank``."""
+
+    kind: str
+    rank: int
+    index: int
+
+
+def inject(programs: dict[int, list[Call]], fault: Fault) -> dict[int, list[Call]] | None:
+    """The programs with the fault in them; None where it makes no difference there."""
+    calls = list(programs[fault.rank])
+    here = calls[fault.index]
+    if fault.kind == "stop":
+        calls = calls[: fault.index]
+    elif fault.kind == "skip":
+        del calls[fault.index]
+    elif fault.kind == "extra":
+        calls.insert(fault.index, replace(here, line=77))
+    elif fault.kind == "swap":
+        following = calls[fault.index + 1] if fault.index + 1 < len(calls) else here
+        if (following.group, following.op, following.size) == (here.group, here.op, here.size):
+            return None
+        calls[fault.index : fault.index + 2] = [following, here]
+    elif fault.kind == "shape":
+        calls[fault.index] = replace(here, size=here.size + 1, line=78)
+    elif fault.kind == "op":
+        calls[fault.index] = replace(here, op="all_gather", line=79)
+    return {**programs, fault.rank: calls}
+
+
+@dataclass
+class _Rank:
+    position: int = 0
+    entered: tuple[str, int] | None = None
+
+
+def play(layout: Layout, programs: dict[int, list[Call]]) -> dict[int, tuple[int, bool]]:
+    """rank → (calls completed, does it wait in the next one): the state in which nothing moves any more."""
+    groups = layout.groups()
+    numbers: dict[int, dict[str, int]] = {r: {} for r in programs}
+    ranks = {r: _Rank() for r in programs}
+    there: dict[tuple[str, int], dict[int, Call]] = {}
+    ready = list(programs)
+    while ready:
+        number = ready.pop()
+        state = ranks[number]
+        if state.position >= len(programs[number]):
+            continue
+        call = programs[number][state.position]
+        seq = numbers[number].get(call.group, 0) + 1
+        numbers[number][call.group] = seq
+        state.entered = (call.group, seq)
+        met = there.setdefault((call.group, seq), {})
+        met[number] = call
+        if len(met) == len(groups[call.group]) and len({(c.op, c.size) for c in met.values()}) == 1:
+            for member in met:
+                ranks[member].position += 1
+                ranks[member].entered = None
+            ready += met
+    return {r: (state.position, state.entered is not None) for r, state in ranks.items()}
+
+
+def evidence_of(
+    layout: Layout, programs: dict[int, list[Call]], rest: dict[int, tuple[int, bool]], *, window: int = 2000
+) -> Evidence:
+    """What would be captured: stacks, and the last ``window`` entries of each rank."""
+    groups = layout.groups()
+    known: dict[tuple[Call, bool], tuple[Frame, ...]] = {}
+    ranks = []
+    for number, (done, waits) in rest.items():
+        entries: list[Collective] = []
+        seqs: dict[str, int] = {}
+        for place, call in enumerate(programs[number][: done + waits]):
+            seqs[call.group] = seqs.get(call.group, 0) + 1
+            frames = known.setdefault(
+                (call, True),
+                (Frame(C10D, 3245, call.op), Frame(LOGGER, 83, "wrapper"), at(call.line), at(MODULE_LINE, "<module>")),
+            )
+            entries.append(
+                Collective(
+                    group=call.group,
+                    seq=seqs[call.group],
+                    op=f"nccl:{call.op}",
+                    completed=place < done,
+                    state="completed" if place < done else "scheduled",
+                    description="default_pg" if call.group == "0" else "undefined",
+                    record_id=place,
+                    input_sizes=((call.size,),) if call.size else (),
+                    input_dtypes=("Float",) if call.size else (),
+                    frames=frames,
+                )
+            )
+        flight = FlightRecord("2.10", tuple(entries[-window:]), {n: m for n, m in groups.items() if number in m})
+        if waits:
+            call = programs[number][done]
+            ranks.append(rank(number, in_c10d(call.op, call.line), flight=flight, step=None))
+        else:
+            ranks.append(rank(number, in_user(7), "sleep", flight=flight, step=None))
+    return job(*ranks)
