@@ -9,12 +9,12 @@ those of its peers again, *shifted*.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.collectives import Alignment, vote
-from safelaunch.model import Frame
+from safelaunch.model import Collective, Frame
 
 MOST_CALLS = 64  # in one place, more or fewer than the peers: an evaluation over a sharded model makes a few dozen
 SURE_MATCHES = 3
@@ -30,7 +30,7 @@ class Shift:
     ``stack``: the user's frames of the first such call, innermost first (of a peer's, where it was left out).
     ``branch``: of these, the outermost one that the other side does not have: where the ways parted.
     ``matched``: how many later calls agree again, shifted by ``calls``; fewer than ``SURE_MATCHES`` prove little.
-    ``entered``: rank → the last number it has entered.
+    ``entered``: rank → the last number it has entered. ``calls_there``: rank → what it called as number ``seq``.
     """
 
     group: str
@@ -42,6 +42,7 @@ class Shift:
     branch: Frame | None
     matched: int
     entered: Mapping[int, int]
+    calls_there: Mapping[int, Collective]
 
     @property
     def sure(self) -> bool:
@@ -64,40 +65,81 @@ def shift_in(alignment: Alignment, group: str, roots: Mapping[int, tuple[str, ..
     Different places under one number are no fault by themselves (``if rank == 0: all_reduce(a) else:
     all_reduce(b)``); only places that agree again at an offset are.
     """
-    histories = _histories(alignment, group, roots)
+    members = sorted(alignment.members(group)[0] & alignment.records.keys())
+    return _find(group, {r: {e.seq: e for e in alignment.of_group(r, group)} for r in members}, roots)
+
+
+def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> Shift | None:
+    """The same over all collectives of each rank in the order of its program, whatever their groups.
+
+    Ranks that run one program make the same calls in groups of their own; so a rank that left one out shows even where
+    nobody called anything in that group since. Two calls that changed places are no shift.
+    """
+    records = {rank: [e for e in record.entries if not e.is_p2p] for rank, record in alignment.records.items()}
+    found = _find("", {rank: {e.record_id: e for e in entries} for rank, entries in records.items()}, roots)
+    return found if found is not None and found.matched > 1 else None
+
+
+def _find(
+    group: str, entries: Mapping[int, Mapping[int, Collective]], roots: Mapping[int, tuple[str, ...]]
+) -> Shift | None:
+    histories = _histories(entries, roots)
     if len(histories) < 2:
         return None
     first = max(min(history) for history in histories.values())
     last = min(max(history) for history in histories.values())
     parted = next((n for n in range(first, last + 1) if len({_at(h, n) for h in histories.values()}) > 1), None)
-    if parted is None or parted == first:
+    if parted is None or (parted == first and first > 1):
         return None  # where it began is out of sight
     sides: dict[tuple[object, ...], list[int]] = {}
     for rank, history in histories.items():
         sides.setdefault(_at(history, parted), []).append(rank)
-    odd, majority = vote(sides)
+    ranks, majority = vote(sides)
     if majority:
-        others = next(ranks for ranks in sides.values() if ranks[0] not in odd)
-        pairs = [(odd, others[0])]
+        others = next(others for others in sides.values() if others[0] not in ranks)
+        peer = max(others, key=lambda rank: max(histories[rank]))  # who came furthest tells most
+        found = _common([_offset(histories[rank], histories[peer], parted, odd=True) for rank in ranks])
+    elif len(sides) == 2:
+        (one, *_), (peer, *_) = sides.values()
+        found = _offset(histories[one], histories[peer], parted)
+        if found is not None and not found.novel and found.extra:
+            found = found.seen_from_there  # one repeated a call or the other left it out: loops are rather cut short
+        if found is not None and not found.of_first:
+            one, peer = peer, one
+        ranks = tuple(sides[_at(histories[one], parted)])
     else:
-        pairs = [(tuple(ranks), next(r for r in histories if r not in ranks)) for ranks in sides.values()]
-    found = [
-        shift for ranks, peer in pairs if (shift := _between(alignment, group, histories, roots, parted, ranks, peer))
-    ]
-    return found[0] if len(found) == 1 else None
+        return None
+    if found is None:
+        return None
+    caller = ranks[0] if found.extra else peer
+    stack = fr.user_stack(entries[caller][parted].frames, roots.get(caller, ()))
+    return Shift(
+        group,
+        parted,
+        tuple(sorted(ranks)),
+        found.extra,
+        found.calls,
+        stack,
+        _branch(stack, _at(histories[peer if found.extra else ranks[0]], parted)),
+        found.matched,
+        {rank: max(entries[rank]) for rank in histories},
+        {rank: entries[rank][parted] for rank in histories},
+    )
 
 
-def _histories(alignment: Alignment, group: str, roots: Mapping[int, tuple[str, ...]]) -> dict[int, dict[int, Place]]:
-    """rank → number → place, of the members of ``group`` whose records hold frames without a gap."""
+def _histories(
+    entries: Mapping[int, Mapping[int, Collective]], roots: Mapping[int, tuple[str, ...]]
+) -> dict[int, dict[int, Place]]:
+    """rank → number → place, of the ranks whose records hold frames without a gap."""
     known: dict[tuple[Frame, ...], Place] = {}
     found: dict[int, dict[int, Place]] = {}
-    for rank in sorted(alignment.members(group)[0] & alignment.records.keys()):
+    for rank, numbered in entries.items():
         history: dict[int, Place] = {}
-        for entry in alignment.of_group(rank, group):
+        for number, entry in numbered.items():
             if entry.frames not in known:
                 stack = fr.user_stack(entry.frames, roots.get(rank, ()))
                 known[entry.frames] = tuple((frame.file, frame.line) for frame in stack)
-            history[entry.seq] = known[entry.frames]
+            history[number] = known[entry.frames]
         whole = bool(history) and len(history) == max(history) - min(history) + 1
         if whole and all(history.values()):
             found[rank] = history
@@ -108,42 +150,82 @@ def _at(history: Mapping[int, Place], number: int) -> Place:
     return history.get(number, ())
 
 
-def _between(
-    alignment: Alignment,
-    group: str,
-    histories: Mapping[int, Mapping[int, Place]],
-    roots: Mapping[int, tuple[str, ...]],
-    parted: int,
-    ranks: Sequence[int],
-    peer: int,
-) -> Shift | None:
-    """Whether all of ``ranks`` are off ``peer`` in the same way from ``parted`` on."""
-    theirs = histories[peer]
-    shifts = set()
-    for rank in ranks:
-        mine = histories[rank]
-        before = {place for number, place in mine.items() if number < parted}
-        shift = _extra(mine, theirs, parted) or _left_out(mine, theirs, parted, before)
-        if shift is None:
-            return None
-        shifts.add(shift)
-    if len({shift[:2] for shift in shifts}) != 1:
+@dataclass(frozen=True)
+class _Offset:
+    """One history against another: ``calls`` more (``extra``) or fewer, and how many agree behind them.
+
+    ``novel``: the calls come from places where the other side never was. ``of_first``: it is told of the first of the
+    two histories.
+    """
+
+    extra: bool
+    calls: int
+    matched: int
+    novel: bool
+    of_first: bool = True
+
+    @property
+    def seen_from_there(self) -> _Offset:
+        """The same of the other history: what one has more the other has less."""
+        return replace(self, extra=not self.extra, of_first=not self.of_first)
+
+
+def _common(offsets: Sequence[_Offset | None]) -> _Offset | None:
+    """What is true of all of a minority; the majority is right, whatever is novel."""
+    known = [one if one.of_first else one.seen_from_there for one in offsets if one is not None]
+    alike = len(known) == len(offsets) and len({(one.extra, one.calls) for one in known}) == 1
+    return min(known, key=lambda one: one.matched) if alike else None
+
+
+def _offset(
+    mine: Mapping[int, Place], theirs: Mapping[int, Place], parted: int, *, odd: bool = False
+) -> _Offset | None:
+    """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest.
+
+    ``odd``: it is ``mine`` that is in the minority, so either explanation names it.
+
+    In a loop a shift by nearly a whole round the other way agrees as well as the true one: calls from places that the
+    other side does not know decide, else the smaller shift does.
+    """
+    if _reordered(mine, theirs, parted):
         return None
-    extra, calls, _ = next(iter(shifts))
-    entry = alignment.entry(ranks[0] if extra else peer, group, parted)
-    actor = ranks[0] if extra else peer
-    stack = fr.user_stack(entry.frames, roots.get(actor, ())) if entry is not None else ()
-    return Shift(
-        group,
-        parted,
-        tuple(ranks),
-        extra,
-        calls,
-        stack,
-        _branch(stack, _at(histories[peer if extra else ranks[0]], parted)),
-        min(shift[2] for shift in shifts),
-        {rank: alignment.last(rank, group) for rank in histories},
-    )
+    more = _smallest(mine, theirs, parted)
+    fewer = _smallest(theirs, mine, parted)
+    found = [
+        _Offset(extra, calls, matched, _is_novel(longer, shorter, parted, calls))
+        for extra, option, longer, shorter in ((True, more, mine, theirs), (False, fewer, theirs, mine))
+        if option is not None
+        for calls, matched in (option,)
+    ]
+    novel = [offset for offset in found if offset.novel]
+    if len(novel) == 1:
+        return novel[0] if novel[0].extra else novel[0].seen_from_there
+    found.sort(key=lambda offset: (offset.calls, offset.extra))
+    return found[0] if found and (odd or len(found) == 1 or found[0].calls < found[1].calls) else None
+
+
+def _reordered(mine: Mapping[int, Place], theirs: Mapping[int, Place], parted: int) -> bool:
+    """The next few calls are the same ones in another order, and what follows, if anything, is the same again."""
+    for count in range(2, 5):
+        calls = [[_at(history, parted + number) for number in range(count)] for history in (mine, theirs)]
+        following = [_at(history, parted + count) for history in (mine, theirs)]
+        if all(all(side) for side in calls) and sorted(calls[0]) == sorted(calls[1]):
+            return following[0] == following[1] or not all(following)
+    return False
+
+
+def _smallest(longer: Mapping[int, Place], shorter: Mapping[int, Place], parted: int) -> tuple[int, int] | None:
+    """The fewest calls that ``longer`` has more, and how many agree behind them."""
+    for calls in range(1, MOST_CALLS + 1):
+        matched = _matched(longer, parted + calls, shorter, parted)
+        if matched:
+            return calls, matched
+    return None
+
+
+def _is_novel(longer: Mapping[int, Place], shorter: Mapping[int, Place], parted: int, calls: int) -> bool:
+    known = frozenset(shorter.values())
+    return all(_at(longer, parted + number) not in known for number in range(calls))
 
 
 def _branch(stack: Sequence[Frame], other: Place) -> Frame | None:
@@ -151,33 +233,6 @@ def _branch(stack: Sequence[Frame], other: Place) -> Frame | None:
         if (frame.file, frame.line) != theirs:
             return frame
     return stack[0] if stack else None
-
-
-def _extra(mine: Mapping[int, Place], theirs: Mapping[int, Place], parted: int) -> tuple[bool, int, int] | None:
-    """Calls from places where the peer never was, and after them the peer's places again."""
-    seen = frozenset(theirs.values())
-    calls = 0
-    while _at(mine, parted + calls) and _at(mine, parted + calls) not in seen and calls < MOST_CALLS:
-        calls += 1
-    matched = _matched(mine, parted + calls, theirs, parted)
-    return (True, calls, matched) if calls and matched else None
-
-
-def _left_out(
-    mine: Mapping[int, Place], theirs: Mapping[int, Place], parted: int, before: Iterable[Place]
-) -> tuple[bool, int, int] | None:
-    """Calls of the peer's, from places where both were before, that are not there; after them the places agree.
-
-    In a loop a shift by a whole round agrees as well as the true one; the smallest is the one that was seen.
-    """
-    known = frozenset(before)
-    for calls in range(1, MOST_CALLS + 1):
-        if _at(theirs, parted + calls - 1) not in known:
-            return None
-        matched = _matched(theirs, parted + calls, mine, parted)
-        if matched:
-            return False, calls, matched
-    return None
 
 
 def _matched(ahead: Mapping[int, Place], begin: int, behind: Mapping[int, Place], at: int) -> int:

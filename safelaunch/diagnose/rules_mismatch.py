@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from safelaunch.diagnose import frames as fr
@@ -10,7 +10,7 @@ from safelaunch.diagnose.branches import condition_on_rank
 from safelaunch.diagnose.collectives import Mismatch, describe, first_mismatch, mismatch_at, op_name, parting, vote
 from safelaunch.diagnose.facts import Facts, user_stack_of, view_of
 from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small, wait_claims, waiting_culprit
-from safelaunch.diagnose.history import Shift, shift_in
+from safelaunch.diagnose.history import Shift, shift_in, shift_of_program
 from safelaunch.diagnose.loops import loop_left
 from safelaunch.diagnose.waits import Key, Waits, members_of, same_op
 from safelaunch.model import Claim, Confidence, Frame
@@ -89,9 +89,24 @@ def parted_earlier(facts: Facts, waits: Waits) -> Ruling:
     for group in sorted(groups):
         shift = shift_in(facts.alignment, group, facts.roots)
         if shift is not None and shift.sure and shift.explains_lag():
-            words = {r: facts.ranks[r].wait.words for r in shift.entered if facts.ranks[r].wait}  # type: ignore[union-attr]
-            return _shifted(facts, shift, words, ())
+            return _shifted(facts, shift, _words(facts, shift.entered), ())
     return ""
+
+
+def parted_in(facts: Facts, groups: Iterable[str | None]) -> Finding | None:
+    """Ranks wait for each other across groups because the calls of one of these groups are off by some on one rank."""
+    if facts.unseen:
+        return None
+    shifts = [shift_in(facts.alignment, group, facts.roots) for group in sorted(filter(None, groups))]
+    found = [shift for shift in shifts if shift is not None]
+    best = max(found, key=lambda shift: shift.matched) if found else shift_of_program(facts.alignment, facts.roots)
+    return _shifted(facts, best, _words(facts, sorted(facts.ranks)), ()) if best is not None else None
+
+
+def _words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
+    """What those that wait wait in."""
+    waits = {rank: facts.ranks[rank].wait for rank in ranks if rank in facts.ranks}
+    return {rank: wait.words for rank, wait in waits.items() if wait is not None}
 
 
 def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple[Claim, ...]) -> Finding:
@@ -102,14 +117,14 @@ def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple
     if shift.branch is not None and shift.branch != inner:
         where += f", called from {fr.place(shift.branch)}"
     actor = shift.ranks[0] if shift.extra else next(r for r in shift.entered if r not in shift.ranks)
-    entry = facts.alignment.entry(actor, shift.group, shift.seq)
-    op = op_name(entry) if entry is not None else "a collective"
+    op = op_name(shift.calls_there[actor])
     many = f"{shift.calls} collectives from" if shift.calls > 1 else f"{op} at"
     if shift.extra:
         did = f"called {many} {where}, which {'its' if one else 'their'} peers did not"
     else:
         did = f"left out {many} {where}, which {'its' if one else 'their'} peers called"
-    number = f"number {shift.seq} of group {shift.group!r}"
+    call = shift.calls_there[actor]
+    number = f"number {call.seq} of group {call.group!r}"
     off = "ahead of" if shift.extra else "behind"
     now: dict[str, list[int]] = {}
     for rank, text in words.items():
@@ -142,17 +157,14 @@ def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple
 
 
 def _called(facts: Facts, rank: int, shift: Shift) -> str:
-    entry = facts.alignment.entry(rank, shift.group, shift.seq)
-    if entry is None:
-        return "not recorded"
-    stack = fr.user_stack(entry.frames, facts.ranks[rank].evidence.code_roots)
-    return f"{op_name(entry)} at {' < '.join(fr.place(frame) for frame in stack[:3])}"
+    call = shift.calls_there[rank]
+    stack = fr.user_stack(call.frames, facts.ranks[rank].evidence.code_roots)
+    return f"{op_name(call)} at {' < '.join(fr.place(frame) for frame in stack[:3])}"
 
 
 def _site_of(facts: Facts, rank: int, shift: Shift) -> Frame | None:
     """The line to show: of the call that was too many; of the call that came instead of the one left out."""
-    entry = facts.alignment.entry(rank, shift.group, shift.seq)
-    return fr.user_frame(entry.frames, facts.ranks[rank].evidence.code_roots) if entry is not None else None
+    return fr.user_frame(shift.calls_there[rank].frames, facts.ranks[rank].evidence.code_roots)
 
 
 def _recorded(facts: Facts, found: Mismatch) -> Meeting:

@@ -19,7 +19,7 @@ from safelaunch.diagnose.findings import (
     waiting_culprit,
     waits_words,
 )
-from safelaunch.diagnose.rules_mismatch import mismatch
+from safelaunch.diagnose.rules_mismatch import mismatch, parted_in
 from safelaunch.diagnose.rules_state import small_ranks
 from safelaunch.diagnose.waits import Key, Waits, members_of
 
@@ -108,6 +108,8 @@ def cycles(facts: Facts, waits: Waits) -> Ruling:
         return ""
     circle = max(circles, key=lambda c: sum(len(waits.ranks[k]) for k in c))
     groups = {waits.example[k].group for k in circle if waits.example[k].group is not None}
+    if len(groups) > 1 and (earlier := parted_in(facts, groups)) is not None:
+        return earlier
     p2p = sorted(r for k in circle if waits.example[k].kind == "p2p" for r in waits.ranks[k])
     if len(p2p) > 1:
         return _p2p_cycle(facts, waits, circle, p2p)

@@ -307,13 +307,18 @@ def test_a_rank_that_is_behind_for_a_reason_of_its_own_stays_the_culprit() -> No
     ("mine", "theirs"),
     [
         ((50, 50, 50, 41, 42, 41, 42, 41), (50, 50, 50, 42, 41, 42, 41)),  # branches by turns
-        ((41, 50, 50, 50, 50, 50), (50, 50, 50, 50, 50)),  # it began before the window
         ((50, 50, 41, 60, 61, 62), (50, 50, 50, 50, 50)),  # never the same again
     ],
 )
 def test_different_lines_alone_are_no_fault(mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
     ahead = rank(0, in_c10d("all_reduce", mine[-1]), flight=history(*mine))
     asleep = rank(1, in_user(7), "sleep", flight=history(*theirs, pending=False))
+    assert named(job(ahead, asleep)) == ("stuck-in-user-code", [1])
+
+
+def test_what_began_before_the_window_is_out_of_sight() -> None:
+    ahead = rank(0, in_c10d("all_reduce", 50), flight=history(41, 50, 50, 50, 50, 50, seq=20))
+    asleep = rank(1, in_user(7), "sleep", flight=history(50, 50, 50, 50, 50, seq=20, pending=False))
     assert named(job(ahead, asleep)) == ("stuck-in-user-code", [1])
 
 
