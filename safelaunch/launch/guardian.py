@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.launch import process
-from safelaunch.launch.paths import unfinished_bundles
+from safelaunch.launch.paths import discard_unfinished
 from safelaunch.launch.process import ProcessId
 
 WELL = b"well"
@@ -113,8 +113,7 @@ def _guard(pipe: int, events: Path, run_dir: Path) -> None:
     from shutil import rmtree
 
     rmtree(run_dir, ignore_errors=True)
-    for unfinished in unfinished_bundles(run_dir.name):
-        rmtree(unfinished, ignore_errors=True)
+    discard_unfinished(run_dir.name)
 
 
 def _job(known: set[ProcessId], events: Path) -> set[ProcessId]:

@@ -151,6 +151,14 @@ def unfinished_bundles(run_name: str) -> list[Path]:
     return list(local_bundles().glob(f".{run_name}-*-*"))
 
 
+def discard_unfinished(run_name: str) -> None:
+    """Removes what ``unfinished_bundles`` finds: its run has ended, or nobody is left to finish it."""
+    from shutil import rmtree
+
+    for unfinished in unfinished_bundles(run_name):
+        rmtree(unfinished, ignore_errors=True)
+
+
 def sweep_unfinished(directory: Path) -> int:
     """Removes bundles that supervisors were assembling in ``directory`` when they were killed; returns how many."""
     from shutil import rmtree

@@ -70,6 +70,10 @@ class CrashCase:
         """Whether this attempt has failed, as far as is known."""
         return self._failure is not None
 
+    @property
+    def writing(self) -> bool:
+        return self._writing is not None and not self._writing.done
+
     def on_agent(self, event: AgentEvent) -> None:
         """One event of the agent, in their order."""
         if event.event == "started":

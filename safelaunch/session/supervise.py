@@ -17,7 +17,7 @@ from safelaunch.launch.forward import Forwarder
 from safelaunch.launch.guardian import Guardian
 from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, Job
 from safelaunch.launch.job_processes import GRACE_S, JobProcesses
-from safelaunch.launch.paths import sweep, sweep_unfinished
+from safelaunch.launch.paths import discard_unfinished, sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.session.crash_case import CrashCase
 from safelaunch.session.group_timeout import GroupTimeout
@@ -113,6 +113,7 @@ class Supervisor:
         self._finish(status)
         if self._verdict is not None:
             self._say_ended(self._verdict)
+        self._finish_writing()
         self._wait_for_notifier()
         if self._verdict is not None:
             return self._verdict.code << 8
@@ -250,6 +251,14 @@ class Supervisor:
                 break
             self._forwarder.wait(BUSY_TICK_S)
             self._guarded_tick()
+
+    def _finish_writing(self) -> None:
+        """A crash's bundle that is half written when the job has ended for a hang is finished, or not left behind."""
+        deadline = time.monotonic() + WRITE_PATIENCE_S
+        while self._crash.writing and not self._forwarder.stop_requested and time.monotonic() < deadline:
+            self._forwarder.wait(BUSY_TICK_S)
+        if self._crash.writing:
+            discard_unfinished(self._about.run_dir.name)
 
     def _note_end(self, status: int) -> None:
         """How the job ended says how its rank did, where the command is the rank (``exec -- python train.py``)."""
