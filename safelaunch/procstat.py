@@ -37,7 +37,12 @@ def read(pid: int, tid: int | None = None) -> Stat | None:
     """Of the process, or of its thread ``tid``, now; None when it is gone. A zombie still has one."""
     path = f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return parse(file.read())
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return parse(os.read(descriptor, 4096).decode("utf-8", "replace"))
     except (OSError, ValueError):
         return None
+    finally:
+        os.close(descriptor)
