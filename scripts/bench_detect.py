@@ -1,6 +1,7 @@
 """How long it takes to notice a hang of 8 gloo ranks, and to have its bundle.
 
     python scripts/bench_detect.py [--runs 5] [--stall-timeout 3] [--json FILE]
+    python scripts/bench_detect.py --auto           # the threshold that is learned, with a floor of 5 s and of 60 s
 
 One rank notes the time and sleeps for ever; another one in each run. When the hang was suspected, looked at and
 confirmed is read from the bundle's ``manifest.json``; that the bundle is there, whole, is seen from outside. All times
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ dist.init_process_group("gloo")
 tensor = torch.ones(16)
 for step in range(1_000_000):
     dist.all_reduce(tensor)
-    time.sleep(0.02)
+    time.sleep(0.05)
     safelaunch.step()
     if step == 100 and rank == sleeper:
         with open("partial", "w") as file:
@@ -64,12 +65,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="hangs to measure (5)")
     parser.add_argument("--stall-timeout", type=float, default=3.0, help="the threshold in seconds (3)")
+    parser.add_argument("--auto", action="store_true", help="learned thresholds, steps of 50 ms")
     return run_bench("bench_detect", parser, measure)
 
 
+def measure_auto(runs: int) -> list[Figure]:
+    """With nothing configured but the floor: from the stop to the suspicion, and to the bundle."""
+    found = []
+    for floor_s, suspected_s, published_s in ((5.0, 10, 20), (60.0, 90, 90)):
+        words = () if floor_s == 60.0 else ("--stall-floor", str(floor_s))
+        hangs = [hang(number * 3 % RANKS, words) for number in range(runs)]
+        floor = f"floor {floor_s:g} s"
+        late = [run.stages["suspected"] - run.stopped_s for run in hangs]
+        there = [run.published_s - run.stopped_s for run in hangs]
+        named = sum(run.named for run in hangs)
+        found += [
+            figure(f"auto, {floor}: from the stop to the suspicion", late, "s", f"<= {suspected_s}"),
+            figure(f"auto, {floor}: from the stop to the bundle", there, "s", f"<= {published_s}"),
+            figure("  verdicts that name the sleeping rank alone", [named / runs], note=f"{named} of {runs}"),
+        ]
+    return found
+
+
 def measure(options: argparse.Namespace) -> list[Figure]:
+    if options.auto:
+        return measure_auto(options.runs)
     threshold = options.stall_timeout
-    runs = [hang(number * 3 % RANKS, threshold) for number in range(options.runs)]
+    words = ("--stall-timeout", str(threshold))
+    runs = [hang(number * 3 % RANKS, words) for number in range(options.runs)]
 
     def stage(name: str) -> Callable[[Run], float]:
         return lambda run: run.stages[name]
@@ -99,10 +122,10 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     ]
 
 
-def hang(sleeper: int, threshold: float) -> Run:
+def hang(sleeper: int, words: Sequence[str]) -> Run:
     """Runs the job once until the watchdog has ended it. Raises BenchError when that went another way."""
     with workplace(hang=HANG) as here, tempfile.TemporaryFile() as stderr:
-        argv = [program("safelaunch"), "--stall-timeout", str(threshold), "--startup-timeout", "120"]
+        argv = [program("safelaunch"), *words, "--startup-timeout", "120"]
         argv += ["--bundle-dir", "bundles", f"--nproc-per-node={RANKS}", "hang.py", str(sleeper)]
         progress(f"rank {sleeper} will sleep")
         try:

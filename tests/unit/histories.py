@@ -1,11 +1,15 @@
-"""Step histories of healthy jobs, generated: the seconds before each step, in a rhythm of its own kind."""
+"""Step histories of healthy jobs, the seconds before each step: generated, each kind in a rhythm of its own, and
+recorded from real jobs (``scripts/record_history.py``).
+"""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 TICK_S = 0.25
 
@@ -116,3 +120,8 @@ def histories(each: int, length: int = 700) -> Iterator[History]:
     for make in KINDS:
         for seed in range(each):
             yield History(make.__name__, seed, tuple(make(random.Random(f"{make.__name__} {seed}"), length)))
+
+
+def recorded() -> Iterator[History]:
+    for number, path in enumerate(sorted((Path(__file__).parent / "recorded").glob("*.json"))):
+        yield History(f"recorded {path.stem}", number, tuple(json.loads(path.read_text())["gaps"]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import pytest
-from histories import TICK_S, History, histories
+from histories import TICK_S, History, histories, recorded
 
 from safelaunch.watch.rhythm import Bounds, Learned, learn, quantile_s, threshold
 
@@ -58,6 +58,13 @@ def test_ordinary_jobs_are_never_suspected(replays: list[Replay]) -> None:
         (r.history.kind, r.history.seed, r.suspected[:3]) for r in replays if r.history.kind in ordinary and r.suspected
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("history", recorded(), ids=lambda history: history.kind)
+def test_recorded_jobs_are_never_suspected(history: History) -> None:
+    found = replay(history)
+    assert found.known.count > 100
+    assert found.suspected == []
 
 
 def test_a_rhythm_is_known_after_its_second_beat(replays: list[Replay]) -> None:
