@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from jobs import PROGRAMS, TAG, Job
 
+from safelaunch.capture.proc import state_letter
 from safelaunch.launch.paths import run_root
 
 pytestmark = pytest.mark.torch
@@ -50,6 +52,21 @@ def test_nothing_is_left(tmp_path: Path, killed: str) -> None:
     finally:
         decoy.kill()
         decoy.wait()
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+def test_a_rank_in_uninterruptible_sleep_goes_when_the_kernel_lets_go(tmp_path: Path) -> None:
+    """SIGKILL is pending while the rank is in state D; its end comes with the end of what it waits for."""
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "libdisk.so", PROGRAMS / "libdisk.c"], check=True)
+    mine = ["--culprit=1", "--how=disk", f"--scratch={tmp_path}"]
+    with Job(["--nproc-per-node=2", PROGRAMS / "blocked.py", *mine], tmp_path) as job:
+        job.until(lambda: any(state_letter(pid) == "D" for pid in job.pids()), "a rank in state D")
+        time.sleep(2.5)  # the guardian looks every two seconds
+        os.kill(job.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while job.pids() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not job.left_behind()
 
 
 def test_a_daemon_left_after_a_normal_end_stays(tmp_path: Path) -> None:
