@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.collectives import Alignment, Signature, describe, op_name, signature
@@ -87,9 +89,22 @@ class Facts:
 
 
 def derive(evidence: Evidence, read_source: ReadSource | None = None) -> Facts:
+    if evidence.outcome == "hang":
+        evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
     alignment = Alignment(evidence.ranks, evidence.world_size)
     ranks = {r.rank: rank_facts(r, alignment) for r in evidence.ranks}
     return Facts(evidence, dict(sorted(ranks.items())), alignment, read_source or (lambda path: None))
+
+
+def _before_its_end(rank: RankEvidence) -> RankEvidence:
+    """A rank that ended while it was looked at, as it was before: its end came later than the stall, whose it is not
+    the cause. (Somebody lost patience, or the out-of-memory killer came by.)
+    """
+    states = rank.main.states if rank.main is not None else ()
+    living = tuple(state for state in states if state.state not in "ZX")
+    if rank.main is None or not living or len(living) == len(states):
+        return rank
+    return structs.replace(rank, main=structs.replace(rank.main, states=living), exit=None)
 
 
 def view_of(rank: RankEvidence) -> View | None:

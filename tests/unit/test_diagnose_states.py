@@ -12,6 +12,7 @@ from evidence import (
     WORKER_IDLE,
     at,
     behind,
+    in_backward,
     in_c10d,
     in_init,
     in_loader,
@@ -23,9 +24,10 @@ from evidence import (
     waiting,
     with_culprit,
 )
+from msgspec import structs
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Frame, GilTest, Verdict
+from safelaunch.model import Frame, GilTest, RankExit, Verdict
 
 WORLDS = [(2, 0), (2, 1), (4, 0), (4, 2), (8, 7)]
 
@@ -357,3 +359,17 @@ def test_no_evidence_at_all() -> None:
     verdict = diagnose(job(rank(0, seen=False), rank(1, seen=False)))
     assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
     assert diagnose(job(world=2, missing_ranks=(0, 1))).cause == "no-rank-stands-out"
+
+
+def test_who_was_killed_while_it_waited_is_no_cause() -> None:
+    """Rank 0 waited in a backward pass, was killed between the two looks, and took its Flight Recorder along."""
+    victim = rank(0, in_backward(50), "futex", more={"exit": RankExit(-9, 5.0)})
+    assert victim.main is not None
+    first, last = victim.main.states
+    dead = structs.replace(last, state="Z", threads=())
+    victim = structs.replace(victim, main=structs.replace(victim.main, states=(first, dead)))
+    verdict = diagnose(job(victim, rank(1, in_user(7, "load"), "sleep")))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+    assert verdict.victims == "0"
+    crashed = diagnose(job(victim, rank(1, in_user(7, "load"), "sleep"), outcome="crash"))
+    assert (crashed.cause, [c.rank for c in crashed.culprits]) == ("rank-killed", [0])
