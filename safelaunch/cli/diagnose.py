@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the document of verdict.json on stdout")
     words = parser.parse_args(argv)
     path = working_directory() / words.path
+    gc.disable()  # hundreds of dumps are millions of objects that all live to the end; collecting costs as much as reading
     from safelaunch.diagnose import diagnose
     from safelaunch.postmortem import locate
     from safelaunch.session import sources

@@ -131,15 +131,16 @@ def _histories(
     entries: Mapping[int, Mapping[int, Collective]], roots: Mapping[int, tuple[str, ...]]
 ) -> dict[int, dict[int, Place]]:
     """rank → number → place, of the ranks whose records hold frames without a gap."""
-    known: dict[tuple[Frame, ...], Place] = {}
+    known: dict[tuple[int, tuple[str, ...]], Place] = {}  # by identity: entries of one place share their frames
     found: dict[int, dict[int, Place]] = {}
     for rank, numbered in entries.items():
         history: dict[int, Place] = {}
+        mine = roots.get(rank, ())
         for number, entry in numbered.items():
-            if entry.frames not in known:
-                stack = fr.user_stack(entry.frames, roots.get(rank, ()))
-                known[entry.frames] = tuple((frame.file, frame.line) for frame in stack)
-            history[number] = known[entry.frames]
+            key = (id(entry.frames), mine)
+            if key not in known:
+                known[key] = tuple((frame.file, frame.line) for frame in fr.user_stack(entry.frames, mine))
+            history[number] = known[key]
         whole = bool(history) and len(history) == max(history) - min(history) + 1
         if whole and all(history.values()):
             found[rank] = history
