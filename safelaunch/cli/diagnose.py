@@ -33,7 +33,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the document of verdict.json on stdout")
     words = parser.parse_args(argv)
     path = working_directory() / words.path
-    gc.disable()  # hundreds of dumps are millions of objects that all live to the end; collecting costs as much as reading
+    collects = gc.isenabled()
+    gc.disable()  # hundreds of dumps are millions of objects that live to the end: collecting would double the time
+    try:
+        return _diagnose(path, words.path, as_json=words.json)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _diagnose(path: Path, called: str, *, as_json: bool) -> int:
     from safelaunch.diagnose import diagnose
     from safelaunch.postmortem import locate
     from safelaunch.session import sources
@@ -41,10 +50,10 @@ def main(argv: list[str]) -> int:
     try:
         found = locate.read(path)
     except Unreadable as error:
-        raise UsageError(f"diagnose: {report.clean(words.path)}: {error.message}.") from error
+        raise UsageError(f"diagnose: {report.clean(called)}: {error.message}.") from error
     verdict = diagnose(found.evidence, read_source=sources.text)
     verdict = _pointing_at(verdict, found)
-    if words.json:
+    if as_json:
         print(msgspec.json.format(msgspec.json.encode(verdict), indent=1).decode())
     else:
         _show(verdict, found, path)
