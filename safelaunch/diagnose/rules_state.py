@@ -213,10 +213,17 @@ def _odd_ones(facts: Facts, named: dict[int, Condition], others: str) -> Finding
     )
 
 
+def _tells_nothing(condition: Condition) -> bool:
+    """A rank of which neither a stack nor a record is there."""
+    return condition.cause == "missing-from-collective" and condition.frame is None
+
+
 def nobody_stands_out(facts: Facts) -> Finding:
     """The last rule: say what is seen, and that it singles nobody out."""
     waits = [r for r, f in facts.ranks.items() if f.wait is not None]
-    own = {r: f.condition for r, f in facts.ranks.items() if f.condition is not None}
+    own = {
+        r: f.condition for r, f in facts.ranks.items() if f.condition is not None and not _tells_nothing(f.condition)
+    }
     alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
     claims = wait_claims(facts, waits) + condition_claims(own)
     if alike and own:

@@ -15,8 +15,10 @@ import msgspec
 import pytest
 from evidence import behind, entry, in_user, job, past, rank, record, waiting
 
+from safelaunch.beacon import layout, page
 from safelaunch.cli import main
 from safelaunch.diagnose import diagnose
+from safelaunch.launch.paths import RunPaths, create_run
 from safelaunch.model import Collective, Evidence, FlightRecord, RankExit, RankFile
 from safelaunch.postmortem import locate
 from safelaunch.postmortem.found import Unreadable
@@ -293,3 +295,44 @@ def test_how_a_rank_ended_is_kept(tmp_path: Path) -> None:
     killed = rank(1, seen=False, more={"exit": RankExit(-9, 5.0)})
     evidence = job(waiting(0), killed, waiting(2), waiting(3), outcome="crash")
     assert diagnose(locate.read(write_bundle(tmp_path / "b", evidence)).evidence) == diagnose(evidence)
+
+
+# --- a run directory that nobody removed ------------------------------------------------------------------------------
+
+
+def run_directory(tmp_path: Path, ranks: int) -> RunPaths:
+    """Pages as the beacons of this process's ranks would have left them."""
+    run = create_run(tmp_path, os.getpid(), os.getuid())
+    for number in range(ranks):
+        _, words = page.create(str(run.pages / f"0-{number}-{os.getpid()}"))
+        words[layout.RANK], words[layout.WORLD_SIZE], words[layout.PID] = number, ranks, os.getpid()
+        words[layout.KIND], words[layout.STATE] = layout.EXPLICIT, layout.TORCH
+        words[layout.USER_STEPS], words[layout.READY] = 40 + number, layout.MAGIC
+    return run
+
+
+def test_a_run_directory_with_an_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_directory(tmp_path, 2)
+    raised = {"type": "ValueError", "message": "a bad batch", "time_unix_s": 5.0, "text": "Traceback",
+              "frames": [{"file": "/home/me/train.py", "line": 7, "function": "load"}]}  # fmt: skip
+    _json(run.of_page(f"0-1-{os.getpid()}", layout.EXCEPTION_SUFFIX), raised)
+    line = {"event": "failing", "time_unix_s": 6.0, "attempt": 0, "exits": {"1": 1}}
+    run.agent_events.write_text(json.dumps(line) + "\n")
+    code, verdict = verdict_at(run.root, capsys)
+    assert (code, verdict["outcome"], verdict["cause"]) == (0, "crash", "rank-exception")
+    assert [(c["rank"], c["step"], c["frame"]["line"]) for c in verdict["culprits"]] == [(1, 41, 7)]
+    assert all((run.root / claim["file"]).exists() for claim in verdict["evidence"])
+
+
+def test_a_run_directory_with_the_dumps_that_torch_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_directory(tmp_path, 4)
+    dumps(run.flight_recorder, mismatching(odd=0))
+    code, verdict = verdict_at(run.root, capsys)
+    assert (code, verdict["cause"], [c["rank"] for c in verdict["culprits"]]) == (0, "collective-mismatch", [0])
+    assert verdict["culprits"][0]["step"] == 40
+    assert any(claim["file"] == "flight_recorder/nccl_trace_rank_0" for claim in verdict["evidence"])
+
+
+def test_a_run_directory_that_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, verdict = verdict_at(run_directory(tmp_path, 2).root, capsys)
+    assert (code, verdict["culprits"]) == (1, [])
