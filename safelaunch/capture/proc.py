@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import structs
 
 from safelaunch import procstat
-from safelaunch.capture import redact, sockets, syscalls
+from safelaunch.capture import filelocks, redact, sockets, syscalls
 from safelaunch.capture.cgroups import is_frozen
 from safelaunch.capture.result import within
 from safelaunch.errors import CaptureError
@@ -233,6 +233,8 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None
         target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
     except OSError:
         return fd, ""
+    if name in filelocks.CALLS and (holder := filelocks.holder(pid, fd)) is not None:
+        target += f", locked by pid {holder}"
     inode = re.fullmatch(r"socket:\[(\d+)\]", target)
     return fd, redact.redact_text(sockets.describe(pid, int(inode[1])) if inode else target)
 

@@ -132,6 +132,14 @@ BLOCKED = {
         "flock",
         r"/.*/program0\.py",
     ),
+    "flock that a child holds": (
+        "import fcntl, os, sys, time; r, w = os.pipe()\n"
+        "held = os.open(sys.argv[0], 0); mine = os.open(sys.argv[0], 0)\n"
+        "if os.fork() == 0: fcntl.flock(held, 2); os.write(w, b'x'); time.sleep(1000)\n"
+        "os.close(held); os.read(r, 1); fcntl.flock(mine, 2)",
+        "flock",
+        r"/.*/program0\.py, locked by pid \d+",
+    ),
     "open of a fifo": (
         "import os, sys; path = sys.argv[0] + '.fifo'; os.mkfifo(path); os.open(path, os.O_RDONLY)",
         "openat",

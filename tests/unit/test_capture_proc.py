@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch import procstat
-from safelaunch.capture import cgroups, sockets, syscalls
+from safelaunch.capture import cgroups, filelocks, sockets, syscalls
 from safelaunch.capture.proc import parse_io, parse_syscall, process_tree, role_of
 from safelaunch.model import Frame, ProcessState, StackSample, Thread
 
@@ -27,6 +27,23 @@ def test_stat_survives_any_name(name: str) -> None:
 def test_stat_rejects_other_text(text: str) -> None:
     with pytest.raises(ValueError):
         procstat.parse(text)
+
+
+LOCKS = """\
+1: POSIX  ADVISORY  WRITE 4000 08:02:77 0 EOF
+2: FLOCK  ADVISORY  WRITE 4711 fe:00:131 0 EOF
+2: -> FLOCK  ADVISORY  WRITE 4712 fe:00:131 0 EOF
+3: FLOCK  ADVISORY  READ 0 fe:00:132 0 EOF
+a line of another kernel, with six words
+"""
+
+
+def test_who_holds_a_file_lock() -> None:
+    assert filelocks.parse(LOCKS, 0xFE, 0, 131, waiter=4712) == 4711
+    assert filelocks.parse(LOCKS, 0xFE, 0, 131, waiter=4711) is None  # it does not wait for itself
+    assert filelocks.parse(LOCKS, 0x08, 2, 77, waiter=1) == 4000
+    assert filelocks.parse(LOCKS, 0xFE, 0, 132, waiter=1) is None  # of another container
+    assert filelocks.parse(LOCKS, 0xFE, 0, 999, waiter=1) is None
 
 
 @pytest.mark.parametrize(
