@@ -38,12 +38,12 @@ def main() -> int:
         delay = threshold(known, BOUNDS).seconds
         allowed = max(BOUNDS.floor_s, 3 * quantile_s(known))
         rows[history.kind].append((suspected, delay, allowed, max(BOUNDS.floor_s, *history.gaps)))
-    head = f"{'kind':<18}{'n':>4}{'looked at':>11}{'delay':>9}{'/ allowed':>11}{'/ best fixed':>14}   (medians)"
+    head = f"{'kind':<40}{'n':>4}{'looked at':>11}{'delay':>9}{'/ allowed':>11}{'/ best fixed':>14}   (medians)"
     print(head)
     every = [row for found in rows.values() for row in found]
     for kind, found in [*rows.items(), ("all", every)]:
         print(
-            f"{kind:<18}{len(found):>4}{sum(row[0] for row in found):>11}{median(row[1] for row in found):>8.1f}s"
+            f"{kind:<40}{len(found):>4}{sum(row[0] for row in found):>11}{median(row[1] for row in found):>8.1f}s"
             f"{median(row[1] / row[2] for row in found):>11.2f}{median(row[1] / row[3] for row in found):>14.2f}"
         )
     return 0
