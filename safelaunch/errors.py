@@ -1,9 +1,11 @@
 """Errors that a user can fix.
 
 SafelaunchError                 anything below; the command line prints it and exits
+ ├── InterruptedWait            somebody gave up waiting for GPUs; nothing has been started (exit 130)
  ├── UsageError                 our own options, presets, configuration, resources, bundle directory (exit 2)
  │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
  │    └── ResourceError         GPUs or ports that are not to be had
+ │         └── StoreError       the directory of leases cannot be used
  └── CaptureError               a source of evidence failed; costs that artifact only
 
 Code raises; only ``safelaunch.cli`` prints and exits.
@@ -35,12 +37,22 @@ class UsageError(SafelaunchError):
     exit_code = 2
 
 
+class InterruptedWait(SafelaunchError):
+    """Ctrl-C while waiting for GPUs."""
+
+    exit_code = 130
+
+
 class PresetError(UsageError):
     """A preset or configuration file that cannot be used; the message names file and line."""
 
 
 class ResourceError(UsageError):
     """GPUs or ports that were asked for and are not to be had."""
+
+
+class StoreError(ResourceError):
+    """No lease can be taken, whatever is free."""
 
 
 class CaptureError(SafelaunchError):

@@ -1,7 +1,7 @@
-"""A script that closes every descriptor, as daemons do, spares the worker server's socket.
+"""A script that closes every descriptor, as daemons do, spares the worker server's socket, and the locks of its GPUs.
 
-Its C++ threads use that by its number, which may be a connection of the script's own by then: both would read from it,
-and at the rank's exit the process would abort.
+The server's C++ threads use the socket by its number, which may be a connection of the script's own by then: both would
+read from it, and at the rank's exit the process would abort.
 """
 
 from __future__ import annotations
@@ -24,15 +24,25 @@ _real_closerange = os.closerange
 
 def sparing(make: Callable[[], T]) -> T:
     """Calls ``make``; the sockets that are open after it and were not before are spared from now on."""
-    global _owner, _real_close, _real_closerange
     before = _sockets()
     made = make()
     _spared.update(_sockets().items() - before.items())
+    _guard()
+    return made
+
+
+def spare(descriptor: int) -> None:
+    """The script cannot close ``descriptor`` from now on, not knowing that it is there."""
+    _spared[descriptor] = os.fstat(descriptor).st_ino
+    _guard()
+
+
+def _guard() -> None:
+    global _owner, _real_close, _real_closerange
     _owner = os.getpid()
     if os.close is not _close:
         _real_close, os.close = os.close, _close
         _real_closerange, os.closerange = os.closerange, _closerange
-    return made
 
 
 def detach() -> None:

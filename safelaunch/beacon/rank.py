@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import descriptors, exits, faults, imports, layout, log, marks, page, ring, streams
+from . import descriptors, exits, faults, imports, layout, leases, log, marks, page, ring, streams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     words[layout.READY] = layout.MAGIC
     supervisor = int(env.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     for step in (
+        lambda: leases.hold(env.get("SAFELAUNCH_LEASES", "")),
         lambda: _keep_output(base),
         lambda: faults.install(base, words, supervisor),
         lambda: exits.install(base + layout.EXIT_SUFFIX),

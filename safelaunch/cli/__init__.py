@@ -16,8 +16,9 @@ COMMANDS = {
     "dump": ".dump",
     "diagnose": ".diagnose",
     "doctor": ".doctor",
+    "gpus": ".gpus",
 }
-COMING = ("colaunch", "gpus")
+COMING = ("colaunch",)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
     script = Path(__file__).parents[1] / "demos" / f"{demo.name}.py"
     command = [sys.executable, "-m", "safelaunch", f"--stall-timeout={STALL_TIMEOUT_S}", f"--bundle-dir={bundle_dir}"]
-    command += [f"--run-name=demo-{demo.name}"]
+    command += [f"--run-name=demo-{demo.name}", "--gpus=none"]
     command += [word for preset in presets for word in ("--preset", preset)]
     command += [f"--nproc-per-node={demo.ranks}", os.fspath(script)]
     say(f"demo {demo.name}: {demo.about}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 
 from safelaunch.cli.run import check, start, surroundings
 from safelaunch.errors import UsageError
@@ -11,6 +12,7 @@ from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
 from safelaunch.launch.paths import working_directory
 from safelaunch.launch.plan import build_exec
+from safelaunch.session.resources import gather
 from safelaunch.settings.config import help_text, options_of, resolve
 
 USAGE = "usage: safelaunch exec [safelaunch options] -- COMMAND [ARGUMENTS...]"
@@ -38,4 +40,5 @@ def main(words: list[str]) -> int:
         torch = None  # the command may bring its own
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version if torch else None)
     check(settings)
-    return start(build_exec(command.script, program, settings, torch, surroundings(settings, environ)))
+    given = gather(replace(command, program=program), settings, environ, None)
+    return start(build_exec(command.script, program, settings, torch, surroundings(environ, given)), given)

@@ -13,6 +13,8 @@ from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
 from safelaunch.launch.paths import run_root, working_directory
 from safelaunch.launch.plan import Plan, Surroundings, build
+from safelaunch.session import resources
+from safelaunch.session.resources import Resources
 from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
 
 
@@ -33,7 +35,8 @@ def main(words: list[str]) -> int:
     check(settings)
     for option in misplaced(command.script):
         say(f"{option} stands after {command.script[0]}, so it is the script's; safelaunch's own options go before it")
-    return start(build(command, settings, torch, surroundings(settings, environ)))
+    given = resources.gather(command, settings, environ, torch)
+    return start(build(given.command, settings, torch, surroundings(environ, given)), given)
 
 
 def misplaced(script: Sequence[str]) -> list[str]:
@@ -42,18 +45,13 @@ def misplaced(script: Sequence[str]) -> list[str]:
     return sorted({word.partition("=")[0] for word in script[1:]} & ours)
 
 
-def surroundings(settings: Settings, environ: dict[str, str]) -> Surroundings:
-    """What the plan depends on besides the command line: GPUs chosen, run directory named (not made)."""
-    visible = None
-    if settings.gpus is not None:
-        from safelaunch.launch import gpus
-
-        found = gpus.inventory() if settings.gpus not in ("none", "all") else gpus.Inventory(())
-        visible = gpus.choose(settings.gpus, environ.get("CUDA_VISIBLE_DEVICES"), found)
-    return Surroundings(environ, run_root(environ, os.getuid()) / f"r{os.getpid()}", os.getpid(), visible)
+def surroundings(environ: dict[str, str], given: Resources) -> Surroundings:
+    """What the plan depends on besides the command line: what the job was given, run directory named (not made)."""
+    run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
+    return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
 
 
-def start(plan: Plan) -> int:
+def start(plan: Plan, given: Resources) -> int:
     """Starts the job of ``plan`` and sees it to its end; with ``--dry-run`` only says what it would do."""
     if plan.settings.dry_run:
         from safelaunch.launch.dryrun import describe
@@ -63,15 +61,13 @@ def start(plan: Plan) -> int:
     from safelaunch.session import session
 
     try:
-        return session.run(plan)
+        return session.run(plan, given)
     except OSError as error:
         raise UsageError(f"{plan.argv[0]} could not be started: {error.strerror or error}") from error
 
 
 def check(settings: Settings) -> None:
     """Raises UsageError for what could be seen to fail before anything is started."""
-    if settings.wait:
-        raise UsageError("--wait is not there yet.", "Start the job when its GPUs are free.")
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle.publishing import check_directory
 
@@ -87,7 +83,7 @@ def _print_help() -> None:
     from safelaunch.settings.config import help_text
 
     print("usage: safelaunch [safelaunch options] [torchrun options] script [script args...]")
-    print("       safelaunch exec | status | dump | doctor | presets | demo   (each has its own --help)")
+    print("       safelaunch exec | status | dump | gpus | doctor | presets | demo   (each has its own --help)")
     print()
     print(help_text("run"))
     print("torchrun options (as the installed torchrun describes them):")

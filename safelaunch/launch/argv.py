@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from safelaunch.errors import UsageError
 
@@ -20,12 +20,14 @@ _NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")
 class CommandLine:
     """``own``: our options in order, with their values. ``torchrun``: its options, without ours.
 
-    ``script``: the script (or module, or program) and its arguments, untouched; empty when there is none.
+    ``script``: the script (or module, or program) and its arguments, untouched; empty when there is none. ``program``:
+    under ``exec``, where what is started need not be torchrun.
     """
 
     own: tuple[tuple[str, str | None], ...]
     torchrun: tuple[str, ...]
     script: tuple[str, ...]
+    program: str | None = None
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -34,6 +36,31 @@ class CommandLine:
 
     def has_flag(self, *names: str) -> bool:
         return any(word in names for word in self.torchrun)
+
+    def value_of(self, name: str, *, shortest: str) -> str | None:
+        """The value of torchrun's option ``name`` (``--nproc-per-node``), in either spelling; the last one counts.
+
+        ``shortest``: the shortest abbreviation of it that argparse takes.
+        """
+        found = None
+        for position, word in enumerate(self.torchrun):
+            if _means(word, name, shortest):
+                _, equals, value = word.partition("=")
+                following = self.torchrun[position + 1 : position + 2]
+                found = value if equals else "".join(following)
+        return found
+
+    def with_value(self, name: str, old: str, new: str) -> CommandLine:
+        """The same with ``old`` replaced by ``new`` wherever it is the value of option ``name``, given in full."""
+        words = list(self.torchrun)
+        spellings = (name, name[:2] + name[2:].replace("-", "_"))
+        for position, word in enumerate(words):
+            given, equals, value = word.partition("=")
+            if given in spellings and equals and value == old:
+                words[position] = f"{given}={new}"
+            elif given in spellings and not equals and words[position + 1 : position + 2] == [old]:
+                words[position + 1] = new
+        return replace(self, torchrun=tuple(words))
 
 
 def split(words: Sequence[str], own: Mapping[str, bool], takes_value: Mapping[str, bool]) -> CommandLine:
@@ -69,6 +96,13 @@ def split(words: Sequence[str], own: Mapping[str, bool], takes_value: Mapping[st
                 theirs.append(words[index])
         index += 1
     return CommandLine(tuple(mine), tuple(theirs), ())
+
+
+def _means(word: str, name: str, shortest: str) -> bool:
+    """Whether ``word`` is option ``name``, spelled with hyphens or underscores, in full or abbreviated."""
+    given = word.partition("=")[0]
+    full = (name, name[:2] + name[2:].replace("-", "_"))
+    return len(given) >= len(shortest) and any(spelling.startswith(given) for spelling in full)
 
 
 def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:

@@ -53,6 +53,9 @@ def _bundles(settings: Settings) -> list[str]:
 
 def _gpus(plan: Plan) -> str:
     value = plan.env.get("CUDA_VISIBLE_DEVICES")
+    if plan.gpus:
+        origin = f"   ({plan.settings.origin('gpus')})" if plan.settings.gpus is not None else ""
+        return f"{plan.gpus}{origin}"
     if value is None:
         return "all that torch sees"
     origin = next((s.origin for s in plan.applied if s.name == "CUDA_VISIBLE_DEVICES"), "your environment")

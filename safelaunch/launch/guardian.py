@@ -11,11 +11,12 @@ The kernel's own parent-death signal is no substitute: it would end a rank befor
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +69,11 @@ class Guardian:
             return  # the guardian was killed: what is left is the signal that torchrun gets at our death
 
 
-def start(events: Path, run_dir: Path) -> Guardian:
-    """Forks the guardian. To be called while this process has one thread. Raises OSError when that is not possible."""
+def start(events: Path, run_dir: Path, leases: Sequence[int] = ()) -> Guardian:
+    """Forks the guardian. To be called while this process has one thread. Raises OSError when that is not possible.
+
+    ``leases``: descriptors that it shares, so that what the job was given is not free before it has ended the job.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -77,18 +81,17 @@ def start(events: Path, run_dir: Path) -> Guardian:
         return Guardian(pid, write)
     try:
         os.close(write)
-        _guard(read, events, run_dir)
+        _guard(read, events, run_dir, leases)
     finally:
         os._exit(0)
 
 
-def _guard(pipe: int, events: Path, run_dir: Path) -> None:
+def _guard(pipe: int, events: Path, run_dir: Path, leases: Sequence[int]) -> None:
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # nobody's pipe may stay open because of us
         os.dup2(null, descriptor)
-    keep = os.dup2(pipe, 3)
-    os.closerange(4, 65536)
+    keep = _keep_only([pipe, *leases])
     known: set[ProcessId] = set()
     agent: ProcessId | None = None
     rest = b""
@@ -114,6 +117,15 @@ def _guard(pipe: int, events: Path, run_dir: Path) -> None:
 
     rmtree(run_dir, ignore_errors=True)
     discard_unfinished(run_dir.name)
+
+
+def _keep_only(descriptors: Sequence[int]) -> int:
+    """Closes everything from 3 on but ``descriptors``; returns the first of them. They get numbers from 3 on."""
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3 + len(descriptors)) for descriptor in descriptors]
+    for number, descriptor in enumerate(high, start=3):
+        os.dup2(descriptor, number)
+    os.closerange(3 + len(descriptors), 65536)
+    return 3
 
 
 def _job(known: set[ProcessId], events: Path) -> set[ProcessId]:

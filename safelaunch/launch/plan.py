@@ -13,6 +13,8 @@ from safelaunch.launch.torchrun import Torch, launcher
 from safelaunch.settings.config import Settings
 from safelaunch.settings.presetfile import EnvSetting
 
+LEASES = "SAFELAUNCH_LEASES"  # the beacons' locks, by path
+
 
 @dataclass(frozen=True, slots=True)
 class Applied:
@@ -31,6 +33,7 @@ class Plan:
 
     ``watched`` False: without beacon and watch. ``torch`` None: not known (exec). ``by_torchrun`` False: ``argv`` is
     any command, and nobody but the kernel will tell how ranks end. ``script``: what to run, as the user wrote it.
+    ``gpus``: those that it got, in words.
     """
 
     argv: tuple[str, ...]
@@ -43,16 +46,22 @@ class Plan:
     watched: bool
     script: tuple[str, ...]
     by_torchrun: bool = True
+    gpus: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a plan depends on besides the command line. ``visible_gpus``: CUDA_VISIBLE_DEVICES; None leaves it."""
+    """What a plan depends on besides the command line. ``visible_gpus``: CUDA_VISIBLE_DEVICES; None leaves it.
+
+    ``rank_locks``: the files that the beacons lock for the leases of the job. ``gpus``: those that it got, in words.
+    """
 
     environ: Mapping[str, str]
     run_dir: Path
     supervisor_pid: int
     visible_gpus: str | None = None
+    rank_locks: tuple[str, ...] = ()
+    gpus: str = ""
 
 
 def build(command: CommandLine, settings: Settings, torch: Torch, around: Surroundings) -> Plan:
@@ -68,6 +77,7 @@ def build(command: CommandLine, settings: Settings, torch: Torch, around: Surrou
         settings=settings,
         watched=settings.watch,
         script=command.script,
+        gpus=around.gpus,
     )
 
 
@@ -87,6 +97,7 @@ def build_exec(
         watched=settings.watch,
         script=words,
         by_torchrun=False,
+        gpus=around.gpus,
     )
 
 
@@ -102,11 +113,13 @@ def _environment(
         name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
         why = "each attempt gets a store of its own: in a shared one gloo finds the ports of the last attempt"
         applied += (Applied(name, "1", _origin(settings, "on-stall"), why, name in around.environ),)
-    env = dict(around.environ)
+    env = {name: value for name, value in around.environ.items() if name not in ("SAFELAUNCH_HELD", LEASES)}
     env.update({setting.name: setting.value for setting in applied if not setting.kept})
     if settings.watch:
         env.update(injection(around.environ, around.run_dir, around.supervisor_pid))
         env.update(own)
+        if around.rank_locks:
+            env[LEASES] = os.pathsep.join(around.rank_locks)
     return applied, env
 
 

@@ -115,6 +115,17 @@ def options(package: Path) -> dict[str, bool]:
     return found or dict(KNOWN)
 
 
+def binds_any_port(package: Path) -> bool:
+    """Whether a single-node job without a port gets one that is free, as in torch 2.13; before, it was always 29500.
+
+    Source: ``run`` of ``torch/distributed/run.py``, which tells a port that was not given from one that was.
+    """
+    try:
+        return "args.master_port is None" in (package / "distributed" / "run.py").read_text("utf-8", "replace")
+    except OSError:
+        return True  # what we do not know we leave alone
+
+
 class LazyOptions(Mapping[str, bool]):
     """``options``, read when first asked: a command line may not need them (``--nproc-per-node=2 train.py``)."""
 

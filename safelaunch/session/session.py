@@ -11,14 +11,30 @@ from safelaunch.launch import guardian, process
 from safelaunch.launch.job import Job
 from safelaunch.launch.paths import RunPaths, create_run
 from safelaunch.launch.plan import Plan
+from safelaunch.session.resources import Resources
 
 
-def run(plan: Plan) -> int:
-    """Starts the job of ``plan`` and sees it to its end; returns the exit code. Raises OSError when it cannot start."""
+def run(plan: Plan, given: Resources) -> int:
+    """Starts the job of ``plan`` and sees it to its end; returns the exit code. Raises OSError when it cannot start.
+
+    What the job was ``given`` is held until nothing of it is left, and freed then.
+    """
+    try:
+        status = _run(plan, given)
+    finally:
+        given.release()
+    return process.end_as(status)
+
+
+def _run(plan: Plan, given: Resources) -> int:
+    """As ``run``, but returns the wait status to end with."""
     directory = _prepare(plan)
     env = plan.env if directory is not None else _without_beacon(plan)
     mask = process.block_signals()
-    watcher = _guardian(directory)
+    watcher = _guardian(directory, given)
+    if watcher is None:
+        for descriptor in given.descriptors:  # then the job itself is to hold what it was given when we are killed
+            os.set_inheritable(descriptor, True)
     try:
         pid = process.start(plan.argv, env, mask, watcher.adopt if watcher is not None else None)
     except OSError:
@@ -27,19 +43,19 @@ def run(plan: Plan) -> int:
     # From here on everything that is imported costs the job nothing.
     identity = process.identify(pid) or process.ProcessId(pid, 0)
     if directory is None:
-        return process.end_as(_only_forward(pid))
+        return _only_forward(pid)
     process.become_subreaper()
     job = Job(plan, identity, directory, time.time())
     try:
         from safelaunch.session.supervise import Supervisor
 
-        status = Supervisor(job, watcher).run()
+        status = Supervisor(job, watcher, given.touch).run()
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
         say(f"a fault of safelaunch's own ended the watch; the job goes on ({type(error).__name__}: {error})")
         status = _only_forward(pid)
     finally:
         _leave(directory, watcher)
-    return process.end_as(status)
+    return status
 
 
 def _leave(directory: RunPaths | None, watcher: guardian.Guardian | None) -> None:
@@ -52,11 +68,11 @@ def _leave(directory: RunPaths | None, watcher: guardian.Guardian | None) -> Non
         watcher.dismiss()
 
 
-def _guardian(directory: RunPaths | None) -> guardian.Guardian | None:
+def _guardian(directory: RunPaths | None, given: Resources) -> guardian.Guardian | None:
     if directory is None:
         return None
     try:
-        return guardian.start(directory.agent_events, directory.root)
+        return guardian.start(directory.agent_events, directory.root, given.descriptors)
     except OSError as error:
         say(f"no guardian ({error.strerror or error}): if safelaunch is killed with kill -9, parts of the job may stay")
         return None

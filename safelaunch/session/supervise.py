@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from safelaunch.capture import command
@@ -39,6 +40,7 @@ TICK_S = 0.25
 BUSY_TICK_S = 0.05
 WRITE_PATIENCE_S = 90.0
 CAPTURE_PATIENCE_S = 20.0
+TOUCH_EVERY_S = 3600.0
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -75,7 +77,7 @@ class _Verdict:
 class Supervisor:
     """Watches one started job. ``run`` returns the wait status to end with."""
 
-    def __init__(self, job: Job, watcher: Guardian | None) -> None:
+    def __init__(self, job: Job, watcher: Guardian | None, touch: Callable[[], None] = lambda: None) -> None:
         assert job.run is not None
         self._job = job
         self._processes = JobProcesses(job.agent, watcher)
@@ -97,6 +99,8 @@ class Supervisor:
         self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
         self._notices = Notices(self._watch, settings.startup_timeout_s, time.monotonic())
         self._watching = True
+        self._touch = touch
+        self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
     def run(self) -> int:
         """Runs until the job has ended and everything about it is written; returns its wait status."""
@@ -108,6 +112,7 @@ class Supervisor:
             self._forwarder.wait(BUSY_TICK_S if busy else TICK_S)
             self._guarded_tick()
             self._processes.look_for_orphans(time.monotonic())
+            self._keep_leases_young(time.monotonic())
         if os.WIFSIGNALED(status) and self._ending is None:
             self._end_survivors(status)
         self._finish(status)
@@ -119,6 +124,12 @@ class Supervisor:
             return self._verdict.code << 8
         # torchrun had no restart left for the ranks that we ended, or nobody could tell us of the attempt that failed.
         return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
+
+    def _keep_leases_young(self, now: float) -> None:
+        """Cleaners of /tmp remove what nobody has touched for days; a training can take longer than that."""
+        if now > self._touch_at_s:
+            self._touch_at_s = now + TOUCH_EVERY_S
+            self._touch()
 
     def _end_survivors(self, status: int) -> None:
         """torchrun was killed: without it nobody would ever end its ranks. They live until their evidence is taken."""

@@ -41,12 +41,17 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_AGENT_PID",
         "SAFELAUNCH_PYTHONPATH",
         "SAFELAUNCH_MODE",
+        "SAFELAUNCH_LEASES",
+        "SAFELAUNCH_HELD",
     }
 )
+# Where the leases of a node are, for all who are to share them: tests, and nodes whose /tmp is not shared.
+PLACES_ENV = ("SAFELAUNCH_LEASE_DIR",)
 # Set for the command of --on-bundle; a run that it starts meets them. SAFELAUNCH_RUN_NAME is an option's as well.
 ON_BUNDLE_ENV = tuple(
     f"SAFELAUNCH_{word}" for word in ("BUNDLE", "VERDICT", "OUTCOME", "CAUSE", "CONFIDENCE", "SUMMARY", "CULPRITS")
 )
+NOT_OPTIONS = INTERNAL_ENV | {*ON_BUNDLE_ENV, *PLACES_ENV}
 PREFIX = "SAFELAUNCH_"
 CONFIG_FILE = "safelaunch.yaml"
 PYPROJECT = "pyproject.toml"
@@ -60,6 +65,7 @@ DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
 DEFAULT_STALL_FLOOR_S = 60.0
 DEFAULT_STALL_CEILING_S = 1800.0
 DEFAULT_ARTIFACT_LIMIT_BYTES = 64 << 20
+DEFAULT_GPU_BUSY_MEMORY_BYTES = 256 << 20
 
 _Values = dict[str, Sourced]
 
@@ -71,8 +77,8 @@ class Settings:
     An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
     hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None: not given.
     ``gpus`` is as ``values.parse_gpus`` leaves it, None when not given. ``keep_bundles`` 0 keeps all.
-    ``bundle_dir`` is absolute when the working directory was. ``env`` holds what presets and the configuration
-    file set, to be merged below what the user exported.
+    ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute when the working directory
+    was. ``env`` holds what presets and the configuration file set, to be merged below what the user exported.
     """
 
     presets: tuple[str, ...] = ()
@@ -90,6 +96,9 @@ class Settings:
     on_bundle: str | None = None
     gpus: str | None = None
     wait: bool = False
+    wait_timeout_s: float | None = None
+    gpu_busy_memory_bytes: int = DEFAULT_GPU_BUSY_MEMORY_BYTES
+    lease: bool = True
     run_name: str | None = None
     config: str | None = None
     dry_run: bool = False
@@ -169,7 +178,10 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         artifact_limit_bytes=value("artifact-limit", DEFAULT_ARTIFACT_LIMIT_BYTES),
         on_bundle=value("on-bundle", None),
         gpus=value("gpus", None),
-        wait=value("wait", False),
+        wait=value("wait", False) or value("wait-timeout", None) is not None,
+        wait_timeout_s=value("wait-timeout", None),
+        gpu_busy_memory_bytes=value("gpu-busy-memory", DEFAULT_GPU_BUSY_MEMORY_BYTES),
+        lease=not value("no-lease", False),
         run_name=value("run-name", None),
         config=value("config", None),
         dry_run=value("dry-run", False),
@@ -217,7 +229,12 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
     values: _Values = {}
     for name in sorted(n for n in environ if n.startswith(PREFIX)):
         text = environ[name]
-        if name in INTERNAL_ENV or name in ON_BUNDLE_ENV or (name in by_variable and not text.strip()):
+        if (
+            name in INTERNAL_ENV
+            or name in ON_BUNDLE_ENV
+            or name in PLACES_ENV
+            or (name in by_variable and not text.strip())
+        ):
             continue
         if name not in by_variable:
             match = nearest(name, by_variable)

@@ -196,10 +196,29 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "N|all|none|IDS",
         parse_gpus,
         "a number of GPUs, all, none, or ids such as 0,2 (a single one: 3,)",
-        "GPUs for this job: how many, or which (0,2; a single one: 3,).",
+        "GPUs for this job: how many, or which (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one a rank].",
         _JOBS,
     ),
-    Option("wait", None, parse_flag, "1 or 0", "Wait until the GPUs asked for are free.", _JOBS),
+    Option(
+        "wait", None, parse_flag, "1 or 0", "Wait until the GPUs asked for are free, first come first served.", _JOBS
+    ),
+    Option(
+        "wait-timeout",
+        "SECONDS",
+        parse_seconds,
+        _A_DURATION,
+        "As --wait, but give up after this long.",
+        _JOBS,
+    ),
+    Option(
+        "gpu-busy-memory",
+        "SIZE",
+        parse_size,
+        "a size such as 64MB, 500k or 2G",
+        "A GPU without a lease counts as used when more memory than this is in use on it [256MB].",
+        _JOBS,
+    ),
+    Option("no-lease", None, parse_flag, "1 or 0", "Lease no GPUs: the job shares them as under torchrun.", _JOBS),
     Option(
         "run-name",
         "NAME",

@@ -45,7 +45,21 @@ LAYERS: list[tuple[str, set[str]]] = [
             "settings.config",
         },
     ),
-    ("resources", {"launch.gpus", "ports"}),
+    (
+        "resources",
+        {
+            "leases",
+            "leases.files",
+            "leases.holder",
+            "leases.tickets",
+            "leases.store",
+            "leases.driver",
+            "leases.choose",
+            "leases.nvml",
+            "leases.gpus",
+            "leases.ports",
+        },
+    ),
     (
         "starting a job",
         {
@@ -96,6 +110,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "session.launchinfo",
             "session.live",
             "session.session",
+            "session.resources",
             "session.supervise",
             "colaunch",
         },
@@ -116,7 +131,7 @@ PURE = {
     "doctor.rules",
     "doctor.torch_rules",
 }
-PURE |= {"doctor.tracing", "cli.status_rows"}
+PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "leases.choose"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 # Scripts that hang on purpose, run as jobs; and what torchrun runs.
 NOT_OURS = ("demos/", "launch/launcher/")
@@ -138,7 +153,7 @@ THIRD_PARTY = {
         "diagnose.*",
         "postmortem.*",
     },
-    "pynvml": {"launch.gpus", "capture.gpu"},
+    "pynvml": {"leases.nvml", "capture.gpu"},
     "jinja2": {"bundle.report"},
     "rich": {"bundle.report", "cli.*"},
     "psutil": {"capture.*", "launch.process", "cli.*"},

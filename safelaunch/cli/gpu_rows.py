@@ -1,0 +1,143 @@
+"""The lines of ``safelaunch gpus``: what each GPU is, from leases and from what NVML sees. Values in, values out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from safelaunch.bundle.report import clean
+from safelaunch.leases.choose import Gpu, users_of
+from safelaunch.leases.gpus import moment
+from safelaunch.leases.holder import Holder
+
+COLUMNS = ("gpu", "name", "memory", "state", "pid", "user", "since", "command")
+RIGHT = {"gpu", "memory", "pid"}
+State = Literal["free", "leased", "ranks only", "used without a lease", "left behind", "fault"]
+STYLES: dict[State, str] = {
+    "free": "green",
+    "leased": "",
+    "ranks only": "yellow",
+    "used without a lease": "yellow",
+    "left behind": "bold red",
+    "fault": "bold red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A process on a GPU. Empty: not to be seen from here. ``left_over``: its run is over."""
+
+    pid: int
+    user: str = ""
+    command: str = ""
+    since_unix_s: float = 0.0
+    left_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A GPU, its state, who holds it (None: nobody) and the processes that NVML sees on it."""
+
+    gpu: Gpu
+    state: State
+    holder: Holder | None
+    users: tuple[User, ...]
+    note: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """In the order of ``COLUMNS``."""
+        return (self.gpu.label, clean(self.gpu.name) or "-", _memory(self.gpu), self.state, *self._who)
+
+    @property
+    def _who(self) -> tuple[str, str, str, str]:
+        if self.holder is not None:
+            one = self.holder
+            return str(one.pid or "-"), one.user, moment(one.since_unix_s), _short(one.command)
+        if not self.users:
+            return "-", "-", "-", self.note or "-"
+        first, others = self.users[0], self.users[1:]
+        command = _short(first.command) if first.command else "not to be seen from here"
+        more = f" (and pid {', '.join(str(user.pid) for user in others)})" if others else ""
+        return str(first.pid), first.user or "-", moment(first.since_unix_s), command + more
+
+
+def rows(
+    gpus: Sequence[Gpu], held: Mapping[str, Holder], users: Mapping[int, User], most_bytes: int
+) -> tuple[Row, ...]:
+    """One for each GPU. ``most_bytes``: more memory than this in use, and a GPU counts as used."""
+    found = []
+    for gpu in gpus:
+        on_it = tuple(users.get(process.pid, User(process.pid)) for process in gpu.processes)
+        holder = held.get(gpu.uuid)
+        use = users_of(gpu, most_bytes)
+        found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, use if not on_it else ""))
+    return tuple(found)
+
+
+def _state(gpu: Gpu, holder: Holder | None, users: Sequence[User], use: str) -> State:
+    if gpu.error:
+        return "fault"
+    if holder is not None:
+        return "ranks only" if holder.by == "ranks" else "leased"
+    if any(user.left_over for user in users):
+        return "left behind"
+    return "used without a lease" if use else "free"
+
+
+def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> dict[str, Any]:
+    """For ``--json``."""
+    return {
+        "missing": missing,
+        "gpus": [_gpu(row) for row in table],
+        "waiting": [_holder(one) for one in waiting],
+    }
+
+
+def _gpu(row: Row) -> dict[str, Any]:
+    gpu = row.gpu
+    return {
+        "gpu": gpu.label,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "parent": gpu.parent or None,
+        "memory_used_bytes": gpu.memory_used_bytes,
+        "memory_total_bytes": gpu.memory_total_bytes,
+        "state": row.state,
+        "note": gpu.error or row.note,
+        "lease": _holder(row.holder) if row.holder is not None else None,
+        "processes": [
+            {**asdict(user), "memory_bytes": process.memory_bytes}
+            for user, process in zip(row.users, gpu.processes, strict=True)
+        ],
+    }
+
+
+def _holder(one: Holder) -> dict[str, Any]:
+    return {
+        "pid": one.pid,
+        "user": one.user,
+        "uid": one.uid,
+        "run_name": one.name,
+        "command": one.command,
+        "since_unix_s": one.since_unix_s,
+        "by": one.by,
+        "alive": one.is_alive(),
+    }
+
+
+def waiting_line(one: Holder) -> str:
+    """Somebody in the queue."""
+    return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {_short(one.command)}"
+
+
+def _short(command: str) -> str:
+    text = clean(command)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _memory(gpu: Gpu) -> str:
+    if gpu.memory_used_bytes is None or gpu.memory_total_bytes is None:
+        return "-"
+    return f"{gpu.memory_used_bytes / (1 << 30):.1f}/{gpu.memory_total_bytes / (1 << 30):.0f} GiB"

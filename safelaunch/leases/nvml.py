@@ -1,0 +1,198 @@
+"""The node's GPUs as NVML lists them: memory, processes, MIG instances, and how they are linked.
+
+A driver in trouble blocks its callers for ever, so it is asked from a process of its own that can be killed:
+``python -m safelaunch.leases.nvml`` prints one JSON document. Where there is no driver, nothing is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory
+from safelaunch.leases.driver import has_driver
+
+DEADLINE_S = 10.0
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_MOST_INSTANCES = 64
+
+
+def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
+    """Asks NVML; never raises, and never takes longer than ``deadline_s`` seconds."""
+    if not has_driver(environ):
+        return Inventory(missing="no NVIDIA driver here")
+    import subprocess
+
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "safelaunch.leases.nvml"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=_PACKAGE_ROOT,  # with -m the working directory comes first on the module path: ours, not the user's
+            env=dict(environ),
+        )
+    except OSError as error:
+        return Inventory(missing=f"NVML could not be asked: {error.strerror or error}")
+    try:
+        answer, _ = process.communicate(timeout=deadline_s)
+        return parse(json.loads(answer))
+    except subprocess.TimeoutExpired:
+        process.kill()  # not waited for: the kernel may not let it die
+        return Inventory(missing=f"the NVIDIA driver did not answer within {deadline_s:g} s")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Inventory(missing=f"NVML gave no usable answer ({type(error).__name__}: {error})")
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def parse(document: Mapping[str, Any]) -> Inventory:
+    """``query``'s document as records. GPUs in MIG mode are their instances."""
+    gpus: list[Gpu] = []
+    for one in document.get("gpus", ()):
+        instances = one.get("instances")
+        if instances is None:
+            gpus.append(_record(one, str(one["index"])))
+            continue
+        for instance in instances:
+            gpus.append(_record(instance, f"{one['index']}.{instance['index']}", parent=str(one["uuid"])))
+    distances = {(str(a), str(b)): int(distance) for a, b, distance in document.get("distances", ())}
+    missing = "" if gpus else str(document.get("missing") or "no NVIDIA GPU found")
+    return Inventory(tuple(gpus), distances, missing)
+
+
+def _record(one: Mapping[str, Any], label: str, parent: str = "") -> Gpu:
+    return Gpu(
+        label=label,
+        uuid=str(one.get("uuid") or f"unknown-{label}"),
+        name=str(one.get("name") or ""),
+        parent=parent,
+        memory_used_bytes=one.get("memory_used_bytes"),
+        memory_total_bytes=one.get("memory_total_bytes"),
+        processes=tuple(GpuProcess(int(p["pid"]), p.get("memory_bytes")) for p in one.get("processes") or ()),
+        error=str(one.get("error") or ""),
+    )
+
+
+# --- in the process of its own ----------------------------------------------------------------------------------------
+
+
+def query(nvml: Any) -> dict[str, Any]:
+    """GPUs by the module ``pynvml``, or ``{"missing": reason}``.
+
+    ``gpus``: index, uuid, name, memory_used_bytes, memory_total_bytes, processes (pid, memory_bytes) and, in MIG mode,
+    instances with the same fields; or index and error. ``distances``: uuid, uuid, distance (see ``choose``).
+    """
+    try:
+        nvml.nvmlInit()
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError as error:
+        return {"missing": f"NVML: {error}"}
+    found = [_gpu(nvml, index) for index in range(count)]
+    return {"gpus": [one for one, _ in found], "distances": _distances(nvml, found)}
+
+
+def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], Any]:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        one = {"index": index, **_device(nvml, handle)}
+    except nvml.NVMLError as error:  # fallen off the bus, or not ours to see
+        return {"index": index, "error": str(error)}, None
+    mode = _ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
+    if mode:
+        one["instances"] = _instances(nvml, handle, one)
+    return one, handle
+
+
+def _device(nvml: Any, handle: Any) -> dict[str, Any]:
+    """Raises NVMLError where not even the UUID can be had: without it there is nothing to lease."""
+    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    memory = _memory(nvml, handle)
+    return {
+        "uuid": uuid,
+        "name": _ask(nvml, lambda: _text(nvml.nvmlDeviceGetName(handle))),
+        "memory_used_bytes": memory.used if memory else None,
+        "memory_total_bytes": memory.total if memory else None,
+        "processes": _ask(
+            nvml,
+            lambda: [
+                {"pid": process.pid, "memory_bytes": process.usedGpuMemory}
+                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            ],
+        ),
+    }
+
+
+def _memory(nvml: Any, handle: Any) -> Any:
+    """Version 2 leaves what the driver reserves for itself out of ``used``: hundreds of MiB on an idle GPU."""
+    version = getattr(nvml, "nvmlMemory_v2", None)
+    found = _ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
+    return found or _ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+
+
+def _instances(nvml: Any, handle: Any, parent: Mapping[str, Any]) -> list[dict[str, Any]]:
+    most = _ask(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
+    found = []
+    for index in range(min(most, _MOST_INSTANCES)):
+        try:
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            one = {"index": index, **_device(nvml, instance)}
+        except nvml.NVMLError:
+            continue  # the numbers have gaps
+        found.append({**one, "name": one["name"] or parent.get("name")})
+    return found
+
+
+def _distances(nvml: Any, found: list[tuple[dict[str, Any], Any]]) -> list[tuple[str, str, int]]:
+    known = []
+    gpus = [(str(one["uuid"]), handle) for one, handle in found if handle is not None]
+    for number, (uuid, handle) in enumerate(gpus):
+        for other, other_handle in gpus[:number]:
+            distance = _distance(nvml, handle, other_handle)
+            if distance is not None:
+                a, b = sorted((uuid, other))
+                known.append((a, b, distance))
+    return known
+
+
+def _distance(nvml: Any, one: Any, other: Any) -> int | None:
+    status = _ask(nvml, lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
+    if status is not None and status == nvml.NVML_P2P_STATUS_OK:
+        return NVLINK
+    level = _ask(nvml, lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
+    return max(int(level), 1) if level is not None else None
+
+
+def _ask(nvml: Any, function: Callable[[], Any]) -> Any:
+    """``function()``, or None where this GPU or driver does not support the question."""
+    try:
+        return function()
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _main() -> int:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    try:
+        import pynvml
+    except ImportError:
+        document: dict[str, Any] = {"missing": "the Python package nvidia-ml-py is not installed"}
+    else:
+        document = query(pynvml)
+    print(json.dumps(document), flush=True)
+    os._exit(0)  # nvmlShutdown and the library's own end are nobody's concern, and can hang as well
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())

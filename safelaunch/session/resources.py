@@ -1,0 +1,292 @@
+"""What a job gets of its node before it starts: GPUs and ports, leased; nothing where there is nothing to lease.
+
+On a node without an NVIDIA driver nothing is imported and nothing is started for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from safelaunch.console import say
+from safelaunch.errors import ResourceError, StoreError, UsageError
+from safelaunch.launch.argv import CommandLine
+from safelaunch.leases.driver import has_driver
+
+if TYPE_CHECKING:
+    from safelaunch.launch.torchrun import Torch
+    from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
+    from safelaunch.leases.gpus import Survey, Terms
+    from safelaunch.leases.holder import Holder
+    from safelaunch.leases.ports import Ports
+    from safelaunch.leases.store import Lease, Store
+    from safelaunch.settings.config import Settings
+
+HELD = "SAFELAUNCH_HELD"
+RANK_LOCKS = "SAFELAUNCH_LEASES"
+MASTER_PORT = "--master-port"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What was given. ``visible_gpus``: for CUDA_VISIBLE_DEVICES, None leaves it as it is.
+
+    ``lease``, ``ports``: held until ``release``. ``rank_locks``: the files that the ranks' beacons lock, by path.
+    ``note``: the GPUs in words, for ``--dry-run``.
+    """
+
+    command: CommandLine
+    visible_gpus: str | None = None
+    lease: Lease | None = None
+    ports: Ports | None = None
+    rank_locks: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What has to stay open while anything of the job lives."""
+        leases = [self.lease, self.ports.lease if self.ports is not None else None]
+        return tuple(fd for lease in leases if lease is not None for fd in lease.descriptors)
+
+    def touch(self) -> None:
+        """Keeps the lease files young."""
+        for lease in (self.lease, self.ports.lease if self.ports is not None else None):
+            if lease is not None:
+                lease.touch()
+
+    def release(self) -> None:
+        """The job is over."""
+        if self.lease is not None:
+            self.lease.release()
+        if self.ports is not None:
+            self.ports.release()
+
+
+def gather(command: CommandLine, settings: Settings, environ: Mapping[str, str], torch: Torch | None) -> Resources:
+    """Takes what the job needs; with ``--dry-run`` only looks. Raises ResourceError when it is not to be had."""
+    found = _gpus(command, settings, environ)
+    if torch is None:
+        return found
+    try:
+        return _with_port(found, settings, environ, torch)
+    except BaseException:
+        found.release()
+        raise
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Resources:
+    plain = Resources(command)
+    if settings.gpus == "none":
+        return replace(plain, visible_gpus="")
+    if environ.get(HELD):
+        handed = _handed_over(plain, environ)
+        if handed is not None:
+            return handed
+    ranks = ranks_of(command, environ)
+    if settings.gpus is None and (ranks == 0 or not settings.lease):
+        return plain
+    if settings.gpus in (None, "all") and not has_driver(environ):
+        return plain
+    if _is_inside_a_run(environ):
+        locks = tuple(filter(None, environ.get(RANK_LOCKS, "").split(os.pathsep)))
+        plain = replace(plain, rank_locks=locks, note="those of the run that this one is part of")
+        return plain if settings.gpus is None else _unleased(plain, settings, environ)
+    if not settings.lease:
+        return _unleased(plain, settings, environ)
+    return _leased(plain, settings, environ, ranks or None)
+
+
+def _handed_over(plain: Resources, environ: Mapping[str, str]) -> Resources | None:
+    """The GPUs that our parent (colaunch) leased for us; CUDA_VISIBLE_DEVICES is as it has set it."""
+    from safelaunch.leases.store import inherited, store_of
+
+    lease = inherited(environ, store_of(environ))
+    return replace(plain, lease=lease, rank_locks=lease.rank_files) if lease is not None else None
+
+
+def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> Ranks:
+    """How many ranks torchrun will start here; ``all``: one for each GPU that it sees. 0: not known, or not on GPUs.
+
+    Source: ``determine_local_world_size`` of ``torch/distributed/run.py``.
+    """
+    if command.program is not None or not command.script or command.has_flag("-h", "--help"):
+        return None if command.program is not None else 0
+    text = command.value_of("--nproc-per-node", shortest="--np")
+    text = text if text is not None else environ.get("PET_NPROC_PER_NODE", "1")
+    if text in ("gpu", "auto"):
+        return "all"
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
+    """Whether a supervisor is among our ancestors: its lease covers what we see. The variable alone says little."""
+    supervisor = environ.get("SAFELAUNCH_SUPERVISOR_PID", "")
+    if not supervisor.isdigit():
+        return False
+    from safelaunch import procstat
+
+    pid = os.getppid()
+    while pid > 1:
+        if pid == int(supervisor):
+            return True
+        found = procstat.read(pid)
+        pid = found.ppid if found is not None else 0
+    return False
+
+
+def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) -> Resources:
+    """What --gpus names, shared with whoever uses it."""
+    from safelaunch.leases.choose import nearest
+
+    found, wish = _wish(settings, environ, None)
+    if wish is None:
+        return plain
+    gpus = nearest(wish.candidates, wish.count, found.distances) or ()
+    return replace(plain, visible_gpus=_visible(gpus, wish), note=f"{_words(gpus, found)}, not leased")
+
+
+def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> Resources:
+    from safelaunch.leases import gpus as leased_gpus
+    from safelaunch.leases.store import store_of
+
+    found, wish = _wish(settings, environ, ranks)
+    if wish is None:
+        if found.missing and settings.gpus is None and _is_trouble(found.missing):
+            say(f"GPUs are not leased: {found.missing}")
+        return plain
+    store = store_of(environ)
+    terms = leased_gpus.Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes)
+    survey = _survey(found, environ)
+    try:
+        if settings.dry_run:
+            return _foreseen(plain, store, terms, survey)
+        patience = leased_gpus.Patience(settings.wait, settings.wait_timeout_s, say)
+        taken = leased_gpus.take(store, terms, survey, patience)
+    except StoreError as error:
+        if settings.gpus is not None or settings.wait:
+            raise
+        say(f"GPUs are not leased: {error}")
+        return plain
+    for note in taken.notes:
+        say(note)
+    if not wish.keep:
+        say(f"GPUs of this job: {', '.join(gpu.label for gpu in taken.gpus)} ({wish.origin})")
+    return replace(
+        plain,
+        visible_gpus=_visible(taken.gpus, wish),
+        lease=taken.lease,
+        rank_locks=taken.lease.rank_files,
+        note=_words(taken.gpus, found),
+    )
+
+
+def _foreseen(plain: Resources, store: Store, terms: Terms, survey: Survey) -> Resources:
+    """For --dry-run: what would be taken now."""
+    from safelaunch.leases.gpus import would_take
+
+    chosen = would_take(store, terms, survey)
+    if chosen is None:
+        return replace(plain, note=f"not free now: {terms.wish.count} of {len(terms.wish.candidates)} are wanted")
+    visible = _visible(chosen, terms.wish)
+    return replace(plain, visible_gpus=visible, note=f"{_words(chosen, survey.found)}, free now; leased at the start")
+
+
+def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple[Inventory, Wish | None]:
+    from safelaunch.leases.choose import pool_of, wish_of
+    from safelaunch.leases.nvml import inventory
+
+    found = inventory(environ)
+    if not found.gpus and settings.gpus in (None, "all"):
+        return found, None
+    return found, wish_of(settings.gpus, ranks, pool_of(environ, found.gpus), found)
+
+
+def _survey(found: Inventory, environ: Mapping[str, str]) -> Survey:
+    import time
+
+    from safelaunch.leases.gpus import Survey
+    from safelaunch.leases.nvml import inventory
+
+    query: Callable[[], Inventory] = lambda: inventory(environ)  # noqa: E731
+    return Survey(found, query, time.monotonic)
+
+
+def _is_trouble(missing: str) -> bool:
+    """A driver without GPUs, or without NVML beside it, is how some machines are; one that does not answer is not."""
+    return "did not answer" in missing or "no usable answer" in missing
+
+
+def _visible(gpus: tuple[Gpu, ...], wish: Wish) -> str | None:
+    return None if wish.keep else ",".join(gpu.uuid for gpu in gpus)
+
+
+def _words(gpus: tuple[Gpu, ...], found: Inventory) -> str:
+    return f"{', '.join(gpu.label for gpu in gpus)} of {len(found.gpus)} GPUs of this node"
+
+
+def _about(command: CommandLine, settings: Settings) -> Holder:
+    """Everybody can read it, as they can /proc/<pid>/cmdline; secrets are left out all the same."""
+    import shlex
+
+    from safelaunch.capture.redact import redact_argv
+    from safelaunch.leases.holder import ourselves
+
+    words = command.script or command.arguments
+    return ourselves(settings.run_name or "", shlex.join(redact_argv(list(words))))
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str], torch: Torch) -> Resources:
+    """``--master-port auto`` as a number; and one where this torchrun would take 29500 for every job of the node."""
+    command = found.command
+    asked = command.value_of(MASTER_PORT, shortest="--master-p")
+    if asked == "auto":
+        if not _is_one_node(command, environ):
+            raise UsageError(
+                "--master-port auto: every node would choose a port of its own.",
+                "With several nodes give all of them the same number.",
+            )
+        if settings.dry_run:
+            return found
+        ports = _take_port(found, settings, environ)
+        return replace(found, command=command.with_value(MASTER_PORT, "auto", str(ports.numbers[0])), ports=ports)
+    if settings.dry_run or asked is not None or not _takes_the_common_port(command, environ, torch):
+        return found
+    try:
+        ports = _take_port(found, settings, environ)
+    except ResourceError as error:
+        say(f"port 29500, as this torchrun takes it: {error}")
+        return found
+    own = replace(command, torchrun=(f"{MASTER_PORT}={ports.numbers[0]}", *command.torchrun))
+    return replace(found, command=own, ports=ports)
+
+
+def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:
+    from safelaunch.leases import ports
+    from safelaunch.leases.store import store_of
+
+    return ports.take(store_of(environ), 1, _about(found.command, settings))
+
+
+def _is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
+    nodes = command.value_of("--nnodes", shortest="--nn")
+    return (nodes if nodes is not None else environ.get("PET_NNODES", "1")) in ("1", "1:1")
+
+
+def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: Torch) -> bool:
+    """Whether torchrun would bind 29500 because nobody said anything else; newer ones bind port 0 by themselves."""
+    from safelaunch.launch.torchrun import binds_any_port
+
+    if not command.script or not _is_one_node(command, environ) or binds_any_port(torch.package):
+        return False
+    told = ("--standalone", "--rdzv", "--st", "--rd", "--master", "--ma", "--node-rank", "--node_rank")
+    if any(word.startswith(told) for word in command.torchrun) or command.has_flag("-h", "--help"):
+        return False
+    return not any(name.startswith(("PET_RDZV", "PET_STANDALONE", "PET_MASTER", "PET_NODE_RANK")) for name in environ)
