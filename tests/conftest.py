@@ -7,11 +7,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-for folder in ("integration", "faults"):
+if TYPE_CHECKING:
+    import stub
+
+for folder in ("integration", "faults", "nvml"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> stub.Node:
+    """A node of eight idle GPUs, with leases of its own: what its ``environ`` shows to a process."""
+    import stub
+
+    if stub.library() is None:
+        pytest.skip("no C compiler for the stand-in of libnvidia-ml.so.1")
+    there = stub.Node(tmp_path / "nvml.state", tmp_path / "leases")
+    there.write()
+    return there
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,29 +10,19 @@ from safelaunch.bundle.report import clean
 from safelaunch.leases.choose import Gpu, users_of
 from safelaunch.leases.gpus import moment
 from safelaunch.leases.holder import Holder
+from safelaunch.leases.users import User
 
 COLUMNS = ("gpu", "name", "memory", "state", "pid", "user", "since", "command")
 RIGHT = {"gpu", "memory", "pid"}
-State = Literal["free", "leased", "ranks only", "used without a lease", "left behind", "fault"]
+State = Literal["free", "leased", "ranks only", "unleased use", "left behind", "fault"]
 STYLES: dict[State, str] = {
     "free": "green",
     "leased": "",
     "ranks only": "yellow",
-    "used without a lease": "yellow",
+    "unleased use": "yellow",
     "left behind": "bold red",
     "fault": "bold red",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class User:
-    """A process on a GPU. Empty: not to be seen from here. ``left_over``: its run is over."""
-
-    pid: int
-    user: str = ""
-    command: str = ""
-    since_unix_s: float = 0.0
-    left_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,13 @@ class Row:
     @property
     def cells(self) -> tuple[str, ...]:
         """In the order of ``COLUMNS``."""
-        return (self.gpu.label, clean(self.gpu.name) or "-", _memory(self.gpu), self.state, *self._who)
+        return (
+            self.gpu.label,
+            clean(self.gpu.name).removeprefix("NVIDIA ") or "-",
+            _memory(self.gpu),
+            self.state,
+            *self._who,
+        )
 
     @property
     def _who(self) -> tuple[str, str, str, str]:
@@ -83,7 +79,7 @@ def _state(gpu: Gpu, holder: Holder | None, users: Sequence[User], use: str) -> 
         return "ranks only" if holder.by == "ranks" else "leased"
     if any(user.left_over for user in users):
         return "left behind"
-    return "used without a lease" if use else "free"
+    return "unleased use" if use else "free"
 
 
 def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> dict[str, Any]:

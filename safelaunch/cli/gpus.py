@@ -10,19 +10,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-
-from safelaunch import procstat
 from safelaunch.console import say
-from safelaunch.launch.process import identify
 from safelaunch.leases.choose import Inventory
 from safelaunch.leases.gpus import MOST_UNLEASED_BYTES
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.nvml import inventory
 from safelaunch.leases.store import Store, store_of
+from safelaunch.leases.users import User, look
 from safelaunch.settings.values import parse_size
 
-from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, User, document, rows, waiting_line
+from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, document, rows, waiting_line
 
 
 def main(argv: list[str]) -> int:
@@ -61,32 +58,7 @@ def _leases(found: Inventory, store: Store) -> tuple[dict[str, Holder], list[Hol
 def _users(found: Inventory) -> dict[int, User]:
     """What can be seen of the processes that NVML lists."""
     pids = {process.pid for gpu in found.gpus for process in gpu.processes}
-    return {pid: _user(pid) for pid in pids}
-
-
-def _user(pid: int) -> User:
-    if procstat.read(pid) is None:
-        return User(pid)  # of another pid namespace, or gone meanwhile
-    try:
-        process = psutil.Process(pid)
-        name, command, started = process.username(), " ".join(process.cmdline()), process.create_time()
-    except psutil.Error:
-        return User(pid)
-    return User(pid, name, command, started, _is_left_over(process))
-
-
-def _is_left_over(process: psutil.Process) -> bool:
-    """Whether it was started by a run whose supervisor is gone. Of other users' processes nobody can tell."""
-    try:
-        environ = process.environ()
-    except (psutil.Error, OSError):
-        return False
-    supervisor = environ.get("SAFELAUNCH_SUPERVISOR_PID", "")
-    if not supervisor.isdigit():
-        return False
-    there, here = identify(int(supervisor)), identify(process.pid)
-    # A supervisor is older than what it starts; a younger process has only been given its number.
-    return there is None or (here is not None and there.start_ticks > here.start_ticks)
+    return {pid: look(pid) for pid in pids}
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------

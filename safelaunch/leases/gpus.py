@@ -12,6 +12,7 @@ from safelaunch.leases.choose import Gpu, Inventory, Wish, nearest, users_of
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.store import Attempt, Lease, Store
 from safelaunch.leases.tickets import Ticket
+from safelaunch.leases.users import look
 
 MOST_UNLEASED_BYTES = 256 << 20
 FRESH_S = 2.0  # how old NVML's answer may be that a decision rests on
@@ -85,6 +86,16 @@ class Survey:
         now = {gpu.uuid: gpu for gpu in self.found.gpus}
         used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu), most_bytes) for gpu in gpus}
         return {uuid: use for uuid, use in used.items() if use}
+
+    def seen(self, uuid: str) -> list[str]:
+        """The processes on one GPU, as far as they can be seen from here."""
+        pids = [process.pid for gpu in self.found.gpus if gpu.uuid == uuid for process in gpu.processes]
+        users = [look(pid) for pid in pids]
+        return [
+            f"pid {user.pid} ({user.user}) since {moment(user.since_unix_s)}: {user.command[:80]}"
+            for user in users
+            if user.command
+        ]
 
 
 def take(store: Store, terms: Terms, survey: Survey, patience: Patience) -> Taken:
@@ -180,6 +191,8 @@ def table(terms: Terms, survey: Survey, attempt: Attempt) -> str:
         holder = attempt.held.get(gpu.uuid)
         state = told(holder) if holder is not None else used.get(gpu.uuid, "free")
         lines.append(f"  GPU {gpu.label:<4} {state}")
+        if holder is None and gpu.uuid in used:
+            lines += [f"           {line}" for line in survey.seen(gpu.uuid)]
     if attempt.ahead is not None:
         lines.append(f"  waiting before this job: {told(attempt.ahead, waits=True)}")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, replace
 
 from safelaunch import procstat
+from safelaunch.leases.users import name_of
 
 MAGIC = b'{"safelaunch": '
 MOST_BYTES = 4096
@@ -33,12 +34,7 @@ class Holder:
     @property
     def user(self) -> str:
         """The user's name, or number where it has none."""
-        import pwd
-
-        try:
-            return pwd.getpwuid(self.uid).pw_name
-        except (KeyError, OverflowError):
-            return str(self.uid)
+        return name_of(self.uid)
 
     def encode(self) -> bytes:
         """As it is written down, with a few fields more that a person who reads the file will want."""

@@ -11,12 +11,16 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory
 from safelaunch.leases.driver import has_driver
 
 DEADLINE_S = 10.0
+GRACE_S = 0.5
+if TYPE_CHECKING:
+    import subprocess
+
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MOST_INSTANCES = 64
 
@@ -42,13 +46,24 @@ def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> 
         answer, _ = process.communicate(timeout=deadline_s)
         return parse(json.loads(answer))
     except subprocess.TimeoutExpired:
-        process.kill()  # not waited for: the kernel may not let it die
+        _abandon(process)
         return Inventory(missing=f"the NVIDIA driver did not answer within {deadline_s:g} s")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Inventory(missing=f"NVML gave no usable answer ({type(error).__name__}: {error})")
     finally:
         if process.stdout is not None:
             process.stdout.close()
+
+
+def _abandon(process: subprocess.Popen[bytes]) -> None:
+    """Ends it, and does not wait for long: one that is stuck in the driver the kernel does not let die."""
+    import subprocess
+
+    process.kill()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.returncode = -9  # what will become of it is nobody's concern
 
 
 def parse(document: Mapping[str, Any]) -> Inventory:

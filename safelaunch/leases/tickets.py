@@ -20,17 +20,19 @@ PREFIX = "ticket."
 _MOST_BYTES = 65536
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ticket:
-    """A place in the queue: the file's name, which sorts by arrival, and its locked descriptor."""
+    """A place in the queue: the file's name, which sorts by arrival, and its locked descriptor; -1 when left."""
 
     name: str
     descriptor: int
 
     def tear(self, directory: int) -> None:
-        """Leaves the queue."""
-        _remove(self.name, directory)
-        os.close(self.descriptor)
+        """Leaves the queue, if that has not been done."""
+        if self.descriptor >= 0:
+            _remove(self.name, directory)
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 def draw(candidates: Iterable[str], about: Holder, directory: int) -> Ticket:

@@ -56,6 +56,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "leases.driver",
             "leases.choose",
             "leases.nvml",
+            "leases.users",
             "leases.gpus",
             "leases.ports",
         },

@@ -1,0 +1,180 @@
+/* A stand-in for libnvidia-ml.so.1, for the real nvidia-ml-py: GPUs as the file $NVML_STUB_STATE describes them.
+ *
+ *   gpu INDEX UUID USED_BYTES TOTAL_BYTES       process INDEX PID BYTES        nvlink INDEX INDEX
+ *   mig INDEX INSTANCE UUID USED TOTAL          migprocess INDEX INSTANCE PID BYTES
+ *   level INDEX INDEX LEVEL                     fail FUNCTION CODE [INDEX]     hang FUNCTION
+ *
+ * The file is read at nvmlInit. Return codes and structures are those of nvml.h. */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { MOST = 64, OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9, LOST = 15 };
+enum { NODE = 40, SYSTEM = 50 };
+
+struct device {
+    int index, instance, is_mig, migs;
+    char uuid[96];
+    unsigned long long used, total;
+    int processes;
+    struct { unsigned pid; unsigned long long bytes; } process[MOST];
+};
+struct rule { char function[64]; int code, index; };
+
+static struct device gpus[MOST], migs[MOST][8];
+static int count, links[MOST][MOST], levels[MOST][MOST];
+static struct rule fails[MOST], hangs[MOST];
+static int fail_count, hang_count;
+
+static int enter(const char *function, int index) {
+    for (int i = 0; i < hang_count; i++)
+        if (!strcmp(hangs[i].function, function))
+            for (;;) pause();
+    for (int i = 0; i < fail_count; i++)
+        if (!strcmp(fails[i].function, function) && (fails[i].index < 0 || fails[i].index == index)) return fails[i].code;
+    return OK;
+}
+#define ENTER(index) do { int code_ = enter(__func__, index); if (code_) return code_; } while (0)
+
+static void add_process(struct device *device, unsigned pid, unsigned long long bytes) {
+    if (device->processes == MOST) return;
+    device->process[device->processes].pid = pid;
+    device->process[device->processes++].bytes = bytes;
+}
+
+static void read_state(void) {
+    const char *path = getenv("NVML_STUB_STATE");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    char line[512], word[96];
+    count = fail_count = hang_count = 0;
+    memset(gpus, 0, sizeof gpus), memset(migs, 0, sizeof migs), memset(links, 0, sizeof links);
+    for (int a = 0; a < MOST; a++)
+        for (int b = 0; b < MOST; b++) levels[a][b] = a / 4 == b / 4 ? NODE : SYSTEM;
+    while (file && fgets(line, sizeof line, file)) {
+        int a, b, c;
+        unsigned long long used, total;
+        if (sscanf(line, "gpu %d %95s %llu %llu", &a, word, &used, &total) == 4 && a >= 0 && a < MOST) {
+            gpus[a].index = a, gpus[a].used = used, gpus[a].total = total;
+            strcpy(gpus[a].uuid, word);
+            if (a >= count) count = a + 1;
+        } else if (sscanf(line, "mig %d %d %95s %llu %llu", &a, &b, word, &used, &total) == 5 && a < MOST && b < 8) {
+            struct device *mig = &migs[a][b];
+            mig->index = a, mig->instance = b, mig->is_mig = 1, mig->used = used, mig->total = total;
+            strcpy(mig->uuid, word);
+            gpus[a].migs = 1;
+        } else if (sscanf(line, "process %d %d %llu", &a, &b, &used) == 3) add_process(&gpus[a], b, used);
+        else if (sscanf(line, "migprocess %d %d %d %llu", &a, &b, &c, &used) == 4) add_process(&migs[a][b], c, used);
+        else if (sscanf(line, "nvlink %d %d", &a, &b) == 2) links[a][b] = links[b][a] = 1;
+        else if (sscanf(line, "level %d %d %d", &a, &b, &c) == 3) levels[a][b] = levels[b][a] = c;
+        else if (sscanf(line, "hang %63s", word) == 1) strcpy(hangs[hang_count++].function, word);
+        else {
+            int found = sscanf(line, "fail %63s %d %d", word, &a, &b);
+            if (found < 2) continue;
+            strcpy(fails[fail_count].function, word);
+            fails[fail_count].code = a, fails[fail_count++].index = found == 3 ? b : -1;
+        }
+    }
+    if (file) fclose(file);
+}
+
+int nvmlInitWithFlags(unsigned flags) { (void)flags; read_state(); ENTER(-1); return OK; }
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+int nvmlInit(void) { return nvmlInitWithFlags(0); }
+int nvmlShutdown(void) { ENTER(-1); return OK; }
+
+const char *nvmlErrorString(int code) {
+    switch (code) {
+    case NOT_SUPPORTED: return "Not Supported";
+    case NOT_LOADED: return "Driver Not Loaded";
+    case LOST: return "GPU is lost";
+    default: return "an error of the stub";
+    }
+}
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { ENTER(-1); snprintf(text, size, "999.99"); return OK; }
+int nvmlSystemGetCudaDriverVersion(int *version) { ENTER(-1); *version = 12080; return OK; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { return nvmlSystemGetCudaDriverVersion(version); }
+
+int nvmlDeviceGetCount_v2(unsigned *found) { ENTER(-1); *found = count; return OK; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct device **device) {
+    if ((int)index >= count) return INVALID;
+    ENTER((int)index);
+    *device = &gpus[index];
+    return OK;
+}
+int nvmlDeviceGetUUID(struct device *device, char *text, unsigned size) {
+    ENTER(device->index);
+    snprintf(text, size, "%s", device->uuid);
+    return OK;
+}
+int nvmlDeviceGetName(struct device *device, char *text, unsigned size) {
+    ENTER(device->index);
+    snprintf(text, size, device->is_mig ? "NVIDIA H100 80GB HBM3 MIG 1g.10gb" : "NVIDIA H100 80GB HBM3");
+    return OK;
+}
+int nvmlDeviceGetMemoryInfo(struct device *device, unsigned long long memory[3]) { /* counts the driver's own as used */
+    ENTER(device->index);
+    memory[0] = device->total, memory[2] = device->used + (600ull << 20), memory[1] = memory[0] - memory[2];
+    return OK;
+}
+struct memory_v2 { unsigned version; unsigned long long total, reserved, free, used; };
+int nvmlDeviceGetMemoryInfo_v2(struct device *device, struct memory_v2 *memory) {
+    ENTER(device->index);
+    memory->total = device->total, memory->reserved = 600ull << 20, memory->used = device->used;
+    memory->free = device->total - device->used;
+    return OK;
+}
+struct process { unsigned pid; unsigned long long bytes; unsigned gpu_instance, compute_instance; };
+int nvmlDeviceGetComputeRunningProcesses_v3(struct device *device, unsigned *size, struct process *list) {
+    ENTER(device->index);
+    int there = device->processes, room = list ? (int)*size : 0;
+    *size = there;
+    if (!there) return OK;
+    if (room < there) return TOO_SMALL;
+    for (int i = 0; i < there; i++)
+        list[i] = (struct process){device->process[i].pid, device->process[i].bytes, 0, 0};
+    return OK;
+}
+int nvmlDeviceGetUtilizationRates(struct device *device, unsigned rates[2]) {
+    ENTER(device->index);
+    rates[0] = device->processes ? 97 : 0, rates[1] = 0;
+    return OK;
+}
+int nvmlDeviceGetPowerUsage(struct device *device, unsigned *milliwatts) {
+    ENTER(device->index);
+    *milliwatts = 70500;
+    return OK;
+}
+int nvmlDeviceGetP2PStatus(struct device *a, struct device *b, int capability, int *status) {
+    ENTER(a->index);
+    *status = capability == 2 && links[a->index][b->index] ? 0 : 5;
+    return OK;
+}
+int nvmlDeviceGetTopologyCommonAncestor(struct device *a, struct device *b, int *level) {
+    ENTER(a->index);
+    *level = levels[a->index][b->index];
+    return OK;
+}
+int nvmlDeviceGetNvLinkState(struct device *device, unsigned link, unsigned *active) {
+    ENTER(device->index);
+    (void)link, *active = 0;
+    for (int other = 0; other < count; other++) *active |= links[device->index][other];
+    return OK;
+}
+int nvmlDeviceGetMigMode(struct device *device, unsigned *current, unsigned *pending) {
+    ENTER(device->index);
+    *current = *pending = device->migs;
+    return OK;
+}
+int nvmlDeviceGetMaxMigDeviceCount(struct device *device, unsigned *most) {
+    ENTER(device->index);
+    *most = device->migs ? 7 : 0;
+    return OK;
+}
+int nvmlDeviceGetMigDeviceHandleByIndex(struct device *device, unsigned index, struct device **mig) {
+    ENTER(device->index);
+    if (index >= 8 || !migs[device->index][index].is_mig) return NOT_FOUND;
+    *mig = &migs[device->index][index];
+    return OK;
+}

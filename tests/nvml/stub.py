@@ -1,0 +1,67 @@
+"""Builds the stand-in for libnvidia-ml.so.1 and writes the state that it shows. Used through LD_LIBRARY_PATH."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("libnvidia_ml.c")
+GIB = 1 << 30
+
+
+def uuid(index: int) -> str:
+    return f"GPU-{index:08d}-0000-4000-8000-000000000000"
+
+
+def mig_uuid(index: int, instance: int) -> str:
+    return f"MIG-{index:08d}-{instance:04d}-4000-8000-000000000000"
+
+
+@cache
+def library() -> Path | None:
+    """The directory with the built library; None where there is no compiler."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        return None
+    directory = Path(tempfile.gettempdir()) / f"nvml-stub-{os.getuid()}-{int(SOURCE.stat().st_mtime)}"
+    target = directory / "libnvidia-ml.so.1"
+    if not target.exists():
+        directory.mkdir(mode=0o700, exist_ok=True)
+        unfinished = directory / f"unfinished-{os.getpid()}"
+        subprocess.run(
+            [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", unfinished, SOURCE], check=True, timeout=60
+        )
+        unfinished.rename(target)
+    return directory
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node whose GPUs are in the file ``state``, read whenever NVML is initialised."""
+
+    state: Path
+    lease_dir: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What a process needs to see this node, and to share its leases."""
+        found = library()
+        assert found is not None
+        return {
+            "LD_LIBRARY_PATH": os.fspath(found),
+            "NVML_STUB_STATE": os.fspath(self.state),
+            "SAFELAUNCH_LEASE_DIR": os.fspath(self.lease_dir),
+        }
+
+    def write(self, *lines: str, gpus: int = 8, used: Sequence[int] = ()) -> None:
+        """``gpus`` idle GPUs of 80 GiB, those in ``used`` with 10 GiB taken, and further lines of the state."""
+        text = [f"gpu {n} {uuid(n)} {10 * GIB if n in used else 4 << 20} {80 * GIB}" for n in range(gpus)]
+        unfinished = self.state.with_suffix(".new")
+        unfinished.write_text("\n".join([*text, *lines]) + "\n")
+        unfinished.rename(self.state)

@@ -1,0 +1,178 @@
+"""Which GPUs a job may have, how many it wants, and which of the free ones it gets: tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from safelaunch.errors import ResourceError
+from safelaunch.leases.choose import (
+    NVLINK,
+    SAME_NODE,
+    Gpu,
+    GpuProcess,
+    Inventory,
+    Ranks,
+    nearest,
+    pool_of,
+    users_of,
+    wish_of,
+)
+
+GPUS = tuple(Gpu(str(n), f"GPU-{n}{n}{n}") for n in range(8))
+MIG = (
+    Gpu("0.0", "MIG-a0", parent="GPU-000"),
+    Gpu("0.1", "MIG-a1", parent="GPU-000"),
+    Gpu("1", "GPU-111"),
+    Gpu("2.3", "MIG-c3", parent="GPU-222"),
+)
+SLURM = {"SLURM_JOB_ID": "1"}
+
+
+def labels(gpus: tuple[Gpu, ...] | None) -> str | None:
+    return None if gpus is None else " ".join(gpu.label for gpu in gpus)
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "expected"),
+    [
+        ({}, GPUS, "0 1 2 3 4 5 6 7"),
+        ({"CUDA_VISIBLE_DEVICES": "5,2"}, GPUS, "5 2"),
+        ({"CUDA_VISIBLE_DEVICES": " GPU-3, 1 "}, GPUS, "3 1"),
+        ({"CUDA_VISIBLE_DEVICES": "1,1"}, GPUS, "1"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, GPUS, ""),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, GPUS, ""),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, GPUS, ""),
+        # As CUDA does: what comes after the first that names nothing is not seen.
+        ({"CUDA_VISIBLE_DEVICES": "2,-1,3"}, GPUS, "2"),
+        ({"CUDA_VISIBLE_DEVICES": "2,9,3"}, GPUS, "2"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-"}, GPUS, "0"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-a1"}, MIG, "0.1"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, MIG, "0.0 0.1 1"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-000"}, MIG, "0.0 0.1"),
+        ({"CUDA_VISIBLE_DEVICES": "1", **SLURM, "SLURM_JOB_GPUS": "2,3"}, GPUS, "1"),
+        ({**SLURM, "SLURM_JOB_GPUS": "2,3"}, GPUS, "2 3"),
+        ({**SLURM, "SLURM_JOB_GPUS": "2,4-6"}, GPUS, "2 4 5 6"),
+        ({**SLURM, "SLURM_JOB_GPUS": "2,3,4", "SLURM_STEP_GPUS": "3"}, GPUS, "3"),
+        ({**SLURM, "GPU_DEVICE_ORDINAL": "0", "SLURM_JOB_GPUS": "2,3"}, GPUS, "0"),
+        # A cgroup hides the others, and NVML counts from 0: all that is seen is the job's.
+        ({**SLURM, "SLURM_JOB_GPUS": "6,7"}, GPUS[:2], "0 1"),
+        ({**SLURM}, GPUS, "0 1 2 3 4 5 6 7"),
+        ({"SLURM_JOB_GPUS": "2"}, GPUS, "0 1 2 3 4 5 6 7"),
+    ],
+)
+def test_pool(environ: dict[str, str], gpus: tuple[Gpu, ...], expected: str) -> None:
+    assert labels(pool_of(environ, gpus).gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "ranks", "environ", "expected"),
+    [
+        (None, 2, {}, (2, 8, False)),
+        (None, 16, {}, (8, 8, False)),  # more ranks than GPUs share them all
+        (None, "all", {}, (8, 8, False)),
+        (None, None, {}, None),
+        (None, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"}, (3, 3, True)),
+        (None, None, {"CUDA_VISIBLE_DEVICES": "4"}, (1, 1, True)),
+        (None, 2, {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (None, 1, {**SLURM, "SLURM_JOB_GPUS": "2,3"}, (1, 2, False)),
+        ("all", 1, {}, (8, 8, False)),
+        ("all", 1, {"CUDA_VISIBLE_DEVICES": "4,5"}, (2, 2, True)),
+        ("2", 1, {"CUDA_VISIBLE_DEVICES": "4,5,6"}, (2, 3, False)),
+        ("3,5", 1, {}, (2, 2, False)),
+        ("3,", 1, {}, (1, 1, False)),
+        ("GPU-444,5", 1, {}, (2, 2, False)),
+        ("GPU-444,4", 1, {}, (1, 1, False)),
+    ],
+)
+def test_wish(
+    request_: str | None, ranks: Ranks, environ: dict[str, str], expected: tuple[int, int, bool] | None
+) -> None:
+    wish = wish_of(request_, ranks, pool_of(environ, GPUS), Inventory(GPUS))
+    assert (None if wish is None else (wish.count, len(wish.candidates), wish.keep)) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "environ", "gpus", "words"),
+    [
+        ("9", {}, GPUS, "only 8 GPU(s) can be used here"),
+        ("2", {"CUDA_VISIBLE_DEVICES": "4"}, GPUS, "only 1 GPU(s) can be used here (CUDA_VISIBLE_DEVICES=4)"),
+        ("1", {}, (), "there is no GPU here (nothing found)"),
+        ("all", {"CUDA_VISIBLE_DEVICES": ""}, GPUS, "no GPU to use here"),
+        ("9,", {}, GPUS, "no GPU '9'"),
+        ("3,", {"CUDA_VISIBLE_DEVICES": "4,5"}, GPUS, "There are: 4, 5."),
+        ("0,", {}, MIG, "Name one of those: 0.0, 0.1."),
+    ],
+)
+def test_what_does_not_exist(request_: str, environ: dict[str, str], gpus: tuple[Gpu, ...], words: str) -> None:
+    found = Inventory(gpus, missing="" if gpus else "nothing found")
+    with pytest.raises(ResourceError) as raised:
+        wish_of(request_, 1, pool_of(environ, gpus), found)
+    assert words in str(raised.value)
+
+
+def links(*groups: str, far: int = 50) -> dict[tuple[str, str], int]:
+    """Every GPU of a group linked to the others of it; across groups ``far``."""
+    group_of = {int(number): group for group in groups for number in group}
+    return {
+        (GPUS[a].uuid, GPUS[b].uuid): NVLINK if group_of[a] == group_of[b] else far
+        for a in group_of
+        for b in group_of
+        if a < b
+    }
+
+
+@pytest.mark.parametrize(
+    ("free", "count", "distances", "expected"),
+    [
+        ("01234567", 2, {}, "0 1"),
+        ("01234567", 8, {}, "0 1 2 3 4 5 6 7"),
+        ("0", 2, {}, None),
+        ("", 1, {}, None),
+        ("1357", 2, links("0123", "4567"), "1 3"),
+        ("34567", 2, links("0123", "4567"), "4 5"),
+        ("034567", 4, links("0123", "4567"), "4 5 6 7"),
+        # Two pairs: 0 is linked to 3, 1 to 2.
+        ("0123", 2, links("03", "12"), "0 3"),
+        ("123", 2, links("03", "12"), "1 2"),
+        # One that is wanted alone does not break a group.
+        ("0124", 1, links("0123", "4567"), "4"),
+        ("0126", 3, links("0123", "4567"), "0 1 2"),
+        ("01267", 2, links("0123", "4567", far=SAME_NODE), "6 7"),
+    ],
+)
+def test_nearest(free: str, count: int, distances: dict[tuple[str, str], int], expected: str | None) -> None:
+    assert labels(nearest([GPUS[int(number)] for number in free], count, distances)) == expected
+
+
+def test_nearest_among_very_many() -> None:
+    many = [Gpu(str(n), f"GPU-{n:03d}") for n in range(32)]
+    distances = {
+        (many[a].uuid, many[b].uuid): NVLINK if a % 4 == b % 4 else 50 for a in range(32) for b in range(a + 1, 32)
+    }
+    chosen = nearest(many, 8, distances)
+    assert chosen is not None
+    assert {int(gpu.label) % 4 for gpu in chosen} == {0}
+
+
+def test_instances_of_one_gpu_are_nearest() -> None:
+    free = [
+        Gpu("0.0", "MIG-a", parent="GPU-0"),
+        Gpu("1.0", "MIG-b", parent="GPU-1"),
+        Gpu("1.1", "MIG-c", parent="GPU-1"),
+    ]
+    assert labels(nearest(free, 2, {})) == "1.0 1.1"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (Gpu("0", "GPU-0"), ""),
+        (Gpu("0", "GPU-0", memory_used_bytes=256 << 20), ""),
+        (Gpu("0", "GPU-0", memory_used_bytes=(256 << 20) + 1), "256 MiB of its memory are in use"),
+        (Gpu("0", "GPU-0", processes=(GpuProcess(7), GpuProcess(9))), "used without a lease by pid 7, 9"),
+        (Gpu("0", "unknown-0", error="GPU is lost"), "does not answer: GPU is lost"),
+    ],
+)
+def test_use_without_a_lease(gpu: Gpu, expected: str) -> None:
+    found = users_of(gpu, 256 << 20)
+    assert found.startswith(expected) and bool(found) == bool(expected)

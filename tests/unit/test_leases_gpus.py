@@ -1,0 +1,247 @@
+"""Taking GPUs: NVML through the real binding and a stand-in of its library, use without a lease, waiting, refusing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import stub
+
+from safelaunch.cli import gpu_rows, gpus
+from safelaunch.errors import InterruptedWait, ResourceError
+from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory, pool_of, wish_of
+from safelaunch.leases.driver import has_driver
+from safelaunch.leases.gpus import Patience, Survey, Terms, take, would_take
+from safelaunch.leases.holder import Holder, ourselves
+from safelaunch.leases.nvml import inventory
+from safelaunch.leases.store import Store
+from safelaunch.leases.users import User, look
+
+FOUR = Inventory(tuple(Gpu(str(n), f"GPU-{n}") for n in range(4)))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(os.fspath(tmp_path / "leases"))
+
+
+class Clock:
+    """A clock that only sleeping moves; ``events``: what happens when so many seconds have passed."""
+
+    def __init__(self, **events: Callable[[], object]) -> None:
+        self.now = 0.0
+        self.events = {float(at.removeprefix("at").replace("_", ".")): deed for at, deed in events.items()}
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for at in [at for at in self.events if at <= self.now]:
+            self.events.pop(at)()
+
+    def patience(self, timeout_s: float | None = None, said: list[str] | None = None) -> Patience:
+        say = said.append if said is not None else lambda text: None
+        return Patience(True, timeout_s, say, lambda: self.now, self.sleep)
+
+
+def terms(request: str | None, environ: dict[str, str] | None = None, found: Inventory = FOUR) -> Terms:
+    wish = wish_of(request, 1, pool_of(environ or {}, found.gpus), found)
+    assert wish is not None
+    return Terms(wish, ourselves("", f"train.py {request}"))
+
+
+def still(found: Inventory) -> Survey:
+    return Survey(found, lambda: found, lambda: 0.0)
+
+
+# --- NVML -------------------------------------------------------------------------------------------------------------
+
+
+def see(node: stub.Node, deadline_s: float = 20.0) -> Inventory:
+    return inventory({**os.environ, **node.environ}, deadline_s=deadline_s)
+
+
+def test_gpus_with_their_use_and_links(node: stub.Node) -> None:
+    node.write(f"process 2 4711 {3 * stub.GIB}", "process 2 4712 7", "nvlink 0 5", used=[6])
+    found = see(node)
+    assert [gpu.uuid for gpu in found.gpus] == [stub.uuid(n) for n in range(8)]
+    assert found.gpus[2].processes == (GpuProcess(4711, 3 * stub.GIB), GpuProcess(4712, 7))
+    # What the driver reserves for itself (600 MiB in the stand-in) is nobody's use.
+    assert [gpu.memory_used_bytes for gpu in found.gpus[5:7]] == [4 << 20, 10 * stub.GIB]
+    assert found.distances[stub.uuid(0), stub.uuid(5)] == NVLINK
+    assert found.distances[stub.uuid(0), stub.uuid(1)] == 40
+    assert found.distances[stub.uuid(0), stub.uuid(4)] == 50
+    assert len(found.distances) == 28 and not found.missing
+
+
+def test_mig_instances_take_the_place_of_their_gpu(node: stub.Node) -> None:
+    node.write(
+        f"mig 1 0 {stub.mig_uuid(1, 0)} 1000 {10 * stub.GIB}",
+        f"mig 1 3 {stub.mig_uuid(1, 3)} 1000 {10 * stub.GIB}",
+        "migprocess 1 3 99 5",
+        gpus=2,
+    )
+    found = see(node)
+    assert [(gpu.label, gpu.parent) for gpu in found.gpus] == [("0", ""), ("1.0", stub.uuid(1)), ("1.3", stub.uuid(1))]
+    assert found.gpus[2].uuid == stub.mig_uuid(1, 3) and found.gpus[2].processes == (GpuProcess(99, 5),)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("fail nvmlInitWithFlags 9", "Driver Not Loaded"),
+        ("fail nvmlDeviceGetCount_v2 3", "Not Supported"),
+        ("hang nvmlInitWithFlags", "did not answer within 1 s"),
+        ("hang nvmlDeviceGetUUID", "did not answer within 1 s"),
+    ],
+)
+def test_a_driver_in_trouble(node: stub.Node, line: str, words: str) -> None:
+    node.write(line)
+    begin = time.monotonic()
+    found = see(node, deadline_s=1.0 if line.startswith("hang") else 20.0)
+    assert words in found.missing and not found.gpus
+    assert time.monotonic() - begin < 15
+
+
+def test_a_gpu_in_trouble_is_not_free(node: stub.Node) -> None:
+    node.write("fail nvmlDeviceGetHandleByIndex_v2 15 1", "fail nvmlDeviceGetMemoryInfo_v2 3",
+               "fail nvmlDeviceGetMigMode 3", "fail nvmlDeviceGetP2PStatus 3", gpus=2)  # fmt: skip
+    found = see(node)
+    assert found.gpus[1].error == "GPU is lost"
+    assert found.gpus[0].memory_used_bytes == (604 << 20), "without version 2 of the question it is in there"
+    assert would_take(Store("/nonexistent/leases"), terms("2", found=found), still(found)) is None
+
+
+def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_driver({}):
+        pytest.skip("this machine has one")
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
+    assert inventory({}).missing == "no NVIDIA driver here"
+
+
+# --- taking -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_nearest_free_ones_are_taken(store: Store) -> None:
+    linked = replace(FOUR, distances={("GPU-0", "GPU-3"): NVLINK, ("GPU-1", "GPU-2"): NVLINK})
+    first = take(store, terms("2"), still(linked), Patience())
+    assert first.visible == "GPU-0,GPU-3"
+    assert would_take(store, terms("2"), still(linked)) == (FOUR.gpus[1], FOUR.gpus[2])
+    second = take(store, terms("2"), still(linked), Patience())
+    assert second.visible == "GPU-1,GPU-2"
+    with pytest.raises(ResourceError) as refused:
+        take(store, terms("1"), still(linked), Patience())
+    assert f"GPU 0    leased by pid {os.getpid()} (" in str(refused.value)
+    assert ": train.py 2" in str(refused.value) and "--wait" in str(refused.value)
+    first.lease.release()
+    third = take(store, terms("1"), still(linked), Patience())
+    second.lease.release(), third.lease.release()
+
+
+def test_what_is_used_without_a_lease_is_not_taken_unless_the_user_named_it(store: Store) -> None:
+    busy = replace(FOUR, gpus=(replace(FOUR.gpus[0], processes=(GpuProcess(os.getpid()),)), *FOUR.gpus[1:]))
+    taken = take(store, terms("1"), still(busy), Patience())
+    assert taken.visible == "GPU-1"
+    with pytest.raises(ResourceError) as refused:
+        take(store, terms("0,"), still(busy), Patience())
+    assert f"used without a lease by pid {os.getpid()}" in str(refused.value)
+    assert f"pid {os.getpid()} ({Holder(uid=os.getuid()).user}) since" in str(refused.value)
+    named = take(store, terms(None, {"CUDA_VISIBLE_DEVICES": "0"}), still(busy), Patience())
+    assert named.visible == "GPU-0" and "used without a lease" in named.notes[0]
+    taken.lease.release(), named.lease.release()
+
+
+def test_waiting_until_a_lease_is_released(store: Store) -> None:
+    taken = take(store, terms("all"), still(FOUR), Patience())
+    clock, said = Clock(at2=taken.lease.release), list[str]()
+    waited = take(store, terms("3"), still(FOUR), clock.patience(said=said))
+    assert waited.visible == "GPU-0,GPU-1,GPU-2" and 2 <= clock.now < 2.5
+    assert said[0].startswith("waiting for 3 of 4 GPUs (--gpus 3)") and "leased by pid" in said[0]
+    assert store.waiting() == []
+    waited.lease.release()
+
+
+def test_waiting_until_a_use_without_a_lease_is_over(store: Store) -> None:
+    busy = replace(FOUR, gpus=tuple(replace(gpu, memory_used_bytes=1 << 30) for gpu in FOUR.gpus))
+    now = [busy]
+    asked: list[float] = []
+    clock = Clock(at7=lambda: now.__setitem__(0, FOUR))
+
+    def query() -> Inventory:
+        asked.append(clock.now)
+        return now[0]
+
+    survey = Survey(busy, query, lambda: clock.now)
+    waited = take(store, terms("4"), survey, clock.patience())
+    assert 7 <= clock.now < 10
+    assert all(later - earlier >= 2 for earlier, later in pairwise(asked)), "not at every turn"
+    waited.lease.release()
+
+
+def test_waiting_ends(store: Store) -> None:
+    taken = take(store, terms("all"), still(FOUR), Patience())
+    with pytest.raises(ResourceError, match="Wait longer"):
+        take(store, terms("1"), still(FOUR), Clock().patience(timeout_s=5))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedWait):
+        take(store, terms("1"), still(FOUR), Clock(at1=interrupt).patience())
+    assert store.waiting() == [] and not list(Path(store.directory).glob("ticket.*"))
+    taken.lease.release()
+
+
+def test_a_large_job_is_not_starved(store: Store) -> None:
+    """Two GPUs are free, one who waits wants four, and who comes later and wants one waits for him."""
+    half = take(store, terms("2"), still(FOUR), Patience())
+    large = store.queue([gpu.uuid for gpu in FOUR.gpus], ourselves("", "large.py"))
+    with pytest.raises(ResourceError, match=r"waiting before this job: .*large.py"):
+        take(store, terms("1"), still(FOUR), Patience())
+    clock = Clock(at3=lambda: store.leave(large))
+    small = take(store, terms("1"), still(FOUR), clock.patience())
+    assert clock.now >= 3
+    half.lease.release(), small.lease.release()
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_as_it_is_seen() -> None:
+    here = look(os.getpid())
+    assert here.user == Holder(uid=os.getuid()).user and "pytest" in here.command and not here.left_over
+    assert abs(here.since_unix_s - time.time()) < 86400
+    assert look(2**22 + 5) == User(2**22 + 5)
+
+
+MIB = 1 << 20
+ROWS = [
+    (Gpu("0", "GPU-0"), {}, {}, "free", "-"),
+    (Gpu("0", "GPU-0"), {"GPU-0": Holder(7, 1, "", "train.py", 1.0, 0)}, {}, "leased", "train.py"),
+    (Gpu("0", "GPU-0"), {"GPU-0": Holder(7, 1, "", "train.py", 1.0, 0, "ranks")}, {}, "ranks only", "train.py"),
+    (Gpu("0", "GPU-0", processes=(GpuProcess(5), GpuProcess(6))), {}, {5: User(5, "ann", "python x.py")},
+     "unleased use", "python x.py (and pid 6)"),
+    (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {}, "unleased use", "not to be seen from here"),
+    (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {5: User(5, "ann", "a\x1b[31mb", 1.0, True)},
+     "left behind", "ab"),
+    (Gpu("0", "GPU-0", memory_used_bytes=999 * MIB), {}, {}, "unleased use",
+     "999 MiB of its memory are in use, and nobody is seen who uses it"),
+    (Gpu("0", "unknown-0", error="GPU is lost"), {}, {}, "fault", "does not answer: GPU is lost"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "held", "users", "state", "words"), ROWS)
+def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: str, words: str) -> None:
+    (row,) = gpu_rows.rows([gpu], held, users, 256 * MIB)
+    assert (row.state, row.cells[-1]) == (state, words)
+    assert gpu_rows.document([row], [], "")["gpus"][0]["state"] == state
+
+
+def test_plain_lines_are_aligned() -> None:
+    gpu = Gpu("10", "GPU-0", "NVIDIA H100", memory_used_bytes=MIB, memory_total_bytes=80 << 30)
+    lines = gpus.plain(gpu_rows.rows([gpu, replace(gpu, label="1")], {}, {}, 256 * MIB))
+    assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
+    assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]

@@ -1,0 +1,94 @@
+"""Ports: which may be leased, and that a leased one is kept from others and yet to be used by the job."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from safelaunch.errors import ResourceError
+from safelaunch.leases import ports
+from safelaunch.leases.holder import ourselves
+from safelaunch.leases.store import Store
+
+ABOUT = ourselves("", "train.py")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(os.fspath(tmp_path / "leases"))
+
+
+def serve(port: int, *, reuse: bool = True, family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
+    one = socket.socket(family, socket.SOCK_STREAM)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+    try:
+        one.bind(("", port))
+        one.listen()
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
+@pytest.mark.parametrize(
+    ("ephemeral", "reserved", "first", "without"),
+    [
+        ("32768\t60999\n", "", 20000, {32768, 60999, 29400, 29500}),
+        ("32768\t60999\n", "20000-20010,20012\n", 20011, {20010, 20012}),
+        ("15000 61000", "", 61001, set(range(29000, 29600))),
+        ("", "", 20000, {32768}),
+        ("nonsense", "x-y,,5-", 20000, {32768}),
+    ],
+)
+def test_candidates(ephemeral: str, reserved: str, first: int, without: set[int]) -> None:
+    found = list(ports.candidates(ephemeral, reserved))
+    outside = found[: found.index(1024) + 1] if 1024 in found else found
+    assert found[0] == first
+    assert not set(outside) & without
+    assert len(set(found)) == len(found) and max(found) <= 65535
+
+
+def test_where_the_kernel_gives_every_port_away_there_are_still_some() -> None:
+    found = list(ports.candidates("1024 65535", ""))
+    assert found[0] == 20000 and 29500 not in found
+
+
+def test_a_leased_port_is_kept_and_can_be_served(store: Store) -> None:
+    mine = ports.take(store, 2, ABOUT)
+    theirs = ports.take(store, 2, ABOUT)
+    assert len({*mine.numbers, *theirs.numbers}) == 4
+    low, high = (int(word) for word in Path(ports.EPHEMERAL).read_text().split())
+    assert not [port for port in mine.numbers if low <= port <= high]
+    with pytest.raises(OSError, match="Address already in use"):
+        serve(mine.numbers[0], reuse=False)
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with serve(mine.numbers[0], family=family), pytest.raises(OSError, match="Address already in use"):
+                serve(mine.numbers[0], family=family)
+        except OSError as error:
+            assert family == socket.AF_INET6 and error.errno == 97, "only a kernel without IPv6 is an excuse"
+    mine.release()
+    again = ports.take(store, 2, ABOUT)
+    assert again.numbers == mine.numbers
+    again.release(), theirs.release()
+
+
+def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: Store) -> None:
+    probe = ports.take(store, 1, ABOUT)
+    (port,) = probe.numbers
+    probe.release()
+    with serve(port):
+        other = ports.take(store, 1, ABOUT)
+        assert other.numbers != (port,)
+        assert ports.key_of(port) not in store.look([ports.key_of(port)]), "and not kept for nothing"
+        other.release()
+
+
+def test_no_port_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "candidates", lambda *_: iter([20000, 20001]))
+    with pytest.raises(ResourceError, match="no 3 free ports"):
+        ports.take(store, 3, ABOUT)
+    assert store.look([ports.key_of(20000), ports.key_of(20001)]) == {}

@@ -1,0 +1,468 @@
+"""Leases against real locks: what frees them and what does not, queues, and what other users may put in the way."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from safelaunch.beacon import leases as beacon
+from safelaunch.errors import StoreError
+from safelaunch.leases import store as store_module
+from safelaunch.leases.holder import MAGIC, Holder, decode, ourselves
+from safelaunch.leases.store import HANDED_OVER, Lease, Store, inherited
+
+A, B = "GPU-aaaa", "GPU-bbbb"
+ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(os.fspath(tmp_path / "leases"))
+
+
+def about(command: str = "train.py") -> Holder:
+    return ourselves("", command)
+
+
+def all_of(*keys: str) -> Callable[[Mapping[str, Holder]], Sequence[str] | None]:
+    return lambda held: None if held else keys
+
+
+def take(store: Store, *keys: str) -> Lease | None:
+    return store.attempt(keys, all_of(*keys), about()).lease
+
+
+@contextmanager
+def elsewhere(function: Callable[[], object]) -> Iterator[int]:
+    """A child that has done ``function`` and stays until the block ends; its pid."""
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(ready[0])
+        os.close(go[1])
+        try:
+            kept = function()
+            os.write(ready[1], b"!")
+            os.read(go[0], 1)
+            del kept
+        finally:
+            os._exit(0)
+    os.close(ready[1])
+    os.close(go[0])
+    try:
+        assert os.read(ready[0], 1) == b"!", "the child failed"
+        yield pid
+    finally:
+        os.close(ready[0])
+        os.close(go[1])
+        try:
+            os.kill(pid, signal.SIGCONT)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+def in_child(function: Callable[[], object]) -> object:
+    """What ``function`` returns in a child of ours, as JSON takes it."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.write(write, json.dumps(function()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+# --- taking and freeing -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_taken_is_not_free_until_it_is_released(store: Store) -> None:
+    lease = take(store, A)
+    assert lease is not None and lease.keys == (A,)
+    held = store.look([A, B])
+    assert list(held) == [A]
+    assert (held[A].pid, held[A].command, held[A].by, held[A].uid) == (
+        os.getpid(), "train.py", "supervisor", os.getuid(),
+    )  # fmt: skip
+    assert held[A].is_alive() and held[A].since_unix_s > 1e9
+    assert take(store, A) is None
+    assert take(store, A, B) is None, "all or nothing"
+    assert B not in store.look([B])
+    lease.release()
+    assert store.look([A]) == {}
+    again = take(store, A, B)
+    assert again is not None
+    again.release()
+
+
+def test_looking_creates_nothing(store: Store) -> None:
+    assert (store.look([A]), store.waiting()) == ({}, [])
+    assert not Path(store.directory).exists()
+
+
+def test_the_directory_is_for_all_users_whatever_the_umask(store: Store) -> None:
+    before = os.umask(0o077)
+    try:
+        lease = take(store, A)
+    finally:
+        os.umask(before)
+    assert lease is not None
+    assert stat.S_IMODE(Path(store.directory).stat().st_mode) == 0o1777
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in Path(store.directory).iterdir()}
+    assert set(modes.values()) == {0o644} and len(modes) == 2
+    lease.release()
+
+
+def test_a_killed_holder_has_freed_everything(store: Store) -> None:
+    with elsewhere(lambda: take(store, A, B)) as pid:
+        assert {one.pid for one in store.look([A, B]).values()} == {pid}
+        end(pid)
+        assert store.look([A, B]) == {}
+
+
+def test_a_lease_lives_as_long_as_the_last_that_shares_it(store: Store) -> None:
+    """The guardian: forked with the lock."""
+    lease = take(store, A)
+    assert lease is not None
+    with elsewhere(lambda: None) as pid:
+        lease.forget()
+        assert A in store.look([A])
+        end(pid)
+        assert store.look([A]) == {}
+
+
+def test_release_frees_also_what_a_daemon_has_inherited(store: Store) -> None:
+    lease = take(store, A)
+    assert lease is not None
+    with elsewhere(lambda: None):
+        lease.release()
+        assert store.look([A]) == {}
+
+
+def test_ranks_hold_when_the_supervisor_is_gone(store: Store) -> None:
+    lease = take(store, A)
+    assert lease is not None
+    paths = os.pathsep.join(lease.rank_files)
+    with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as one:
+        with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as other:
+            lease.release()
+            assert store.look([A])[A].by == "ranks"
+            assert take(store, A) is None
+            end(one)
+            assert store.look([A])[A].by == "ranks"
+            end(other)
+        assert store.look([A]) == {}
+
+
+def test_a_script_that_closes_every_descriptor_keeps_its_share(store: Store) -> None:
+    lease = take(store, A)
+    assert lease is not None
+    paths = os.pathsep.join(lease.rank_files)
+
+    def daemonize() -> None:
+        beacon.hold(paths)
+        keep = [fd for fd in range(3, 200) if _is_pipe(fd)]
+        for low in range(3, 200):
+            if low not in keep:
+                try:
+                    os.close(low)
+                except OSError:
+                    pass
+        os.closerange(200, 4096)
+
+    with elsewhere(daemonize):
+        lease.release()
+        assert store.look([A])[A].by == "ranks"
+
+
+def _is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def test_what_a_beacon_cannot_lock_costs_it_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "fifo")
+    beacon.hold(os.pathsep.join(["", "/nonexistent/x", str(tmp_path / "fifo"), str(tmp_path / "link"), str(tmp_path)]))
+    assert beacon._held == []
+
+
+# --- handing over -----------------------------------------------------------------------------------------------------
+
+ADOPT = """
+import os, sys
+from safelaunch.leases.store import inherited, Store
+lease = inherited(os.environ, Store(sys.argv[1]))
+print(",".join(lease.keys) if lease else "nothing", flush=True)
+sys.stdin.read()
+if lease: lease.release()
+"""
+
+
+def child(store: Store, variables: Mapping[str, str], fds: tuple[int, ...]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", ADOPT, store.directory],
+        env={**os.environ, **variables},
+        pass_fds=fds,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_lease_is_handed_over_to_a_child(store: Store) -> None:
+    lease = take(store, A, B)
+    assert lease is not None
+    with child(store, *lease.hand_over()) as process:
+        assert process.stdout is not None
+        lease.forget()
+        assert process.stdout.readline() == f"{A},{B}\n"
+        assert set(store.look([A, B])) == {A, B}
+        process.communicate("")
+    assert store.look([A, B]) == {}
+
+
+def test_words_alone_hand_nothing_over(store: Store, tmp_path: Path) -> None:
+    lease = take(store, A)
+    assert lease is not None
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    same = os.open(Path(store.directory) / f"{A}.{os.getuid()}", os.O_RDWR)  # the file, without its lock
+    free = os.open(Path(store.directory) / f"{A}.{os.getuid()}.ranks", os.O_RDWR)
+    for word in (f"{other}:{A}", f"{same}:{A}", f"{free}:{A}", f"999:{A}", "x", f"{os.dup(lease.descriptors[0])}:{B}"):
+        assert inherited({HANDED_OVER: word}, store) is None, word
+    assert A in store.look([A])
+    lease.release()
+    os.close(other), os.close(same), os.close(free)
+
+
+# --- what others put in the way ---------------------------------------------------------------------------------------
+
+
+def plant(store: Store, kind: str, tmp_path: Path) -> Path:
+    directory = Path(store.directory)
+    directory.mkdir(mode=0o1777)
+    victim = tmp_path / "precious"
+    victim.write_text("precious")
+    for name in (f"{A}.{os.getuid()}", f"{A}.{os.getuid()}.ranks"):
+        if kind == "link":
+            (directory / name).symlink_to(victim)
+        elif kind == "dangling link":
+            (directory / name).symlink_to(tmp_path / "new")
+        elif kind == "hard link":
+            (directory / name).hardlink_to(victim)
+        elif kind == "FIFO":
+            os.mkfifo(directory / name)
+        elif kind == "directory":
+            (directory / name).mkdir()
+        else:
+            (directory / name).write_text("theirs")
+            os.chown(directory / name, 12345, 12345)
+    return victim
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["link", "dangling link", "hard link", "FIFO", "directory", pytest.param("another user's file", marks=ROOT)],
+)
+def test_what_was_planted_is_passed_over(store: Store, tmp_path: Path, kind: str) -> None:
+    victim = plant(store, kind, tmp_path)
+    lease = take(store, A)
+    assert lease is not None
+    assert set(store.look([A])) == {A} and take(store, A) is None
+    paths = os.pathsep.join(lease.rank_files)
+    with elsewhere(lambda: (lease.forget(), beacon.hold(paths))):
+        lease.release()
+        assert store.look([A])[A].by == "ranks"
+    assert store.look([A]) == {}
+    assert victim.read_text() == "precious" and not (tmp_path / "new").exists()
+
+
+@ROOT
+def test_two_users(store: Store, tmp_path: Path) -> None:
+    """Neither gets what the other holds, nor can take the other's files away."""
+    for parent in (tmp_path, *tmp_path.parents):
+        if stat.S_IMODE(parent.stat().st_mode) & 0o005 != 0o005 and parent.stat().st_uid == 0:
+            parent.chmod(0o755)
+
+    def as_user(uid: int, function: Callable[[], object]) -> Callable[[], object]:
+        def call() -> object:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            return function()
+
+        return call
+
+    def is_taken() -> bool:
+        lease = take(store, A)
+        return lease is None
+
+    def sabotage() -> list[str]:
+        done = []
+        for path in Path(store.directory).iterdir():
+            for deed in (path.unlink, lambda path=path: path.write_text("x"), lambda path=path: path.rename("/tmp/x")):
+                try:
+                    deed()
+                    done.append(str(path))
+                except PermissionError:
+                    continue
+        return done
+
+    take_b = take(store, B)  # root makes the directory
+    assert take_b is not None
+    with elsewhere(as_user(2001, lambda: take(store, A))) as pid:
+        assert in_child(as_user(2002, is_taken)) is True
+        assert in_child(as_user(2002, sabotage)) == []
+        assert (store.look([A])[A].uid, store.look([A])[A].pid) == (2001, pid)
+        end(pid)
+        assert in_child(as_user(2002, is_taken)) is False
+    take_b.release()
+
+
+@ROOT
+@pytest.mark.parametrize("mode", [0o777, 0o755])
+def test_a_directory_that_its_users_cannot_share_safely_is_refused(tmp_path: Path, mode: int) -> None:
+    place = tmp_path / "leases"
+    place.mkdir()
+    place.chmod(mode)
+    os.chown(place, 12345, 12345)
+    with pytest.raises(StoreError, match="cannot share it safely"):
+        take(Store(os.fspath(place)), A)
+
+
+def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setattr(store_module, "DIRECTORY", os.fspath(tmp_path / "link"))
+    with pytest.raises(StoreError, match="no leases can be taken"):
+        take(Store(os.fspath(tmp_path / "link")), A)
+    assert not list((tmp_path / "real").iterdir())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\xff\xfe", b"[1]", b"[" * 3000, b'{"pid": -1, "command": 7, "since_unix_s": "x", "name": null}',
+     b'{"pid": 1e300, "since_unix_s": NaN, "command": "\\u001b[31mred\\u0007"}'],
+)  # fmt: skip
+def test_what_a_file_says_is_never_trusted(said: bytes) -> None:
+    found = decode(said, 0)
+    assert (found.pid, found.since_unix_s, found.uid) == (0, 0.0, 0)
+    assert not found.is_alive() and found.command.isprintable()
+
+
+def test_what_a_holder_writes_is_read_again() -> None:
+    one = Holder(7, 9, "name", "train.py --x 'ä\n'", 12.5, 3)
+    assert one.encode().startswith(MAGIC)
+    assert decode(one.encode(), 3) == Holder(7, 9, "name", "train.py --x 'ä '", 12.5, 3)
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_gate_that_stays_shut_is_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.05)
+    lease = take(store, A)
+    assert lease is not None
+    gate = os.open(store.directory, os.O_RDONLY)
+    fcntl.flock(gate, fcntl.LOCK_EX)
+    with pytest.raises(StoreError, match="have been locked for"):
+        store.look([A])
+    os.close(gate)
+    assert A in store.look([A])
+    lease.release()
+
+
+def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: Store, tmp_path: Path) -> None:
+    first = take(store, A)
+    assert first is not None
+    gate = os.open(store.directory, os.O_RDONLY)
+    fcntl.flock(gate, fcntl.LOCK_EX)
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        lease = take(store, B)
+        os.write(write, b"taken" if lease else b"not")
+        os._exit(0)
+    Path(store.directory).rename(tmp_path / "old")
+    os.close(gate)
+    assert os.read(read, 5) == b"taken"
+    os.waitpid(pid, 0)
+    assert {path.name.partition(".")[0] for path in Path(store.directory).iterdir()} == {B}
+    os.close(read), os.close(write)
+    first.release()
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served(store: Store) -> None:
+    lease = take(store, A)
+    assert lease is not None
+    first = store.queue([A], about("first"))
+    second = store.queue([A], about("second"))
+    assert [one.command for one in store.waiting()] == ["first", "second"]
+    lease.release()
+    late = store.attempt([A], all_of(A), about())
+    assert late.lease is None and late.ahead is not None and late.ahead.command == "first"
+    assert store.attempt([A], all_of(A), about(), second).lease is None
+    mine = store.attempt([A], all_of(A), about(), first).lease
+    assert mine is not None
+    assert [one.command for one in store.waiting()] == ["second"]
+    mine.release()
+    mine = store.attempt([A], all_of(A), about(), second).lease
+    assert mine is not None and store.waiting() == []
+    mine.release()
+    assert not list(Path(store.directory).glob("ticket.*"))
+
+
+def test_who_wants_something_else_does_not_wait(store: Store) -> None:
+    ticket = store.queue([A], about())
+    lease = take(store, B)
+    assert lease is not None
+    assert take(store, A, B) is None
+    store.leave(ticket)
+    lease.release()
+
+
+def test_a_killed_waiter_holds_nobody_up(store: Store) -> None:
+    with elsewhere(lambda: store.queue([A], about("killed"))) as pid:
+        assert take(store, A) is None
+        end(pid)
+        lease = take(store, A)
+        assert lease is not None
+        lease.release()
+    assert not list(Path(store.directory).glob("ticket.*")), "its ticket is removed by the next"
+
+
+def test_a_stopped_waiter_holds_nobody_up(store: Store) -> None:
+    with elsewhere(lambda: store.queue([A], about("stopped"))) as pid:
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED)
+        lease = take(store, A)
+        assert lease is not None
+        lease.release()
+        os.kill(pid, signal.SIGCONT)
+        os.waitid(os.P_PID, pid, os.WCONTINUED)
+        assert take(store, A) is None, "it has its place again"
