@@ -32,7 +32,7 @@ def library() -> Path | None:
     directory = Path(tempfile.gettempdir()) / f"nvml-stub-{os.getuid()}-{int(SOURCE.stat().st_mtime)}"
     target = directory / "libnvidia-ml.so.1"
     if not target.exists():
-        directory.mkdir(mode=0o700, exist_ok=True)
+        directory.mkdir(mode=0o755, exist_ok=True)
         unfinished = directory / f"unfinished-{os.getpid()}"
         subprocess.run(
             [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", unfinished, SOURCE], check=True, timeout=60

@@ -1,0 +1,199 @@
+"""Independent safelaunch processes against the same GPUs: nobody gets what another has, everybody gets his turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import stub
+from crowd import OTHER_USER, PROGRAM, Crowd
+
+from safelaunch.leases.store import Store
+
+pytestmark = pytest.mark.torch
+AS_A_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+def may_be_two_users() -> bool:
+    """Whether we may act as another user, and he may read this installation."""
+    if os.getuid() != 0:
+        return False
+    command = [sys.executable, "-c", "import safelaunch.cli, psutil, pynvml"]
+    return not subprocess.run(
+        command, cwd="/", capture_output=True, user=OTHER_USER, group=OTHER_USER, extra_groups=[]
+    ).returncode
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_a_crowd(node: stub.Node, tmp_path: Path, seed: int) -> None:
+    """The short form of ``tests/integration/crowd.py``."""
+    place = tmp_path / "crowd"
+    place.mkdir()
+    crowd = Crowd(place, 12, torchrun=False, seed=seed, hold_s=0.5)
+    try:
+        outcome = crowd.run(patience_s=150)
+    finally:
+        crowd.clean_up()
+    assert not outcome.problems
+    assert outcome.served >= 12 - sum(outcome.killed.values())
+    assert outcome.most_at_once >= 2
+
+
+@contextmanager
+def safelaunch(*words: str | Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PET_", "SLURM_", "CUDA_"))}
+    with subprocess.Popen(
+        [sys.executable, "-m", "safelaunch", *map(os.fspath, words)],
+        env={**environ, "OMP_NUM_THREADS": "1", **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def until(reached: object, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not reached():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def log_of(place: Path) -> list[str]:
+    return (place / "log").read_text().splitlines() if (place / "log").exists() else []
+
+
+def test_torchrun_ranks_hold_their_gpus_and_their_port(node: stub.Node, tmp_path: Path) -> None:
+    """Two ranks, two GPUs that are linked; what their environment says; and afterwards all is free."""
+    node.write("nvlink 3 6", "process 0 1 7")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import fcntl, json, os, sys, time\n"
+        "names = ('CUDA_VISIBLE_DEVICES', 'MASTER_PORT')\n"
+        "with open(f\"{sys.argv[1]}/rank{os.environ['RANK']}.new\", 'w') as file:\n"
+        "    json.dump({name: os.environ.get(name) for name in names}, file)\n"
+        "os.rename(file.name, file.name[:-4])\n"
+        "while not os.path.exists(sys.argv[1] + '/go'): time.sleep(0.02)\n"
+    )
+    words = [f"--bundle-dir={tmp_path}", "--nproc-per-node=2", "--master-port=auto", script, tmp_path]
+    with safelaunch(*words, env=node.environ) as process:
+        until(lambda: len(list(tmp_path.glob("rank[01]"))) == 2 or process.poll() is not None, "two ranks")
+        said = [json.loads(path.read_text()) for path in tmp_path.glob("rank[01]")]
+        assert said, process.communicate()[1]
+        port = f"port-{said[0]['MASTER_PORT']}"
+        store = Store(os.fspath(node.lease_dir))
+        assert {one["CUDA_VISIBLE_DEVICES"] for one in said} == {f"{stub.uuid(3)},{stub.uuid(6)}"}
+        assert {holder.pid for holder in store.look([stub.uuid(3), stub.uuid(6), port]).values()} == {process.pid}
+        assert len(store.look([stub.uuid(n) for n in range(8)])) == 2
+        process.send_signal(signal.SIGSTOP)  # else its end would be noticed
+        (tmp_path / "go").touch()
+        process.send_signal(signal.SIGCONT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "safelaunch: GPUs of this job: 3, 6 (one for each of 2 rank(s))" in stderr
+    assert store.look([*(stub.uuid(n) for n in range(8)), port]) == {}
+
+
+def test_a_killed_supervisor_frees_nothing_that_is_in_use(node: stub.Node, tmp_path: Path) -> None:
+    """Supervisor and guardian killed together: the rank goes on, and nobody gets its GPU while it does."""
+    store = Store(os.fspath(node.lease_dir))
+    words = ["exec", f"--bundle-dir={tmp_path}", "--gpus=1", "--", sys.executable, PROGRAM, tmp_path, "60"]
+    with safelaunch(*words, env={**node.environ, **AS_A_RANK}) as process:
+        until(lambda: len(log_of(tmp_path)) == 1 or process.poll() is not None, "the job")
+        rank = int(log_of(tmp_path)[0].split()[2])
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(process.pid, signal.SIGSTOP)
+        for pid in children:
+            if int(pid) != rank:
+                os.kill(int(pid), signal.SIGKILL)
+        process.kill()
+        process.wait(10)
+        until(lambda: store.look([stub.uuid(0)])[stub.uuid(0)].by == "ranks", "the ranks' lock alone")
+        with safelaunch("exec", "--gpus=0,", "--", "true", env=node.environ) as other:
+            _, stderr = other.communicate(timeout=30)
+        assert other.returncode == 2
+        assert "GPU 0    still held by ranks of a run whose supervisor is gone" in stderr
+        shown = subprocess.run(
+            [sys.executable, "-m", "safelaunch", "gpus", "--json"],
+            env={**os.environ, **node.environ},
+            capture_output=True,
+            check=True,
+        )
+        assert json.loads(shown.stdout)["gpus"][0]["state"] == "ranks only"
+        os.kill(rank, signal.SIGKILL)
+        until(lambda: not store.look([stub.uuid(0)]), "the GPU to be free")
+
+
+def test_ctrl_c_ends_the_waiting(node: stub.Node, tmp_path: Path) -> None:
+    node.write(used=range(8))
+    with safelaunch("exec", "--gpus=1", "--wait", "--", "true", env=node.environ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("safelaunch: waiting for 1 of 8 GPUs")
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(30) == 130
+    assert "nothing was started" in rest and "Traceback" not in rest
+    assert Store(os.fspath(node.lease_dir)).waiting() == []
+
+
+def test_waiting_has_its_time(node: stub.Node) -> None:
+    node.write(used=range(8))
+    with safelaunch("exec", "--gpus=1", "--wait-timeout=1", "--", "true", env=node.environ) as process:
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "10240 MiB of its memory are in use" in stderr and "Wait longer" in stderr
+
+
+def test_a_driver_that_hangs_does_not_keep_a_job_from_starting(node: stub.Node, tmp_path: Path) -> None:
+    """Without a request for GPUs it starts as under torchrun, and says so; with one it is an error."""
+    node.write("hang nvmlInitWithFlags")
+    env = {**node.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    with safelaunch("exec", "--no-watch", "--", "true", env=env) as process:
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "GPUs are not leased: the NVIDIA driver did not answer within 10 s" in stderr
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_lease_without_a_watch(node: stub.Node, tmp_path: Path, watched: bool) -> None:
+    """The job's first process shares it where there is no guardian; released at the end, daemon or not."""
+    store = Store(os.fspath(node.lease_dir))
+    own = [] if watched else ["--no-watch"]
+    shell = f"sleep 3605 > {tmp_path}/out 2>&1 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/daemon; sleep 1"
+    words = ["exec", *own, f"--bundle-dir={tmp_path}", "--gpus=1", "--", "sh", "-c", shell]
+    with safelaunch(*words, env=node.environ) as process:
+        until((tmp_path / "daemon").exists, "the daemon")
+        daemon = int((tmp_path / "daemon").read_text())
+        assert set(store.look([stub.uuid(0)])) == {stub.uuid(0)}
+        assert process.wait(30) == 0
+        assert store.look([stub.uuid(0)]) == {}, "what the job left running on purpose holds nothing"
+        os.kill(daemon, signal.SIGKILL)
+
+
+def test_two_users_in_a_crowd(node: stub.Node) -> None:
+    import tempfile
+
+    if not may_be_two_users():
+        pytest.skip("takes root, and an installation that other users can read")
+    with tempfile.TemporaryDirectory(prefix="crowd") as place:
+        Path(place).chmod(0o755)
+        crowd = Crowd(Path(place), 6, torchrun=False, seed=2, hold_s=0.3, users=2)
+        try:
+            outcome = crowd.run(patience_s=100)
+        finally:
+            crowd.clean_up()
+    assert not outcome.problems and outcome.served >= 5
