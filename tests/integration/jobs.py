@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from safelaunch.leases.driver import has_driver
+
 PROGRAMS = Path(__file__).parent / "programs"
 TAG = "JOB_UNDER_TEST"
 SECRETS = {
@@ -143,6 +145,8 @@ class Job:
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_"))}
         environ |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": os.fspath(self.runtime), TAG: self.tag, **SECRETS}
         environ |= port_of_its_own()
+        if has_driver(environ):  # several jobs at once on a machine with one GPU: they need none
+            environ["SAFELAUNCH_NO_LEASE"] = "1"
         for name, value in (env or {}).items():
             environ.pop(name, None)
             if value is not None:
