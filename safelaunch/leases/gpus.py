@@ -153,7 +153,7 @@ def _wait(store: Store, terms: Terms, survey: Survey, patience: Patience, first:
 @contextmanager
 def _place(store: Store, terms: Terms) -> Iterator[Ticket]:
     """A place in the queue, given up on every way out; who is killed gives it up as well."""
-    ticket = store.queue(terms.keys, terms.about)
+    ticket = store.queue(terms.keys, terms.wish.count, terms.about)
     try:
         yield ticket
     except KeyboardInterrupt:
@@ -194,17 +194,17 @@ def table(terms: Terms, survey: Survey, attempt: Attempt) -> str:
         if holder is None and gpu.uuid in used:
             lines += [f"           {line}" for line in survey.seen(gpu.uuid)]
     if attempt.ahead is not None:
-        lines.append(f"  waiting before this job: {told(attempt.ahead, waits=True)}")
+        lines.append(f"  before this job any of them is {told(attempt.ahead)}")
     return "\n".join(lines)
 
 
-def told(holder: Holder, *, waits: bool = False) -> str:
+def told(holder: Holder) -> str:
     """``leased by pid 4711 (alice) since 12:03:09: train.py``; times of another day with their date."""
     pid = f"pid {holder.pid} " if holder.pid else ""
     who = f"{pid}({holder.user}) since {moment(holder.since_unix_s)}"
     command = f": {holder.command[:80]}" if holder.command else ""
-    if waits:
-        return who + command
+    if holder.by == "waiter":
+        return f"waited for by {who}{command}"
     if holder.by == "ranks":
         return f"still held by ranks of a run whose supervisor is gone, {who}{command}"
     return f"leased by {who}{command}"

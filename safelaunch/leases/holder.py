@@ -20,7 +20,7 @@ class Holder:
     """Who holds, or waits for, something.
 
     ``uid`` is the file's owner, as the kernel has it; the rest is what the holder wrote. ``by``: ``supervisor``, or
-    ``ranks`` where that is gone and the job is not. ``pid`` 0 and empty texts: it did not say.
+    ``ranks`` where that is gone and the job is not, or ``waiter``. ``pid`` 0 and empty texts: it did not say.
     """
 
     pid: int = 0

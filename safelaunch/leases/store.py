@@ -88,7 +88,8 @@ class Lease:
 class Attempt:
     """What came of trying to take something.
 
-    ``lease`` None: ``held`` says who holds what of the candidates, ``ahead`` who came first and waits for some of them.
+    ``lease`` None: ``held`` says who holds what of the candidates, or waits for this very thing (``Holder.by``), and
+    ``ahead`` who came first and waits for any of them.
     """
 
     lease: Lease | None
@@ -102,9 +103,7 @@ class Store:
     def __init__(self, directory: str = DIRECTORY) -> None:
         self.directory = os.path.realpath(directory) if directory != DIRECTORY else directory
 
-    def attempt(
-        self, candidates: Sequence[str], pick: Pick, about: Holder, ticket: Ticket | None = None, *, port: bool = False
-    ) -> Attempt:
+    def attempt(self, candidates: Sequence[str], pick: Pick, about: Holder, ticket: Ticket | None = None) -> Attempt:
         """Takes what ``pick`` chooses among ``candidates``, all of it or nothing, if it is our turn.
 
         ``pick`` is given who holds what of the candidates, and returns None when that does not leave enough; it is
@@ -113,10 +112,11 @@ class Store:
         with self._gate() as directory:
             names = os.listdir(directory)
             held = _held(candidates, names, directory)
-            ahead = tickets.first_before(ticket, candidates, names, directory)
-            chosen = None if ahead is not None else pick(held)
+            ahead = tickets.before(ticket, candidates, names, directory)
+            held = {**ahead.promised, **held}
+            chosen = None if ahead.blocking is not None else pick(held)
             if chosen is None:
-                return Attempt(None, held, ahead)
+                return Attempt(None, held, ahead.blocking)
             lease = self._take(chosen, directory, about)
             if ticket is not None:
                 ticket.tear(directory)
@@ -136,10 +136,10 @@ class Store:
         with self._gate() as directory:
             return tickets.all_living(os.listdir(directory), directory)
 
-    def queue(self, candidates: Sequence[str], about: Holder) -> Ticket:
-        """A place in the queue of those who wait for some of ``candidates``."""
+    def queue(self, candidates: Sequence[str], count: int, about: Holder) -> Ticket:
+        """A place in the queue of those who wait, for ``count`` of ``candidates``."""
         with self._gate() as directory:
-            return tickets.draw(candidates, about, directory)
+            return tickets.draw(candidates, count, about, directory)
 
     def leave(self, ticket: Ticket) -> None:
         """Gives a place in the queue up."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch import procstat
@@ -35,14 +35,25 @@ class Ticket:
             self.descriptor = -1
 
 
-def draw(candidates: Iterable[str], about: Holder, directory: int) -> Ticket:
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Those who came first. ``promised``: things that one of them waits for, these and no others.
+
+    ``blocking``: one who waits for some of many, and may need any that becomes free: who comes later waits behind him.
+    """
+
+    promised: Mapping[str, Holder]
+    blocking: Holder | None = None
+
+
+def draw(candidates: Sequence[str], count: int, about: Holder, directory: int) -> Ticket:
     """A ticket behind all others. CLOCK_MONOTONIC orders them; after a reboot it starts anew, and so does the queue."""
     name = f"{PREFIX}{time.monotonic_ns():020d}.{os.getpid()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, 0o644, dir_fd=directory)
     os.fchmod(fd, 0o644)
     files.try_lock(fd)
-    document = {**json.loads(about.encode()), "candidates": list(candidates)}
+    document = {**json.loads(about.encode()), "candidates": list(candidates), "count": count}
     try:
         os.pwrite(fd, json.dumps(document).encode(), 0)
     except OSError:
@@ -50,18 +61,22 @@ def draw(candidates: Iterable[str], about: Holder, directory: int) -> Ticket:
     return Ticket(name, fd)
 
 
-def first_before(
-    ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int
-) -> Holder | None:
+def before(ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int) -> Ahead:
     """Who came before ``ticket`` (None: before now) and waits for some of ``candidates``."""
     wanted = set(candidates)
+    promised: dict[str, Holder] = {}
     for name in _ordered(names):
         if ticket is not None and name >= ticket.name:
-            return None
+            break
         found = _living(name, directory)
-        if found is not None and (found[1] is None or found[1] & wanted):
-            return found[0]
-    return None
+        if found is None:
+            continue
+        holder, waits_for, count = found
+        if waits_for is None or (waits_for & wanted and count < len(waits_for)):
+            return Ahead(promised, holder)
+        for key in waits_for & wanted:
+            promised.setdefault(key, holder)
+    return Ahead(promised)
 
 
 def all_living(names: Iterable[str], directory: int) -> list[Holder]:
@@ -73,8 +88,8 @@ def _ordered(names: Iterable[str]) -> Iterator[str]:
     return iter(sorted(name for name in names if name.startswith(PREFIX)))
 
 
-def _living(name: str, directory: int) -> tuple[Holder, set[str] | None] | None:
-    """Who waits with this ticket, and for what (None: not known). None when he has gone, or is stopped.
+def _living(name: str, directory: int) -> tuple[Holder, set[str] | None, int] | None:
+    """Who waits with this ticket, for how many of what (None: not known). None when he has gone, or is stopped.
 
     A waiter that somebody has stopped (Ctrl-Z) would hold everybody up; it has its place again when it goes on.
     """
@@ -86,15 +101,12 @@ def _living(name: str, directory: int) -> tuple[Holder, set[str] | None] | None:
     if found is not None and found.state in "Tt":
         return None
     data, uid = files.read_small(name, directory, _MOST_BYTES)
-    return decode(data, uid), _candidates(data)
-
-
-def _candidates(data: bytes) -> set[str] | None:
+    holder = decode(data, uid, "waiter")
     try:
-        listed = json.loads(data)["candidates"]
-        return {str(key) for key in listed}
+        document = json.loads(data)
+        return holder, {str(key) for key in document["candidates"]}, int(document["count"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+        return holder, None, 0
 
 
 def _remove(name: str, directory: int) -> None:

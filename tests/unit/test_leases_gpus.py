@@ -198,8 +198,8 @@ def test_waiting_ends(store: Store) -> None:
 def test_a_large_job_is_not_starved(store: Store) -> None:
     """Two GPUs are free, one who waits wants four, and who comes later and wants one waits for him."""
     half = take(store, terms("2"), still(FOUR), Patience())
-    large = store.queue([gpu.uuid for gpu in FOUR.gpus], ourselves("", "large.py"))
-    with pytest.raises(ResourceError, match=r"waiting before this job: .*large.py"):
+    large = store.queue([gpu.uuid for gpu in FOUR.gpus], 3, ourselves("", "large.py"))
+    with pytest.raises(ResourceError, match=r"any of them is waited for by .*large.py"):
         take(store, terms("1"), still(FOUR), Patience())
     clock = Clock(at3=lambda: store.leave(large))
     small = take(store, terms("1"), still(FOUR), clock.patience())

@@ -420,8 +420,8 @@ def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: S
 def test_first_come_first_served(store: Store) -> None:
     lease = take(store, A)
     assert lease is not None
-    first = store.queue([A], about("first"))
-    second = store.queue([A], about("second"))
+    first = store.queue([A, B], 1, about("first"))
+    second = store.queue([A, B], 1, about("second"))
     assert [one.command for one in store.waiting()] == ["first", "second"]
     lease.release()
     late = store.attempt([A], all_of(A), about())
@@ -437,8 +437,27 @@ def test_first_come_first_served(store: Store) -> None:
     assert not list(Path(store.directory).glob("ticket.*"))
 
 
+def test_who_waits_for_one_thing_keeps_the_others_from_nobody(store: Store) -> None:
+    """GPU A is held for days, and somebody wants it and no other: whoever is served by B does not wait for that."""
+    lease = take(store, A)
+    assert lease is not None
+    ticket = store.queue([A], 1, about("wants A"))
+
+    def any_of(held: Mapping[str, Holder]) -> Sequence[str] | None:
+        return next(([key] for key in (A, B) if key not in held), None)
+
+    other = store.attempt([A, B], any_of, about()).lease
+    assert other is not None and other.keys == (B,)
+    lease.release()
+    promised = store.attempt([A, B], any_of, about())
+    assert promised.lease is None and (promised.held[A].by, promised.held[A].command) == ("waiter", "wants A")
+    mine = store.attempt([A], all_of(A), about(), ticket).lease
+    assert mine is not None
+    mine.release(), other.release()
+
+
 def test_who_wants_something_else_does_not_wait(store: Store) -> None:
-    ticket = store.queue([A], about())
+    ticket = store.queue([A], 1, about())
     lease = take(store, B)
     assert lease is not None
     assert take(store, A, B) is None
@@ -447,7 +466,7 @@ def test_who_wants_something_else_does_not_wait(store: Store) -> None:
 
 
 def test_a_killed_waiter_holds_nobody_up(store: Store) -> None:
-    with elsewhere(lambda: store.queue([A], about("killed"))) as pid:
+    with elsewhere(lambda: store.queue([A, B], 1, about("killed"))) as pid:
         assert take(store, A) is None
         end(pid)
         lease = take(store, A)
@@ -457,7 +476,7 @@ def test_a_killed_waiter_holds_nobody_up(store: Store) -> None:
 
 
 def test_a_stopped_waiter_holds_nobody_up(store: Store) -> None:
-    with elsewhere(lambda: store.queue([A], about("stopped"))) as pid:
+    with elsewhere(lambda: store.queue([A, B], 1, about("stopped"))) as pid:
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)
         lease = take(store, A)
