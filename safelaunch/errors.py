@@ -4,6 +4,7 @@ SafelaunchError                 anything below; the command line prints it and e
  ├── InterruptedWait            somebody gave up waiting for GPUs; nothing has been started (exit 130)
  ├── UsageError                 our own options, presets, configuration, resources, bundle directory (exit 2)
  │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
+ │    ├── SpecError             a sweep of colaunch: its file, grid, placeholders, names or needs
  │    └── ResourceError         GPUs or ports that are not to be had
  │         └── StoreError       the directory of leases cannot be used
  └── CaptureError               a source of evidence failed; costs that artifact only
@@ -45,6 +46,10 @@ class InterruptedWait(SafelaunchError):
 
 class PresetError(UsageError):
     """A preset or configuration file that cannot be used; the message names file and line."""
+
+
+class SpecError(UsageError):
+    """A sweep that cannot be run as it is written; the message names file and line, or the word."""
 
 
 class ResourceError(UsageError):

@@ -11,6 +11,7 @@ from typing import NoReturn
 COMMANDS = {
     "demo": ".demo",
     "exec": ".exec",
+    "colaunch": ".colaunch",
     "presets": ".presets",
     "status": ".status",
     "dump": ".dump",
@@ -18,7 +19,7 @@ COMMANDS = {
     "doctor": ".doctor",
     "gpus": ".gpus",
 }
-COMING = ("colaunch",)
+COMING: tuple[str, ...] = ()
 
 
 def main(argv: list[str] | None = None) -> int:

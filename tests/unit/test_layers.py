@@ -114,6 +114,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "session.resources",
             "session.supervise",
             "colaunch",
+            "colaunch.*",
         },
     ),
     ("the command line", {"cli.*", "__main__"}),
@@ -132,7 +133,11 @@ PURE = {
     "doctor.rules",
     "doctor.torch_rules",
 }
-PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "leases.choose"}
+PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "cli.colaunch_rows", "leases.choose"}
+PURE |= {
+    f"colaunch.{name}" for name in ("jobs", "placeholders", "grid", "templates", "expand", "spec", "scheduler", "sweep")
+}
+PURE |= {"colaunch.affinity", "colaunch.view"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 # Scripts that hang on purpose, run as jobs; and what torchrun runs.
 NOT_OURS = ("demos/", "launch/launcher/")
@@ -145,6 +150,7 @@ THIRD_PARTY = {
         "session.control",
         "session.discover",
         "session.live",
+        "colaunch.steps",
         "watch.progress",
         "session.incident",
         "capture.*",

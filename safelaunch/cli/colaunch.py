@@ -1,0 +1,127 @@
+"""``safelaunch colaunch``: many jobs on one node, each on GPUs or cores of its own, each an ordinary safelaunch run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from safelaunch.cli.colaunch_check import check_jobs, make_pool
+from safelaunch.cli.colaunch_options import Options, parse
+from safelaunch.cli.colaunch_rows import describe, summary_lines
+from safelaunch.cli.colaunch_screen import open_screen
+from safelaunch.colaunch import summary
+from safelaunch.colaunch.expand import Places, expand
+from safelaunch.colaunch.grid import Matrix
+from safelaunch.colaunch.jobs import Job
+from safelaunch.colaunch.journal import Journal, attempts
+from safelaunch.colaunch.paths import DEFAULT_PARENT, SweepPaths
+from safelaunch.colaunch.placeholders import Text
+from safelaunch.colaunch.pool import Pool
+from safelaunch.colaunch.resume import History, history, wait_for_remains
+from safelaunch.colaunch.runner import Place, Runner
+from safelaunch.colaunch.signals import Signals
+from safelaunch.colaunch.spec import Extra, templates_of
+from safelaunch.colaunch.sweep import Rules, Sweep
+from safelaunch.colaunch.templates import Template
+from safelaunch.console import say
+from safelaunch.errors import UsageError
+from safelaunch.launch.paths import working_directory
+from safelaunch.settings.yamlfile import read_yaml
+
+INTERRUPTED = 130
+
+
+def main(argv: list[str]) -> int:
+    """0 when every job succeeded, 1 when not, 2 when nothing was started; 128 + N when signal N stopped it."""
+    options = parse(argv)
+    cwd, environ = working_directory(), dict(os.environ)
+    templates = _templates(options, cwd)
+    paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
+    jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
+    pool = make_pool(jobs, options.slots, options.max_parallel, environ)
+    check_jobs(jobs, pool, environ)
+    if options.dry_run:
+        print("\n".join(describe(jobs, paths, pool.kind, pool.capacity)))
+        return 0
+    try:
+        return _run(options, jobs, pool, paths, environ)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
+    metric_file = Text(options.metric_file, "--metric-file") if options.metric_file else None
+    if options.spec is not None:
+        root = read_yaml(cwd / Path(options.spec).expanduser(), options.spec)
+        return templates_of(root, Extra(options.metrics, metric_file))
+    template = Template(
+        group="",
+        where="the command line",
+        command=tuple(Text(word, "the command line") for word in options.command),
+        matrix=Matrix(options.grid),
+        gpus=options.gpus_per_job,
+        timeout_s=options.timeout_s,
+        retries=options.retries,
+        metrics=options.metrics,
+        metric_file=metric_file,
+    )
+    return (template,)
+
+
+def _sweep_name(options: Options) -> str:
+    """The file's name; for a grid one made from what it says, so that the same line finds the same sweep again."""
+    if options.spec is not None:
+        return Path(options.spec).stem
+    said = repr([(axis.name, axis.values) for axis in options.grid] + [*options.command])
+    return f"grid-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, environ: dict[str, str]) -> int:
+    journal = Journal(paths.journal)
+    known = _history(options, journal, jobs, paths)
+    wait_for_remains(known.unfinished, paths, say)
+    try:
+        journal.begun(len(jobs))
+    except OSError as error:
+        raise UsageError(f"{paths.journal} cannot be written: {error.strerror or error}", "free some space") from error
+    at_most = options.max_parallel or pool.capacity + (os.cpu_count() or 1)  # jobs without any GPU are limited by cores
+    units = {job.name: pool.units(job.gpus) for job in jobs}
+    sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
+    say(f"{len(jobs)} jobs on {pool.capacity} {pool.kind}s, in {paths.root}")
+    program = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "safelaunch"]
+    with Signals() as signals, open_screen() as screen:
+        runner = Runner(sweep, Place(paths, pool, journal, environ, program), screen)
+        runner.run(signals)
+    return _finish(sweep, paths, runner.stopped_by)
+
+
+def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> History:
+    """Raises UsageError where there was a sweep before and nobody said that it goes on."""
+    found = attempts(journal.records)
+    known = history(found, jobs)
+    if found and not options.resume:
+        raise UsageError(
+            f"{paths.root} holds a sweep that was run before ({known.done} of {len(jobs)} jobs have succeeded).",
+            "--resume runs what has not; --sweep-dir names another directory for a new sweep",
+        )
+    if found:
+        say(f"{known.done} of {len(jobs)} jobs have succeeded before; running the others")
+    if known.changed:
+        say(f"not what they were when they succeeded, so they run again: {', '.join(known.changed)}")
+    return known
+
+
+def _finish(sweep: Sweep, paths: SweepPaths, stopped_by: int) -> int:
+    tracks = tuple(sweep.tracks.values())
+    print("\n".join(summary_lines(tracks)))
+    try:
+        summary.write(tracks, paths)
+        say(f"summary: {paths.summary_json}, {paths.summary_csv.name}")
+    except OSError as error:
+        say(f"the summary cannot be written to {paths.root}: {error.strerror or error}")
+    if all(track.state == "succeeded" for track in tracks):
+        return 0
+    return 128 + stopped_by if stopped_by else 1

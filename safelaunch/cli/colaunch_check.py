@@ -1,0 +1,90 @@
+"""What can be seen of a sweep before anything starts: resources, and whether safelaunch would take each job's words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safelaunch.colaunch.jobs import Job
+from safelaunch.colaunch.pool import Gpus, Pool, Slots, by_topology, check_fits, default_slots
+from safelaunch.errors import SpecError, UsageError
+from safelaunch.launch import gpus, torchrun
+from safelaunch.launch.argv import split
+from safelaunch.settings.config import options_of, resolve
+
+# What colaunch says itself, and where it is said instead.
+OURS = {
+    "--run-name": "a job's name is the run's; see 'name'",
+    "--bundle-dir": "bundles go into the job's directory of the sweep",
+    "--gpus": "colaunch hands the GPUs out: say 'gpus: N' or --gpus-per-job N",
+    "--wait": "colaunch waits by itself",
+    "--dry-run": "give it to colaunch",
+}
+
+
+def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, environ: Mapping[str, str]) -> Pool:
+    """The node's GPUs (those in CUDA_VISIBLE_DEVICES where it is set), else slots. Raises ResourceError."""
+    pool: Pool | None = None
+    if slots is None:
+        uuids = _gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+        pool = Gpus(uuids) if uuids else None
+    if pool is None:
+        cores = by_topology(sorted(os.sched_getaffinity(0)))
+        units = [max(1, job.gpus) for job in jobs]
+        pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
+    check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
+    return pool
+
+
+def _gpus(visible: str | None) -> tuple[str, ...]:
+    if visible is not None and not visible.strip(", "):
+        return ()
+    found = gpus.inventory()
+    if visible is None or not found.gpus:
+        return tuple(gpu.uuid for gpu in found.gpus)
+    chosen = gpus.choose(f"{visible.strip(', ')},", None, found)
+    return tuple(chosen.split(",")) if chosen else ()
+
+
+def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> None:
+    """Raises SpecError for a job that safelaunch would reject, or whose working directory is not there."""
+    try:
+        torch: torchrun.Torch | None = torchrun.find(environ)
+    except UsageError:
+        if not all(job.words[:1] == ("exec",) for job in jobs):
+            raise
+        torch = None  # an exec may bring its own
+    table = torchrun.LazyOptions(torch.package) if torch is not None else {}
+    seen: set[object] = set()
+    for job in jobs:
+        try:
+            _check(job, pool, table, torch, environ, seen)
+        except UsageError as error:
+            raise SpecError(f"{job.where}: job {job.name}: {error.message}", error.fix) from error
+
+
+def _check(
+    job: Job,
+    pool: Pool,
+    table: Mapping[str, bool],
+    torch: torchrun.Torch | None,
+    environ: Mapping[str, str],
+    seen: set[object],
+) -> None:
+    kind, words = ("exec", job.words[1:]) if job.words[0] == "exec" else ("run", job.words)
+    own = {option.flag: option.takes_value for option in options_of(kind)}
+    command = split(words, own, table if kind == "run" else {})
+    for flag, _ in command.own:
+        if flag in OURS:
+            raise UsageError(f"{flag} cannot be given here", OURS[flag])
+    if not command.script:
+        raise UsageError("there is no script to run", "the command is what one would give safelaunch")
+    if pool.kind == "GPU" and "CUDA_VISIBLE_DEVICES" in dict(job.env):
+        raise UsageError("env: CUDA_VISIBLE_DEVICES cannot be set here", OURS["--gpus"])
+    if not Path(job.cwd).is_dir():
+        raise UsageError(f"cwd: there is no directory {job.cwd}", "check the path; it is relative to where you are")
+    key = (command.own, job.env, job.cwd)
+    if key not in seen:
+        seen.add(key)
+        resolve(command.own, {**environ, **dict(job.env)}, Path(job.cwd), lambda: torch.version if torch else None)

@@ -1,0 +1,136 @@
+"""The lines and cells in which ``safelaunch colaunch`` shows a sweep. Values in, values out."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+
+from safelaunch.bundle.report import clean
+from safelaunch.cli.status_rows import rate, since
+from safelaunch.colaunch.jobs import Job, Track
+from safelaunch.colaunch.paths import SweepPaths
+from safelaunch.colaunch.view import JobView, Snapshot
+
+COLUMNS = ("job", "parameters", "state", "on", "step", "rate", "elapsed", "estimate", "bundle")
+# What is shown first where not everything has room.
+_ORDER = ("running", "hung", "failed", "timed-out", "waiting", "skipped", "cancelled", "succeeded")
+
+
+# --- while it runs ----------------------------------------------------------------------------------------------------
+
+
+def headline(snapshot: Snapshot) -> str:
+    """``12 of 30 done, 4 running, 1 failed, 14 waiting; about 3m20s left``."""
+    counts = Counter[str](job.state for job in snapshot.jobs)
+    done = sum(count for state, count in counts.items() if state not in ("running", "waiting"))
+    parts = [f"{done} of {len(snapshot.jobs)} done"]
+    parts += [f"{counts[state]} {state}" for state in _ORDER[:-1] if counts[state]]
+    left_s = time_left_s(snapshot)
+    tail = f"; {snapshot.stopped}" if snapshot.stopped else f"; about {since(left_s)} left" if left_s else ""
+    return ", ".join(parts) + tail
+
+
+def choose(snapshot: Snapshot, room: int) -> tuple[JobView, ...]:
+    """At most ``room`` jobs, the ones that matter most, in their order."""
+    ranked = sorted(range(len(snapshot.jobs)), key=lambda index: (_ORDER.index(snapshot.jobs[index].state), index))
+    return tuple(snapshot.jobs[index] for index in sorted(ranked[: max(0, room)]))
+
+
+def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
+    """One row, in the order of ``COLUMNS``. ``typical_s``: how long jobs like it took."""
+    ended = job.outcome if job.state != "running" else None
+    step = job.step if job.state == "running" else ended.last_step if ended else None
+    elapsed_s = job.elapsed_s if job.state == "running" else ended.duration_s if ended else None
+    left_s = max(0.0, typical_s - (job.elapsed_s or 0.0)) if typical_s is not None and job.state == "running" else None
+    state = job.why if job.state == "running" and job.why else job.state
+    attempt = f" (attempt {job.attempts})" if job.attempts > 1 and job.state == "running" else ""
+    return (
+        job.job.name,
+        parameters(job.job),
+        state + attempt,
+        job.on or "-",
+        "-" if step is None else str(step),
+        "-" if job.steps_per_s is None else rate(job.steps_per_s),
+        "-" if elapsed_s is None else since(elapsed_s),
+        "-" if left_s is None else since(left_s),
+        clean(job.outcome.bundle) if job.outcome and job.outcome.bundle else "-",
+    )
+
+
+def parameters(job: Job) -> str:
+    return clean(" ".join(f"{name}={value}" for name, value in job.params)) or "-"
+
+
+def typical_s(snapshot: Snapshot) -> dict[str, float]:
+    """By group: the median time that succeeded jobs took."""
+    took: dict[str, list[float]] = {}
+    for job in snapshot.jobs:
+        if job.state == "succeeded" and job.outcome is not None:
+            took.setdefault(job.job.group, []).append(job.outcome.duration_s)
+    return {group: median(times) for group, times in took.items()}
+
+
+def time_left_s(snapshot: Snapshot) -> float | None:
+    """Until all jobs have ended, as many at a time as now; None while there is nothing to go by."""
+    typical = typical_s(snapshot)
+    left = []
+    for job in snapshot.jobs:
+        if job.state in ("running", "waiting"):
+            if job.job.group not in typical:
+                return None
+            left.append(max(0.0, typical[job.job.group] - (job.elapsed_s or 0.0)))
+    at_once = max(1, sum(job.state == "running" for job in snapshot.jobs))
+    return max(sum(left) / at_once, max(left)) if left else None
+
+
+# --- before and after -------------------------------------------------------------------------------------------------
+
+
+def describe(jobs: Sequence[Job], paths: SweepPaths, kind: str, capacity: int) -> list[str]:
+    """For --dry-run: every job as it would be started."""
+    lines = [f"{len(jobs)} jobs on {capacity} {kind}s, in {paths.root}", ""]
+    for job in jobs:
+        env = [f"{name}={value}" for name, value in job.env]
+        lines.append(f"{job.name}  ({job.where})")
+        lines.append(f"  {clean(shlex.join([*env, 'safelaunch', *job.words]))}")
+        about = [f"{job.gpus} GPU{'s' * (job.gpus != 1)}", f"in {job.cwd}"]
+        about += [f"needs {', '.join(job.needs)}"] if job.needs else []
+        about += [f"at most {job.timeout_s:g} s"] if job.timeout_s is not None else []
+        about += [f"retries {job.retries}"] if job.retries else []
+        about += [f"metrics from {job.metric_file}"] if job.metric_file else []
+        lines.append(f"  {'; '.join(about)}")
+    return lines
+
+
+def summary_lines(tracks: Sequence[Track]) -> list[str]:
+    """The table at the end: one line for each job, then what became of them in all."""
+    metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
+    rows = [("job", "parameters", "state", "exit", "took", "attempts", "step", *metrics, "bundle")]
+    rows += [_summary_row(track, metrics) for track in tracks]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    counts = Counter[str](track.state for track in tracks)
+    total = ", ".join(f"{counts[state]} {state}" for state in reversed(_ORDER) if counts[state])
+    return [*lines, "", f"{len(tracks)} jobs: {total}"]
+
+
+def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
+    ended = track.outcome
+    found = ended.metrics if ended is not None else {}
+    return (
+        track.job.name,
+        parameters(track.job),
+        track.state,
+        "-" if ended is None or ended.exit_code is None else str(ended.exit_code),
+        "-" if ended is None else since(ended.duration_s),
+        str(track.attempts),
+        "-" if ended is None or ended.last_step is None else str(ended.last_step),
+        *(_metric(found.get(name)) for name in metrics),
+        (clean(ended.bundle) if ended is not None and ended.bundle else clean(track.why)) or "-",
+    )
+
+
+def _metric(value: object) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else clean(str(value))

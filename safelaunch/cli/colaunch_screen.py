@@ -1,0 +1,104 @@
+"""Where a running sweep is shown: a live table in a terminal, else a line for each thing that happens."""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, headline, typical_s
+from safelaunch.colaunch.view import Screen, Snapshot
+from safelaunch.console import PREFIX, say
+
+REFRESH_S = 0.5
+PLAIN_REFRESH_S = 60.0
+_RIGHT = {"step", "rate", "elapsed", "estimate"}
+_STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "red", "timed-out": "red"}
+
+
+@contextmanager
+def open_screen() -> Iterator[Screen]:
+    """The one that suits stdout; a terminal is left as it was."""
+    if not sys.stdout.isatty():
+        yield PlainScreen()
+        return
+    from rich.live import Live
+
+    with Live(auto_refresh=False, vertical_overflow="crop") as live:
+        yield TerminalScreen(live)
+
+
+class PlainScreen:
+    """safelaunch's own lines on stderr; once a minute how far the whole is."""
+
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + PLAIN_REFRESH_S
+
+    def note(self, text: str) -> None:
+        say(text)
+
+    def show(self, snapshot: Callable[[], Snapshot]) -> None:
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + PLAIN_REFRESH_S
+            say(headline(snapshot()))
+
+
+class TerminalScreen:
+    """A table that is drawn again and again, below what has happened. A terminal that is stopped (Ctrl-S) is not
+    written to: the sweep goes on.
+    """
+
+    def __init__(self, live: Any) -> None:
+        self._live = live
+        self._next_s = 0.0
+        self._notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+        self._next_s = 0.0
+
+    def show(self, snapshot: Callable[[], Snapshot]) -> None:
+        now = time.monotonic()
+        if now < self._next_s or not _writable():
+            return
+        self._next_s = now + REFRESH_S
+        from rich.text import Text
+
+        try:
+            for text in self._notes:
+                self._live.console.print(Text(PREFIX + text))
+            self._notes.clear()
+            self._live.update(picture(snapshot(), self._live.console.height), refresh=True)
+        except OSError:
+            return  # the terminal has gone; the sweep has not
+
+
+def picture(snapshot: Snapshot, height: int) -> Any:
+    """The table, as much of it as has room, and the line that sums it up."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = choose(snapshot, max(3, height - 5))
+    typical = typical_s(snapshot)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=name != "bundle")
+    for job in shown:
+        row = cells(job, typical.get(job.job.group))
+        table.add_row(*(Text(cell) for cell in row), style=_STYLES.get(job.state, "dim"))
+    more = len(snapshot.jobs) - len(shown)
+    rest = [Text(f"... and {more} more", style="dim")] if more else []
+    return Group(table, *rest, Text(headline(snapshot), style="bold"))
+
+
+def _writable() -> bool:
+    """Whether a frame can be written without waiting: a stopped terminal takes nothing."""
+    try:
+        return bool(select.select([], [sys.stdout.fileno()], [], 0)[1])
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,187 @@
+"""From templates to jobs: combinations, names, placeholders, needs; all is checked before anything starts. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from safelaunch.colaunch.grid import BUILTIN, MAX_JOBS, Params
+from safelaunch.colaunch.jobs import Job
+from safelaunch.colaunch.placeholders import Text
+from safelaunch.colaunch.templates import Template
+from safelaunch.errors import SpecError
+from safelaunch.settings.values import parse_run_name
+from safelaunch.settings.yamlfile import did_you_mean
+
+LONGEST_NAME = 64
+_HASH = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Absolute paths. ``{sweep_dir}`` and, below ``jobs_dir``, ``{job_dir}`` are filled in; ``cwd`` is where we are."""
+
+    sweep_dir: str
+    jobs_dir: str
+    cwd: str
+
+
+def expand(templates: Sequence[Template], places: Places) -> tuple[Job, ...]:
+    """Every job of the sweep, in the order in which they are written. Raises SpecError."""
+    found: list[tuple[Job, tuple[Text, ...]]] = []
+    for template in templates:
+        found += _jobs(template, places)
+        if len(found) > MAX_JOBS:
+            raise SpecError(f"{template.where}: more than {MAX_JOBS} jobs", "split the sweep")
+    if not found:
+        raise SpecError("the sweep has no jobs")
+    _check_names([job for job, _ in found])
+    groups: dict[str, list[str]] = {}
+    for job, _ in found:
+        groups.setdefault(job.group, []).append(job.name)
+    jobs = tuple(replace(job, needs=_needs(job, texts, groups)) for job, texts in found)
+    _check_order(jobs)
+    return jobs
+
+
+def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...]]]:
+    """The jobs of one template, with their needs as texts still."""
+    known = [*(axis.name for axis in template.matrix.axes), *BUILTIN]
+    used = {name for text in template.working_texts() for name in text.check(known)}
+    for text in template.other_texts():
+        text.check([name for name in known if text is not template.name or name not in BUILTIN])
+    for axis in template.matrix.axes:
+        if axis.name not in used:
+            hint = ", or give that job a matrix of its own (matrix: {} for none)" if template.group else ""
+            owner = f" by the job {template.group!r}" if template.group else ""
+            raise SpecError(
+                f"{axis.where}: the parameter {axis.name!r} is not used{owner}",
+                f"put {{{axis.name}}} into the command, env or cwd{hint}",
+            )
+    combinations = template.matrix.combinations()
+    if not combinations:
+        raise SpecError(f"{template.where}: every combination of the matrix is excluded")
+    names = _names(template, combinations)
+    return [_job(template, params, name, places) for params, name in zip(combinations, names, strict=True)]
+
+
+def _job(template: Template, params: Params, name: str, places: Places) -> tuple[Job, tuple[Text, ...]]:
+    own = {"name": name, "sweep_dir": places.sweep_dir, "job_dir": posixpath.join(places.jobs_dir, name)}
+    values = {**dict(params), **own}
+    cwd = posixpath.join(places.cwd, template.cwd.fill(values)) if template.cwd is not None else places.cwd
+    metric_file = posixpath.join(cwd, template.metric_file.fill(values)) if template.metric_file is not None else ""
+    job = Job(
+        name=name,
+        words=tuple(text.fill(values) for text in (*_after_exec(template)[0], *_after_exec(template)[1])),
+        where=template.where,
+        group=template.group,
+        params=params,
+        gpus=template.gpus,
+        env=tuple((variable, text.fill(values)) for variable, text in template.env),
+        cwd=cwd,
+        timeout_s=template.timeout_s,
+        retries=template.retries,
+        metrics=template.metrics,
+        metric_file=metric_file,
+    )
+    return job, tuple(Text(text.fill(values), text.where) for text in template.needs)
+
+
+def _after_exec(template: Template) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
+    """Options stand before the command, but behind a leading ``exec``."""
+    if template.command and template.command[0].text == "exec":
+        return (template.command[0], *template.options), template.command[1:]
+    return template.options, template.command
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
+    """One name for each combination: as the template says, or made from the group and the parameters."""
+    if template.name is not None:
+        names = [template.name.fill(dict(params)) for params in combinations]
+        for name in names:
+            try:
+                parse_run_name(name)
+            except ValueError:
+                raise SpecError(
+                    f"{template.name.where}: {name!r} cannot be a job's name",
+                    "1 to 64 letters, digits, '.', '_' and '-', the first neither '.' nor '-'",
+                ) from None
+        return names
+    plain = [derive(template.group, params) for params in combinations]
+    # Values that differ only in what a file name cannot hold, or that are too long, are told apart by a hash.
+    return [
+        name if len(name) <= LONGEST_NAME and plain.count(name) == 1 else _with_hash(name, params)
+        for name, params in zip(plain, combinations, strict=True)
+    ]
+
+
+def derive(group: str, params: Params) -> str:
+    """``train_lr-1e-3_seed-0``; ``job`` where there is neither a group nor a parameter."""
+    parts = [*([group] if group else []), *(f"{name}-{value}" for name, value in params)]
+    return _file_name("_".join(parts)) or "job"
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip(".-")
+
+
+def _with_hash(name: str, params: Params) -> str:
+    digest = hashlib.sha256(repr(params).encode()).hexdigest()[:_HASH]
+    return f"{name[: LONGEST_NAME - _HASH - 1]}-{digest}"
+
+
+def _check_names(jobs: Sequence[Job]) -> None:
+    first: dict[str, Job] = {}
+    for job in jobs:
+        other = first.setdefault(job.name.lower(), job)  # a directory each, also where the disk does not tell case
+        if other is not job:
+            raise SpecError(
+                f"{job.where}: two jobs are called {job.name!r} (the other at {other.where})",
+                "give 'name' a placeholder that tells them apart, or one of them another name",
+            )
+
+
+# --- needs ------------------------------------------------------------------------------------------------------------
+
+
+def _needs(job: Job, texts: Sequence[Text], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The names of the jobs that ``job`` waits for: a group stands for all of its jobs."""
+    names = {name for group in groups.values() for name in group}
+    found: dict[str, None] = {}
+    for text in texts:
+        if text.text in groups and text.text:
+            found.update(dict.fromkeys(groups[text.text]))
+        elif text.text in names:
+            found[text.text] = None
+        else:
+            known = [*(group for group in groups if group), *sorted(names)]
+            raise SpecError(
+                f"{text.where}: needs: there is no job {text.text!r}{did_you_mean(text.text, known)}",
+                f"jobs: {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
+            )
+    return tuple(found)
+
+
+def _check_order(jobs: Sequence[Job]) -> None:
+    """Raises SpecError where jobs need each other in a circle: what needs nothing is taken away while there is such."""
+    left = {job.name: job for job in jobs}
+    while left:
+        free = [name for name, job in left.items() if not any(need in left for need in job.needs)]
+        if not free:
+            raise SpecError(f"{next(iter(left.values())).where}: needs form a circle: {_circle(left)}")
+        for name in free:
+            del left[name]
+
+
+def _circle(left: Mapping[str, Job]) -> str:
+    path = [next(iter(left))]
+    while True:
+        path.append(next(need for need in left[path[-1]].needs if need in left))
+        if path[-1] in path[:-1]:
+            return " -> ".join(path[path.index(path[-1]) :])

@@ -1,0 +1,128 @@
+"""Parameters and their values: ranges, the combinations of several, what is left out and what is added."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from safelaunch.colaunch.placeholders import PARAMETER
+from safelaunch.errors import SpecError
+
+MAX_JOBS = 10_000
+BUILTIN = ("name", "job_dir", "sweep_dir")
+
+Params = tuple[tuple[str, str], ...]
+
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One parameter with its values, as written."""
+
+    name: str
+    values: tuple[str, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """An entry of ``include`` or ``exclude``: values of parameters."""
+
+    params: Params
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Every combination of ``axes``, less those that match ``exclude``, and those of ``include``."""
+
+    axes: tuple[Axis, ...] = ()
+    include: tuple[Selection, ...] = ()
+    exclude: tuple[Selection, ...] = ()
+
+    def combinations(self) -> tuple[Params, ...]:
+        """In the order of the axes, the first changing slowest; what is included comes last.
+
+        Raises SpecError for a selection that does not fit the axes, and for one that changes nothing.
+        """
+        size = 1
+        for axis in self.axes:
+            size *= len(axis.values)
+        if size > MAX_JOBS:
+            raise SpecError(f"{self.axes[0].where}: {size} combinations, more than {MAX_JOBS}", "split the sweep")
+        names = [axis.name for axis in self.axes]
+        found = [tuple(zip(names, values, strict=True)) for values in itertools.product(*(a.values for a in self.axes))]
+        for selection in self.exclude:
+            self._check(selection, "exclude")
+            kept = [params for params in found if not set(selection.params) <= set(params)]
+            if len(kept) == len(found):
+                raise SpecError(f"{selection.where}: exclude: no combination is {_shown(selection.params)}")
+            found = kept
+        for selection in self.include:
+            self._check(selection, "include")
+            given = dict(selection.params)
+            missing = [name for name in names if name not in given]
+            if missing:
+                raise SpecError(f"{selection.where}: include: no value for {', '.join(missing)}")
+            params = tuple((name, given[name]) for name in names)
+            if params in found:
+                raise SpecError(f"{selection.where}: include: {_shown(params)} is there already")
+            found.append(params)
+        return tuple(found)
+
+    def _check(self, selection: Selection, what: str) -> None:
+        names = [axis.name for axis in self.axes]
+        for name, _ in selection.params:
+            if name not in names:
+                raise SpecError(
+                    f"{selection.where}: {what}: {name!r} is no parameter of this matrix",
+                    f"its parameters: {', '.join(names) or 'none'}",
+                )
+
+
+def axis(name: str, words: Sequence[str], where: str) -> Axis:
+    """A parameter with its values; ``0..4`` among them stands for 0, 1, 2, 3, 4. Raises SpecError."""
+    if not PARAMETER.fullmatch(name):
+        raise SpecError(f"{where}: {name!r} cannot be a parameter's name", "letters, digits, _ and -, a letter first")
+    if name in BUILTIN:
+        raise SpecError(f"{where}: {{{name}}} is safelaunch's own: {_ABOUT_BUILTIN}", "give the parameter another name")
+    values: list[str] = []
+    for word in words:
+        values += _range(word, where)
+    if not values:
+        raise SpecError(f"{where}: {name!r} has no values", f"write e.g. {name}=1,2 or a list")
+    twice = next((value for value in values if values.count(value) > 1), None) if len(values) <= MAX_JOBS else None
+    if twice is not None:
+        raise SpecError(f"{where}: {name!r} has the value {twice!r} twice")
+    return Axis(name, tuple(values), where)
+
+
+def parse_grid(word: str) -> Axis:
+    """``lr=1e-3,3e-4`` or ``seed=0..4``, as given to ``--grid``. Raises SpecError."""
+    name, equals, values = word.partition("=")
+    where = f"--grid {word}"
+    if not equals:
+        raise SpecError(f"{where}: expected NAME=VALUE,VALUE,...", "e.g. --grid lr=1e-3,3e-4 --grid seed=0..4")
+    return axis(name, [value for value in values.split(",") if value] if values else [], where)
+
+
+def _range(word: str, where: str) -> list[str]:
+    match = _RANGE.fullmatch(word)
+    if not match:
+        return [word]
+    first, last = int(match[1]), int(match[2])
+    if last < first:
+        raise SpecError(f"{where}: the range {word} is empty", f"write {last}..{first}, or list the values")
+    if last - first >= MAX_JOBS:
+        raise SpecError(f"{where}: the range {word} has more than {MAX_JOBS} values", "split the sweep")
+    return [str(number) for number in range(first, last + 1)]
+
+
+def _shown(params: Params) -> str:
+    return ", ".join(f"{name}={value}" for name, value in params)
+
+
+_ABOUT_BUILTIN = "the job's name, its directory and the sweep's are filled in by it"

@@ -1,0 +1,224 @@
+"""What has happened in a sweep, in a file that survives ``kill -9`` at any point.
+
+One JSON document a line, only ever appended, each on the disk before what it announces is done:
+
+    {"event": "begun", "pid": 4711, ...}                                           colaunch has been started
+    {"event": "started", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "pid": ..., "start_ticks": ...}
+    {"event": "ended", "job": "lr-1e-3", "attempt": 1, "state": "succeeded", ...}
+
+"started" is written while the job's process still waits for our word, so there is no job that the journal does not
+know. A last line that is not whole was never acted upon, and is cut off. A job without an "ended" is run again by
+``--resume``: where colaunch is killed between a job's end and its record, that job is run twice, but never at once, and
+never is one lost. The journal is locked (flock) by the colaunch that runs the sweep, and by nobody else.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from safelaunch.colaunch.jobs import Job, Outcome, State
+from safelaunch.errors import SafelaunchError, UsageError
+from safelaunch.launch.process import ProcessId
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of a job as the journal has it. ``outcome`` None: its end was never recorded."""
+
+    job: str
+    number: int
+    fingerprint: str
+    process: ProcessId
+    outcome: Outcome | None = None
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def parse(data: bytes, name: str) -> tuple[list[Record], int]:
+    """The records of a journal and how many of its bytes are whole. Raises SafelaunchError for a damaged line.
+
+    Only the last line may be torn: nothing is appended behind a line that is not whole.
+    """
+    records: list[Record] = []
+    whole = 0
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            if number < len(lines) - (not lines[-1]):
+                raise SafelaunchError(
+                    f"{name}:{number}: not a record of safelaunch's; the journal is damaged",
+                    "remove that line to run its job again, or name another directory with --sweep-dir",
+                )
+            break
+        records.append(record)
+        whole += len(line) + 1
+    return records, min(whole, len(data))
+
+
+def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
+    """Every attempt, in the order in which they were started. Records of other kinds are passed over."""
+    found: dict[tuple[str, int], Attempt] = {}
+    for record in records:
+        try:
+            key = (str(record["job"]), int(record["attempt"]))
+            if record["event"] == "started":
+                process = ProcessId(int(record["pid"]), int(record["start_ticks"]))
+                found[key] = Attempt(*key, str(record["fingerprint"]), process)
+            elif record["event"] == "ended" and key in found:
+                before = found[key]
+                found[key] = Attempt(*key, before.fingerprint, before.process, outcome_of(record))
+        except (KeyError, TypeError, ValueError):
+            continue  # of another version: what it says of a job cannot be relied on, so the job is run again
+    return tuple(found.values())
+
+
+def outcome_of(record: Record) -> Outcome:
+    """Raises KeyError, TypeError or ValueError for a record that says something else."""
+    state = record["state"]
+    if state not in get_args(State):
+        raise ValueError(state)
+    code, step = record["exit_code"], record["last_step"]
+    return Outcome(
+        state=cast(State, state),
+        exit_code=None if code is None else int(code),
+        duration_s=float(record["duration_s"]),
+        last_step=None if step is None else int(step),
+        gpus=tuple(str(gpu) for gpu in record["gpus"]),
+        bundle=str(record["bundle"]),
+        metrics=dict(record["metrics"]),
+    )
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """A sweep's journal, open and locked for as long as this process lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or makes it. Raises UsageError where another colaunch has it, SafelaunchError where it is damaged."""
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise UsageError(
+                f"{path.parent}: no sweep can be kept there: {error.strerror or error}", "see --sweep-dir"
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._close_and_complain()
+        self.records, self._length = parse(self._read(), str(path))
+        self._pending: list[bytes] = []
+        self._cut()
+        _sync_directory(path.parent)
+
+    def _close_and_complain(self) -> None:
+        records = [record for record in _tolerant(self._read()) if record.get("event") == "begun"]
+        os.close(self._file)
+        who = f" (pid {records[-1].get('pid')})" if records else ""
+        raise UsageError(
+            f"{self.path.parent}: another safelaunch colaunch runs this sweep{who}.",
+            "wait for it, or name another directory with --sweep-dir",
+        )
+
+    def _read(self) -> bytes:
+        size = os.fstat(self._file).st_size
+        return os.pread(self._file, size, 0)
+
+    def _cut(self) -> None:
+        """The torn end goes; a whole last line without its newline gets one."""
+        os.ftruncate(self._file, self._length)
+        if self._length and os.pread(self._file, 1, self._length - 1) != b"\n":
+            self._append(b"\n")
+
+    @property
+    def behind(self) -> bool:
+        """Whether records could not be written yet."""
+        return bool(self._pending)
+
+    def begun(self, jobs: int) -> None:
+        """Raises OSError where it cannot be written."""
+        self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1})
+
+    def started(self, job: Job, attempt: int, process: ProcessId) -> None:
+        """Raises OSError where it cannot be written: then the job must not start."""
+        words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint}
+        self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
+
+    def ended(self, job: Job, attempt: int, outcome: Outcome) -> None:
+        """Is kept, and written as soon as that is possible, where it cannot be written now."""
+        record = {"event": "ended", "job": job.name, "attempt": attempt, **asdict(outcome)}
+        self._pending.append(_line(record))
+        self.catch_up()
+
+    def catch_up(self) -> bool:
+        """Writes what could not be written before; returns whether nothing is left."""
+        try:
+            while self._pending:
+                self._append(self._pending[0])
+                self._pending.pop(0)
+        except OSError:
+            return False
+        return True
+
+    def _write(self, record: Record) -> None:
+        if not self.catch_up():
+            raise OSError(errno.EIO, "earlier records could not be written")
+        self._append(_line(record))
+
+    def _append(self, line: bytes) -> None:
+        try:
+            if os.write(self._file, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, self._length)  # nothing may stand behind half a line
+            raise
+        self._length += len(line)
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        os.close(self._file)
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps({**record, "time_unix_s": round(time.time(), 3)}).encode() + b"\n"
+
+
+def _tolerant(data: bytes) -> list[Record]:
+    """What can be read while somebody else writes."""
+    try:
+        return parse(data, "")[0]
+    except SafelaunchError:
+        return []
+
+
+def _sync_directory(directory: Path) -> None:
+    """So that a new file's name is on the disk as well. Best effort: some file systems cannot."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)

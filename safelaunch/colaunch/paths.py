@@ -1,0 +1,52 @@
+"""Where everything of one sweep lives."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_PARENT = "safelaunch-sweeps"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPaths:
+    """The sweep directory (absolute): the journal, the summaries, and a directory for each job."""
+
+    root: Path
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.jsonl"
+
+    @property
+    def summary_json(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def summary_csv(self) -> Path:
+        return self.root / "summary.csv"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    def job(self, name: str) -> Path:
+        """A job's own directory, ``{job_dir}`` in its command: for whatever it writes itself, too."""
+        return self.jobs / name
+
+    def log(self, name: str, attempt: int) -> Path:
+        """Everything that an attempt wrote to stdout and stderr."""
+        return self.job(name) / f"attempt-{attempt}.log"
+
+    def bundles(self, name: str) -> Path:
+        return self.job(name) / "bundles"
+
+    def bundles_of(self, name: str) -> set[str]:
+        """The paths of the job's published bundles."""
+        try:
+            with os.scandir(self.bundles(name)) as entries:
+                found = [e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
+        except OSError:
+            return set()
+        return {path for path in found if os.path.exists(os.path.join(path, "verdict.json"))}  # noqa: PTH110, PTH118

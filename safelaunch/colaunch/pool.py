@@ -1,0 +1,183 @@
+"""What jobs run on: GPUs, or slots of CPU cores on a node without GPUs. Each unit goes to one job at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from safelaunch.errors import ResourceError
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one job holds. ``units``: their numbers in the pool; ``label`` names them to the user.
+
+    ``env`` and ``options`` (safelaunch's) hand them to the job; ``cores`` is its CPU affinity, empty for all.
+    """
+
+    units: tuple[int, ...]
+    label: str
+    gpus: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+
+
+class Pool(Protocol):
+    """Hands out shares. What a share is made of, and who else draws on it, is the pool's own business."""
+
+    @property
+    def capacity(self) -> int:
+        """Units in all."""
+
+    @property
+    def kind(self) -> str:
+        """``GPU`` or ``slot``."""
+
+    def units(self, gpus: int) -> int:
+        """How many units a job takes that asks for ``gpus`` GPUs."""
+
+    def free(self) -> int:
+        """Units that can be had now, as far as can be told without taking them."""
+
+    def take(self, units: int) -> Share | None:
+        """A share, or None where that many are not to be had any more."""
+
+    def release(self, share: Share) -> None:
+        """The job of this share is over."""
+
+
+class _Numbers:
+    """The lowest free numbers of 0..count-1."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.free = set(range(count))
+
+    def take(self, wanted: int) -> tuple[int, ...] | None:
+        if wanted > len(self.free):
+            return None
+        taken = tuple(sorted(self.free)[:wanted])
+        self.free.difference_update(taken)
+        return taken
+
+
+class Slots:
+    """CPU slots: the cores are shared out among them, neighbours together."""
+
+    kind = "slot"
+
+    def __init__(self, count: int, cores: Sequence[int]) -> None:
+        self._numbers = _Numbers(count)
+        self._shares = share_out(cores, count)
+
+    @property
+    def capacity(self) -> int:
+        return self._numbers.count
+
+    def units(self, gpus: int) -> int:
+        """A slot stands for a GPU; a job without any needs a core all the same."""
+        return max(1, gpus)
+
+    def free(self) -> int:
+        return len(self._numbers.free)
+
+    def take(self, units: int) -> Share | None:
+        taken = self._numbers.take(units)
+        if taken is None:
+            return None
+        cores = sorted({core for number in taken for core in self._shares[number]})
+        return Share(taken, ranges(taken), cores=tuple(cores))
+
+    def release(self, share: Share) -> None:
+        self._numbers.free.update(share.units)
+
+
+class Gpus:
+    """The node's GPUs, as far as they are ours to use; each job sees its own alone."""
+
+    kind = "GPU"
+
+    def __init__(self, uuids: Sequence[str]) -> None:
+        self._uuids = tuple(uuids)
+        self._numbers = _Numbers(len(self._uuids))
+
+    @property
+    def capacity(self) -> int:
+        return self._numbers.count
+
+    def units(self, gpus: int) -> int:
+        return gpus
+
+    def free(self) -> int:
+        return len(self._numbers.free)
+
+    def take(self, units: int) -> Share | None:
+        taken = self._numbers.take(units)
+        if taken is None:
+            return None
+        gpus = tuple(self._uuids[number] for number in taken)
+        return Share(taken, ranges(taken) or "none", gpus, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+
+    def release(self, share: Share) -> None:
+        self._numbers.free.update(share.units)
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def share_out(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """``count`` parts of ``cores``, as equal as can be, neighbours together; where there are too few, they are shared."""
+    if count > len(cores):
+        return tuple((cores[number % len(cores)],) for number in range(count))
+    return tuple(
+        tuple(cores[number * len(cores) // count : (number + 1) * len(cores) // count]) for number in range(count)
+    )
+
+
+def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
+    """As many slots as cores, but no more than jobs could hold at a time: their shares are larger then."""
+    largest_first = sorted(units, reverse=True)[:at_most]
+    return max(1, min(cores, sum(largest_first)), *largest_first[:1])
+
+
+def check_fits(needs: Mapping[str, int], pool: Pool) -> None:
+    """Raises ResourceError for a job that could never start."""
+    for name, units in needs.items():
+        if units > pool.capacity:
+            raise ResourceError(
+                f"the job {name} asks for {units} {pool.kind}s, and there are {pool.capacity} here.",
+                "ask for fewer" + (", or give more --slots" if pool.kind == "slot" else ""),
+            )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``0-3,6`` for 0, 1, 2, 3, 6."""
+    parts: list[str] = []
+    first = last = None
+    for number in [*sorted(numbers), None]:
+        if first is not None and (number is None or last is None or number != last + 1):
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            first = None
+        first = number if first is None else first
+        last = number
+    return ",".join(parts)
+
+
+# --- the node ---------------------------------------------------------------------------------------------------------
+
+
+def by_topology(cores: Sequence[int]) -> tuple[int, ...]:
+    """Cores in the order package, physical core: hyperthreads of one core, and cores of one socket, are neighbours."""
+
+    def place(core: int) -> tuple[int, int, int]:
+        topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+        try:
+            package = int((topology / "physical_package_id").read_text())
+            return package, int((topology / "core_id").read_text()), core
+        except (OSError, ValueError):
+            return 0, core, core
+
+    return tuple(sorted(cores, key=place))

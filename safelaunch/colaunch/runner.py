@@ -1,0 +1,290 @@
+"""The loop that runs a sweep: starts what may start, reaps what has ended, stops what must stop. One thread, no waiting
+for anybody: neither for a job's supervisor nor for a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safelaunch.colaunch import metrics, outcome, spawn
+from safelaunch.colaunch.affinity import threads
+from safelaunch.colaunch.jobs import Job, Outcome, State
+from safelaunch.colaunch.journal import Journal
+from safelaunch.colaunch.paths import SweepPaths
+from safelaunch.colaunch.pool import Pool, Share
+from safelaunch.colaunch.signals import Signals
+from safelaunch.colaunch.steps import Steps, progress_of
+from safelaunch.colaunch.sweep import Sweep
+from safelaunch.colaunch.view import JobView, Screen, Snapshot
+from safelaunch.launch import process
+from safelaunch.launch.process import ProcessId
+from safelaunch.session.discover import our_roots
+
+TICK_S = 0.5
+BUSY_TICK_S = 0.1
+ASK_EVERY_S = 1.0
+# torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
+STOP_PATIENCE_S = 45.0
+# What a killed supervisor leaves is ended by its guardian, within 5 s and another 5.
+LINGER_S = 15.0
+CANNOT_START = 127
+
+
+class _Unrecorded(Exception):
+    """The journal does not take the start of a job, so it must not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and how a sweep runs. ``program``: the words that are ``safelaunch``."""
+
+    paths: SweepPaths
+    pool: Pool
+    journal: Journal
+    environ: Mapping[str, str]
+    program: Sequence[str]
+
+
+@dataclass(slots=True)
+class _Active:
+    """A job that runs, or whose remains are still being ended."""
+
+    job: Job
+    attempt: int
+    share: Share
+    process: ProcessId
+    log: Path
+    bundles_before: set[str]
+    began_s: float
+    step: int | None = None
+    steps_per_s: float | None = None
+    ended_by_us: State | None = None
+    asked_s: float | None = None
+    killed_s: float | None = None
+    status: int | None = None
+    reaped_s: float = 0.0
+    below: tuple[ProcessId, ...] = field(default=())
+
+
+class Runner:
+    """Runs ``sweep`` to its end, or until it is stopped."""
+
+    def __init__(self, sweep: Sweep, place: Place, screen: Screen, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sweep = sweep
+        self._place = place
+        self._screen = screen
+        self._clock = clock
+        self._active: dict[str, _Active] = {}
+        self._steps = Steps(our_roots, clock)
+        self._asked_s = 0.0
+        self._unrecorded = False
+        self.stopped_by = 0
+        self._stops = 0
+
+    def run(self, signals: Signals) -> None:
+        """Returns when every job is final and nothing of any is left; after a third stop, at once."""
+        while True:
+            self._on_signals(signals.taken())
+            self._reap()
+            self._hurry()
+            self._start()
+            self._look()
+            self._screen.show(self.snapshot)
+            if (self._sweep.finished and not self._active) or self._stops > 2:
+                break
+            busy = any(active.status is not None or active.asked_s for active in self._active.values())
+            signals.wait(BUSY_TICK_S if busy else TICK_S, self._steps.descriptors)
+        if not self._place.journal.catch_up():
+            self._screen.note(f"{self._place.journal.path} cannot be written: --resume will run some jobs again")
+
+    # --- stopping ---------------------------------------------------------------------------------------------------
+
+    def _on_signals(self, taken: Sequence[int]) -> None:
+        for signum in taken:
+            self._stops += 1
+            self.stopped_by = self.stopped_by or signum
+            if self._stops == 1:
+                self._sweep.stop(f"stopped by {signal.Signals(signum).name}")
+                self._screen.note(f"stopping {len(self._active)} running jobs; once more kills them")
+                self._ask_to_end(patience=False)
+            else:
+                self._screen.note(f"killing {len(self._active)} jobs")
+                for active in self._active.values():
+                    self._kill(active)
+
+    def _ask_to_end(self, *, patience: bool = True) -> None:
+        """All jobs. Without ``patience`` it is the user's to say when that takes too long."""
+        for active in self._active.values():
+            if active.ended_by_us is None:
+                active.ended_by_us = "cancelled"
+                active.asked_s = self._clock() if patience else None
+                active.process.send(signal.SIGTERM)
+
+    def _kill(self, active: _Active) -> None:
+        """Its supervisor; the guardian, and below after a while we ourselves, end what is left."""
+        active.ended_by_us = active.ended_by_us or "cancelled"
+        active.below = (*active.below, *process.descendants([active.process.pid]))
+        active.killed_s = self._clock()
+        active.process.send(signal.SIGKILL)
+
+    def _hurry(self) -> None:
+        """Ends what has run for too long, and kills what does not end."""
+        now = self._clock()
+        if self._sweep.stopped:
+            self._ask_to_end()
+        for active in self._active.values():
+            limit_s = active.job.timeout_s
+            if limit_s is not None and now - active.began_s > limit_s and active.ended_by_us is None:
+                active.ended_by_us, active.asked_s = "timed-out", now
+                active.process.send(signal.SIGTERM)
+            if active.asked_s is not None and now - active.asked_s > STOP_PATIENCE_S and active.killed_s is None:
+                self._kill(active)
+
+    # --- the end of a job -------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        now = self._clock()
+        for active in list(self._active.values()):
+            if active.status is None:
+                active.status, active.reaped_s = process.reap(active.process.pid), now
+            if active.status is not None and not self._lingers(active, now):
+                del self._active[active.job.name]
+                self._end(active)
+
+    def _lingers(self, active: _Active, now: float) -> bool:
+        """Whether parts of a job whose supervisor was killed still live: its guardian is at them."""
+        assert active.status is not None
+        if not os.WIFSIGNALED(active.status) or not spawn.is_held(active.log):
+            return False
+        if now - active.reaped_s > LINGER_S:
+            for each in active.below:
+                each.send(signal.SIGKILL)
+        return now - active.reaped_s <= LINGER_S + 1.0
+
+    def _end(self, active: _Active) -> None:
+        assert active.status is not None
+        job, paths = active.job, self._place.paths
+        bundle = outcome.newest(paths.bundles_of(job.name) - active.bundles_before)
+        code = outcome.exit_code(active.status)
+        found = metrics.from_file(Path(job.metric_file)) if job.metric_file else {}
+        self._record(
+            job,
+            active.attempt,
+            Outcome(
+                state=outcome.state_of(code, outcome.verdict_of(bundle), active.ended_by_us),
+                exit_code=code,
+                duration_s=round(active.reaped_s - active.began_s, 3),
+                last_step=active.step,
+                gpus=active.share.gpus,
+                bundle=bundle,
+                metrics={**metrics.from_log(active.log, job.metrics), **found},
+            ),
+        )
+        self._place.pool.release(active.share)
+
+    def _record(self, job: Job, attempt: int, ended: Outcome) -> None:
+        self._place.journal.ended(job, attempt, ended)
+        self._sweep.ended(job.name, ended)
+        again = " (will be tried again)" if self._sweep.tracks[job.name].state == "waiting" else ""
+        code = "" if ended.state == "succeeded" else f" (exit code {ended.exit_code})"
+        bundle = f"; bundle: {ended.bundle}" if ended.bundle else ""
+        self._screen.note(f"{job.name}: {ended.state} after {ended.duration_s:.1f} s{code}{bundle}{again}")
+
+    # --- the start of a job -----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if not self._place.journal.catch_up():
+            self._complain("earlier records could not be written")
+            return
+        for job in self._sweep.choose(self._place.pool.free()):
+            share = self._place.pool.take(self._place.pool.units(job.gpus))
+            if share is None:
+                self._sweep.put_back(job.name)
+                continue
+            try:
+                self._launch(job, share)
+            except _Unrecorded as error:
+                self._place.pool.release(share)
+                self._sweep.put_back(job.name)
+                self._complain(str(error))
+            except OSError as error:
+                self._place.pool.release(share)
+                self._screen.note(f"{job.name} could not be started: {error.strerror or error}")
+                self._record(job, self._sweep.tracks[job.name].attempts, Outcome("failed", CANNOT_START))
+
+    def _complain(self, why: str) -> None:
+        if not self._unrecorded:
+            self._unrecorded = True
+            self._screen.note(f"{self._place.journal.path} cannot be written ({why}): no job is started until it can")
+
+    def _launch(self, job: Job, share: Share) -> None:
+        attempt, paths = self._sweep.tracks[job.name].attempts, self._place.paths
+        paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+        def record(started: ProcessId) -> None:
+            try:
+                self._place.journal.started(job, attempt, started)
+            except OSError as error:
+                raise _Unrecorded(error.strerror or str(error)) from error
+
+        bundle_dir = os.fspath(paths.bundles(job.name))
+        command = spawn.Command(
+            argv=(*self._place.program, *job.arguments(bundle_dir, share.options)),
+            env=self._environment(job, share),
+            cwd=job.cwd,
+            log=paths.log(job.name, attempt),
+            cores=share.cores,
+        )
+        before = paths.bundles_of(job.name)
+        started = spawn.start(command, record)
+        self._unrecorded = False
+        self._active[job.name] = _Active(job, attempt, share, started, command.log, before, self._clock())
+        self._screen.note(f"{job.name}: started on {self._place.pool.kind} {share.label}")
+
+    def _environment(self, job: Job, share: Share) -> dict[str, str]:
+        own = {**self._place.environ, **dict(job.env), **share.env}
+        if share.cores and "OMP_NUM_THREADS" not in own:
+            own["OMP_NUM_THREADS"] = str(threads(job.words, len(share.cores)))
+        return own
+
+    # --- what is seen of it -----------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        by_process = {active.process: active for active in self._active.values() if active.status is None}
+        for supervisor, status in self._steps.answers().items():
+            if supervisor in by_process:
+                active = by_process[supervisor]
+                step, active.steps_per_s = progress_of(status)
+                active.step = active.step if step is None else step
+        now = self._clock()
+        if now - self._asked_s >= ASK_EVERY_S:
+            self._asked_s = now
+            self._steps.ask(by_process)
+
+    def snapshot(self) -> Snapshot:
+        """Every job as it is now."""
+        now = self._clock()
+        return Snapshot(
+            tuple(self._view(name, now) for name in self._sweep.tracks), self._place.pool.kind, self._sweep.stopped
+        )
+
+    def _view(self, name: str, now: float) -> JobView:
+        track, active = self._sweep.tracks[name], self._active.get(name)
+        if active is None:
+            return JobView(track.job, track.state, track.attempts, track.why, outcome=track.outcome)
+        return JobView(
+            track.job,
+            track.state,
+            track.attempts,
+            "stopping" if active.ended_by_us else "",
+            active.share.label,
+            active.step,
+            active.steps_per_s,
+            now - active.began_s,
+            track.outcome,
+        )

@@ -1,0 +1,120 @@
+"""One job's safelaunch: started so that it is known before it runs, and so that it does not outlive us unseen.
+
+- The child waits for our word, which comes when the journal knows it; when we are killed first, it ends.
+- It asks the kernel for a SIGTERM at our death (PR_SET_PDEATHSIG), which it passes on to its job: ``kill -9`` of
+  colaunch ends the jobs as a scheduler would.
+- Its log is locked (flock). The lock belongs to the open file, which every process of the job has as its stdout: while
+  any of them lives, it is held, and whoever wants to run the same attempt again can tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from safelaunch.launch.process import ProcessId, identify
+
+PR_SET_PDEATHSIG = 1
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run, where. ``log`` takes all of its output; ``cores``: its CPU affinity, empty to leave it."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    log: Path
+    cores: Collection[int] = ()
+
+
+def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
+    """Starts it in a session of its own. ``tell`` is told of the process before it runs; what it raises ends it.
+
+    Raises OSError when it cannot be started. To be called from the main thread: the kernel takes the end of the thread
+    that forked for ours.
+    """
+    # Appended to, never cut: were the attempt there already, nothing of it would be lost.
+    log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _start(command, log, tell)
+    finally:
+        os.close(log)
+
+
+def _start(command: Command, log: int, tell: Callable[[ProcessId], None]) -> ProcessId:
+    may_go, go = os.pipe()
+    problem, report = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        os.close(go)  # else it would wait for itself
+        _become(command, log, parent, may_go, report)
+    os.close(may_go)
+    os.close(report)
+    try:
+        process = identify(pid) or ProcessId(pid, 0)
+        tell(process)
+        os.write(go, b"!")
+    except BaseException:
+        os.close(go)
+        os.waitpid(pid, 0)
+        os.close(problem)
+        raise
+    os.close(go)
+    number = os.read(problem, 16)  # its end is closed by a successful exec
+    os.close(problem)
+    if number:
+        os.waitpid(pid, 0)
+        raise OSError(int(number), os.strerror(int(number)))
+    return process
+
+
+def _become(command: Command, log: int, parent: int, may_go: int, report: int) -> NoReturn:
+    """In the forked child. ``report`` takes the number of the error that kept it from becoming ``command``."""
+    try:
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(signum, signal.SIG_DFL)
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() == parent and os.read(may_go, 1):
+            os.setsid()
+            os.chdir(command.cwd)
+            if command.cores:
+                os.sched_setaffinity(0, command.cores)
+            null = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((null, 0), (log, 1), (log, 2)):
+                os.dup2(source, target)
+            os.execve(command.argv[0], list(command.argv), dict(command.env))
+    except OSError as error:
+        os.write(report, str(error.errno).encode())
+    finally:
+        os._exit(127)
+
+
+def is_held(log: Path) -> bool:
+    """Whether a process of the attempt that wrote ``log`` still lives."""
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

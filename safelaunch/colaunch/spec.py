@@ -1,0 +1,263 @@
+"""The file of a sweep, read into templates; what is wrong with it is said with file and line.
+
+    defaults:                       # for every job below; a job's own keys win (env: variable by variable)
+      command: --nproc-per-node=1 train.py --lr {lr} --seed {seed}
+      gpus: 1
+      preset: hang-debug
+      env: {WANDB_NAME: "{name}"}
+      timeout: 2h                   # also retries, stall-timeout, startup-timeout, max-stall, on-stall
+    matrix:                         # every combination is a job
+      lr: [1e-3, 3e-4]
+      seed: 0..4
+      exclude: [{lr: 1e-3, seed: 4}]
+      include: [{lr: 1e-2, seed: 0}]
+    jobs:                           # optional: several kinds of jobs, each with the matrix above or one of its own
+      prepare: {command: --no-python bash prepare.sh, matrix: {}, gpus: 0}
+      train: {needs: prepare}
+
+Scalars keep the text as it was written (``1e-3`` stays ``1e-3``), because they become words of a command line.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from safelaunch.colaunch.grid import Axis, Matrix, Selection, axis
+from safelaunch.colaunch.metrics import check_pattern
+from safelaunch.colaunch.placeholders import Text
+from safelaunch.colaunch.templates import Template
+from safelaunch.errors import SpecError, UsageError
+from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS
+from safelaunch.settings.values import parse_count, parse_run_name, parse_seconds
+from safelaunch.settings.yamlfile import Node, known_entries, mapping_entries, text_of, texts_of
+
+TOP = ("defaults", "matrix", "jobs")
+SHARED = (
+    "command",
+    "gpus",
+    "preset",
+    "env",
+    *WATCHDOG_KEYS,
+    "timeout",
+    "retries",
+    "needs",
+    "cwd",
+    "metric",
+    "metric-file",
+)
+OF_A_JOB = (*SHARED, "name", "matrix")
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What the command line adds to every job of the file."""
+
+    metrics: tuple[str, ...] = ()
+    metric_file: Text | None = None
+
+
+def templates_of(root: Node, extra: Extra | None = None) -> tuple[Template, ...]:
+    """The templates in a parsed file. Raises SpecError or PresetError, naming file and line."""
+    if root.kind == "nothing":
+        raise SpecError(f"{root.where}: the file is empty", "it needs 'jobs', or 'defaults' with a command")
+    top = {key: node for key, _, node in known_entries(root, TOP, "a sweep")}
+    defaults = _entries(top["defaults"], SHARED, "defaults") if "defaults" in top else {}
+    shared = _matrix(top["matrix"]) if "matrix" in top else Matrix()
+    extra = extra or Extra()
+    if "jobs" not in top:
+        if "command" not in defaults:
+            raise SpecError(f"{root.where}: there is neither 'jobs' nor a 'command' in 'defaults'")
+        return (_template("", root.where, defaults, shared, extra),)
+    if top["jobs"].kind == "list":
+        raise SpecError(
+            f"{top['jobs'].where}: jobs must be a mapping from each job's name to its keys, not a list",
+            "write e.g.  jobs: {train: {command: train.py --lr {lr}}}",
+        )
+    found = []
+    for key, node in mapping_entries(top["jobs"], "jobs"):
+        _check_group(key)
+        own = {} if node.kind == "nothing" else _entries(node, OF_A_JOB, f"the job {key.text!r}")
+        matrix = _matrix(own["matrix"]) if "matrix" in own else shared
+        found.append(_template(key.text, key.where, _merged(defaults, own), matrix, extra))
+    if not found:
+        raise SpecError(f"{top['jobs'].where}: there are no jobs")
+    return tuple(found)
+
+
+def _entries(node: Node, known: tuple[str, ...], what: str) -> dict[str, Node]:
+    return {key: value for key, _, value in known_entries(node, known, what)}
+
+
+def _check_group(key: Node) -> None:
+    try:
+        parse_run_name(key.text)
+    except ValueError:
+        raise SpecError(
+            f"{key.where}: {key.text!r} cannot be a job's name", "1 to 64 letters, digits, '.', '_' and '-'"
+        ) from None
+
+
+def _merged(defaults: Mapping[str, Node], own: Mapping[str, Node]) -> dict[str, Node]:
+    """The job's keys over the defaults; environments are merged variable by variable."""
+    merged = {**defaults, **own}
+    if "env" in defaults and "env" in own:
+        variables = {key.text: (key, value) for node in (defaults["env"], own["env"]) for key, value in node.entries}
+        mapping_entries(own["env"], "env")
+        merged["env"] = Node(own["env"].where, "mapping", entries=tuple(variables.values()))
+    return merged
+
+
+def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, extra: Extra) -> Template:
+    if "command" not in keys:
+        raise SpecError(f"{where}: the job {group!r} has no 'command'", "give what you would give safelaunch")
+    metrics = _metrics(keys["metric"]) if "metric" in keys else ()
+    return Template(
+        group=group,
+        where=where,
+        command=command_of(keys["command"]),
+        matrix=matrix,
+        name=_text(keys, "name"),
+        options=_options(keys),
+        env=_env(keys["env"]) if "env" in keys else (),
+        cwd=_text(keys, "cwd"),
+        needs=_needs(keys),
+        gpus=_count(keys, "gpus", 1),
+        timeout_s=_seconds(keys, "timeout"),
+        retries=_count(keys, "retries", 0),
+        metrics=(*metrics, *extra.metrics),
+        metric_file=extra.metric_file or _text(keys, "metric-file"),
+    )
+
+
+# --- one key each -----------------------------------------------------------------------------------------------------
+
+
+def command_of(node: Node) -> tuple[Text, ...]:
+    """Words, from a list of them or from one text that is split as a shell would split it."""
+    if node.kind == "list":
+        words = tuple(Text(_scalar(item, "command"), item.where) for item in node.items)
+    else:
+        words = tuple(Text(word, node.where) for word in _split(text_of(node, "command"), node.where))
+    if not words:
+        raise SpecError(f"{node.where}: command is empty", "give what you would give safelaunch")
+    return words
+
+
+def _split(text: str, where: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SpecError(f"{where}: command: {error}", "check the quotes, or write a list of words") from error
+
+
+def _scalar(node: Node, what: str) -> str:
+    if node.kind in ("text", "number", "boolean"):
+        if "\0" in node.text:
+            raise SpecError(f"{node.where}: {what}: text cannot contain a NUL character")
+        return node.text
+    hint = 'a word that begins with { needs quotes: "{lr}"' if node.kind == "mapping" else ""
+    raise SpecError(f"{node.where}: {what}: a value must be text or a number, not {node.describe()}", hint)
+
+
+def _text(keys: Mapping[str, Node], name: str) -> Text | None:
+    return Text(_scalar(keys[name], name), keys[name].where) if name in keys else None
+
+
+def _count(keys: Mapping[str, Node], name: str, default: int) -> int:
+    if name not in keys:
+        return default
+    try:
+        return parse_count(_scalar(keys[name], name))
+    except ValueError:
+        raise SpecError(f"{keys[name].where}: {name}: {keys[name].text!r} is not a whole number") from None
+
+
+def _seconds(keys: Mapping[str, Node], name: str) -> float | None:
+    if name not in keys:
+        return None
+    try:
+        return parse_seconds(_scalar(keys[name], name))
+    except ValueError:
+        text = keys[name].text
+        raise SpecError(
+            f"{keys[name].where}: {name}: {text!r} is not a positive number of seconds (also 90s, 10m, 2h)"
+        ) from None
+
+
+def _options(keys: Mapping[str, Node]) -> tuple[Text, ...]:
+    """safelaunch's options of the job, as words."""
+    words: list[Text] = []
+    if "preset" in keys:
+        for node in texts_of(keys["preset"], "preset"):
+            words += [Text("--preset", node.where), Text(node.text, node.where)]
+    for name in WATCHDOG_KEYS:
+        if name in keys:
+            node = keys[name]
+            BY_NAME[name].parse_node(node)
+            words += [Text(f"--{name}", node.where), Text(node.text, node.where)]
+    return tuple(words)
+
+
+def _env(node: Node) -> tuple[tuple[str, Text], ...]:
+    found = []
+    for key, value in mapping_entries(node, "env"):
+        if not _VARIABLE.fullmatch(key.text):
+            raise SpecError(f"{key.where}: {key.text!r} is not the name of an environment variable")
+        if key.text.startswith("SAFELAUNCH_"):
+            raise SpecError(f"{key.where}: {key.text} cannot be set here", "give the option in 'command'")
+        if value.kind == "boolean":
+            raise SpecError(
+                f"{value.where}: {key.text}: {value.text} is a boolean, and a variable's value is text",
+                f'write "{value.text}" in quotes, or 1 or 0',
+            )
+        found.append((key.text, Text(_scalar(value, key.text), value.where)))
+    return tuple(found)
+
+
+def _needs(keys: Mapping[str, Node]) -> tuple[Text, ...]:
+    if "needs" not in keys or (keys["needs"].kind == "list" and not keys["needs"].items):
+        return ()
+    return tuple(Text(node.text, node.where) for node in texts_of(keys["needs"], "needs"))
+
+
+def _metrics(node: Node) -> tuple[str, ...]:
+    found = []
+    for item in texts_of(node, "metric"):
+        try:
+            check_pattern(item.text)
+        except UsageError as error:
+            raise SpecError(f"{item.where}: {error.message}", error.fix) from error
+        found.append(item.text)
+    return tuple(found)
+
+
+# --- the matrix -------------------------------------------------------------------------------------------------------
+
+
+def _matrix(node: Node) -> Matrix:
+    axes: list[Axis] = []
+    chosen: dict[str, tuple[Selection, ...]] = {}
+    for key, value in mapping_entries(node, "matrix"):
+        if key.text in ("include", "exclude"):
+            chosen[key.text] = _selections(value, key.text)
+        else:
+            nodes = value.items if value.kind == "list" else (value,)
+            axes.append(axis(key.text, [_scalar(item, key.text) for item in nodes], key.where))
+    return Matrix(tuple(axes), chosen.get("include", ()), chosen.get("exclude", ()))
+
+
+def _selections(node: Node, what: str) -> tuple[Selection, ...]:
+    if node.kind != "list":
+        raise SpecError(f"{node.where}: {what} must be a list of mappings", f"{what}: [{{lr: 1e-3, seed: 0}}]")
+    found = []
+    for item in node.items:
+        entries = mapping_entries(item, what)
+        if not entries:
+            raise SpecError(f"{item.where}: {what}: an empty mapping stands for nothing")
+        found.append(Selection(tuple((key.text, _scalar(value, key.text)) for key, value in entries), item.where))
+    return tuple(found)

@@ -1,0 +1,74 @@
+"""The end of a sweep in two files: ``summary.json`` for programs, ``summary.csv`` for spreadsheets and pandas."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from safelaunch.colaunch.jobs import Outcome, Track
+from safelaunch.colaunch.paths import SweepPaths
+
+FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle")
+
+
+def document(tracks: Iterable[Track]) -> dict[str, Any]:
+    """``{"jobs": [...]}``; what a job does not have is null, or empty."""
+    return {"jobs": [_entry(track) for track in tracks]}
+
+
+def _entry(track: Track) -> dict[str, Any]:
+    ended = track.outcome if track.outcome is not None else Outcome(track.state)
+    return {
+        "name": track.job.name,
+        "params": dict(track.job.params),
+        "state": track.state,
+        "exit_code": ended.exit_code,
+        "duration_s": ended.duration_s if track.outcome is not None else None,
+        "attempts": track.attempts,
+        "last_step": ended.last_step,
+        "gpus": list(ended.gpus),
+        "bundle": ended.bundle or None,
+        "metrics": dict(ended.metrics),
+    }
+
+
+def table(tracks: Sequence[Track]) -> list[list[str]]:
+    """Rows for CSV, the header first: the name, a column for each parameter, the fixed ones, one for each metric.
+
+    A parameter or metric that is called like another column gets ``param.`` or ``metric.`` before its name.
+    """
+    params = list(dict.fromkeys(name for track in tracks for name, _ in track.job.params))
+    metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
+    taken = {"name", *FIXED}
+    param_titles = [f"param.{name}" if name in taken else name for name in params]
+    metric_titles = [f"metric.{name}" if name in taken | set(param_titles) else name for name in metrics]
+    rows = [["name", *param_titles, *FIXED, *metric_titles]]
+    for track in tracks:
+        entry = _entry(track)
+        entry["gpus"] = " ".join(entry["gpus"])
+        cells = [entry["name"], *(entry["params"].get(name) for name in params), *(entry[name] for name in FIXED)]
+        rows.append([_cell(cell) for cell in [*cells, *(entry["metrics"].get(name) for name in metrics)]])
+    return rows
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.15g}" if isinstance(value, float) else str(value)
+
+
+def write(tracks: Sequence[Track], paths: SweepPaths) -> None:
+    """Both files, each whole or not at all. Raises OSError."""
+    _replace(paths.summary_json, json.dumps(document(tracks), indent=2) + "\n")
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(table(tracks))
+    _replace(paths.summary_csv, text.getvalue())
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, "utf-8")
+    beside.replace(path)
