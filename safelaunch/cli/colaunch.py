@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safelaunch.cli.colaunch_check import check_jobs, make_pool
 from safelaunch.cli.colaunch_options import Options, parse
-from safelaunch.cli.colaunch_rows import describe, summary_lines
+from safelaunch.cli.colaunch_rows import describe, many, summary_lines
 from safelaunch.cli.colaunch_screen import open_screen
 from safelaunch.colaunch import summary
 from safelaunch.colaunch.expand import Places, expand
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     pool = make_pool(jobs, options.slots, options.max_parallel, environ)
     check_jobs(jobs, pool, environ)
     if options.dry_run:
-        print("\n".join(describe(jobs, paths, pool.kind, pool.capacity)))
+        print("\n".join(describe(jobs, paths, pool)))
         return 0
     try:
         return _run(options, jobs, pool, paths, environ)
@@ -90,7 +90,7 @@ def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, e
     at_most = options.max_parallel or pool.capacity + (os.cpu_count() or 1)  # jobs without any GPU are limited by cores
     units = {job.name: pool.units(job.gpus) for job in jobs}
     sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
-    say(f"{len(jobs)} jobs on {pool.capacity} {pool.kind}s, in {paths.root}")
+    say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
     program = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "safelaunch"]
     with Signals() as signals, open_screen() as screen:
         runner = Runner(sweep, Place(paths, pool, journal, environ, program), screen)

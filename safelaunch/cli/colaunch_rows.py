@@ -11,6 +11,7 @@ from safelaunch.bundle.report import clean
 from safelaunch.cli.status_rows import rate, since
 from safelaunch.colaunch.jobs import Job, Track
 from safelaunch.colaunch.paths import SweepPaths
+from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
 
 COLUMNS = ("job", "parameters", "state", "on", "step", "rate", "elapsed", "estimate", "bundle")
@@ -88,14 +89,19 @@ def time_left_s(snapshot: Snapshot) -> float | None:
 # --- before and after -------------------------------------------------------------------------------------------------
 
 
-def describe(jobs: Sequence[Job], paths: SweepPaths, kind: str, capacity: int) -> list[str]:
+def many(number: int, what: str) -> str:
+    """``1 job``, ``2 jobs``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
     """For --dry-run: every job as it would be started."""
-    lines = [f"{len(jobs)} jobs on {capacity} {kind}s, in {paths.root}", ""]
+    lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
     for job in jobs:
         env = [f"{name}={value}" for name, value in job.env]
         lines.append(f"{job.name}  ({job.where})")
         lines.append(f"  {clean(shlex.join([*env, 'safelaunch', *job.words]))}")
-        about = [f"{job.gpus} GPU{'s' * (job.gpus != 1)}", f"in {job.cwd}"]
+        about = [many(pool.units(job.gpus), pool.kind), f"in {job.cwd}"]
         about += [f"needs {', '.join(job.needs)}"] if job.needs else []
         about += [f"at most {job.timeout_s:g} s"] if job.timeout_s is not None else []
         about += [f"retries {job.retries}"] if job.retries else []

@@ -129,7 +129,7 @@ class Gpus:
 
 
 def share_out(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """``count`` parts of ``cores``, as equal as can be, neighbours together; where there are too few, they are shared."""
+    """``count`` parts of ``cores``, as equal as can be, neighbours together; too few cores are shared."""
     if count > len(cores):
         return tuple((cores[number % len(cores)],) for number in range(count))
     return tuple(

@@ -1,0 +1,361 @@
+"""A sweep as it is written: the file, the grid, placeholders, names and needs; and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import pytest
+
+from safelaunch.colaunch.expand import Places, derive, expand
+from safelaunch.colaunch.grid import Matrix, axis, parse_grid
+from safelaunch.colaunch.jobs import Job
+from safelaunch.colaunch.placeholders import Text
+from safelaunch.colaunch.spec import Extra, templates_of
+from safelaunch.colaunch.templates import Template
+from safelaunch.errors import UsageError
+from safelaunch.settings.yamlfile import parse_yaml
+
+PLACES = Places("/s", "/s/jobs", "/w")
+
+
+def jobs(text: str, extra: Extra | None = None) -> dict[str, Job]:
+    return {job.name: job for job in expand(templates_of(parse_yaml(text, "sweep.yaml"), extra), PLACES)}
+
+
+def error_of(text: str) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        jobs(text)
+    return caught.value
+
+
+def grid(*words: str, command: str = "train.py") -> tuple[Job, ...]:
+    axes = tuple(parse_grid(word) for word in words)
+    texts = tuple(Text(word, "the command line") for word in command.split())
+    return expand([Template("", "the command line", texts, Matrix(axes))], PLACES)
+
+
+# --- placeholders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "filled"),
+    [
+        ("", set(), ""),
+        ("plain", set(), "plain"),
+        ("{lr}", {"lr"}, "1e-3"),
+        ("--lr={lr},{seed}", {"lr", "seed"}, "--lr=1e-3,{lr}"),
+        ('{{"a": {lr}}}', {"lr"}, '{"a": 1e-3}'),
+        ("{{lr}}", set(), "{lr}"),
+        ("{{{lr}}}", {"lr"}, "{1e-3}"),
+        ("{{{{", set(), "{{"),
+        ("{warm-up}", {"warm-up"}, "3"),
+    ],
+)
+def test_placeholders_are_found_and_filled_in_once(text: str, fields: set[str], filled: str) -> None:
+    """The value of seed is itself spelled like a placeholder: values are never looked into."""
+    found = Text(text, "here")
+    assert found.fields() == fields
+    assert found.fill({"lr": "1e-3", "seed": "{lr}", "warm-up": "3"}) == filled
+
+
+@pytest.mark.parametrize("text", ["{", "}", "{lr", "lr}", "{1}", "{}", "{lr:3}", '{"a": 1}', "{{}", "{l r}"])
+def test_a_single_brace_is_an_error_that_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(UsageError, match="a single '[{}]' in") as caught:
+        Text(text, "sweep.yaml:3").fields()
+    assert str(caught.value).startswith("sweep.yaml:3: ")
+    assert "{{ and }}" in caught.value.fix
+
+
+# --- the grid ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "values"),
+    [
+        ("lr=1e-3,3e-4", "lr", ("1e-3", "3e-4")),
+        ("seed=0..4", "seed", ("0", "1", "2", "3", "4")),
+        ("seed=-1..1", "seed", ("-1", "0", "1")),
+        ("seed=7", "seed", ("7",)),
+        ("seed=5..5,9", "seed", ("5", "9")),
+        ("path=a=b,../c", "path", ("a=b", "../c")),
+        ("v=1.5..2", "v", ("1.5..2",)),
+    ],
+)
+def test_a_grid_word_names_a_parameter_and_its_values(word: str, name: str, values: tuple[str, ...]) -> None:
+    found = parse_grid(word)
+    assert (found.name, found.values, found.where) == (name, values, f"--grid {word}")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("lr", "expected NAME=VALUE"),
+        ("lr=", "has no values"),
+        ("=1", "cannot be a parameter's name"),
+        ("1x=1", "cannot be a parameter's name"),
+        ("lr=1,1", "'1' twice"),
+        ("seed=4..0", "is empty"),
+        ("seed=0..99999", "more than 10000 values"),
+        ("seed=0..999999999999999999", "more than 10000 values"),
+        ("name=a", "safelaunch's own"),
+    ],
+)
+def test_a_wrong_grid_word_is_named(word: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        parse_grid(word)
+    assert str(caught.value).startswith(f"--grid {word}: ")
+
+
+def test_the_one_liner_gives_a_job_for_every_combination() -> None:
+    found = grid("lr=1e-3,3e-4", "seed=0..1", command="--nproc-per-node=1 train.py --lr {lr} --seed {seed}")
+    assert [job.name for job in found] == ["lr-1e-3_seed-0", "lr-1e-3_seed-1", "lr-3e-4_seed-0", "lr-3e-4_seed-1"]
+    assert found[2].words == ("--nproc-per-node=1", "train.py", "--lr", "3e-4", "--seed", "0")
+    assert found[2].params == (("lr", "3e-4"), ("seed", "0"))
+
+
+def test_without_a_parameter_there_is_one_job() -> None:
+    assert [job.name for job in grid(command="train.py")] == ["job"]
+
+
+def test_a_parameter_that_nothing_uses_is_an_error_and_so_is_an_unknown_one() -> None:
+    with pytest.raises(UsageError, match="--grid seed=0: the parameter 'seed' is not used"):
+        grid("seed=0", command="train.py")
+    with pytest.raises(UsageError, match=r"unknown placeholder \{sed\}.*did you mean 'seed'"):
+        grid("seed=0", command="train.py {sed} {seed}")
+
+
+def test_too_many_combinations_are_refused_before_they_are_made() -> None:
+    with pytest.raises(UsageError, match="1000000 combinations"):
+        grid("a=0..99", "b=0..99", "c=0..99", command="t.py {a} {b} {c}")
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+WHOLE = """
+defaults:
+  command: --nproc-per-node=2 train.py --lr {lr} --seed {seed}
+  gpus: 2
+  preset: [hang-debug, ./mine.yaml]
+  env: {WANDB_NAME: "{name}", THREADS: 4}
+  stall-timeout: 5m
+  timeout: 2h
+  retries: 1
+  metric: val_loss=([0-9.]+)
+  metric-file: out/{name}.json
+matrix:
+  lr: [1e-3, 3e-4]
+  seed: 0..1
+  exclude: [{lr: 3e-4, seed: 1}]
+  include: [{lr: 1e-2, seed: 7}]
+jobs:
+  prepare:
+    command: exec -- bash prepare.sh '{{a b}}'
+    matrix: {}
+    gpus: 0
+    preset: []
+  train: {needs: prepare, env: {THREADS: 8, OUT: "{job_dir}"}}
+  report:
+    command: [exec, --, python, report.py, "{sweep_dir}"]
+    needs: [train, prepare]
+    matrix: {}
+    cwd: reports
+"""
+
+
+def test_the_whole_of_a_file() -> None:
+    found = jobs(WHOLE)
+    trained = ["train_lr-1e-3_seed-0", "train_lr-1e-3_seed-1", "train_lr-3e-4_seed-0", "train_lr-1e-2_seed-7"]
+    assert list(found) == ["prepare", *trained, "report"]
+    one = found["train_lr-3e-4_seed-0"]
+    options = ("--preset", "hang-debug", "--preset", "./mine.yaml", "--stall-timeout", "5m")
+    assert one.words == (*options, "--nproc-per-node=2", "train.py", "--lr", "3e-4", "--seed", "0")
+    assert dict(one.env) == {
+        "WANDB_NAME": "train_lr-3e-4_seed-0",
+        "THREADS": "8",
+        "OUT": "/s/jobs/train_lr-3e-4_seed-0",
+    }
+    assert (one.gpus, one.timeout_s, one.retries, one.needs) == (2, 7200.0, 1, ("prepare",))
+    assert (one.metrics, one.metric_file) == (("val_loss=([0-9.]+)",), "/w/out/train_lr-3e-4_seed-0.json")
+    assert found["prepare"].words == ("exec", "--stall-timeout", "5m", "--", "bash", "prepare.sh", "{a b}")
+    assert found["prepare"].gpus == 0
+    assert found["report"].needs == (*trained, "prepare")
+    assert found["report"].cwd == "/w/reports"
+    assert found["report"].words[-1] == "/s"
+
+
+def test_what_safelaunch_is_given_begins_with_the_name_and_the_bundle_directory() -> None:
+    found = jobs(WHOLE)
+    assert found["prepare"].arguments("/b")[:6] == (
+        "exec",
+        "--run-name",
+        "prepare",
+        "--bundle-dir",
+        "/b",
+        "--stall-timeout",
+    )
+    one = found["train_lr-1e-3_seed-0"].arguments("/b", ("--gpus", "GPU-1,"))
+    assert one[:6] == ("--run-name", "train_lr-1e-3_seed-0", "--bundle-dir", "/b", "--gpus", "GPU-1,")
+
+
+def test_a_matrix_and_defaults_alone_are_a_sweep() -> None:
+    assert list(jobs("defaults: {command: 't.py {a}'}\nmatrix: {a: [x, y]}")) == ["a-x", "a-y"]
+
+
+def test_values_stay_as_they_are_written() -> None:
+    found = jobs("defaults: {command: 't.py {a}'}\nmatrix: {a: [1e-3, 010, 1.0, true, 'on', 1:30, 2024-01-01]}")
+    assert [job.words[1] for job in found.values()] == ["1e-3", "010", "1.0", "true", "on", "1:30", "2024-01-01"]
+
+
+def test_a_value_with_blanks_stays_one_word() -> None:
+    found = jobs("defaults: {command: 't.py {a}'}\nmatrix: {a: ['x y']}")
+    assert found["a-x-y"].words == ("t.py", "x y")
+
+
+def test_what_the_command_line_adds_comes_to_every_job() -> None:
+    found = jobs("jobs: {a: {command: t.py, metric: 'x=(.)'}}", Extra(("y=(.)",), Text("{name}.json", "--metric-file")))
+    assert found["a"].metrics == ("x=(.)", "y=(.)")
+    assert found["a"].metric_file == "/w/a.json"
+
+
+def test_the_fingerprint_is_of_the_work_not_of_its_limits() -> None:
+    def of(text: str) -> str:
+        return jobs(f"jobs: {{a: {text}}}")["a"].fingerprint
+
+    plain = of("{command: t.py 1}")
+    assert of("{command: t.py 1, timeout: 5, retries: 3, gpus: 2}") == plain
+    for other in ("{command: t.py 2}", "{command: t.py 1, env: {A: 1}}", "{command: t.py 1, cwd: x}"):
+        assert of(other) != plain
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_file_names_and_told_apart() -> None:
+    found = jobs("jobs: {m: {command: 't.py {p}', matrix: {p: [a/b, 'a b', ../c, 'é']}}}")
+    names = list(found)
+    assert len(set(names)) == 4
+    assert all(name.isascii() and "/" not in name and len(name) <= 64 for name in names)
+    assert names[0].startswith("m_p-a-b-") and names[1].startswith("m_p-a-b-")
+    assert names[2] == "m_p-..-c"
+
+
+def test_a_long_name_is_cut_and_stays_unique() -> None:
+    values = ", ".join(f"{'x' * 80}{number}" for number in range(3))
+    names = list(jobs(f"jobs: {{m: {{command: 't.py {{p}}', matrix: {{p: [{values}]}}}}}}"))
+    assert len(set(names)) == 3
+    assert {len(name) for name in names} == {64}
+
+
+def test_a_name_of_ones_own() -> None:
+    found = jobs("jobs: {m: {name: 'run{a}', command: 't.py {a}', matrix: {a: [1, 2]}}}")
+    assert list(found) == ["run1", "run2"]
+
+
+def test_derived_names() -> None:
+    assert derive("", ()) == "job"
+    assert derive("train", ()) == "train"
+    assert derive("", (("lr", "-1"),)) == "lr--1"
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "sweep.yaml:1: the file is empty"),
+        ("jobs:\n  a: {comand: x}", "sweep.yaml:2: unknown key 'comand'; did you mean 'command'?"),
+        ("job: {}", "sweep.yaml:1: unknown key 'job'; did you mean 'jobs'?"),
+        ("defaults: {gpus: 1}", "neither 'jobs' nor a 'command'"),
+        ("defaults: {name: x, command: y}", "sweep.yaml:1: unknown key 'name'"),
+        ("jobs:\n  - command: x", "sweep.yaml:2: jobs must be a mapping"),
+        ("jobs: {}", "there are no jobs"),
+        ("jobs: {a: {gpus: 1}}", "the job 'a' has no 'command'"),
+        ("jobs: {a: {command: ''}}", "command must be text, not empty"),
+        ("jobs: {a: {command: []}}", "command is empty"),
+        ('jobs: {a: {command: "x \'y"}}', "command: No closing quotation"),
+        (
+            "jobs:\n  a:\n    command: [t.py, {lr}]",
+            "sweep.yaml:3: command: a value must be text or a number, not a mapping",
+        ),
+        ("jobs:\n  a:\n    command: t.py\n    gpus: two", "sweep.yaml:4: gpus: 'two' is not a whole number"),
+        ("jobs:\n  a:\n    command: t.py\n    gpus: -1", "sweep.yaml:4: gpus: '-1' is not a whole number"),
+        ("jobs: {a: {command: t.py, timeout: soon}}", "timeout: 'soon' is not a positive number"),
+        ("jobs: {a: {command: t.py, stall-timeout: soon}}", "stall-timeout: 'soon' is not"),
+        ("jobs: {a: {command: t.py, env: {A B: 1}}}", "not the name of an environment variable"),
+        ("jobs: {a: {command: t.py, env: {SAFELAUNCH_X: 1}}}", "cannot be set here"),
+        ("jobs: {a: {command: t.py, env: {A: yes}}}", "is a boolean"),
+        ("jobs: {a: {command: t.py, env: {A: [1]}}}", "a value must be text or a number, not a list"),
+        ("jobs: {a: {command: t.py, metric: '('}}", "is not a regular expression"),
+        ("jobs: {a: {command: t.py, metric: 'loss'}}", "must begin with the metric's name"),
+        ("jobs: {../a: {command: t.py}}", "'../a' cannot be a job's name"),
+        ("jobs: {a: {command: t.py, name: 'x y'}}", "'x y' cannot be a job's name"),
+        ("jobs: {a: {command: t.py, name: '{name}'}}", "unknown placeholder {name}"),
+        ("jobs: {a: {command: t.py, name: B}, b: {command: t.py}}", "two jobs are called"),
+        ("jobs: {a: {command: 't.py {b}'}}", "unknown placeholder {b}"),
+        ("jobs:\n  a:\n    command: t.py\n    cwd: '{b}'", "sweep.yaml:4: unknown placeholder {b}"),
+        ("jobs: {a: {command: t.py, metric-file: '{b}'}}", "unknown placeholder {b}"),
+        (
+            "jobs: {a: {command: t.py}}\nmatrix:\n  lr: [1]",
+            "sweep.yaml:3: the parameter 'lr' is not used by the job 'a'",
+        ),
+        (
+            "jobs: {a: {command: t.py, name: 'a{lr}', matrix: {lr: [1]}}}",
+            "the parameter 'lr' is not used by the job 'a'",
+        ),
+        ("jobs: {a: {command: t.py, needs: b}}", "needs: there is no job 'b'"),
+        ("jobs: {abc: {command: t.py}, b: {command: t.py, needs: abd}}", "did you mean 'abc'?"),
+        ("jobs: {a: {command: t.py, needs: a}}", "needs form a circle: a -> a"),
+        (
+            "jobs: {a: {command: t.py, needs: c}, b: {command: t.py, needs: a}, c: {command: t.py, needs: b}}",
+            "a -> c -> b -> a",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(text: str, said: str) -> None:
+    message = error_of(text).message
+    assert said in message
+    assert message.startswith("sweep.yaml:") or "no 'command'" in message
+
+
+@pytest.mark.parametrize(
+    ("matrix", "said"),
+    [
+        ("{a: []}", "'a' has no values"),
+        ("{a: [1, 1]}", "'1' twice"),
+        ("{a: [[1]]}", "a value must be text or a number, not a list"),
+        ("{a: [~]}", "not nothing"),
+        ("{a: [1], exclude: {a: 1}}", "exclude must be a list"),
+        ("{a: [1], exclude: [{}]}", "an empty mapping"),
+        ("{a: [1], exclude: [{b: 1}]}", "exclude: 'b' is no parameter of this matrix"),
+        ("{a: [1], exclude: [{a: 2}]}", "no combination is a=2"),
+        ("{a: [1], exclude: [{a: 1}]}", "every combination of the matrix is excluded"),
+        ("{a: [1], include: [{a: 1}]}", "a=1 is there already"),
+        ("{a: [1], include: [{a: 2, b: 2}]}", "include: 'b' is no parameter"),
+        ("{job_dir: [1]}", "safelaunch's own"),
+    ],
+)
+def test_a_wrong_matrix(matrix: str, said: str) -> None:
+    assert said in error_of(f"jobs: {{j: {{command: 't.py {{a}}', matrix: {matrix}}}}}").message
+
+
+def test_an_include_must_be_whole() -> None:
+    text = "jobs: {j: {command: 't.py {a} {b}', matrix: {a: [1], b: [2], include: [{a: 3}]}}}"
+    assert "include: no value for b" in error_of(text).message
+
+
+def test_needs_may_name_one_job_of_a_group_by_its_parameters() -> None:
+    text = """
+jobs:
+  train: {name: "train-{s}", command: "t.py {s}", matrix: {s: 0..2}}
+  test: {name: "test-{s}", command: "e.py {s}", matrix: {s: 0..2}, needs: "train-{s}"}
+"""
+    assert [jobs(text)[f"test-{seed}"].needs for seed in range(3)] == [("train-0",), ("train-1",), ("train-2",)]
+
+
+def test_a_matrix_changes_its_first_parameter_slowest() -> None:
+    matrix = Matrix((axis("a", ["1", "2"], ""), axis("b", ["x", "y"], "")))
+    assert [dict(params) for params in matrix.combinations()] == [
+        {"a": "1", "b": "x"},
+        {"a": "1", "b": "y"},
+        {"a": "2", "b": "x"},
+        {"a": "2", "b": "y"},
+    ]
