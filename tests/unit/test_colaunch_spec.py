@@ -58,7 +58,7 @@ def test_placeholders_are_found_and_filled_in_once(text: str, fields: set[str], 
 
 @pytest.mark.parametrize("text", ["{", "}", "{lr", "lr}", "{1}", "{}", "{lr:3}", '{"a": 1}', "{{}", "{l r}"])
 def test_a_single_brace_is_an_error_that_says_how_to_write_one(text: str) -> None:
-    with pytest.raises(UsageError, match="a single '[{}]' in") as caught:
+    with pytest.raises(UsageError, match=r"a single '[{}]' in") as caught:
         Text(text, "sweep.yaml:3").fields()
     assert str(caught.value).startswith("sweep.yaml:3: ")
     assert "{{ and }}" in caught.value.fix

@@ -1,0 +1,472 @@
+"""The smaller parts of colaunch: metrics, slots, outcomes, steps, the command line, what is shown and summed up."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from safelaunch.cli.colaunch_check import OURS, check_jobs, make_pool
+from safelaunch.cli.colaunch_options import parse
+from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, describe, headline, summary_lines, time_left_s
+from safelaunch.cli.colaunch_screen import picture
+from safelaunch.colaunch import metrics, outcome, summary
+from safelaunch.colaunch.affinity import ranks, threads
+from safelaunch.colaunch.jobs import Job, Outcome, Track
+from safelaunch.colaunch.paths import SweepPaths
+from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, ranges, share_out
+from safelaunch.colaunch.steps import progress_of
+from safelaunch.colaunch.view import JobView, Snapshot
+from safelaunch.errors import UsageError
+from safelaunch.launch import gpus
+from safelaunch.session.control import RankStatus, RunStatus
+
+
+def job(name: str = "a", *words: str, **more: object) -> Job:
+    return Job(name, words or ("t.py",), "sweep.yaml:3", **more)  # type: ignore[arg-type]
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("val_loss=([0-9.]+)", ("val_loss",)),
+        ("  acc: (.*)%", ("acc",)),
+        ("eval/loss = (\\S+)", ("eval/loss",)),
+        ("(?P<loss>\\S+) is the loss", ("loss",)),
+        ("(?P<a>.) (?P<b>.)", ("a", "b")),
+    ],
+)
+def test_a_pattern_names_its_metrics(pattern: str, names: tuple[str, ...]) -> None:
+    assert metrics.check_pattern(pattern) == names
+
+
+@pytest.mark.parametrize("pattern", ["(", "loss", "([0-9]+)", "a=(.) b=(.)", "=(.)"])
+def test_a_pattern_without_a_name_or_a_value_is_refused(pattern: str) -> None:
+    with pytest.raises(UsageError, match="metric"):
+        metrics.check_pattern(pattern)
+
+
+def test_the_last_value_counts_also_behind_a_progress_bar(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"loss=9\nstep 1 loss=3\rstep 2 loss=2.5 acc=1e-2\xff\nloss=nan\nloss=2 loss=1.25\nacc=none")
+    assert metrics.from_log(log, ["loss=([0-9.]+)", "acc=(\\S+)"]) == {"loss": 1.25, "acc": "none"}
+    assert metrics.from_log(log, ["loss=(\\w+)"])["loss"] == 1.0
+    assert metrics.from_log(tmp_path / "none", ["loss=(.)"]) == {}
+
+
+def test_infinities_and_nan_stay_text_for_json_has_none() -> None:
+    found = metrics.from_lines(["a=nan b=inf c=-1e400 d=7"], ["a=(\\S+)", "b=(\\S+)", "c=(\\S+)", "d=(\\S+)"])
+    assert found == {"a": "nan", "b": "inf", "c": "-1e400", "d": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            '{"loss": 0.5, "n": 3, "tag": "x", "deep": {"a": 1}, "ok": true, "none": null}',
+            {"loss": 0.5, "n": 3.0, "tag": "x"},
+        ),
+        ('{"loss": NaN, "text": "1.5"}', {"loss": "nan", "text": 1.5}),
+        ("[1, 2]", {}),
+        ("{", {}),
+        ("", {}),
+        ("[" * 100000, {}),
+    ],
+)
+def test_numbers_from_a_json_file(tmp_path: Path, text: str, found: dict[str, object]) -> None:
+    (tmp_path / "m.json").write_text(text)
+    assert metrics.from_file(tmp_path / "m.json") == found
+    assert metrics.from_file(tmp_path / "none.json") == {}
+
+
+# --- slots and GPUs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "count", "parts"),
+    [
+        (range(4), 2, [(0, 1), (2, 3)]),
+        (range(5), 2, [(0, 1), (2, 3, 4)]),
+        (range(2), 4, [(0,), (1,), (0,), (1,)]),
+        ([3, 9], 1, [(3, 9)]),
+    ],
+)
+def test_cores_are_shared_out_fairly(cores: list[int], count: int, parts: list[tuple[int, ...]]) -> None:
+    assert share_out(list(cores), count) == tuple(parts)
+
+
+@pytest.mark.parametrize(
+    ("cores", "units", "at_most", "slots"),
+    [(64, [1] * 10, None, 10), (8, [1] * 10, None, 8), (64, [1] * 10, 2, 2), (2, [4, 1], None, 4), (8, [1], None, 1)],
+)
+def test_the_default_number_of_slots(cores: int, units: list[int], at_most: int | None, slots: int) -> None:
+    assert default_slots(cores, units, at_most) == slots
+
+
+def test_slots_are_given_once_and_come_back() -> None:
+    pool = Slots(3, [0, 1, 2, 3, 4, 5])
+    first, second = pool.take(2), pool.take(1)
+    assert first == Share((0, 1), "0-1", cores=(0, 1, 2, 3))
+    assert second == Share((2,), "2", cores=(4, 5))
+    assert (pool.free(), pool.take(1)) == (0, None)
+    pool.release(first)
+    assert (pool.free(), pool.units(0), pool.units(3)) == (2, 1, 3)
+
+
+def test_gpus_are_given_once_and_a_job_sees_only_its_own() -> None:
+    pool = Gpus(["GPU-a", "GPU-b", "GPU-c"])
+    first, none = pool.take(2), pool.take(0)
+    assert first == Share((0, 1), "0-1", ("GPU-a", "GPU-b"), env={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"})
+    assert none == Share((), "none", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert pool.take(2) is None
+    assert pool.free() == 1
+
+
+def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UsageError, match="the job big asks for 4 slots, and there are 2 here"):
+        check_fits({"big": 4}, Slots(2, [0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 9], "0,2-3,9"), ([5, 4], "4-5")]
+)
+def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
+    assert ranges(numbers) == text
+
+
+def test_the_cores_of_this_machine_are_all_there_in_some_order() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert sorted(by_topology(cores)) == cores
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [(None, ["GPU-0", "GPU-1", "GPU-2"]), ("2,0", ["GPU-2", "GPU-0"]), ("GPU-1", ["GPU-1"]), ("1", ["GPU-1"])],
+)
+def test_the_pool_is_what_cuda_visible_devices_leaves(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: list[str]
+) -> None:
+    found = gpus.Inventory(tuple(gpus.Gpu(number, f"GPU-{number}") for number in range(3)))
+    monkeypatch.setattr(gpus, "inventory", lambda: found)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    pool = make_pool([job()], None, None, environ)
+    assert pool.kind == "GPU"
+    share = pool.take(len(chosen))
+    assert share is not None
+    assert list(share.gpus) == chosen
+
+
+def test_without_gpus_or_with_slots_the_pool_is_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "inventory", lambda: gpus.Inventory((), "no NVIDIA GPU found"))
+    assert make_pool([job()], None, None, {}).kind == "slot"
+    assert make_pool([job()], 3, None, {}).capacity == 3
+    monkeypatch.setattr(gpus, "inventory", lambda: gpus.Inventory((gpus.Gpu(0, "GPU-0"),)))
+    assert make_pool([job()], 3, None, {}).kind == "slot"
+    assert make_pool([job()], None, None, {"CUDA_VISIBLE_DEVICES": ""}).kind == "slot"
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ("t.py", 1),
+        ("--nproc-per-node=4 t.py", 4),
+        ("--nproc_per_node 2 t.py", 2),
+        ("--nproc-per-node=auto t.py", 1),
+        ("t.py --nproc-per-node=8", 1),
+        ("--nproc-per-node", 1),
+        ("--nproc-per-node=0 t.py", 1),
+    ],
+)
+def test_the_ranks_of_a_job(words: str, count: int) -> None:
+    assert ranks(words.split()) == count
+    assert threads(words.split(), 8) == 8 // count
+    assert threads(words.split(), 1) == 1
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "by_us", "state"),
+    [
+        (0, "", None, "succeeded"),
+        (0, "", "cancelled", "succeeded"),
+        (0, "dump", None, "succeeded"),
+        (1, "", None, "failed"),
+        (1, "crash", None, "failed"),
+        (124, "hang", None, "hung"),
+        (124, "", None, "hung"),
+        (124, "crash", None, "failed"),
+        (125, "hang", None, "hung"),
+        (125, "crash", None, "failed"),
+        (125, "", None, "failed"),
+        (1, "hang", None, "failed"),
+        (143, "", "cancelled", "cancelled"),
+        (1, "", "timed-out", "timed-out"),
+    ],
+)
+def test_the_state_of_a_job_that_has_ended(code: int, verdict: str, by_us: str | None, state: str) -> None:
+    assert outcome.state_of(code, verdict, by_us) == state  # type: ignore[arg-type]
+
+
+def test_exit_codes_are_a_shells() -> None:
+    assert [outcome.exit_code(status) for status in (0, 256, 124 << 8, signal.SIGKILL)] == [0, 1, 124, 137]
+
+
+def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None:
+    paths = SweepPaths(tmp_path)
+    for name in ("a-20260101T000000Z-crash", "a-20260102T000000Z-hang", ".hidden", "unfinished"):
+        (paths.bundles("a") / name).mkdir(parents=True)
+        if name != "unfinished":
+            (paths.bundles("a") / name / "verdict.json").write_text('{"outcome": "hang"}')
+    (paths.bundles("a") / "latest").symlink_to("a-20260102T000000Z-hang")
+    found = paths.bundles_of("a")
+    assert {Path(path).name for path in found} == {"a-20260101T000000Z-crash", "a-20260102T000000Z-hang"}
+    before = {path for path in found if "crash" in path}
+    assert Path(outcome.newest(found - before)).name == "a-20260102T000000Z-hang"
+    assert outcome.verdict_of(outcome.newest(found - before)) == "hang"
+    assert (outcome.newest(set()), outcome.verdict_of(""), outcome.verdict_of(str(tmp_path))) == ("", "", "")
+    assert paths.bundles_of("nobody") == set()
+
+
+def test_a_job_is_as_far_as_its_slowest_stepping_rank() -> None:
+    def of(*ranks: RankStatus) -> tuple[int | None, float | None]:
+        about = {"run": "r1", "name": "a", "supervisor_pid": 1, "cwd": "/", "command": [], "started_unix_s": 0.0}
+        rest = {"attempt": 0, "world_size": 2, "watch": "", "threshold_s": 1.0, "threshold_why": ""}
+        return progress_of(
+            msgspec.convert({**about, **rest, "ranks": [msgspec.to_builtins(r) for r in ranks]}, RunStatus)
+        )
+
+    assert of() == (None, None)
+    assert of(RankStatus(0, 1, "torch")) == (None, None)
+    assert of(RankStatus(0, 1, "torch", 9, 2.0), RankStatus(1, 2, "torch", 7, 1.5)) == (7, 1.5)
+    assert of(RankStatus(0, 1, "exited", 5, 0.0), RankStatus(1, 2, "torch", 7, 1.5)) == (7, 1.5)
+    assert of(RankStatus(0, 1, "exited", 5, 0.0), RankStatus(1, 2, "torch")) == (5, 0.0)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_one_liner_is_parsed() -> None:
+    found = parse(
+        ["--grid", "a=1,2", "--grid", "b=0..1", "--gpus-per-job", "2", "--timeout", "2h", "--", "t.py", "--", "{a}"]
+    )
+    assert [(axis.name, axis.values) for axis in found.grid] == [("a", ("1", "2")), ("b", ("0", "1"))]
+    assert (found.command, found.gpus_per_job, found.timeout_s) == (("t.py", "--", "{a}"), 2, 7200.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "neither a file nor a command"),
+        ("--grid a=1", "neither a file nor a command"),
+        ("--grid a=1 --", "nothing stands behind --"),
+        ("s.yaml -- t.py", "exclude each other"),
+        ("s.yaml --grid a=1", "exclude each other"),
+        ("s.yaml --gpus-per-job 2", "--gpus-per-job goes with --grid"),
+        ("s.yaml --retries 0", "--retries goes with --grid"),
+        ("--grid a=1 --grid a=2 -- t.py {a}", "--grid a is given twice"),
+        ("--metric loss -- t.py", "metric 'loss'"),
+    ],
+)
+def test_a_wrong_command_line_is_an_error_of_ours(words: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse(words.split())
+
+
+@pytest.mark.parametrize("words", ["--slots 0", "--slots x", "--max-parallel 0", "--grd a=1", "--timeout -1"])
+def test_what_argparse_rejects(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([*words.split(), "--", "t.py"])
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *[
+            ((flag, *(["x"] if flag in ("--run-name", "--bundle-dir", "--gpus") else []), "t.py"), flag)
+            for flag in OURS
+        ],
+        (("--stall-timeout", "soon", "t.py"), "'soon' is not auto or a positive number"),
+        (("--stall-timeout",), "needs a value"),
+        (("--preset", "hang-debgu", "t.py"), "did you mean 'hang-debug'"),
+        (("--nproc-per-node=2",), "there is no script"),
+        (("exec", "--stall-timeout", "9"), "there is no script"),
+        (("exec", "--run-name", "x", "--", "t.py"), "--run-name cannot be given here"),
+    ],
+)
+def test_what_safelaunch_would_reject_is_said_before_anything_starts(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_jobs([job("a", *words)], Slots(1, [0]), dict(os.environ))
+    assert caught.value.message.startswith("sweep.yaml:3: job a: ")
+    assert said in str(caught.value)
+
+
+def test_what_safelaunch_takes_passes_the_script_may_have_options_like_ours(tmp_path: Path) -> None:
+    good = [
+        job("a", "--stall-timeout", "9", "--nproc-per-node=2", "t.py", "--run-name", "x", cwd=str(tmp_path)),
+        job("b", "exec", "--", "python", "t.py", "--gpus", "3", cwd=str(tmp_path)),
+    ]
+    check_jobs(good, Slots(1, [0]), dict(os.environ))
+
+
+def test_a_working_directory_that_is_not_there_and_gpus_set_by_hand(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no directory /nowhere"):
+        check_jobs([job(cwd="/nowhere")], Slots(1, [0]), dict(os.environ))
+    by_hand = job(env=(("CUDA_VISIBLE_DEVICES", "0"),), cwd=str(tmp_path))
+    check_jobs([by_hand], Slots(1, [0]), dict(os.environ))
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES cannot be set here"):
+        check_jobs([by_hand], Gpus(["GPU-0"]), dict(os.environ))
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+DONE = Outcome("succeeded", 0, 60.0, 100, metrics={"loss": 0.25})
+
+
+def view(state: str, name: str = "a", **more: object) -> JobView:
+    return JobView(job(name, params=(("lr", "1e-3"),)), state, **more)  # type: ignore[arg-type]
+
+
+def test_the_row_of_a_running_job() -> None:
+    running = view("running", on="0-1", step=40, steps_per_s=2.0, elapsed_s=20.0, attempts=2)
+    row = dict(zip(COLUMNS, cells(running, 60.0), strict=True))
+    assert row == {
+        "job": "a",
+        "parameters": "lr=1e-3",
+        "state": "running (attempt 2)",
+        "on": "0-1",
+        "step": "40",
+        "rate": "2/s",
+        "elapsed": "20s",
+        "estimate": "40s",
+        "bundle": "-",
+    }
+
+
+def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
+    hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang"))
+    assert cells(hung, 60.0)[2:] == ("hung", "-", "7", "-", "1m30s", "-", "/b/a-hang")
+    assert cells(view("waiting"), None)[2:] == ("waiting", "-", "-", "-", "-", "-", "-")
+
+
+def test_the_headline_counts_and_estimates() -> None:
+    jobs = (
+        view("succeeded", "a", outcome=DONE),
+        view("running", "b", elapsed_s=20.0),
+        view("running", "c", elapsed_s=0.0),
+        view("waiting", "d"),
+    )
+    snapshot = Snapshot(jobs, "slot")
+    assert time_left_s(snapshot) == 80.0
+    assert headline(snapshot) == "1 of 4 done, 2 running, 1 waiting; about 1m20s left"
+    assert headline(Snapshot(jobs, "slot", "stopped by SIGINT")).endswith("1 waiting; stopped by SIGINT")
+    assert time_left_s(Snapshot(jobs[1:], "slot")) is None
+
+
+def test_where_there_is_no_room_for_all_the_interesting_ones_are_shown() -> None:
+    states = ["succeeded", "waiting", "running", "failed", "succeeded", "running"]
+    snapshot = Snapshot(tuple(view(state, f"j{n}") for n, state in enumerate(states)), "slot")
+    assert [shown.job.name for shown in choose(snapshot, 3)] == ["j2", "j3", "j5"]
+    assert len(choose(snapshot, 99)) == 6
+
+
+def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
+    import io
+
+    from rich.console import Console
+
+    snapshot = Snapshot(tuple(view("waiting", f"j{n}") for n in range(40)), "slot")
+    console = Console(file=io.StringIO(), width=100, height=20)
+    console.print(picture(snapshot, 20))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) <= 20
+    assert lines[-2].strip() == "... and 25 more"
+    assert lines[-1].strip() == "0 of 40 done, 40 waiting"
+
+
+def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
+    shown = describe(
+        [job("a", "t.py", "a b", env=(("X", "1 2"),), needs=("b",), timeout_s=60.0, retries=2)],
+        SweepPaths(tmp_path),
+        Slots(1, [0]),
+    )
+    assert shown[0] == f"1 job on 1 slot, in {tmp_path}"
+    assert shown[3] == "  'X=1 2' safelaunch t.py 'a b'"
+    assert shown[4] == "  1 slot; in /; needs b; at most 60 s; retries 2"
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+def tracks() -> list[Track]:
+    failed = Outcome("failed", 1, 3.25, None, ("GPU-1", "GPU-2"), "/b/x", {"state": "odd"})
+    return [
+        Track(job("a", params=(("lr", "1e-3"), ("state", "x"))), "succeeded", 1, 1, DONE),
+        Track(job("b", params=(("lr", "3e-4"),)), "failed", 2, 2, failed),
+        Track(job("c"), "skipped", why="needs b, which failed"),
+    ]
+
+
+def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
+    summary.write(tracks(), SweepPaths(tmp_path))
+    document = json.loads((tmp_path / "summary.json").read_text())
+    assert list(document) == ["jobs"]
+    keys = ["name", "params", "state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "metrics"]
+    assert [list(entry) for entry in document["jobs"]] == [keys] * 3
+    assert document["jobs"][0]["params"] == {"lr": "1e-3", "state": "x"}
+    assert list(document["jobs"][1].values())[2:] == [
+        "failed",
+        1,
+        3.25,
+        2,
+        None,
+        ["GPU-1", "GPU-2"],
+        "/b/x",
+        {"state": "odd"},
+    ]
+    assert list(document["jobs"][2].values())[2:] == ["skipped", None, None, 0, None, [], None, {}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.csv", "summary.json"]
+
+
+def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> None:
+    summary.write(tracks(), SweepPaths(tmp_path))
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["name", "lr", "param.state", *summary.FIXED, "loss", "metric.state"]
+    assert (rows[0]["loss"], rows[0]["param.state"], rows[1]["gpus"], rows[1]["metric.state"]) == (
+        "0.25",
+        "x",
+        "GPU-1 GPU-2",
+        "odd",
+    )
+    assert (rows[2]["exit_code"], rows[2]["loss"]) == ("", "")
+
+
+def test_the_table_at_the_end() -> None:
+    lines = summary_lines(tracks())
+    assert lines[0].split() == [
+        "job",
+        "parameters",
+        "state",
+        "exit",
+        "took",
+        "attempts",
+        "step",
+        "loss",
+        "state",
+        "bundle",
+    ]
+    assert lines[1].split() == ["a", "lr=1e-3", "state=x", "succeeded", "0", "1m00s", "1", "100", "0.25", "-", "-"]
+    assert lines[3].endswith("needs b, which failed")
+    assert lines[-1] == "3 jobs: 1 succeeded, 1 skipped, 1 failed"
