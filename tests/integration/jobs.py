@@ -151,8 +151,9 @@ class Job:
             environ.pop(name, None)
             if value is not None:
                 environ[name] = value
-        own = [] if bundle_dir is None and "--bundle-dir" in words else [f"--bundle-dir={self.bundle_dir}"]
         words = [os.fspath(word) for word in words]
+        says_where = words[:1] == ["colaunch"] or (bundle_dir is None and "--bundle-dir" in words)
+        own = [] if says_where else [f"--bundle-dir={self.bundle_dir}"]
         subcommand = 1 if words[:1] == ["exec"] else 0
         words[subcommand:subcommand] = own
         command = [*(interpreter or (sys.executable, "-m", "safelaunch")), *words]

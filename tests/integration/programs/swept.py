@@ -1,0 +1,57 @@
+"""One job of a sweep: marks its beginning and end in ``marks/``, prints numbered lines, and behaves as it is told.
+
+python swept.py NAME HOW SECONDS   (HOW: ok, fail, flaky, stubborn, polite, hang)
+"""
+
+import fcntl
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import safelaunch
+
+LINES = 500
+
+name, how, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+marks = Path("marks")
+marks.mkdir(exist_ok=True)
+
+
+def mark(what):
+    with (marks / f"{name}.{what}").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+lock = (marks / f"{name}.lock").open("a")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    mark("twice")
+mark("begun")
+if how == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if how == "polite":
+
+    def leave(signum, frame):
+        mark("left")
+        sys.exit(1)
+
+    signal.signal(signal.SIGTERM, leave)
+print(
+    "cores", ",".join(str(core) for core in sorted(os.sched_getaffinity(0))), "threads", os.environ["OMP_NUM_THREADS"]
+)
+print("visible", os.environ.get("EXTRA"), flush=True)
+for number in range(LINES):
+    stream = sys.stderr if number % 10 == 9 else sys.stdout
+    print(f"{name} line {number} of {LINES} loss={LINES - number}", file=stream, flush=number % 10 >= 8)
+end = time.monotonic() + seconds
+while how == "hang" or time.monotonic() < end:
+    safelaunch.step()
+    time.sleep(0.05)
+    if how == "hang" and time.monotonic() > end:
+        time.sleep(1000)
+if how == "fail" or (how == "flaky" and len((marks / f"{name}.begun").read_text().split()) == 1):
+    sys.exit(7)
+mark("done")

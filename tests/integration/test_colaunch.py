@@ -1,0 +1,269 @@
+"""Sweeps of real safelaunch runs: what they leave, how they are stopped, killed and resumed. Torch is not needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import PROGRAMS, Job, Result
+
+LINES = 500
+SWEPT = f"exec -- python {PROGRAMS / 'swept.py'}"
+
+
+class Sweep(Job):
+    """``safelaunch colaunch`` with its sweep in ``scratch/s`` and what its jobs mark in ``scratch/marks``."""
+
+    def __init__(self, scratch: Path, spec: str, *words: str, **more: Any) -> None:
+        (scratch / "sweep.yaml").write_text(spec)
+        super().__init__(["colaunch", "sweep.yaml", "--sweep-dir", "s", *words], scratch, **more)
+
+    def marks(self, what: str) -> dict[str, int]:
+        """Job → how often it has marked ``what``."""
+        found = (self.scratch / "marks").glob(f"*.{what}")
+        return {path.name.rpartition(".")[0]: len(path.read_text().split()) for path in found}
+
+    @property
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        entries = json.loads((self.scratch / "s" / "summary.json").read_text())["jobs"]
+        return {entry["name"]: entry for entry in entries}
+
+    def states(self) -> dict[str, str]:
+        return {name: entry["state"] for name, entry in self.jobs.items()}
+
+    def log(self, name: str, attempt: int = 1) -> str:
+        return (self.scratch / "s" / "jobs" / name / f"attempt-{attempt}.log").read_text()
+
+    def recorded(self) -> set[str]:
+        """The jobs whose success is in the journal."""
+        journal = self.scratch / "s" / "journal.jsonl"
+        lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
+        records = [json.loads(line) for line in lines]
+        return {each["job"] for each in records if each["event"] == "ended" and each["state"] == "succeeded"}
+
+
+def run(scratch: Path, spec: str, *words: str, **more: Any) -> tuple[Sweep, Result]:
+    """A sweep to its end; nothing of it may be left."""
+    with Sweep(scratch, spec, *words, **more) as sweep:
+        result = sweep.wait()
+    assert result.leftovers == ()
+    return sweep, result
+
+
+def whole(log: str, name: str) -> bool:
+    """Whether every line is there, once and untorn."""
+    numbers = [
+        int(match[1]) for match in re.finditer(rf"^{re.escape(name)} line (\d+) of {LINES} loss=\d+$", log, re.M)
+    ]
+    return sorted(numbers) == list(range(LINES))
+
+
+# --- what a sweep is --------------------------------------------------------------------------------------------------
+
+ALL_KINDS = f"""
+defaults:
+  command: {SWEPT} {{name}} {{how}} 0.2
+  env: {{EXTRA: "job {{name}}"}}
+  metric: loss=([0-9]+)
+jobs:
+  prepare: {{command: "{SWEPT} {{name}} ok 0"}}
+  good: {{needs: prepare, matrix: {{how: [ok, flaky]}}, retries: 1}}
+  bad: {{needs: prepare, matrix: {{how: fail}}, retries: 1}}
+  report: {{needs: good, command: "{SWEPT} {{name}} ok 0", metric-file: "{{job_dir}}/m.json"}}
+  never: {{needs: [good, bad], command: "{SWEPT} {{name}} ok 0"}}
+"""
+
+
+def test_every_kind_of_job_at_once(tmp_path: Path) -> None:
+    (tmp_path / "s" / "jobs" / "report").mkdir(parents=True)
+    (tmp_path / "s" / "jobs" / "report" / "m.json").write_text('{"val": 0.5, "note": "x"}')
+    sweep, result = run(tmp_path, ALL_KINDS, "--slots", "2", env={"OMP_NUM_THREADS": None})
+    assert result.code == 1, result.stderr
+    assert sweep.states() == {
+        "prepare": "succeeded",
+        "good_how-ok": "succeeded",
+        "good_how-flaky": "succeeded",
+        "bad_how-fail": "failed",
+        "report": "succeeded",
+        "never": "skipped",
+    }
+    attempts = {name: entry["attempts"] for name, entry in sweep.jobs.items()}
+    assert list(attempts.values()) == [1, 1, 2, 2, 1, 0]
+    assert sweep.jobs["bad_how-fail"]["exit_code"] == 7
+    assert sweep.jobs["report"]["metrics"] == {"loss": 1.0, "val": 0.5, "note": "x"}
+    for name, entry in sweep.jobs.items():
+        for attempt in range(1, entry["attempts"] + 1):
+            assert whole(sweep.log(name, attempt), name), (name, attempt)
+            assert f"visible job {name}" in sweep.log(name, attempt)
+    assert Path(sweep.jobs["bad_how-fail"]["bundle"], "verdict.json").is_file()
+    assert sweep.jobs["bad_how-fail"]["bundle"].startswith(
+        os.fspath(tmp_path / "s/jobs/bad_how-fail/bundles/bad_how-fail-")
+    )
+    assert "6 jobs: 4 succeeded, 1 skipped, 1 failed" in result.stdout
+    assert "needs bad_how-fail, which failed" in result.stdout
+    assert sweep.marks("twice") == {}
+
+
+def test_each_slot_has_its_cores_and_a_thread_for_each(tmp_path: Path) -> None:
+    spec = f"jobs: {{a: {{command: '{SWEPT} a ok 0.5'}}, b: {{command: '{SWEPT} b ok 0.5'}}}}"
+    sweep, result = run(tmp_path, spec, "--slots", "2", env={"OMP_NUM_THREADS": None})
+    assert result.code == 0, result.stderr
+    found = {name: re.search(r"^cores ([\d,]+) threads (\d+)$", sweep.log(name), re.M) for name in ("a", "b")}
+    cores = {name: {int(core) for core in match[1].split(",")} for name, match in found.items() if match}
+    mine = os.sched_getaffinity(0)
+    assert cores["a"] | cores["b"] == mine
+    assert len(mine) == 1 or not cores["a"] & cores["b"]
+    for name, match in found.items():
+        assert match is not None
+        assert int(match[2]) == len(cores[name])
+
+
+def test_threads_that_the_user_has_set_stay(tmp_path: Path) -> None:
+    spec = f"jobs: {{a: {{command: '{SWEPT} a ok 0', env: {{OMP_NUM_THREADS: 5}}}}, b: {{command: '{SWEPT} b ok 0'}}}}"
+    sweep, _ = run(tmp_path, spec, env={"OMP_NUM_THREADS": "3"})
+    assert [re.findall(r"threads (\d+)", sweep.log(name)) for name in ("a", "b")] == [["5"], ["3"]]
+
+
+def test_a_hung_job_and_one_that_takes_too_long_disturb_nobody(tmp_path: Path) -> None:
+    spec = f"""
+defaults: {{stall-timeout: 2}}
+jobs:
+  stuck: {{command: "{SWEPT} stuck hang 1"}}
+  slow: {{command: "{SWEPT} slow polite 600", timeout: 3}}
+  fine: {{command: "{SWEPT} fine ok 5"}}
+"""
+    sweep, result = run(tmp_path, spec, "--slots", "3")
+    assert result.code == 1
+    assert sweep.states() == {"stuck": "hung", "slow": "timed-out", "fine": "succeeded"}
+    assert sweep.jobs["stuck"]["exit_code"] == 124
+    assert json.loads(Path(sweep.jobs["stuck"]["bundle"], "verdict.json").read_text())["outcome"] == "hang"
+    assert sweep.jobs["stuck"]["last_step"] > 3
+    assert sweep.jobs["fine"]["last_step"] > 20
+    assert sweep.jobs["slow"]["bundle"] is None
+    assert sweep.marks("left") == {"slow": 1}
+    assert "the job hangs: " in sweep.log("stuck")
+
+
+def test_fail_fast_stops_the_others(tmp_path: Path) -> None:
+    spec = f"""
+jobs:
+  bad: {{command: "{SWEPT} bad fail 0.5"}}
+  long: {{command: "{SWEPT} long polite 600"}}
+  later: {{command: "{SWEPT} later ok 0"}}
+"""
+    sweep, result = run(tmp_path, spec, "--slots", "2", "--fail-fast")
+    assert result.code == 1
+    assert sweep.states() == {"bad": "failed", "long": "cancelled", "later": "cancelled"}
+    assert sweep.marks("left") == {"long": 1}
+
+
+# --- stopped, killed, resumed -----------------------------------------------------------------------------------------
+
+
+def several(how: str, seconds: float, count: int = 6) -> str:
+    return f"""
+defaults: {{command: "{SWEPT} {{name}} {how} {seconds}"}}
+jobs: {{j: {{name: "j{{n}}", env: {{N: "{{n}}"}}, matrix: {{n: 0..{count - 1}}}}}}}
+"""
+
+
+def until_running(sweep: Sweep, count: int, done: int = 0) -> None:
+    sweep.until(lambda: len(sweep.marks("begun")) >= count and len(sweep.recorded()) >= done, f"{count} jobs")
+
+
+def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: Path) -> None:
+    with Sweep(tmp_path, several("polite", 3), "--slots", "2") as sweep:
+        until_running(sweep, 4, done=2)
+        sweep.process.send_signal(signal.SIGINT)
+        result = sweep.wait()
+    assert result.leftovers == ()
+    assert result.code == 130
+    assert "stopping 2 running jobs; once more kills them" in result.said
+    states = list(sweep.states().values())
+    assert (states.count("succeeded"), states.count("cancelled")) == (2, 4)
+    assert sum(sweep.marks("left").values()) == 2
+    refused = run(tmp_path, several("polite", 3))[1]
+    assert refused.code == 2
+    assert "was run before (2 of 6 jobs have succeeded)" in refused.said
+    again, result = run(tmp_path, several("polite", 3), "--slots", "6", "--resume")
+    assert result.code == 0, result.stderr
+    assert set(again.states().values()) == {"succeeded"}
+    assert sorted(again.marks("begun").values()) == [1, 1, 1, 1, 2, 2]
+    assert again.marks("twice") == {}
+    nothing, result = run(tmp_path, several("polite", 3), "--resume")
+    assert (result.code, nothing.marks("begun")) == (0, again.marks("begun"))
+
+
+def test_a_second_interrupt_kills(tmp_path: Path) -> None:
+    with Sweep(tmp_path, several("stubborn", 600, 2), "--slots", "2") as sweep:
+        until_running(sweep, 2)
+        sweep.process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        assert sweep.process.poll() is None
+        sweep.process.send_signal(signal.SIGTERM)
+        result = sweep.wait(40)
+    assert result.leftovers == ()
+    assert result.code == 143
+    assert set(sweep.states().values()) == {"cancelled"}
+
+
+@pytest.mark.parametrize("also", [(), ("--no-watch",)], ids=["watched", "unwatched"])
+def test_killed_it_leaves_no_job_behind_and_resume_repeats_none_that_is_done(
+    tmp_path: Path, also: Sequence[str]
+) -> None:
+    spec = several("ok", 1.5).replace("exec --", " ".join(["exec", *also, "--"]))
+    with Sweep(tmp_path, spec, "--slots", "2") as sweep:
+        until_running(sweep, 4, done=2)
+        done, begun = sweep.recorded(), sweep.marks("begun")
+        sweep.process.kill()
+        sweep.process.wait()
+        again, result = run(tmp_path, spec, "--slots", "2", "--resume")
+        assert sweep.left_behind() == []
+    assert result.code == 0, result.stderr
+    assert set(again.states().values()) == {"succeeded"}
+    assert len(again.jobs) == 6
+    assert {name: count for name, count in again.marks("begun").items() if name in done} == dict.fromkeys(done, 1)
+    assert set(begun) <= set(again.marks("begun"))
+    assert again.marks("twice") == {}
+    assert f"{len(done)} of 6 jobs have succeeded before" in result.said
+
+
+def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path) -> None:
+    """The job ignores the SIGTERM that it is sent at colaunch's death, until its sleep is over."""
+    spec = several("stubborn", 4, 1)
+    with Sweep(tmp_path, spec) as sweep:
+        until_running(sweep, 1)
+        sweep.process.kill()
+        sweep.process.wait()
+        again, result = run(tmp_path, spec, "--resume")
+    assert result.code == 0, result.stderr
+    assert "waiting for what is left of them to end: j0" in result.said
+    assert again.marks("twice") == {}
+    assert again.marks("begun") == {"j0": 2}
+    assert again.jobs["j0"]["attempts"] == 2
+
+
+def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:
+    with Sweep(tmp_path, several("ok", 3, 1)) as sweep:
+        until_running(sweep, 1)
+        refused = run(tmp_path, several("ok", 3, 1), "--resume")[1]
+        assert refused.code == 2
+        assert f"another safelaunch colaunch runs this sweep (pid {sweep.process.pid})" in refused.said
+        assert sweep.wait().code == 0
+    assert sweep.marks("begun") == {"j0": 1}
+
+
+def test_an_interrupt_from_the_keyboard_reaches_jobs_through_colaunch_alone(tmp_path: Path) -> None:
+    """Jobs are in sessions of their own: what the terminal sends to the foreground group does not reach them."""
+    with Sweep(tmp_path, several("ok", 2, 1)) as sweep:
+        until_running(sweep, 1)
+        pid = int((tmp_path / "marks" / "j0.begun").read_text())
+        assert os.getsid(pid) != os.getsid(sweep.process.pid)
+        assert sweep.wait().code == 0
