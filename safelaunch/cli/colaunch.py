@@ -116,12 +116,16 @@ def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: Swe
 
 def _finish(sweep: Sweep, paths: SweepPaths, stopped_by: int) -> int:
     tracks = tuple(sweep.tracks.values())
-    print("\n".join(summary_lines(tracks)))
     try:
         summary.write(tracks, paths)
-        say(f"summary: {paths.summary_json}, {paths.summary_csv.name}")
+        problem = ""
     except OSError as error:
-        say(f"the summary cannot be written to {paths.root}: {error.strerror or error}")
+        problem = error.strerror or str(error)
+    print("\n".join(summary_lines(tracks)), flush=True)  # written before: nobody may be reading any more
+    if problem:
+        say(f"the summary cannot be written to {paths.root}: {problem}")
+    else:
+        say(f"summary: {paths.summary_json}, {paths.summary_csv.name}")
     if all(track.state == "succeeded" for track in tracks):
         return 0
     return 128 + stopped_by if stopped_by else 1

@@ -6,7 +6,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, headline, typical_s
@@ -27,8 +27,13 @@ def open_screen() -> Iterator[Screen]:
         return
     from rich.live import Live
 
-    with Live(auto_refresh=False, vertical_overflow="crop") as live:
+    live = Live(auto_refresh=False, vertical_overflow="crop")
+    live.start()
+    try:
         yield TerminalScreen(live)
+    finally:
+        with suppress(OSError):  # the terminal may have gone meanwhile
+            live.stop()
 
 
 class PlainScreen:

@@ -124,6 +124,12 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._close_and_complain()
+        except OSError as error:
+            os.close(self._file)
+            raise UsageError(
+                f"{path.parent}: files cannot be locked there: {error.strerror or error}",
+                "name a directory on another disk with --sweep-dir",
+            ) from error
         self.records, self._length = parse(self._read(), str(path))
         self._pending: list[bytes] = []
         self._cut()

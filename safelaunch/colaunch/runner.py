@@ -4,6 +4,7 @@ for anybody: neither for a job's supervisor nor for a terminal.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -33,6 +34,10 @@ STOP_PATIENCE_S = 45.0
 # What a killed supervisor leaves is ended by its guardian, within 5 s and another 5.
 LINGER_S = 15.0
 CANNOT_START = 127
+
+
+# What passes: no room on the disk, no process to be had. The job is not to blame, and starts as soon as it can.
+PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 class _Unrecorded(Exception):
@@ -82,7 +87,7 @@ class Runner:
         self._active: dict[str, _Active] = {}
         self._steps = Steps(our_roots, clock)
         self._asked_s = 0.0
-        self._unrecorded = False
+        self._waiting = False
         self.stopped_by = 0
         self._stops = 0
 
@@ -199,28 +204,36 @@ class Runner:
 
     def _start(self) -> None:
         if not self._place.journal.catch_up():
-            self._complain("earlier records could not be written")
+            self._complain(f"{self._place.journal.path} cannot be written")
             return
-        for job in self._sweep.choose(self._place.pool.free()):
-            share = self._place.pool.take(self._place.pool.units(job.gpus))
-            if share is None:
-                self._sweep.put_back(job.name)
-                continue
-            try:
-                self._launch(job, share)
-            except _Unrecorded as error:
-                self._place.pool.release(share)
-                self._sweep.put_back(job.name)
-                self._complain(str(error))
-            except OSError as error:
-                self._place.pool.release(share)
-                self._screen.note(f"{job.name} could not be started: {error.strerror or error}")
-                self._record(job, self._sweep.tracks[job.name].attempts, Outcome("failed", CANNOT_START))
+        chosen = self._sweep.choose(self._place.pool.free())
+        for job in reversed([job for job in chosen if not self._try_to_start(job)]):
+            self._sweep.put_back(job.name)
+
+    def _try_to_start(self, job: Job) -> bool:
+        """Whether that is done with; else it is to be tried again."""
+        share = self._place.pool.take(self._place.pool.units(job.gpus))
+        if share is None:
+            return False
+        try:
+            self._launch(job, share)
+        except _Unrecorded as error:
+            self._place.pool.release(share)
+            self._complain(f"{self._place.journal.path} cannot be written: {error}")
+            return False
+        except OSError as error:
+            self._place.pool.release(share)
+            if error.errno in PASSING:
+                self._complain(f"{job.name}: {error.strerror}")
+                return False
+            self._screen.note(f"{job.name} could not be started: {error.strerror or error}")
+            self._record(job, self._sweep.tracks[job.name].attempts, Outcome("failed", CANNOT_START))
+        return True
 
     def _complain(self, why: str) -> None:
-        if not self._unrecorded:
-            self._unrecorded = True
-            self._screen.note(f"{self._place.journal.path} cannot be written ({why}): no job is started until it can")
+        if not self._waiting:
+            self._waiting = True
+            self._screen.note(f"no job can be started, and it is tried again and again ({why})")
 
     def _launch(self, job: Job, share: Share) -> None:
         attempt, paths = self._sweep.tracks[job.name].attempts, self._place.paths
@@ -242,7 +255,7 @@ class Runner:
         )
         before = paths.bundles_of(job.name)
         started = spawn.start(command, record)
-        self._unrecorded = False
+        self._waiting = False
         self._active[job.name] = _Active(job, attempt, share, started, command.log, before, self._clock())
         self._screen.note(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 

@@ -137,7 +137,7 @@ defaults: {{stall-timeout: 2}}
 jobs:
   stuck: {{command: "{SWEPT} stuck hang 1"}}
   slow: {{command: "{SWEPT} slow polite 600", timeout: 3}}
-  fine: {{command: "{SWEPT} fine ok 5"}}
+  fine: {{command: "{SWEPT} fine ok 4"}}
 """
     sweep, result = run(tmp_path, spec, "--slots", "3")
     assert result.code == 1
@@ -179,7 +179,7 @@ def until_running(sweep: Sweep, count: int, done: int = 0) -> None:
 
 
 def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: Path) -> None:
-    with Sweep(tmp_path, several("polite", 3), "--slots", "2") as sweep:
+    with Sweep(tmp_path, several("polite", 2), "--slots", "2") as sweep:
         until_running(sweep, 4, done=2)
         sweep.process.send_signal(signal.SIGINT)
         result = sweep.wait()
@@ -189,15 +189,15 @@ def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: 
     states = list(sweep.states().values())
     assert (states.count("succeeded"), states.count("cancelled")) == (2, 4)
     assert sum(sweep.marks("left").values()) == 2
-    refused = run(tmp_path, several("polite", 3))[1]
+    refused = run(tmp_path, several("polite", 2))[1]
     assert refused.code == 2
     assert "was run before (2 of 6 jobs have succeeded)" in refused.said
-    again, result = run(tmp_path, several("polite", 3), "--slots", "6", "--resume")
+    again, result = run(tmp_path, several("polite", 2), "--slots", "6", "--resume")
     assert result.code == 0, result.stderr
     assert set(again.states().values()) == {"succeeded"}
     assert sorted(again.marks("begun").values()) == [1, 1, 1, 1, 2, 2]
     assert again.marks("twice") == {}
-    nothing, result = run(tmp_path, several("polite", 3), "--resume")
+    nothing, result = run(tmp_path, several("polite", 2), "--resume")
     assert (result.code, nothing.marks("begun")) == (0, again.marks("begun"))
 
 
@@ -205,7 +205,7 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     with Sweep(tmp_path, several("stubborn", 600, 2), "--slots", "2") as sweep:
         until_running(sweep, 2)
         sweep.process.send_signal(signal.SIGTERM)
-        time.sleep(1.5)
+        time.sleep(1)
         assert sweep.process.poll() is None
         sweep.process.send_signal(signal.SIGTERM)
         result = sweep.wait(40)
@@ -237,7 +237,7 @@ def test_killed_it_leaves_no_job_behind_and_resume_repeats_none_that_is_done(
 
 def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path) -> None:
     """The job ignores the SIGTERM that it is sent at colaunch's death, until its sleep is over."""
-    spec = several("stubborn", 4, 1)
+    spec = several("stubborn", 3, 1)
     with Sweep(tmp_path, spec) as sweep:
         until_running(sweep, 1)
         sweep.process.kill()
@@ -251,9 +251,9 @@ def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path)
 
 
 def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:
-    with Sweep(tmp_path, several("ok", 3, 1)) as sweep:
+    with Sweep(tmp_path, several("ok", 1.5, 1)) as sweep:
         until_running(sweep, 1)
-        refused = run(tmp_path, several("ok", 3, 1), "--resume")[1]
+        refused = run(tmp_path, several("ok", 1.5, 1), "--resume")[1]
         assert refused.code == 2
         assert f"another safelaunch colaunch runs this sweep (pid {sweep.process.pid})" in refused.said
         assert sweep.wait().code == 0
@@ -262,8 +262,22 @@ def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:
 
 def test_an_interrupt_from_the_keyboard_reaches_jobs_through_colaunch_alone(tmp_path: Path) -> None:
     """Jobs are in sessions of their own: what the terminal sends to the foreground group does not reach them."""
-    with Sweep(tmp_path, several("ok", 2, 1)) as sweep:
+    with Sweep(tmp_path, several("ok", 1, 1)) as sweep:
         until_running(sweep, 1)
         pid = int((tmp_path / "marks" / "j0.begun").read_text())
         assert os.getsid(pid) != os.getsid(sweep.process.pid)
         assert sweep.wait().code == 0
+
+
+@pytest.mark.parametrize("also", ["", "--no-watch"], ids=["watched", "unwatched"])
+def test_killed_its_jobs_are_asked_to_end_at_once(tmp_path: Path, also: str) -> None:
+    spec = several("polite", 600, 2).replace("exec --", f"exec {also} --")
+    with Sweep(tmp_path, spec, "--slots", "2") as sweep:
+        until_running(sweep, 2)
+        sweep.process.kill()
+        sweep.process.wait()
+        begin = time.monotonic()
+        while (left := sweep.left_behind()) and time.monotonic() < begin + 10:
+            time.sleep(0.1)
+        assert left == []
+        assert sweep.marks("left") == {"j0": 1, "j1": 1}
