@@ -19,7 +19,7 @@ from safelaunch.colaunch.journal import Journal
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool, Share
 from safelaunch.colaunch.signals import Signals
-from safelaunch.colaunch.steps import Steps, progress_of
+from safelaunch.colaunch.steps import Steps
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import JobView, Screen, Snapshot
 from safelaunch.launch import process
@@ -28,7 +28,6 @@ from safelaunch.session.discover import our_roots
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
-ASK_EVERY_S = 1.0
 # torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
 STOP_PATIENCE_S = 45.0
 # What a killed supervisor leaves is ended by its guardian, within 5 s and another 5.
@@ -66,8 +65,6 @@ class _Active:
     log: Path
     bundles_before: set[str]
     began_s: float
-    step: int | None = None
-    steps_per_s: float | None = None
     ended_by_us: State | None = None
     asked_s: float | None = None
     killed_s: float | None = None
@@ -86,7 +83,6 @@ class Runner:
         self._clock = clock
         self._active: dict[str, _Active] = {}
         self._steps = Steps(our_roots, clock)
-        self._asked_s = 0.0
         self._waiting = False
         self.stopped_by = 0
         self._stops = 0
@@ -103,7 +99,7 @@ class Runner:
             if (self._sweep.finished and not self._active) or self._stops > 2:
                 break
             busy = any(active.status is not None or active.asked_s for active in self._active.values())
-            signals.wait(BUSY_TICK_S if busy else TICK_S, self._steps.descriptors)
+            signals.wait(BUSY_TICK_S if busy else TICK_S)
         if not self._place.journal.catch_up():
             self._screen.note(f"{self._place.journal.path} cannot be written: --resume will run some jobs again")
 
@@ -184,7 +180,7 @@ class Runner:
                 state=outcome.state_of(code, outcome.verdict_of(bundle), active.ended_by_us),
                 exit_code=code,
                 duration_s=round(active.reaped_s - active.began_s, 3),
-                last_step=active.step,
+                last_step=self._steps.last_of(active.process),
                 gpus=active.share.gpus,
                 bundle=bundle,
                 metrics={**metrics.from_log(active.log, job.metrics), **found},
@@ -268,16 +264,7 @@ class Runner:
     # --- what is seen of it -----------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        by_process = {active.process: active for active in self._active.values() if active.status is None}
-        for supervisor, status in self._steps.answers().items():
-            if supervisor in by_process:
-                active = by_process[supervisor]
-                step, active.steps_per_s = progress_of(status)
-                active.step = active.step if step is None else step
-        now = self._clock()
-        if now - self._asked_s >= ASK_EVERY_S:
-            self._asked_s = now
-            self._steps.ask(by_process)
+        self._steps.look([active.process for active in self._active.values() if active.status is None])
 
     def snapshot(self) -> Snapshot:
         """Every job as it is now."""
@@ -290,14 +277,15 @@ class Runner:
         track, active = self._sweep.tracks[name], self._active.get(name)
         if active is None:
             return JobView(track.job, track.state, track.attempts, track.why, outcome=track.outcome)
+        step, steps_per_s = self._steps.of(active.process)
         return JobView(
             track.job,
             track.state,
             track.attempts,
             "stopping" if active.ended_by_us else "",
             active.share.label,
-            active.step,
-            active.steps_per_s,
+            step,
+            steps_per_s,
             now - active.began_s,
             track.outcome,
         )

@@ -1,11 +1,10 @@
-"""Signals and children's ends, waited for together with descriptors, in one thread."""
+"""Signals and children's ends, waited for in one thread."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
-from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -45,12 +44,11 @@ class Signals:
         taken, self._taken = self._taken, []
         return taken
 
-    def wait(self, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
-        """Until a signal, a child's end, something to read, or so many seconds."""
+    def wait(self, timeout_s: float) -> None:
+        """Until a signal, a child's end, or so many seconds."""
         if self._taken:
             return
-        ready, _, _ = select.select([self._wake, *descriptors], [], [], timeout_s)
-        if self._wake in ready:
+        if select.select([self._wake], [], [], timeout_s)[0]:
             try:
                 os.read(self._wake, 4096)
             except BlockingIOError:

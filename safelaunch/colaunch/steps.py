@@ -1,105 +1,96 @@
-"""How far running jobs are, asked of their supervisors without waiting for any of them."""
+"""How far jobs are, read from the progress pages of their ranks: nobody is asked, so nobody is waited for.
+
+A page stays mapped when its run directory is removed. So the last step of a job that has ended is exact.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId
+from safelaunch.model import Progress
 from safelaunch.session import discover
-from safelaunch.session.control import MAX_LINE, Request, RunStatus
+from safelaunch.watch.progress import Roster
 
-ANSWER_DEADLINE_S = 5.0
+LOOK_EVERY_S = 0.25
+RATE_OVER_S = 10.0
 
 
 @dataclass(slots=True)
-class _Question:
-    connection: socket.socket
-    deadline_s: float
-    data: bytes = b""
+class _Followed:
+    """``samples``: (time, step) of the last seconds, the oldest first."""
+
+    roster: Roster | None = None
+    samples: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def look(self, now: float) -> None:
+        if self.roster is None:
+            return
+        self.roster.refresh()
+        step = slowest([page.read() for page in self.roster.pages().values()])
+        if step is None:
+            return
+        if self.samples and step < self.samples[-1][1]:
+            self.samples.clear()  # torchrun started the ranks again
+        self.samples.append((now, step))
+        while now - self.samples[0][0] > RATE_OVER_S:
+            self.samples.popleft()
+
+    @property
+    def step(self) -> int | None:
+        return self.samples[-1][1] if self.samples else None
+
+    @property
+    def steps_per_s(self) -> float | None:
+        if len(self.samples) < 2:
+            return None
+        (first_s, first), (last_s, last) = self.samples[0], self.samples[-1]
+        return (last - first) / (last_s - first_s) if last_s - first_s >= 1.0 else None
 
 
 class Steps:
-    """Questions under way, at most one for each job. All methods return at once."""
+    """The progress of jobs, each known by its supervisor. ``places``: the directories that hold run directories."""
 
     def __init__(self, places: Callable[[], tuple[Path, ...]], clock: Callable[[], float]) -> None:
         self._places = places
         self._clock = clock
-        self._questions: dict[ProcessId, _Question] = {}
+        self._followed: dict[ProcessId, _Followed] = {}
+        self._looked_s = float("-inf")
 
-    @property
-    def descriptors(self) -> list[int]:
-        """To be waited for: an answer comes."""
-        return [question.connection.fileno() for question in self._questions.values()]
+    def look(self, supervisors: Collection[ProcessId]) -> None:
+        """Reads the pages of these jobs, at most every ``LOOK_EVERY_S`` seconds."""
+        now = self._clock()
+        if now - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = now
+        for supervisor in supervisors:
+            self._followed.setdefault(supervisor, _Followed())
+        if any(self._followed[supervisor].roster is None for supervisor in supervisors):
+            for found in discover.find(self._places()):
+                followed = self._followed.get(found.supervisor) if found.supervisor is not None else None
+                if followed is not None and followed.roster is None:
+                    followed.roster = Roster(RunPaths(found.directory))
+        for supervisor in supervisors:
+            self._followed[supervisor].look(now)
 
-    def ask(self, supervisors: Iterable[ProcessId]) -> None:
-        """Asks each of these jobs, except where an answer is still awaited."""
-        wanted = set(supervisors)
-        for gone in [process for process in self._questions if process not in wanted]:
-            self._drop(gone)
-        for found in discover.find(self._places()):
-            supervisor = found.supervisor
-            if supervisor in wanted and supervisor is not None and supervisor not in self._questions:
-                connection = _ask(RunPaths(found.directory).control)
-                if connection is not None:
-                    self._questions[supervisor] = _Question(connection, self._clock() + ANSWER_DEADLINE_S)
+    def of(self, supervisor: ProcessId) -> tuple[int | None, float | None]:
+        """Step and steps per second; None where there is nothing to go by."""
+        followed = self._followed.get(supervisor, _Followed())
+        return followed.step, followed.steps_per_s
 
-    def answers(self) -> dict[ProcessId, RunStatus]:
-        """What has been answered since the last call."""
-        found = {}
-        for process, question in list(self._questions.items()):
-            done = _read(question)
-            if done:
-                try:
-                    found[process] = msgspec.json.decode(question.data, type=RunStatus)
-                except msgspec.DecodeError:
-                    pass  # of another version, or cut off by its end
-            if done or self._clock() > question.deadline_s:
-                self._drop(process)
-        return found
-
-    def _drop(self, process: ProcessId) -> None:
-        self._questions.pop(process).connection.close()
+    def last_of(self, supervisor: ProcessId) -> int | None:
+        """The last step of a job that has ended, which is forgotten."""
+        followed = self._followed.pop(supervisor, _Followed())
+        followed.look(self._clock())
+        return followed.step
 
 
-def _ask(path: Path) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.setblocking(False)
-    try:
-        connection.connect(os.fspath(path))
-        connection.send(msgspec.json.encode(Request("status")) + b"\n")
-    except OSError:
-        connection.close()
-        return None
-    return connection
-
-
-def _read(question: _Question) -> bool:
-    """Reads what is there; whether that is all."""
-    while len(question.data) < 16 * MAX_LINE:
-        try:
-            chunk = question.connection.recv(1 << 16)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        if not chunk:
-            return True
-        question.data += chunk
-    return True
-
-
-def progress_of(status: RunStatus) -> tuple[int | None, float | None]:
-    """Step and steps per second of the slowest rank that steps: the job is as far as that one."""
-    stepping = [rank for rank in status.ranks if rank.step is not None and rank.state != "exited"]
-    stepping = stepping or [rank for rank in status.ranks if rank.step is not None]
-    if not stepping:
-        return None, None
-    slowest = min(stepping, key=lambda rank: rank.step or 0)
-    return slowest.step, slowest.steps_per_s
+def slowest(ranks: Iterable[Progress]) -> int | None:
+    """The step of the slowest rank that steps and has not ended; of all when all have: the job is as far as that."""
+    stepping = [rank for rank in ranks if rank.step is not None]
+    going_on = [rank for rank in stepping if rank.state != "exited"]
+    return min((rank.step or 0 for rank in going_on or stepping), default=None)

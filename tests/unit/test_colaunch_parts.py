@@ -8,7 +8,6 @@ import os
 import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from safelaunch.cli.colaunch_check import OURS, check_jobs, make_pool
@@ -20,11 +19,11 @@ from safelaunch.colaunch.affinity import ranks, threads
 from safelaunch.colaunch.jobs import Job, Outcome, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, ranges, share_out
-from safelaunch.colaunch.steps import progress_of
+from safelaunch.colaunch.steps import slowest
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
 from safelaunch.launch import gpus
-from safelaunch.session.control import RankStatus, RunStatus
+from safelaunch.model import Progress
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:
@@ -237,19 +236,19 @@ def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None
     assert paths.bundles_of("nobody") == set()
 
 
-def test_a_job_is_as_far_as_its_slowest_stepping_rank() -> None:
-    def of(*ranks: RankStatus) -> tuple[int | None, float | None]:
-        about = {"run": "r1", "name": "a", "supervisor_pid": 1, "cwd": "/", "command": [], "started_unix_s": 0.0}
-        rest = {"attempt": 0, "world_size": 2, "watch": "", "threshold_s": 1.0, "threshold_why": ""}
-        return progress_of(
-            msgspec.convert({**about, **rest, "ranks": [msgspec.to_builtins(r) for r in ranks]}, RunStatus)
-        )
-
-    assert of() == (None, None)
-    assert of(RankStatus(0, 1, "torch")) == (None, None)
-    assert of(RankStatus(0, 1, "torch", 9, 2.0), RankStatus(1, 2, "torch", 7, 1.5)) == (7, 1.5)
-    assert of(RankStatus(0, 1, "exited", 5, 0.0), RankStatus(1, 2, "torch", 7, 1.5)) == (7, 1.5)
-    assert of(RankStatus(0, 1, "exited", 5, 0.0), RankStatus(1, 2, "torch")) == (5, 0.0)
+@pytest.mark.parametrize(
+    ("ranks", "step"),
+    [
+        ([], None),
+        ([("torch", None)], None),
+        ([("torch", 9), ("torch", 7), ("torch", None)], 7),
+        ([("exited", 5), ("torch", 7)], 7),
+        ([("exited", 5), ("torch", None)], 5),
+        ([("exited", 9), ("exited", 8)], 8),
+    ],
+)
+def test_a_job_is_as_far_as_its_slowest_stepping_rank(ranks: list[tuple[str, int | None]], step: int | None) -> None:
+    assert slowest([Progress(n, n, 4, 0, 10, 1, state, step=at) for n, (state, at) in enumerate(ranks)]) == step
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

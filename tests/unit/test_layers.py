@@ -150,7 +150,6 @@ THIRD_PARTY = {
         "session.control",
         "session.discover",
         "session.live",
-        "colaunch.steps",
         "watch.progress",
         "session.incident",
         "capture.*",

@@ -47,11 +47,15 @@ for number in range(LINES):
     stream = sys.stderr if number % 10 == 9 else sys.stdout
     print(f"{name} line {number} of {LINES} loss={LINES - number}", file=stream, flush=number % 10 >= 8)
 end = time.monotonic() + seconds
+steps = 0
 while how == "hang" or time.monotonic() < end:
     safelaunch.step()
+    steps += 1
     time.sleep(0.05)
     if how == "hang" and time.monotonic() > end:
+        print("steps", steps, flush=True)
         time.sleep(1000)
+print("steps", steps)
 if how == "fail" or (how == "flaky" and len((marks / f"{name}.begun").read_text().split()) == 1):
     sys.exit(7)
 mark("done")
