@@ -27,11 +27,12 @@ from safelaunch.colaunch.spec import Extra, templates_of
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.templates import Template
 from safelaunch.console import say
-from safelaunch.errors import UsageError
+from safelaunch.errors import PresetError, SpecError, UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.settings.yamlfile import read_yaml
 
 INTERRUPTED = 130
+YAML_HINT = "within {...} and [...], text that holds a {placeholder} needs quotes"
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +56,13 @@ def main(argv: list[str]) -> int:
 def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
     metric_file = Text(options.metric_file, "--metric-file") if options.metric_file else None
     if options.spec is not None:
-        root = read_yaml(cwd / Path(options.spec).expanduser(), options.spec)
+        try:
+            root = read_yaml(cwd / Path(options.spec).expanduser(), options.spec)
+        except PresetError as error:
+            hint = (
+                "within {...} and [...] text that holds a {placeholder} needs quotes" if "YAML" in error.message else ""
+            )
+            raise SpecError(error.message, error.fix or hint) from error
         return templates_of(root, Extra(options.metrics, metric_file))
     template = Template(
         group="",

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from pathlib import Path
+
 import pytest
 
+from safelaunch.cli.colaunch_options import EPILOG
+from safelaunch.colaunch import spec
 from safelaunch.colaunch.expand import Places, derive, expand
 from safelaunch.colaunch.grid import Matrix, axis, parse_grid
 from safelaunch.colaunch.jobs import Job
@@ -223,6 +229,22 @@ def test_the_fingerprint_is_of_the_work_not_of_its_limits() -> None:
     assert of("{command: t.py 1, timeout: 5, retries: 3, gpus: 2}") == plain
     for other in ("{command: t.py 2}", "{command: t.py 1, env: {A: 1}}", "{command: t.py 1, cwd: x}"):
         assert of(other) != plain
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (re.findall(r"```yaml\n(defaults:.*?)```", README.read_text(), re.S)[0], 11),
+        (textwrap.dedent(re.findall(r"^  defaults:.*?(?=^  more keys)", EPILOG, re.S | re.M)[0]), 11),
+        (textwrap.dedent(re.findall(r"^    defaults:.*?(?=^Scalars)", spec.__doc__ or "", re.S | re.M)[0]), 11),
+    ],
+    ids=["README", "help", "module"],
+)
+def test_the_examples_that_users_are_given_are_right(text: str, count: int) -> None:
+    assert len(jobs(text)) == count
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
