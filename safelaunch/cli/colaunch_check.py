@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safelaunch.colaunch.jobs import Job
 from safelaunch.colaunch.pool import Gpus, Pool, Slots, by_topology, check_fits, default_slots
+from safelaunch.console import say
 from safelaunch.errors import SpecError, UsageError
 from safelaunch.launch import gpus, torchrun
 from safelaunch.launch.argv import split
@@ -27,8 +28,10 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
     """The node's GPUs (those in CUDA_VISIBLE_DEVICES where it is set), else slots. Raises ResourceError."""
     pool: Pool | None = None
     if slots is None:
-        uuids = _gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+        uuids, missing = _gpus(environ.get("CUDA_VISIBLE_DEVICES"))
         pool = Gpus(uuids) if uuids else None
+        if pool is None:
+            say(f"no GPUs to give out ({missing}): each job gets a share of the CPU cores")
     if pool is None:
         cores = by_topology(sorted(os.sched_getaffinity(0)))
         units = [max(1, job.gpus) for job in jobs]
@@ -37,14 +40,15 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
     return pool
 
 
-def _gpus(visible: str | None) -> tuple[str, ...]:
+def _gpus(visible: str | None) -> tuple[tuple[str, ...], str]:
+    """The UUIDs of the GPUs that are ours to use; where there are none, why."""
     if visible is not None and not visible.strip(", "):
-        return ()
+        return (), "CUDA_VISIBLE_DEVICES is empty"
     found = gpus.inventory()
     if visible is None or not found.gpus:
-        return tuple(gpu.uuid for gpu in found.gpus)
+        return tuple(gpu.uuid for gpu in found.gpus), found.missing
     chosen = gpus.choose(f"{visible.strip(', ')},", None, found)
-    return tuple(chosen.split(",")) if chosen else ()
+    return tuple(chosen.split(",")) if chosen else (), f"CUDA_VISIBLE_DEVICES={visible}"
 
 
 def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> None:

@@ -42,7 +42,7 @@ if how == "polite":
 print(
     "cores", ",".join(str(core) for core in sorted(os.sched_getaffinity(0))), "threads", os.environ["OMP_NUM_THREADS"]
 )
-print("visible", os.environ.get("EXTRA"), flush=True)
+print("visible", os.environ.get("EXTRA"), "gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 for number in range(LINES):
     stream = sys.stderr if number % 10 == 9 else sys.stdout
     print(f"{name} line {number} of {LINES} loss={LINES - number}", file=stream, flush=number % 10 >= 8)
