@@ -86,6 +86,15 @@ def from_file(path: Path) -> dict[str, Metric]:
     return found
 
 
+def stamp(path: Path) -> tuple[int, ...]:
+    """What changes when the file is written; empty where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def value_of(text: str) -> Metric:
     """A number where it is one. JSON has no infinities and no NaN: these stay text."""
     try:

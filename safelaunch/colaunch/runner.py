@@ -30,8 +30,8 @@ TICK_S = 0.5
 BUSY_TICK_S = 0.1
 # torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
 STOP_PATIENCE_S = 45.0
-# What a killed supervisor leaves is ended by its guardian, within 5 s and another 5.
-LINGER_S = 15.0
+# What a killed supervisor leaves is ended by its guardian: SIGTERM, 5 s, SIGKILL.
+LINGER_S = 8.0
 CANNOT_START = 127
 
 
@@ -54,6 +54,14 @@ class Place:
     program: Sequence[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What was there before an attempt, and is not of its making."""
+
+    bundles: set[str]
+    metric_file: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Active:
     """A job that runs, or whose remains are still being ended."""
@@ -63,7 +71,7 @@ class _Active:
     share: Share
     process: ProcessId
     log: Path
-    bundles_before: set[str]
+    before: _Before
     began_s: float
     ended_by_us: State | None = None
     asked_s: float | None = None
@@ -84,6 +92,7 @@ class Runner:
         self._active: dict[str, _Active] = {}
         self._steps = Steps(our_roots, clock)
         self._waiting = False
+        self._seeing = True
         self.stopped_by = 0
         self._stops = 0
 
@@ -94,8 +103,7 @@ class Runner:
             self._reap()
             self._hurry()
             self._start()
-            self._look()
-            self._screen.show(self.snapshot)
+            self._see()
             if (self._sweep.finished and not self._active) or self._stops > 2:
                 break
             busy = any(active.status is not None or active.asked_s for active in self._active.values())
@@ -121,7 +129,7 @@ class Runner:
     def _ask_to_end(self, *, patience: bool = True) -> None:
         """All jobs. Without ``patience`` it is the user's to say when that takes too long."""
         for active in self._active.values():
-            if active.ended_by_us is None:
+            if active.ended_by_us is None and active.status is None:
                 active.ended_by_us = "cancelled"
                 active.asked_s = self._clock() if patience else None
                 active.process.send(signal.SIGTERM)
@@ -138,7 +146,7 @@ class Runner:
         now = self._clock()
         if self._sweep.stopped:
             self._ask_to_end()
-        for active in self._active.values():
+        for active in [active for active in self._active.values() if active.status is None]:
             limit_s = active.job.timeout_s
             if limit_s is not None and now - active.began_s > limit_s and active.ended_by_us is None:
                 active.ended_by_us, active.asked_s = "timed-out", now
@@ -170,9 +178,10 @@ class Runner:
     def _end(self, active: _Active) -> None:
         assert active.status is not None
         job, paths = active.job, self._place.paths
-        bundle = outcome.newest(paths.bundles_of(job.name) - active.bundles_before)
+        bundle = outcome.newest(paths.bundles_of(job.name) - active.before.bundles)
         code = outcome.exit_code(active.status)
-        found = metrics.from_file(Path(job.metric_file)) if job.metric_file else {}
+        written = job.metric_file and metrics.stamp(Path(job.metric_file)) != active.before.metric_file
+        found = metrics.from_file(Path(job.metric_file)) if written else {}
         self._record(
             job,
             active.attempt,
@@ -249,7 +258,7 @@ class Runner:
             log=paths.log(job.name, attempt),
             cores=share.cores,
         )
-        before = paths.bundles_of(job.name)
+        before = _Before(paths.bundles_of(job.name), metrics.stamp(Path(job.metric_file)))
         started = spawn.start(command, record)
         self._waiting = False
         self._active[job.name] = _Active(job, attempt, share, started, command.log, before, self._clock())
@@ -263,8 +272,16 @@ class Runner:
 
     # --- what is seen of it -----------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        self._steps.look([active.process for active in self._active.values() if active.status is None])
+    def _see(self) -> None:
+        """No fault in looking or showing may cost the jobs: it ends what is seen of them."""
+        if not self._seeing:
+            return
+        try:
+            self._steps.look([active.process for active in self._active.values() if active.status is None])
+            self._screen.show(self.snapshot)
+        except Exception as error:  # noqa: BLE001
+            self._seeing = False
+            self._screen.note(f"a fault of safelaunch's own ended the display ({type(error).__name__}: {error})")
 
     def snapshot(self) -> Snapshot:
         """Every job as it is now."""

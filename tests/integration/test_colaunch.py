@@ -74,18 +74,19 @@ defaults:
   command: {SWEPT} {{name}} {{how}} 0.2
   env: {{EXTRA: "job {{name}}"}}
   metric: loss=([0-9]+)
+  metric-file: "{{job_dir}}/m.json"
 jobs:
   prepare: {{command: "{SWEPT} {{name}} ok 0"}}
   good: {{needs: prepare, matrix: {{how: [ok, flaky]}}, retries: 1}}
   bad: {{needs: prepare, matrix: {{how: fail}}, retries: 1}}
-  report: {{needs: good, command: "{SWEPT} {{name}} ok 0", metric-file: "{{job_dir}}/m.json"}}
+  report: {{needs: good, command: "{SWEPT} {{name}} ok 0 {{job_dir}}/m.json"}}
   never: {{needs: [good, bad], command: "{SWEPT} {{name}} ok 0"}}
 """
 
 
 def test_every_kind_of_job_at_once(tmp_path: Path) -> None:
-    (tmp_path / "s" / "jobs" / "report").mkdir(parents=True)
-    (tmp_path / "s" / "jobs" / "report" / "m.json").write_text('{"val": 0.5, "note": "x"}')
+    (tmp_path / "s" / "jobs" / "good_how-ok").mkdir(parents=True)
+    (tmp_path / "s" / "jobs" / "good_how-ok" / "m.json").write_text('{"val": 9}')  # not of this sweep
     sweep, result = run(tmp_path, ALL_KINDS, "--slots", "2", env={"OMP_NUM_THREADS": None})
     assert result.code == 1, result.stderr
     assert sweep.states() == {
@@ -100,6 +101,7 @@ def test_every_kind_of_job_at_once(tmp_path: Path) -> None:
     assert list(attempts.values()) == [1, 1, 2, 2, 1, 0]
     assert sweep.jobs["bad_how-fail"]["exit_code"] == 7
     assert sweep.jobs["report"]["metrics"] == {"loss": 1.0, "val": 0.5, "note": "x"}
+    assert sweep.jobs["good_how-ok"]["metrics"] == {"loss": 1.0}
     for name, entry in sweep.jobs.items():
         for attempt in range(1, entry["attempts"] + 1):
             assert whole(sweep.log(name, attempt), name), (name, attempt)

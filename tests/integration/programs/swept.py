@@ -1,6 +1,6 @@
 """One job of a sweep: marks its beginning and end in ``marks/``, prints numbered lines, and behaves as it is told.
 
-python swept.py NAME HOW SECONDS   (HOW: ok, fail, flaky, stubborn, polite, hang)
+python swept.py NAME HOW SECONDS [METRIC_FILE]   (HOW: ok, fail, flaky, stubborn, polite, hang)
 """
 
 import fcntl
@@ -58,4 +58,6 @@ while how == "hang" or time.monotonic() < end:
 print("steps", steps)
 if how == "fail" or (how == "flaky" and len((marks / f"{name}.begun").read_text().split()) == 1):
     sys.exit(7)
+if len(sys.argv) > 4:
+    Path(sys.argv[4]).write_text('{"val": 0.5, "note": "x"}')
 mark("done")
