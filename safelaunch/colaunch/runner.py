@@ -9,12 +9,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-from safelaunch.colaunch import metrics, outcome, spawn
+from safelaunch.colaunch import spawn
+from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, view_of, view_without
 from safelaunch.colaunch.affinity import threads
-from safelaunch.colaunch.jobs import Job, Outcome, State
+from safelaunch.colaunch.jobs import Job, Outcome
 from safelaunch.colaunch.journal import Journal
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool, Share
@@ -30,8 +30,6 @@ TICK_S = 0.5
 BUSY_TICK_S = 0.1
 # torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
 STOP_PATIENCE_S = 45.0
-# What a killed supervisor leaves is ended by its guardian: SIGTERM, 5 s, SIGKILL.
-LINGER_S = 8.0
 CANNOT_START = 127
 
 
@@ -54,33 +52,6 @@ class Place:
     program: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What was there before an attempt, and is not of its making."""
-
-    bundles: set[str]
-    metric_file: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Active:
-    """A job that runs, or whose remains are still being ended."""
-
-    job: Job
-    attempt: int
-    share: Share
-    process: ProcessId
-    log: Path
-    before: _Before
-    began_s: float
-    ended_by_us: State | None = None
-    asked_s: float | None = None
-    killed_s: float | None = None
-    status: int | None = None
-    reaped_s: float = 0.0
-    below: tuple[ProcessId, ...] = field(default=())
-
-
 class Runner:
     """Runs ``sweep`` to its end, or until it is stopped."""
 
@@ -89,7 +60,7 @@ class Runner:
         self._place = place
         self._screen = screen
         self._clock = clock
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, Active] = {}
         self._steps = Steps(our_roots, clock)
         self._waiting = False
         self._seeing = True
@@ -134,7 +105,7 @@ class Runner:
                 active.asked_s = self._clock() if patience else None
                 active.process.send(signal.SIGTERM)
 
-    def _kill(self, active: _Active) -> None:
+    def _kill(self, active: Active) -> None:
         """Its supervisor; the guardian, and below after a while we ourselves, end what is left."""
         active.ended_by_us = active.ended_by_us or "cancelled"
         active.below = (*active.below, *process.descendants([active.process.pid]))
@@ -161,41 +132,14 @@ class Runner:
         for active in list(self._active.values()):
             if active.status is None:
                 active.status, active.reaped_s = process.reap(active.process.pid), now
-            if active.status is not None and not self._lingers(active, now):
+            if active.status is not None and not lingers(active, now):
                 del self._active[active.job.name]
                 self._end(active)
 
-    def _lingers(self, active: _Active, now: float) -> bool:
-        """Whether parts of a job whose supervisor was killed still live: its guardian is at them."""
-        assert active.status is not None
-        if not os.WIFSIGNALED(active.status) or not spawn.is_held(active.log):
-            return False
-        if now - active.reaped_s > LINGER_S:
-            for each in active.below:
-                each.send(signal.SIGKILL)
-        return now - active.reaped_s <= LINGER_S + 1.0
-
-    def _end(self, active: _Active) -> None:
-        assert active.status is not None
-        job, paths = active.job, self._place.paths
-        bundle = outcome.newest(paths.bundles_of(job.name) - active.before.bundles)
-        code = outcome.exit_code(active.status)
-        written = job.metric_file and metrics.stamp(Path(job.metric_file)) != active.before.metric_file
-        found = metrics.from_file(Path(job.metric_file)) if written else {}
-        self._record(
-            job,
-            active.attempt,
-            Outcome(
-                state=outcome.state_of(code, outcome.verdict_of(bundle), active.ended_by_us),
-                exit_code=code,
-                duration_s=round(active.reaped_s - active.began_s, 3),
-                last_step=self._steps.last_of(active.process),
-                gpus=active.share.gpus,
-                bundle=bundle,
-                metrics={**metrics.from_log(active.log, job.metrics), **found},
-            ),
-        )
-        self._place.pool.release(active.share)
+    def _end(self, ended: Active) -> None:
+        last_step = self._steps.last_of(ended.process)
+        self._record(ended.job, ended.attempt, outcome_of(ended, self._place.paths, last_step))
+        self._place.pool.release(ended.share)
 
     def _record(self, job: Job, attempt: int, ended: Outcome) -> None:
         self._place.journal.ended(job, attempt, ended)
@@ -258,10 +202,10 @@ class Runner:
             log=paths.log(job.name, attempt),
             cores=share.cores,
         )
-        before = _Before(paths.bundles_of(job.name), metrics.stamp(Path(job.metric_file)))
+        before = before_of(job, paths)
         started = spawn.start(command, record)
         self._waiting = False
-        self._active[job.name] = _Active(job, attempt, share, started, command.log, before, self._clock())
+        self._active[job.name] = Active(job, attempt, share, started, command.log, before, self._clock())
         self._screen.note(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
     def _environment(self, job: Job, share: Share) -> dict[str, str]:
@@ -291,18 +235,7 @@ class Runner:
         )
 
     def _view(self, name: str, now: float) -> JobView:
-        track, active = self._sweep.tracks[name], self._active.get(name)
-        if active is None:
-            return JobView(track.job, track.state, track.attempts, track.why, outcome=track.outcome)
-        step, steps_per_s = self._steps.of(active.process)
-        return JobView(
-            track.job,
-            track.state,
-            track.attempts,
-            "stopping" if active.ended_by_us else "",
-            active.share.label,
-            step,
-            steps_per_s,
-            now - active.began_s,
-            track.outcome,
-        )
+        running = self._active.get(name)
+        if running is None:
+            return view_without(self._sweep.tracks[name])
+        return view_of(running, self._sweep.tracks[name], self._steps.of(running.process), now)
