@@ -10,8 +10,10 @@ from safelaunch.colaunch.jobs import Job
 from safelaunch.colaunch.pool import Gpus, Pool, Slots, by_topology, check_fits, default_slots
 from safelaunch.console import say
 from safelaunch.errors import SpecError, UsageError
-from safelaunch.launch import gpus, torchrun
+from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
+from safelaunch.leases import nvml
+from safelaunch.leases.choose import pool_of
 from safelaunch.settings.config import options_of, resolve
 
 # What colaunch says itself, and where it is said instead.
@@ -28,7 +30,7 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
     """The node's GPUs (those in CUDA_VISIBLE_DEVICES where it is set), else slots. Raises ResourceError."""
     pool: Pool | None = None
     if slots is None:
-        uuids, missing = _gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+        uuids, missing = _gpus(environ)
         pool = Gpus(uuids) if uuids else None
         if pool is None:
             say(f"no GPUs to give out ({missing}): each job gets a share of the CPU cores")
@@ -40,15 +42,11 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
     return pool
 
 
-def _gpus(visible: str | None) -> tuple[tuple[str, ...], str]:
-    """The UUIDs of the GPUs that are ours to use; where there are none, why."""
-    if visible is not None and not visible.strip(", "):
-        return (), "CUDA_VISIBLE_DEVICES is empty"
-    found = gpus.inventory()
-    if visible is None or not found.gpus:
-        return tuple(gpu.uuid for gpu in found.gpus), found.missing
-    chosen = gpus.choose(f"{visible.strip(', ')},", None, found)
-    return tuple(chosen.split(",")) if chosen else (), f"CUDA_VISIBLE_DEVICES={visible}"
+def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+    """The UUIDs of the GPUs that are ours to use, as for a single run; where there are none, why."""
+    found = nvml.inventory(environ)
+    pool = pool_of(environ, found.gpus)
+    return tuple(gpu.uuid for gpu in pool.gpus), found.missing or pool.origin
 
 
 def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> None:

@@ -83,7 +83,7 @@ def _print_help() -> None:
     from safelaunch.settings.config import help_text
 
     print("usage: safelaunch [safelaunch options] [torchrun options] script [script args...]")
-    print("       safelaunch exec | colaunch | status | dump | diagnose | gpus | doctor | presets | demo  (--help of each)")
+    print("       safelaunch exec | colaunch | status | dump | diagnose | gpus | doctor | presets | demo  (--help)")
     print()
     print(help_text("run"))
     print("torchrun options (as the installed torchrun describes them):")

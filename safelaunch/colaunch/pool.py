@@ -119,7 +119,9 @@ class Gpus:
         if taken is None:
             return None
         gpus = tuple(self._uuids[number] for number in taken)
-        return Share(taken, ranges(taken) or "none", gpus, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        # Its safelaunch leases these very GPUs. Somebody else on the node may have one just now: then it waits.
+        return Share(taken, ranges(taken) or "none", gpus, env=visible, options=("--wait",) if gpus else ())
 
     def release(self, share: Share) -> None:
         self._numbers.free.update(share.units)

@@ -202,10 +202,12 @@ def test_each_job_has_gpus_of_its_own(tmp_path: Path) -> None:
     """Of the three that CUDA_VISIBLE_DEVICES leaves; what asks for none sees none; cores are left alone."""
     (tmp_path / "stub").mkdir()
     (tmp_path / "stub" / "pynvml.py").write_text(NVML)
+    (tmp_path / "stub" / "libnvidia-ml.so.1").touch()  # the sign that there is a driver to ask
     sizes = {"a": 2, "b": 1, "c": 3, "d": 1, "e": 0}
     spec = "\n".join(["jobs:", *(f"  {n}: {{gpus: {k}, command: '{SWEPT} {n} ok 0.4'}}" for n, k in sizes.items())])
     path = os.pathsep.join([os.fspath(tmp_path / "stub"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "3,1,0"}
+    env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "3,1,0", "LD_LIBRARY_PATH": os.fspath(tmp_path / "stub")}
+    env["SAFELAUNCH_LEASE_DIR"] = os.fspath(tmp_path / "leases")
     sweep, result = run(tmp_path, spec, env=env)
     assert result.code == 0, result.stderr
     assert "5 jobs on 3 GPUs" in result.said

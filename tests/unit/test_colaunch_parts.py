@@ -22,7 +22,8 @@ from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits
 from safelaunch.colaunch.steps import slowest
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
-from safelaunch.launch import gpus
+from safelaunch.leases import nvml
+from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.model import Progress
 
 
@@ -123,7 +124,8 @@ def test_slots_are_given_once_and_come_back() -> None:
 def test_gpus_are_given_once_and_a_job_sees_only_its_own() -> None:
     pool = Gpus(["GPU-a", "GPU-b", "GPU-c"])
     first, none = pool.take(2), pool.take(0)
-    assert first == Share((0, 1), "0-1", ("GPU-a", "GPU-b"), env={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"})
+    visible = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    assert first == Share((0, 1), "0-1", ("GPU-a", "GPU-b"), env=visible, options=("--wait",))
     assert none == Share((), "none", env={"CUDA_VISIBLE_DEVICES": ""})
     assert pool.take(2) is None
     assert pool.free() == 1
@@ -153,21 +155,22 @@ def test_the_cores_of_this_machine_are_all_there_in_some_order() -> None:
 def test_the_pool_is_what_cuda_visible_devices_leaves(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: list[str]
 ) -> None:
-    found = gpus.Inventory(tuple(gpus.Gpu(number, f"GPU-{number}") for number in range(3)))
-    monkeypatch.setattr(gpus, "inventory", lambda: found)
+    found = Inventory(tuple(Gpu(str(number), f"GPU-{number}") for number in range(3)))
+    monkeypatch.setattr(nvml, "inventory", lambda environ: found)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     pool = make_pool([job()], None, None, environ)
     assert pool.kind == "GPU"
     share = pool.take(len(chosen))
     assert share is not None
     assert list(share.gpus) == chosen
+    assert share.options == ("--wait",)
 
 
 def test_without_gpus_or_with_slots_the_pool_is_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "inventory", lambda: gpus.Inventory((), "no NVIDIA GPU found"))
+    monkeypatch.setattr(nvml, "inventory", lambda environ: Inventory(missing="no NVIDIA driver here"))
     assert make_pool([job()], None, None, {}).kind == "slot"
     assert make_pool([job()], 3, None, {}).capacity == 3
-    monkeypatch.setattr(gpus, "inventory", lambda: gpus.Inventory((gpus.Gpu(0, "GPU-0"),)))
+    monkeypatch.setattr(nvml, "inventory", lambda environ: Inventory((Gpu("0", "GPU-0"),)))
     assert make_pool([job()], 3, None, {}).kind == "slot"
     assert make_pool([job()], None, None, {"CUDA_VISIBLE_DEVICES": ""}).kind == "slot"
 

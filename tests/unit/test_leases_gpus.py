@@ -212,7 +212,7 @@ def test_a_large_job_is_not_starved(store: Store) -> None:
 
 def test_a_process_as_it_is_seen() -> None:
     here = look(os.getpid())
-    assert here.user == Holder(uid=os.getuid()).user and "pytest" in here.command and not here.left_over
+    assert here.user == Holder(uid=os.getuid()).user and "python" in here.command and not here.left_over
     assert abs(here.since_unix_s - time.time()) < 86400
     assert look(2**22 + 5) == User(2**22 + 5)
 
