@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUNDLE = re.compile(r".+-(?P<time>\d{8}T\d{6}Z)-(?:hang|crash|dump)(?:-(?P<number>\d{1,3}))?")
+STALE_S = 24 * 3600
 WHOLE = ("verdict.json", "manifest.json")
 
 
@@ -47,6 +48,7 @@ def main(staged: str, directory: str, name: str, keep: str, archive_s: str) -> i
     _link_latest(directory, os.path.basename(final))
     sys.stdout.buffer.write(os.fsencode(final) + b"\0")
     sys.stdout.buffer.flush()
+    _report("what a copy has left is still there", lambda: _remove_stale(directory))
     if float(archive_s):
         _report("no archive of the bundle", lambda: _archive(final, time.monotonic() + float(archive_s)))
     if int(keep):
@@ -87,6 +89,20 @@ def _link_latest(directory: str, name: str) -> None:
         os.replace(partial, link)
     except OSError:
         return  # a disk without links: the bundle itself is there
+
+
+def _remove_stale(directory: str) -> None:
+    """Copies that were given up on a dead disk and could not be removed then: ours, and older than a day."""
+    for entry in list(os.scandir(directory)):
+        if not (entry.name.startswith(".") and entry.name.endswith(".partial")):
+            continue
+        status = entry.stat(follow_symlinks=False)
+        if status.st_uid != os.geteuid() or time.time() - status.st_mtime < STALE_S:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
 
 
 def _report(what: str, work: "Callable[[], None]") -> None:

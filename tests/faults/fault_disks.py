@@ -238,7 +238,7 @@ ROWS = [
     ),
     Row("bundle directory is removed", "writing", NAMED, remove_bundles, arrange=bundles_in_a_directory),
     *(
-        Row(DEAD, at, LOCAL, then(kill_the_disk) if at == "training" else kill_the_disk,
+        Row(DEAD, at, replace(LOCAL, partial_stays=True), then(kill_the_disk) if at == "training" else kill_the_disk,
             arrange=bundles_on_a_mortal_disk, needs=_needs_fuse)
         for at in ("training", "writing")
     ),

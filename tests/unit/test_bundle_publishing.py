@@ -169,6 +169,22 @@ print(seen)
 """
 
 
+def test_what_a_dead_disk_kept_is_swept_a_day_later(tmp_path: Path) -> None:
+    """Only ours, only copies, and only old ones: another node may be writing just now."""
+    directory = tmp_path / "bundles"
+    old, young = directory / ".a-hang.1-1.partial", directory / ".b-hang.2-2.partial"
+    archive, other = directory / ".c-hang.tar.gz.3-3.partial", directory / "notes.partial"
+    for folder in (old, young):
+        (folder / "ranks").mkdir(parents=True)
+    for file in (archive, other):
+        file.write_text("x")
+    for path in (old, archive, other):
+        os.utime(path, (0, 0))
+    published(directory)
+    assert {".b-hang.2-2.partial", "notes.partial"} <= set(names(directory))
+    assert not old.exists() and not archive.exists()
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
 def test_a_latest_of_somebody_else(kind: str, tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
