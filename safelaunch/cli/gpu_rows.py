@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from safelaunch.bundle.report import clean
 from safelaunch.leases.choose import Gpu, users_of
-from safelaunch.leases.gpus import moment
 from safelaunch.leases.holder import Holder
+from safelaunch.leases.telling import moment
 from safelaunch.leases.users import User
 
 COLUMNS = ("gpu", "name", "memory", "state", "pid", "user", "since", "command")

@@ -12,7 +12,7 @@ from typing import Any
 
 from safelaunch.console import say
 from safelaunch.leases.choose import Inventory
-from safelaunch.leases.gpus import MOST_UNLEASED_BYTES
+from safelaunch.leases.claims import MOST_UNLEASED_BYTES
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.nvml import inventory
 from safelaunch.leases.store import Store, store_of

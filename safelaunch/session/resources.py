@@ -18,10 +18,10 @@ from safelaunch.leases.driver import has_driver
 if TYPE_CHECKING:
     from safelaunch.launch.torchrun import Torch
     from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
-    from safelaunch.leases.gpus import Survey, Terms
+    from safelaunch.leases.claims import Claim, Survey
     from safelaunch.leases.holder import Holder
     from safelaunch.leases.ports import Ports
-    from safelaunch.leases.store import Lease, Store
+    from safelaunch.leases.store import Lease
     from safelaunch.settings.config import Settings
 
 HELD = "SAFELAUNCH_HELD"
@@ -151,7 +151,8 @@ def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> Resources:
-    from safelaunch.leases import gpus as leased_gpus
+    from safelaunch.leases.claims import Claim, Terms
+    from safelaunch.leases.gpus import Patience, take
     from safelaunch.leases.store import store_of
 
     found, wish = _wish(settings, environ, ranks)
@@ -159,14 +160,12 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         if found.missing and settings.gpus is None and _is_trouble(found.missing):
             say(f"GPUs are not leased: {found.missing}")
         return plain
-    store = store_of(environ)
-    terms = leased_gpus.Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes)
-    survey = _survey(found, environ)
+    terms = Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes)
+    claim = Claim(store_of(environ), terms, _survey(found, environ))
     try:
         if settings.dry_run:
-            return _foreseen(plain, store, terms, survey)
-        patience = leased_gpus.Patience(settings.wait, settings.wait_timeout_s, say)
-        taken = leased_gpus.take(store, terms, survey, patience)
+            return _foreseen(plain, claim)
+        taken = take(claim, Patience(settings.wait, settings.wait_timeout_s, say))
     except StoreError as error:
         if settings.gpus is not None or settings.wait:
             raise
@@ -185,15 +184,14 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
     )
 
 
-def _foreseen(plain: Resources, store: Store, terms: Terms, survey: Survey) -> Resources:
+def _foreseen(plain: Resources, claim: Claim) -> Resources:
     """For --dry-run: what would be taken now."""
-    from safelaunch.leases.gpus import would_take
-
-    chosen = would_take(store, terms, survey)
+    wish = claim.terms.wish
+    chosen = claim.foresee()
     if chosen is None:
-        return replace(plain, note=f"not free now: {terms.wish.count} of {len(terms.wish.candidates)} are wanted")
-    visible = _visible(chosen, terms.wish)
-    return replace(plain, visible_gpus=visible, note=f"{_words(chosen, survey.found)}, free now; leased at the start")
+        return replace(plain, note=f"not free now: {wish.count} of {len(wish.candidates)} are wanted")
+    note = f"{_words(chosen, claim.survey.found)}, free now; leased at the start"
+    return replace(plain, visible_gpus=_visible(chosen, wish), note=note)
 
 
 def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple[Inventory, Wish | None]:
@@ -209,7 +207,7 @@ def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple
 def _survey(found: Inventory, environ: Mapping[str, str]) -> Survey:
     import time
 
-    from safelaunch.leases.gpus import Survey
+    from safelaunch.leases.claims import Survey
     from safelaunch.leases.nvml import inventory
 
     query: Callable[[], Inventory] = lambda: inventory(environ)  # noqa: E731

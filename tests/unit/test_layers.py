@@ -57,6 +57,8 @@ LAYERS: list[tuple[str, set[str]]] = [
             "leases.choose",
             "leases.nvml",
             "leases.users",
+            "leases.claims",
+            "leases.telling",
             "leases.gpus",
             "leases.ports",
         },

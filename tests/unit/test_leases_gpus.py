@@ -15,8 +15,10 @@ import stub
 from safelaunch.cli import gpu_rows, gpus
 from safelaunch.errors import InterruptedWait, ResourceError
 from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory, pool_of, wish_of
+from safelaunch.leases.claims import Claim, Survey, Taken, Terms
 from safelaunch.leases.driver import has_driver
-from safelaunch.leases.gpus import Patience, Survey, Terms, take, would_take
+from safelaunch.leases.gpus import NodeGpus, Patience
+from safelaunch.leases.gpus import take as take_claimed
 from safelaunch.leases.holder import Holder, ourselves
 from safelaunch.leases.nvml import inventory
 from safelaunch.leases.store import Store
@@ -51,6 +53,14 @@ def terms(request: str | None, environ: dict[str, str] | None = None, found: Inv
     wish = wish_of(request, 1, pool_of(environ or {}, found.gpus), found)
     assert wish is not None
     return Terms(wish, ourselves("", f"train.py {request}"))
+
+
+def take(store: Store, wanted: Terms, survey: Survey, patience: Patience) -> Taken:
+    return take_claimed(Claim(store, wanted, survey), patience)
+
+
+def would_take(store: Store, wanted: Terms, survey: Survey) -> tuple[Gpu, ...] | None:
+    return Claim(store, wanted, survey).foresee()
 
 
 def still(found: Inventory) -> Survey:
@@ -205,6 +215,28 @@ def test_a_large_job_is_not_starved(store: Store) -> None:
     small = take(store, terms("1"), still(FOUR), clock.patience())
     assert clock.now >= 3
     half.lease.release(), small.lease.release()
+
+
+# --- a scheduler ------------------------------------------------------------------------------------------------------
+
+
+def test_a_scheduler_with_many_jobs(node: stub.Node, store: Store) -> None:
+    node.write("nvlink 5 7", used=[6])
+    gpus_here = NodeGpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert [gpu.label for gpu in gpus_here.pool.gpus] == ["4", "5", "6", "7"] and not gpus_here.missing
+    first, second = (gpus_here.claim(2, name=f"job-{n}", command="train.py") for n in (1, 2))
+    taken = first.advance()
+    assert taken is not None and [gpu.label for gpu in taken.gpus] == ["5", "7"]
+    second.queue()
+    assert second.advance() is None
+    held = Store(os.fspath(node.lease_dir))
+    assert [one.name for one in held.waiting()] == ["job-2"]
+    second.cancel()
+    assert held.waiting() == []
+    assert {one.name for one in held.look([stub.uuid(5)]).values()} == {"job-1"}
+    taken.lease.release()
+    with pytest.raises(ResourceError, match="wants 5"):
+        gpus_here.claim(5, name="job-3", command="train.py")
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
