@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 import stub
 from crowd import OTHER_USER, PROGRAM, Crowd
 
+from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
 
 pytestmark = pytest.mark.torch
@@ -48,7 +49,9 @@ def test_a_crowd(node: stub.Node, tmp_path: Path, seed: int) -> None:
 
 
 @contextmanager
-def safelaunch(*words: str | Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+def safelaunch(
+    *words: str | Path, env: Mapping[str, str], pass_fds: tuple[int, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PET_", "SLURM_", "CUDA_"))}
     with subprocess.Popen(
         [sys.executable, "-m", "safelaunch", *map(os.fspath, words)],
@@ -58,6 +61,7 @@ def safelaunch(*words: str | Path, env: Mapping[str, str]) -> Iterator[subproces
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        pass_fds=pass_fds,
     ) as process:
         try:
             yield process
@@ -66,9 +70,9 @@ def safelaunch(*words: str | Path, env: Mapping[str, str]) -> Iterator[subproces
                 process.kill()
 
 
-def until(reached: object, what: str) -> None:
+def until(reached: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + 60
-    while not reached():  # type: ignore[operator]
+    while not reached():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.02)
 
@@ -99,9 +103,7 @@ def test_torchrun_ranks_hold_their_gpus_and_their_port(node: stub.Node, tmp_path
         assert {one["CUDA_VISIBLE_DEVICES"] for one in said} == {f"{stub.uuid(3)},{stub.uuid(6)}"}
         assert {holder.pid for holder in store.look([stub.uuid(3), stub.uuid(6), port]).values()} == {process.pid}
         assert len(store.look([stub.uuid(n) for n in range(8)])) == 2
-        process.send_signal(signal.SIGSTOP)  # else its end would be noticed
         (tmp_path / "go").touch()
-        process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert "safelaunch: GPUs of this job: 3, 6 (one for each of 2 rank(s))" in stderr
@@ -136,6 +138,28 @@ def test_a_killed_supervisor_frees_nothing_that_is_in_use(node: stub.Node, tmp_p
         assert json.loads(shown.stdout)["gpus"][0]["state"] == "ranks only"
         os.kill(rank, signal.SIGKILL)
         until(lambda: not store.look([stub.uuid(0)]), "the GPU to be free")
+
+
+def test_a_scheduler_hands_its_lease_over(node: stub.Node, tmp_path: Path) -> None:
+    """As colaunch does: the safelaunch that runs the job holds it, asks the driver nothing, and frees it at its end."""
+    claim = NodeGpus({**os.environ, **node.environ}).claim(2, name="job-1", command="train.py")
+    taken = claim.advance()
+    assert taken is not None
+    variables, descriptors = taken.lease.hand_over()
+    node.write("hang nvmlInitWithFlags")
+    own = ["exec", f"--bundle-dir={tmp_path}", "--", sys.executable, PROGRAM, tmp_path, "1"]
+    env = {**node.environ, **AS_A_RANK, **variables, "CUDA_VISIBLE_DEVICES": taken.visible}
+    store = Store(os.fspath(node.lease_dir))
+    with safelaunch(*own, env=env, pass_fds=descriptors) as process:
+        taken.lease.forget()
+        until(lambda: len(log_of(tmp_path)) == 2 or process.poll() is not None, "the job")
+        assert set(store.look([stub.uuid(n) for n in range(8)])) == {stub.uuid(0), stub.uuid(1)}
+        rank = int(log_of(tmp_path)[0].split()[2])
+        environ = Path(f"/proc/{rank}/environ").read_bytes()
+        assert b"SAFELAUNCH_HELD" not in environ and b"SAFELAUNCH_LEASES=" in environ
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert store.look([stub.uuid(n) for n in range(8)]) == {}
 
 
 def test_ctrl_c_ends_the_waiting(node: stub.Node, tmp_path: Path) -> None:
