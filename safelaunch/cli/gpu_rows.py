@@ -68,7 +68,8 @@ def rows(
         on_it = tuple(users.get(process.pid, User(process.pid)) for process in gpu.processes)
         holder = held.get(gpu.uuid)
         use = users_of(gpu, most_bytes)
-        found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, use if not on_it else ""))
+        note = "" if on_it or not use else use if gpu.error else "nobody is seen who uses it"
+        found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, note))
     return tuple(found)
 
 

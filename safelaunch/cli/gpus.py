@@ -85,8 +85,7 @@ def _print_rich(table: Sequence[Row], waiting: Sequence[Holder]) -> None:
 
     shown: Any = Table(box=None, pad_edge=False, header_style="dim")
     for name in COLUMNS:
-        last = name == COLUMNS[-1]
-        shown.add_column(name, justify="right" if name in RIGHT else "left", no_wrap=not last, overflow="ellipsis")
+        shown.add_column(name, justify="right" if name in RIGHT else "left", no_wrap=True, overflow="ellipsis")
     for row in table:
         shown.add_row(*(Text(cell) for cell in row.cells), style=STYLES[row.state])
     console = Console()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import stat
 import time
@@ -32,6 +33,7 @@ HANDED_OVER = "SAFELAUNCH_HELD"
 RANKS = ".ranks"
 GATE_DEADLINE_S = 10.0
 _SHARED = 0o1777
+_OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
 Pick = Callable[[Mapping[str, Holder]], Sequence[str] | None]
 
@@ -246,7 +248,7 @@ def _name_of(fd: int, key: str, directory: str) -> str | None:
 
 def _base(key: str) -> str:
     """A thing's file name without the user: MIG devices of older drivers have slashes in theirs."""
-    return "".join(c if c.isalnum() or c in "-_" else "_" for c in key)
+    return _OTHER.sub("_", key)
 
 
 def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str, Holder]:

@@ -88,7 +88,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
         if handed is not None:
             return handed
     ranks = ranks_of(command, environ)
-    if settings.gpus is None and (ranks == 0 or not settings.lease):
+    if settings.gpus is None and not (settings.lease and _may_want_some(ranks, environ)):
         return plain
     if settings.gpus in (None, "all") and not has_driver(environ):
         return plain
@@ -121,6 +121,12 @@ def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> Ranks:
     if text in ("gpu", "auto"):
         return "all"
     return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _may_want_some(ranks: Ranks, environ: Mapping[str, str]) -> bool:
+    """Whether a job that says nothing of GPUs may be given any: else the driver need not be asked."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return ranks != 0 and (bool(visible.strip()) if visible is not None else ranks is not None)
 
 
 def _is_inside_a_run(environ: Mapping[str, str]) -> bool:

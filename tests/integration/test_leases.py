@@ -192,6 +192,24 @@ def test_a_driver_that_hangs_does_not_keep_a_job_from_starting(node: stub.Node, 
     assert "GPUs are not leased: the NVIDIA driver did not answer within 10 s" in stderr
 
 
+def test_gpus_says_that_the_driver_hangs(node: stub.Node) -> None:
+    node.write("hang nvmlDeviceGetCount_v2")
+    with safelaunch("gpus", env=node.environ) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (1, "")
+    assert "the NVIDIA driver did not answer within 10 s" in stderr
+
+
+def test_a_dry_run_takes_nothing(node: stub.Node, tmp_path: Path) -> None:
+    node.write("process 0 1 7")
+    with safelaunch("--dry-run", "--nproc-per-node=3", "train.py", env=node.environ) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (0, "")
+    assert "GPUs          1, 2, 3 of 8 GPUs of this node, free now; leased at the start" in stdout
+    assert f"CUDA_VISIBLE_DEVICES={stub.uuid(1)},{stub.uuid(2)},{stub.uuid(3)}   (--gpus (default))" in stdout
+    assert not node.lease_dir.exists()
+
+
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_lease_without_a_watch(node: stub.Node, tmp_path: Path, watched: bool) -> None:
     """The job's first process shares it where there is no guardian; released at the end, daemon or not."""

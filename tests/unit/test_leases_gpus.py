@@ -259,8 +259,7 @@ ROWS = [
     (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {}, "unleased use", "not to be seen from here"),
     (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {5: User(5, "ann", "a\x1b[31mb", 1.0, True)},
      "left behind", "ab"),
-    (Gpu("0", "GPU-0", memory_used_bytes=999 * MIB), {}, {}, "unleased use",
-     "999 MiB of its memory are in use, and nobody is seen who uses it"),
+    (Gpu("0", "GPU-0", memory_used_bytes=999 * MIB), {}, {}, "unleased use", "nobody is seen who uses it"),
     (Gpu("0", "unknown-0", error="GPU is lost"), {}, {}, "fault", "does not answer: GPU is lost"),
 ]  # fmt: skip
 

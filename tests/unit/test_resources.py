@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from safelaunch.errors import UsageError
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.torchrun import KNOWN, Torch, binds_any_port
+from safelaunch.leases.choose import Inventory
 from safelaunch.session import resources
 from safelaunch.settings.config import Settings
 
@@ -131,6 +133,33 @@ def test_without_a_driver_nothing_is_leased(monkeypatch: pytest.MonkeyPatch, gpu
     monkeypatch.setattr(resources, "has_driver", lambda environ: False)
     given = resources.gather(command("--nproc-per-node=2"), Settings(gpus=gpus, wait=True), {}, None)
     assert given == resources.Resources(command("--nproc-per-node=2"))
+
+
+@pytest.mark.parametrize(
+    ("words", "program", "environ", "asked"),
+    [
+        ("", None, {}, True),
+        ("--nproc-per-node=cpu", None, {}, False),
+        ("", None, {"CUDA_VISIBLE_DEVICES": ""}, False),
+        ("", None, {"CUDA_VISIBLE_DEVICES": "1"}, True),
+        ("", "/bin/bash", {}, False),
+        ("", "/bin/bash", {"CUDA_VISIBLE_DEVICES": "1"}, True),
+        ("--nproc-per-node=cpu", None, {"CUDA_VISIBLE_DEVICES": "1"}, False),
+    ],
+)
+def test_the_driver_is_asked_only_where_the_answer_matters(
+    monkeypatch: pytest.MonkeyPatch, words: str, program: str | None, environ: dict[str, str], asked: bool
+) -> None:
+    questions: list[object] = []
+
+    def inventory(environ: object) -> Inventory:
+        questions.append(environ)
+        return Inventory(missing="no NVIDIA GPU found")
+
+    monkeypatch.setattr(resources, "has_driver", lambda environ: True)
+    monkeypatch.setattr("safelaunch.leases.nvml.inventory", inventory)
+    given = resources.gather(replace(command(words), program=program), Settings(), environ, None)
+    assert bool(questions) == asked and given.lease is None
 
 
 def test_none_hides_them_and_leases_nothing() -> None:
