@@ -14,23 +14,13 @@ from pathlib import Path
 
 import pytest
 import stub
-from crowd import OTHER_USER, PROGRAM, Crowd
+from crowd import PROGRAM, Crowd, may_be_two_users
 
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
 
 pytestmark = pytest.mark.torch
 AS_A_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-
-
-def may_be_two_users() -> bool:
-    """Whether we may act as another user, and he may read this installation."""
-    if os.getuid() != 0:
-        return False
-    command = [sys.executable, "-c", "import safelaunch.cli, psutil, pynvml"]
-    return not subprocess.run(
-        command, cwd="/", capture_output=True, user=OTHER_USER, group=OTHER_USER, extra_groups=[]
-    ).returncode
 
 
 @pytest.mark.parametrize("seed", [1])
