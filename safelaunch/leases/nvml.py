@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safelaunch import procstat
 from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory
 from safelaunch.leases.driver import has_driver
 
 DEADLINE_S = 10.0
 GRACE_S = 0.5
+LONGEST_S = 60.0
+LOOK_EVERY_S = 0.1
+ASKING = b"asking\n"
 if TYPE_CHECKING:
     import subprocess
 
@@ -26,7 +32,7 @@ _MOST_INSTANCES = 64
 
 
 def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
-    """Asks NVML; never raises, and never takes longer than ``deadline_s`` seconds."""
+    """Asks NVML; never raises. Gives a driver that does not answer ``deadline_s`` seconds."""
     if not has_driver(environ):
         return Inventory(missing="no NVIDIA driver here")
     import subprocess
@@ -43,22 +49,46 @@ def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> 
     except OSError as error:
         return Inventory(missing=f"NVML could not be asked: {error.strerror or error}")
     try:
-        answer, _ = process.communicate(timeout=deadline_s)
+        answer = _answer(process, deadline_s)
+        if answer is None:
+            return Inventory(missing=f"the NVIDIA driver did not answer within {deadline_s:g} s")
         return parse(json.loads(answer))
-    except subprocess.TimeoutExpired:
-        _abandon(process)
-        return Inventory(missing=f"the NVIDIA driver did not answer within {deadline_s:g} s")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Inventory(missing=f"NVML gave no usable answer ({type(error).__name__}: {error})")
     finally:
-        if process.stdout is not None:
-            process.stdout.close()
+        _end(process)
 
 
-def _abandon(process: subprocess.Popen[bytes]) -> None:
+def _answer(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
+    """What it printed, once it has closed its output; None when the driver does not let it.
+
+    The time counts from ``ASKING``, and not while the process has work to do: where many jobs are started at once an
+    interpreter alone takes seconds. ``LONGEST_S`` bounds it all.
+    """
+    assert process.stdout is not None
+    output = process.stdout.fileno()
+    begin = time.monotonic()
+    waited_s = 0.0
+    data = b""
+    while waited_s < deadline_s and time.monotonic() - begin < max(LONGEST_S, deadline_s):
+        if not select.select([output], [], [], LOOK_EVERY_S)[0]:
+            found = procstat.read(process.pid)
+            if data.startswith(ASKING) and (found is None or found.state != "R"):
+                waited_s += LOOK_EVERY_S
+            continue
+        chunk = os.read(output, 65536)
+        if not chunk:
+            return data.removeprefix(ASKING)
+        data += chunk
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends it, and does not wait for long: one that is stuck in the driver the kernel does not let die."""
     import subprocess
 
+    if process.stdout is not None:
+        process.stdout.close()
     process.kill()
     try:
         process.wait(GRACE_S)
@@ -204,6 +234,7 @@ def _main() -> int:
     except ImportError:
         document: dict[str, Any] = {"missing": "the Python package nvidia-ml-py is not installed"}
     else:
+        os.write(1, ASKING)
         document = query(pynvml)
     print(json.dumps(document), flush=True)
     os._exit(0)  # nvmlShutdown and the library's own end are nobody's concern, and can hang as well
