@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="crowd") as place:
-        Path(place).chmod(0o755)
+        Path(place).chmod(0o1777)  # as /tmp is: any of them may be the first to make the directory of leases
         crowd = Crowd(
             Path(place), options.jobs, torchrun=options.torchrun, seed=options.seed, hold_s=0.3, users=options.users
         )

@@ -222,7 +222,7 @@ def test_two_users_in_a_crowd(node: stub.Node) -> None:
     if not may_be_two_users():
         pytest.skip("takes root, and an installation that other users can read")
     with tempfile.TemporaryDirectory(prefix="crowd") as place:
-        Path(place).chmod(0o755)
+        Path(place).chmod(0o1777)  # as /tmp is: any of them may be the first to make the directory of leases
         crowd = Crowd(Path(place), 6, torchrun=False, seed=2, hold_s=0.3, users=2)
         try:
             outcome = crowd.run(patience_s=100)
