@@ -48,7 +48,23 @@ def entry() -> NoReturn:
             stream.flush()
         except (OSError, ValueError):
             code = code or 1  # what was printed has not arrived
+    _leave_word(code)
     os._exit(code)
+
+
+def _leave_word(code: int) -> None:
+    """Leaves the exit code where colaunch asked for it: when that has been killed, nobody else would know of it.
+
+    The variable names the process that is meant: a run inside the job inherits it.
+    """
+    pid, _, path = os.environ.get("SAFELAUNCH_EXIT_FILE", "").partition(":")
+    if pid != str(os.getpid()):
+        return
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.write(descriptor, f"{code}\n".encode())
+    except OSError:
+        return  # colaunch hears of it in the usual way, or runs the job again
 
 
 def _dispatch(words: list[str]) -> int:

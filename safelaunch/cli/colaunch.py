@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from safelaunch.cli.colaunch_check import check_jobs, make_pool
@@ -16,11 +17,11 @@ from safelaunch.colaunch import summary
 from safelaunch.colaunch.expand import Places, expand
 from safelaunch.colaunch.grid import Matrix
 from safelaunch.colaunch.jobs import Job
-from safelaunch.colaunch.journal import Journal, attempts
+from safelaunch.colaunch.journal import Attempt, Journal, attempts
 from safelaunch.colaunch.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.pool import Pool
-from safelaunch.colaunch.resume import History, history, wait_for_remains
+from safelaunch.colaunch.resume import History, history, recovered, wait_for_remains
 from safelaunch.colaunch.runner import Place, Runner
 from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.spec import Extra, templates_of
@@ -89,7 +90,6 @@ def _sweep_name(options: Options) -> str:
 def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, environ: dict[str, str]) -> int:
     journal = Journal(paths.journal)
     known = _history(options, journal, jobs, paths)
-    wait_for_remains(known.unfinished, paths, say)
     try:
         journal.begun(len(jobs))
     except OSError as error:
@@ -106,7 +106,7 @@ def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, e
 
 
 def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> History:
-    """Raises UsageError where there was a sweep before and nobody said that it goes on."""
+    """What was before, of which nothing lives any more. Raises UsageError where nobody said that the sweep goes on."""
     found = attempts(journal.records)
     known = history(found, jobs)
     if found and not options.resume:
@@ -114,11 +114,24 @@ def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: Swe
             f"{paths.root} holds a sweep that was run before ({known.done} of {len(jobs)} jobs have succeeded).",
             "--resume runs what has not; --sweep-dir names another directory for a new sweep",
         )
-    if found:
-        say(f"{known.done} of {len(jobs)} jobs have succeeded before; running the others")
+    if not found:
+        return known
+    wait_for_remains(known.unfinished, paths, say)
+    found = tuple(_with_word(attempt, journal, jobs, paths) for attempt in found)
+    known = history(found, jobs)
+    say(f"{known.done} of {len(jobs)} jobs have succeeded before; running the others")
     if known.changed:
         say(f"not what they were when they succeeded, so they run again: {', '.join(known.changed)}")
     return known
+
+
+def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> Attempt:
+    """The attempt with the outcome that only its own safelaunch had noted, which the journal learns now."""
+    ended = recovered(attempt, jobs, paths) if attempt.outcome is None else None
+    if ended is None:
+        return attempt
+    journal.ended(attempt.job, attempt.number, ended)
+    return replace(attempt, outcome=ended)
 
 
 def _finish(sweep: Sweep, paths: SweepPaths, stopped_by: int) -> int:

@@ -8,8 +8,8 @@ One JSON document a line, only ever appended, each on the disk before what it an
 
 "started" is written while the job's process still waits for our word, so there is no job that the journal does not
 know. A last line that is not whole was never acted upon, and is cut off. A job without an "ended" is run again by
-``--resume``: where colaunch is killed between a job's end and its record, that job is run twice, but never at once, and
-never is one lost. The journal is locked (flock) by the colaunch that runs the sweep, and by nobody else.
+``--resume``, unless its safelaunch left word that it succeeded: colaunch may be killed between a job's end and its
+record. The journal is locked (flock) by the colaunch that runs the sweep, and by nobody else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -40,6 +40,8 @@ class Attempt:
     fingerprint: str
     process: ProcessId
     outcome: Outcome | None = None
+    gpus: tuple[str, ...] = ()
+    began_unix_s: float = 0.0
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------
@@ -78,10 +80,11 @@ def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
             key = (str(record["job"]), int(record["attempt"]))
             if record["event"] == "started":
                 process = ProcessId(int(record["pid"]), int(record["start_ticks"]))
-                found[key] = Attempt(*key, str(record["fingerprint"]), process)
+                gpus = tuple(str(gpu) for gpu in record.get("gpus", ()))
+                began_s = float(record.get("time_unix_s", 0.0))
+                found[key] = Attempt(*key, str(record["fingerprint"]), process, None, gpus, began_s)
             elif record["event"] == "ended" and key in found:
-                before = found[key]
-                found[key] = Attempt(*key, before.fingerprint, before.process, outcome_of(record))
+                found[key] = replace(found[key], outcome=outcome_of(record))
         except (KeyError, TypeError, ValueError):
             continue  # of another version: what it says of a job cannot be relied on, so the job is run again
     return tuple(found.values())
@@ -163,14 +166,14 @@ class Journal:
         """Raises OSError where it cannot be written."""
         self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1})
 
-    def started(self, job: Job, attempt: int, process: ProcessId) -> None:
+    def started(self, job: Job, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
         """Raises OSError where it cannot be written: then the job must not start."""
-        words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint}
+        words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint, "gpus": list(gpus)}
         self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
 
-    def ended(self, job: Job, attempt: int, outcome: Outcome) -> None:
+    def ended(self, name: str, attempt: int, outcome: Outcome) -> None:
         """Is kept, and written as soon as that is possible, where it cannot be written now."""
-        record = {"event": "ended", "job": job.name, "attempt": attempt, **asdict(outcome)}
+        record = {"event": "ended", "job": name, "attempt": attempt, **asdict(outcome)}
         self._pending.append(_line(record))
         self.catch_up()
 

@@ -39,6 +39,10 @@ class SweepPaths:
         """Everything that an attempt wrote to stdout and stderr."""
         return self.job(name) / f"attempt-{attempt}.log"
 
+    def exit_file(self, name: str, attempt: int) -> Path:
+        """The exit code of the attempt's safelaunch, as it left it itself."""
+        return self.job(name) / f"attempt-{attempt}.exit"
+
     def bundles(self, name: str) -> Path:
         return self.job(name) / "bundles"
 

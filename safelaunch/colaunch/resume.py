@@ -6,9 +6,10 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from safelaunch.colaunch import spawn
-from safelaunch.colaunch.jobs import Job
+from safelaunch.colaunch import metrics, spawn
+from safelaunch.colaunch.jobs import Job, Outcome
 from safelaunch.colaunch.journal import Attempt
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.sweep import Before
@@ -89,6 +90,22 @@ def wait_for_remains(
                 f"parts of {', '.join(a.job for a in alive)} still live, {GIVE_UP_AFTER_S:g} s after they were to end.",
                 f"end the processes that write to {logs} (fuser shows them), then --resume",
             )
+
+
+def recovered(attempt: Attempt, jobs: Sequence[Job], paths: SweepPaths) -> Outcome | None:
+    """The outcome of an attempt that ended, successfully, while its colaunch was being killed; None for any other."""
+    job = next((job for job in jobs if job.name == attempt.job), None)
+    exit_file = paths.exit_file(attempt.job, attempt.number)
+    if job is None or spawn.exit_code_in(exit_file) != 0:
+        return None
+    found = metrics.from_file(Path(job.metric_file)) if job.metric_file else {}
+    return Outcome(
+        "succeeded",
+        exit_code=0,
+        duration_s=round(max(0.0, exit_file.stat().st_mtime - attempt.began_unix_s), 3),
+        gpus=attempt.gpus,
+        metrics={**metrics.from_log(paths.log(job.name, attempt.number), job.metrics), **found},
+    )
 
 
 def _lives(attempt: Attempt, paths: SweepPaths) -> bool:

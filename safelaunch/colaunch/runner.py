@@ -142,7 +142,7 @@ class Runner:
         self._place.pool.release(ended.share)
 
     def _record(self, job: Job, attempt: int, ended: Outcome) -> None:
-        self._place.journal.ended(job, attempt, ended)
+        self._place.journal.ended(job.name, attempt, ended)
         self._sweep.ended(job.name, ended)
         again = " (will be tried again)" if self._sweep.tracks[job.name].state == "waiting" else ""
         code = "" if ended.state == "succeeded" else f" (exit code {ended.exit_code})"
@@ -190,7 +190,7 @@ class Runner:
 
         def record(started: ProcessId) -> None:
             try:
-                self._place.journal.started(job, attempt, started)
+                self._place.journal.started(job, attempt, started, share.gpus)
             except OSError as error:
                 raise _Unrecorded(error.strerror or str(error)) from error
 
@@ -201,6 +201,7 @@ class Runner:
             cwd=job.cwd,
             log=paths.log(job.name, attempt),
             cores=share.cores,
+            exit_file=paths.exit_file(job.name, attempt),
         )
         before = before_of(job, paths)
         started = spawn.start(command, record)

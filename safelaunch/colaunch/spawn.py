@@ -3,6 +3,7 @@
 - The child waits for our word, which comes when the journal knows it; when we are killed first, it ends.
 - It asks the kernel for a SIGTERM at our death (PR_SET_PDEATHSIG), which it passes on to its job: ``kill -9`` of
   colaunch ends the jobs as a scheduler would.
+- It leaves its exit code in a file as well: when we are killed while it ends, that it has succeeded is not forgotten.
 - Its log is locked (flock). The lock belongs to the open file, which every process of the job has as its stdout: while
   any of them lives, it is held, and whoever wants to run the same attempt again can tell.
 """
@@ -22,19 +23,24 @@ from typing import NoReturn
 from safelaunch.launch.process import ProcessId, identify
 
 PR_SET_PDEATHSIG = 1
+EXIT_FILE = "SAFELAUNCH_EXIT_FILE"
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run, where. ``log`` takes all of its output; ``cores``: its CPU affinity, empty to leave it."""
+    """What to run, where. ``log`` takes all of its output; ``cores``: its CPU affinity, empty to leave it.
+
+    ``exit_file``: where safelaunch is to leave its exit code.
+    """
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
     log: Path
     cores: Collection[int] = ()
+    exit_file: Path | None = None
 
 
 def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
@@ -96,11 +102,23 @@ def _become(command: Command, log: int, parent: int, may_go: int, report: int) -
             null = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((null, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
-            os.execve(command.argv[0], list(command.argv), dict(command.env))
+            env = dict(command.env)
+            if command.exit_file is not None:
+                env[EXIT_FILE] = f"{os.getpid()}:{command.exit_file}"
+            os.execve(command.argv[0], list(command.argv), env)
     except OSError as error:
         os.write(report, str(error.errno).encode())
     finally:
         os._exit(127)
+
+
+def exit_code_in(exit_file: Path) -> int | None:
+    """What safelaunch left there; None where it was ended before it could."""
+    try:
+        text = exit_file.read_text("ascii")
+        return int(text) if text.endswith("\n") else None
+    except (OSError, ValueError):
+        return None
 
 
 def is_held(log: Path) -> bool:

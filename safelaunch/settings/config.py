@@ -43,6 +43,7 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_MODE",
         "SAFELAUNCH_LEASES",
         "SAFELAUNCH_HELD",
+        "SAFELAUNCH_EXIT_FILE",
     }
 )
 # Where the leases of a node are, for all who are to share them: tests, and nodes whose /tmp is not shared.

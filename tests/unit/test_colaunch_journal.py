@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from safelaunch.colaunch import journal as module
 from safelaunch.colaunch.jobs import Job, Outcome
 from safelaunch.colaunch.journal import Attempt, Journal, attempts, parse
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.resume import history, wait_for_remains
+from safelaunch.colaunch.resume import history, recovered, wait_for_remains
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.process import ProcessId, identify
@@ -35,7 +37,7 @@ def journal_of_three(path: Path) -> None:
     ]:
         journal.started(job, number, GONE)
         if outcome is not None:
-            journal.ended(job, number, outcome)
+            journal.ended(job.name, number, outcome)
     journal.close()
 
 
@@ -79,7 +81,7 @@ def test_killed_at_any_byte_nothing_is_lost_and_nothing_done_is_repeated(tmp_pat
             (job,) = sweep.choose()
             assert job.name not in done, "a finished job is repeated"
             journal.started(job, sweep.tracks[job.name].attempts, GONE)
-            journal.ended(job, sweep.tracks[job.name].attempts, DONE)
+            journal.ended(job.name, sweep.tracks[job.name].attempts, DONE)
             sweep.ended(job.name, DONE)
         journal.close()
         records, good = parse(path.read_bytes(), "")
@@ -163,7 +165,7 @@ def test_on_a_full_disk_an_end_is_kept_until_there_is_room_and_nothing_starts(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module.os, "write", full)
-    journal.ended(JOBS[0], 1, DONE)
+    journal.ended("a", 1, DONE)
     assert journal.behind
     with pytest.raises(OSError, match="earlier records"):
         journal.started(JOBS[1], 1, GONE)
@@ -180,6 +182,28 @@ def test_records_of_another_kind_or_version_are_passed_over() -> None:
     ended = {"event": "ended", "job": "a", "attempt": 1, "state": "glorious", "exit_code": 0}
     found = attempts([{"event": "new"}, {"job": "a"}, started, ended, {**ended, "attempt": "x"}, {**ended, "job": "b"}])
     assert found == (Attempt("a", 1, "f", ProcessId(1, 2)),)
+
+
+@pytest.mark.parametrize(
+    ("left", "state"), [("0\n", "succeeded"), ("1\n", None), ("0", None), ("", None), (None, None)]
+)
+def test_a_job_that_succeeded_while_colaunch_was_killed_left_word(
+    tmp_path: Path, left: str | None, state: str | None
+) -> None:
+    paths = SweepPaths(tmp_path)
+    paths.job("a").mkdir(parents=True)
+    paths.log("a", 1).write_text("loss=0.5\n")
+    if left is not None:
+        paths.exit_file("a", 1).write_text(left)
+    began_s = time.time() - 60
+    found = recovered(
+        Attempt("a", 1, "f", GONE, None, ("GPU-1",), began_s), [replace(JOBS[0], metrics=("loss=(.*)",))], paths
+    )
+    assert (found.state if found else None) == state
+    if found:
+        assert 59 < found.duration_s < 70
+        assert (found.gpus, found.metrics) == (("GPU-1",), {"loss": 0.5})
+    assert recovered(Attempt("a", 1, "f", GONE), JOBS[1:], paths) is None
 
 
 # --- what it means ----------------------------------------------------------------------------------------------------

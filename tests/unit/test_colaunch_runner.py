@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,11 +85,11 @@ def test_a_journal_on_a_full_disk_holds_jobs_back_and_loses_none(
     scene = Scene(tmp_path, "a", "b", "c", script="echo $$ >> ran", slots=1)
     real, refused = Journal.started, []
 
-    def started(self: Journal, job: Job, attempt: int, process: ProcessId) -> None:
+    def started(self: Journal, job: Job, attempt: int, process: ProcessId, gpus: Sequence[str]) -> None:
         if len(refused) < 2:
             refused.append(job.name)
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, job, attempt, process)
+        real(self, job, attempt, process, gpus)
 
     monkeypatch.setattr(Journal, "started", started)
     assert scene.run() == ["succeeded"] * 3
