@@ -102,7 +102,8 @@ def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, e
     with Signals() as signals, open_screen() as screen:
         runner = Runner(sweep, Place(paths, pool, journal, environ, program), screen)
         runner.run(signals)
-    return _finish(sweep, paths, runner.stopped_by)
+        problem = _write_summary(sweep, paths)  # before the last word to a terminal that may have stopped reading
+    return _finish(sweep, paths, problem, runner.stopped_by)
 
 
 def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> History:
@@ -134,14 +135,18 @@ def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[Job], paths: S
     return replace(attempt, outcome=ended)
 
 
-def _finish(sweep: Sweep, paths: SweepPaths, stopped_by: int) -> int:
-    tracks = tuple(sweep.tracks.values())
+def _write_summary(sweep: Sweep, paths: SweepPaths) -> str:
+    """Returns why it could not be written, or an empty string."""
     try:
-        summary.write(tracks, paths)
-        problem = ""
+        summary.write(tuple(sweep.tracks.values()), paths)
     except OSError as error:
-        problem = error.strerror or str(error)
-    print("\n".join(summary_lines(tracks)), flush=True)  # written before: nobody may be reading any more
+        return error.strerror or str(error)
+    return ""
+
+
+def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> int:
+    tracks = tuple(sweep.tracks.values())
+    print("\n".join(summary_lines(tracks)), flush=True)
     if problem:
         say(f"the summary cannot be written to {paths.root}: {problem}")
     else:
