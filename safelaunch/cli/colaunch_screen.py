@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, headline, typical_s
@@ -14,6 +15,8 @@ from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.console import PREFIX, say
 
 REFRESH_S = 0.5
+WRITE_DEADLINE_S = 0.3
+STUCK_RETRY_S = 5.0
 PLAIN_REFRESH_S = 60.0
 _RIGHT = {"step", "rate", "elapsed", "estimate"}
 _STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "red", "timed-out": "red"}
@@ -53,8 +56,8 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """A table that is drawn again and again, below what has happened. A terminal that is stopped (Ctrl-S) is not
-    written to: the sweep goes on.
+    """A table that is drawn again and again, below what has happened. A terminal that does not read (Ctrl-S, a dead
+    connection) is tried now and then, and never for long: the sweep goes on.
     """
 
     def __init__(self, live: Any) -> None:
@@ -64,22 +67,22 @@ class TerminalScreen:
 
     def note(self, text: str) -> None:
         self._notes.append(text)
-        self._next_s = 0.0
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()
-        if now < self._next_s or not _writable():
+        if now < self._next_s:
             return
         self._next_s = now + REFRESH_S
         from rich.text import Text
 
         try:
-            for text in self._notes:
-                self._live.console.print(Text(PREFIX + text))
-            self._notes.clear()
-            self._live.update(picture(snapshot(), self._live.console.height), refresh=True)
-        except OSError:
-            return  # the terminal has gone; the sweep has not
+            with _at_most(WRITE_DEADLINE_S):
+                for text in self._notes:
+                    self._live.console.print(Text(PREFIX + text))
+                self._notes.clear()
+                self._live.update(picture(snapshot(), self._live.console.height), refresh=True)
+        except OSError:  # the terminal has gone, or does not read
+            self._next_s = time.monotonic() + STUCK_RETRY_S
 
 
 def picture(snapshot: Snapshot, height: int) -> Any:
@@ -101,9 +104,17 @@ def picture(snapshot: Snapshot, height: int) -> Any:
     return Group(table, *rest, Text(headline(snapshot), style="bold"))
 
 
-def _writable() -> bool:
-    """Whether a frame can be written without waiting: a stopped terminal takes nothing."""
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError (an OSError) in what takes longer: a signal interrupts a write that waits for a terminal."""
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return bool(select.select([], [sys.stdout.fileno()], [], 0)[1])
-    except (OSError, ValueError):
-        return False
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,7 +1,7 @@
 """The loop that runs a sweep: starts what may start, reaps what has ended, stops what must stop.
 
-One thread, because it forks, and because the kernel ends jobs with the thread that started them. It waits for no job. A
-terminal whose other end hangs without having stopped it can keep the next job waiting, but none that runs.
+One thread, because it forks, and because the kernel ends jobs with the thread that started them. It waits neither
+for a job nor, for long, for a terminal.
 """
 
 from __future__ import annotations

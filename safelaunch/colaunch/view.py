@@ -34,7 +34,7 @@ class Snapshot:
 
 
 class Screen(Protocol):
-    """Where a sweep is shown. Neither method waits for a terminal that was stopped (Ctrl-S)."""
+    """Where a sweep is shown. Neither method waits long for a terminal that does not read."""
 
     def note(self, text: str) -> None:
         """Something has happened."""

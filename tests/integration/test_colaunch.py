@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -343,3 +345,33 @@ def test_killed_its_jobs_are_asked_to_end_at_once(tmp_path: Path, also: str) -> 
             time.sleep(0.1)
         assert left == []
         assert sweep.marks("left") == {"j0": 1, "j1": 1}
+
+
+def test_in_a_terminal_there_is_a_table_and_a_stopped_terminal_stops_no_job(tmp_path: Path) -> None:
+    """Ctrl-S while it runs: all jobs run to their end, and the summary is written; then Ctrl-Q shows the rest."""
+    master, slave = os.openpty()
+    words = ["--slots", "1", "--sweep-dir", "s", "--grid", "n=1..4", "--", "exec", "--", "sleep", "0.{n}"]
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "safelaunch", "colaunch", *words]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdin=slave, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        shown = b""
+        while b"running" not in shown:
+            shown += os.read(master, 65536)
+        os.write(master, b"\x13")
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "s" / "summary.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        entries = json.loads((tmp_path / "s" / "summary.json").read_text())["jobs"]
+        assert [entry["state"] for entry in entries] == ["succeeded"] * 4
+        os.write(master, b"\x11")
+        try:
+            while chunk := os.read(master, 65536):
+                shown += chunk
+        except OSError:  # its other end is closed: it has ended
+            pass
+        assert process.wait(30) == 0
+    os.close(master)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert re.search(r"^n-1 +n=1 +running +0 ", text, re.M)
+    assert "4 jobs: 4 succeeded" in text
