@@ -89,4 +89,8 @@ def _check(
     key = (command.own, job.env, job.cwd)
     if key not in seen:
         seen.add(key)
-        resolve(command.own, {**environ, **dict(job.env)}, Path(job.cwd), lambda: torch.version if torch else None)
+        version = torch.version if torch else None
+        settings = resolve(command.own, {**environ, **dict(job.env)}, Path(job.cwd), lambda: version)
+        for name in ("gpus", "wait", "dry-run"):
+            if settings.is_explicit(name):
+                raise UsageError(f"{name} is set ({settings.origin(name)})", OURS[f"--{name}"])

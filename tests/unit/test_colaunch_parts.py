@@ -314,6 +314,15 @@ def test_what_safelaunch_would_reject_is_said_before_anything_starts(words: tupl
     assert said in str(caught.value)
 
 
+def test_what_the_environment_or_a_configuration_file_says_of_gpus_is_in_the_way(tmp_path: Path) -> None:
+    one = job("a", cwd=str(tmp_path))
+    with pytest.raises(UsageError, match=r"job a: gpus is set \(environment SAFELAUNCH_GPUS\)"):
+        check_jobs([one], Slots(1, [0]), {**os.environ, "SAFELAUNCH_GPUS": "1"})
+    (tmp_path / "safelaunch.yaml").write_text("stall-timeout: 5m\ngpus: 1\n")
+    with pytest.raises(UsageError, match=r"job a: gpus is set \(safelaunch.yaml:2\)"):
+        check_jobs([one], Slots(1, [0]), dict(os.environ))
+
+
 def test_what_safelaunch_takes_passes_the_script_may_have_options_like_ours(tmp_path: Path) -> None:
     good = [
         job("a", "--stall-timeout", "9", "--nproc-per-node=2", "t.py", "--run-name", "x", cwd=str(tmp_path)),
