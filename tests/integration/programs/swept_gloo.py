@@ -32,7 +32,8 @@ for step in range(steps):
     (weight.sum() * 0.1).backward()
     optimizer.step()
     for line in range(LINES):
-        print(f"{name} rank {rank} step {step} line {line}", flush=True)
+        # Under torchrun ranks run with -u: print would write the newline on its own, and another rank in between.
+        sys.stdout.write(f"{name} rank {rank} step {step} line {line}\n")
 if rank == 0:
     print(f"val_loss={weight.sum().item():.4f}", flush=True)
 dist.barrier()
