@@ -29,6 +29,7 @@ for step in range(steps):
     total = torch.tensor(float(rank + 1))
     dist.all_reduce(total)
     assert total == 3.0
+    optimizer.zero_grad()
     (weight.sum() * 0.1).backward()
     optimizer.step()
     for line in range(LINES):
