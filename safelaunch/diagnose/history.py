@@ -29,6 +29,7 @@ class Shift:
     ``extra``: they made calls that their peers did not make; otherwise they left out calls that all had made before.
     ``stack``: the user's frames of the first such call, innermost first (of a peer's, where it was left out).
     ``branch``: of these, the outermost one that the other side does not have: where the ways parted.
+    ``known_to_all``: both sides had made such calls before, at those places.
     ``matched``: how many later calls agree again, shifted by ``calls``; fewer than ``SURE_MATCHES`` prove little.
     ``entered``: rank → the last number it has entered. ``calls_there``: rank → what it called as number ``seq``.
     """
@@ -40,6 +41,7 @@ class Shift:
     calls: int
     stack: tuple[Frame, ...]
     branch: Frame | None
+    known_to_all: bool
     matched: int
     entered: Mapping[int, int]
     calls_there: Mapping[int, Collective]
@@ -77,7 +79,10 @@ def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]])
     """
     records = {rank: [e for e in record.entries if not e.is_p2p] for rank, record in alignment.records.items()}
     found = _find("", {rank: {e.record_id: e for e in entries} for rank, entries in records.items()}, roots)
-    return found if found is not None and found.matched > 1 else None
+    if found is None or found.matched < 2:
+        return None
+    # A rank that has no group there never made such calls, and need not: only what both sides had made before counts.
+    return found if found.known_to_all else None
 
 
 def _find(
@@ -121,10 +126,17 @@ def _find(
         found.calls,
         stack,
         _branch(stack, _at(histories[peer if found.extra else ranks[0]], parted)),
+        _made_before(histories, caller, parted, found.calls),
         found.matched,
         {rank: max(entries[rank]) for rank in histories},
         {rank: entries[rank][parted] for rank in histories},
     )
+
+
+def _made_before(histories: Mapping[int, Mapping[int, Place]], caller: int, parted: int, calls: int) -> bool:
+    """Whether every rank had been, before ``parted``, at the places of these calls of ``caller``."""
+    places = {_at(histories[caller], parted + number) for number in range(calls)}
+    return all(places <= {place for n, place in history.items() if n < parted} for history in histories.values())
 
 
 def _histories(

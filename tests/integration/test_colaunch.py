@@ -16,7 +16,7 @@ import pytest
 from jobs import PROGRAMS, Job, Result
 
 LINES = 500
-SWEPT = f"exec -- python {PROGRAMS / 'swept.py'}"
+SWEPT = f"exec -- {sys.executable} {PROGRAMS / 'swept.py'}"
 
 
 class Sweep(Job):

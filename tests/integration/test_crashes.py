@@ -113,7 +113,8 @@ def test_an_exception_in_a_loader_worker(tmp_path: Path) -> None:
 def test_a_process_groups_own_timeout_is_the_hang_it_was(tmp_path: Path) -> None:
     """Its time is over before the watchdog's: the ranks that waited fail, the one they waited for is named."""
     script = PROGRAMS / "blocked.py"
-    result = run(tmp_path, "--nproc-per-node=3", script, "--how", "asleep", "--culprit", "1", "--timeout", "8")
+    mine = ("--how", "asleep", "--culprit", "1", "--timeout", "8")
+    result = run(tmp_path, "--stall-timeout=120", "--nproc-per-node=3", script, *mine)
     assert result.code == 1, result.stderr  # torchrun's own
     assert result.bundle.path.name.endswith("-hang")
     assert (result.verdict["outcome"], result.verdict["cause"]) == ("hang", "stuck-in-user-code")
