@@ -104,9 +104,12 @@ def stop() -> None:
 
 def _without_its_words(make: Callable[[], object]) -> object:
     """Calls ``make`` while descriptor 2 leads to memory; puts back on stderr what is not the server's."""
-    sys.stderr.flush()
-    kept = os.memfd_create("safelaunch-stderr", os.MFD_CLOEXEC)
-    real = os.dup(2)
+    try:
+        sys.stderr.flush()
+        kept = os.memfd_create("safelaunch-stderr", os.MFD_CLOEXEC)
+        real = os.dup(2)
+    except (OSError, ValueError, AttributeError):  # no stderr, or no descriptor left: a line too many is no harm
+        return make()
     try:
         os.dup2(kept, 2, inheritable=True)
         try:

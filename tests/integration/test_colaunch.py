@@ -321,15 +321,16 @@ def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path)
 
 
 def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:
-    with Sweep(tmp_path, several("ok", 1.5, 1)) as sweep:
+    with Sweep(tmp_path, several("polite", 600, 1)) as sweep:
         until_running(sweep, 1)
         pid = int((tmp_path / "marks" / "j0.begun").read_text())
         # What the terminal sends to the foreground group reaches jobs through colaunch alone.
         assert os.getsid(pid) != os.getsid(sweep.process.pid)
-        refused = run(tmp_path, several("ok", 1.5, 1), "--resume")[1]
+        refused = run(tmp_path, several("polite", 600, 1), "--resume")[1]
         assert refused.code == 2
         assert f"another safelaunch colaunch runs this sweep (pid {sweep.process.pid})" in refused.said
-        assert sweep.wait().code == 0
+        sweep.process.send_signal(signal.SIGINT)
+        assert sweep.wait().code == 130
     assert sweep.marks("begun") == {"j0": 1}
 
 
