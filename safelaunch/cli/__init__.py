@@ -19,7 +19,6 @@ COMMANDS = {
     "doctor": ".doctor",
     "gpus": ".gpus",
 }
-COMING: tuple[str, ...] = ()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,10 +71,6 @@ def _dispatch(words: list[str]) -> int:
     if first in COMMANDS:
         code = import_module(COMMANDS[first], __name__).main(words[1:])
         return int(code)
-    if first in COMING:
-        from safelaunch.errors import UsageError
-
-        raise UsageError(f"'safelaunch {first}' is not there yet.", "To run a script of that name: ./" + first)
     from .run import main as run
 
     return run(words)

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from safelaunch.capture.flight_recorder import arrivals_of
@@ -17,6 +16,7 @@ from safelaunch.capture.gpu import gpus_json
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.console import say
+from safelaunch.leases.driver import has_driver
 from safelaunch.session import gpu_use
 from safelaunch.task import Task
 from safelaunch.watch import stragglers
@@ -24,7 +24,6 @@ from safelaunch.watch.watch import Watch
 
 FIRST_AFTER_S = 60.0  # of steps: the first ones are everybody's slowest
 AGAIN_AFTER_S = 600.0
-_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/lib/wsl/lib")
 
 
 class Health:
@@ -78,8 +77,7 @@ def look(targets: Collection[Target], own: Collection[int]) -> tuple[str, ...]:
 
 def _gpus() -> dict[str, Any] | None:
     """NVML's answer; None where there is no NVIDIA driver, which is seen without starting anything."""
-    places = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_LIBRARIES]
-    if not any(place and Path(place, "libnvidia-ml.so.1").exists() for place in places):
+    if not has_driver(os.environ):
         return None
     answer = gpus_json().value
     return json.loads(answer) if answer is not None else None
