@@ -60,7 +60,10 @@ def _run(case: soak.Healthy | soak.Frozen) -> dict[str, object]:
     seconds = time.monotonic() - begin
     shown = "; ".join(wrong) if wrong else outcome
     print(f"{case.name:<42}{seconds:>8.1f}  {threshold:<34}{'WRONG: ' if wrong else ''}{shown}", flush=True)
-    shutil.rmtree(scratch, ignore_errors=True)
+    if wrong:
+        print(f"  kept: {scratch}", flush=True)
+    else:
+        shutil.rmtree(scratch, ignore_errors=True)
     return {"name": case.name, "seconds": round(seconds, 1), "threshold": threshold, "outcome": outcome, "wrong": wrong}
 
 

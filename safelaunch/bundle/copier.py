@@ -96,13 +96,16 @@ def _remove_stale(directory: str) -> None:
     for entry in list(os.scandir(directory)):
         if not (entry.name.startswith(".") and entry.name.endswith(".partial")):
             continue
-        status = entry.stat(follow_symlinks=False)
-        if status.st_uid != os.geteuid() or time.time() - status.st_mtime < STALE_S:
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, ignore_errors=True)
-        else:
-            os.unlink(entry.path)
+        try:
+            status = entry.stat(follow_symlinks=False)
+            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < STALE_S:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
+        except FileNotFoundError:
+            continue  # its own copy has just ended, and that is no leftover
 
 
 def _report(what: str, work: "Callable[[], None]") -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from safelaunch.bundle import copier
 from safelaunch.bundle.onbundle import Notifier, variables
 from safelaunch.bundle.onbundle import run as run_command
 from safelaunch.bundle.publishing import Keeping, Published, name_of, publish
@@ -317,6 +318,25 @@ def test_half_of_a_copy_is_never_published(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout == "1\n"
     assert not directory.exists() or names(directory) == []
+
+
+def test_a_copy_that_ends_while_leftovers_are_looked_for_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f".{NAME}.1-1.partial").mkdir()
+    (tmp_path / f".{NAME}.2-2.partial").mkdir()
+    os.utime(tmp_path / f".{NAME}.2-2.partial", (0, 0))
+    scandir = os.scandir
+
+    def and_one_is_renamed(path: str) -> list[os.DirEntry[str]]:
+        entries = sorted(scandir(path), key=lambda entry: entry.name)
+        (tmp_path / f".{NAME}.1-1.partial").rename(tmp_path / NAME)
+        return entries
+
+    monkeypatch.setattr("safelaunch.bundle.copier.os.scandir", and_one_is_renamed)
+    copier._remove_stale(str(tmp_path))
+    monkeypatch.undo()
+    assert names(tmp_path) == [NAME]
 
 
 EMPTIES_IT = """
