@@ -199,12 +199,10 @@ def _own(rank: RankEvidence, view: View | None, alignment: Alignment) -> Conditi
 
 def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     """No stack: the Flight Recorder alone says how far the rank came."""
-    record = alignment.records.get(rank.rank)
-    done = [entry for entry in record.entries if not entry.is_p2p] if record else []
-    if not done:
+    last = alignment.newest(rank.rank)
+    if last is None:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
         return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
-    last = max(done, key=lambda e: e.record_id)
     site = fr.user_frame(last.frames, rank.code_roots)
     text = f"did not enter it; the last that it recorded is {op_name(last)} number {last.seq} of group {last.group!r}"
     text += f" at {fr.place(site)}" if site else ""

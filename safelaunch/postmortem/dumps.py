@@ -22,6 +22,7 @@ def read_dumps(folder: Path) -> Found | None:
 
     Other files are passed over in silence, except those that are called as the dumps are: they were meant to be some.
     """
+    shared = flight_recorder.Shared()
     records: dict[int, FlightRecord] = {}
     files: dict[int, str] = {}
     failed: dict[str, str] = {}
@@ -31,7 +32,7 @@ def read_dumps(folder: Path) -> Found | None:
         if rank < 0 or rank >= MAX_RANKS or path.is_dir():
             continue
         try:
-            record = _parse(read_limited(path))
+            record = _parse(read_limited(path), shared)
         except (Unreadable, CaptureError) as error:
             failed[path.name] = error.message
             continue
@@ -59,11 +60,11 @@ def read_dumps(folder: Path) -> Found | None:
     return Found(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
 
 
-def _parse(data: bytes) -> FlightRecord:
+def _parse(data: bytes, shared: flight_recorder.Shared) -> FlightRecord:
     """By its content, whatever the file is called."""
     if data[:1] == b"{":
-        return flight_recorder.parse_json(data)
-    return flight_recorder.parse_pickle(data)
+        return flight_recorder.parse_json(data, shared)
+    return flight_recorder.parse_pickle(data, shared)
 
 
 def _quality(record: FlightRecord) -> tuple[bool, int]:
