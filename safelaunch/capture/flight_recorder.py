@@ -230,6 +230,8 @@ _KEYS = (
     "state", "retired", "profiling_name", "process_group", "pg_id", "is_p2p", "timeout_ms",
     "input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "frames",
 )  # fmt: skip
+_NUMBERS = ("collective_seq_id", "p2p_seq_id", "record_id", "time_created_ns", "time_discovered_started_ns")
+_CALLED_BEFORE = {"collective_seq_id": "seq_id", "record_id": "id"}  # up to version 2.2
 _Row = tuple[Any, ...]
 
 
@@ -246,6 +248,9 @@ class _Decoder:
         self.names_by_id = {"0": "0"}  # pg_id → name; the default group is the first on every rank
         self._entries = entries
         self._shared = shared
+        columns = _columns_of(entries)
+        self._columns = columns[: len(_KEYS)]
+        self._values = dict(zip(_NUMBERS, columns[len(_KEYS) :], strict=True))
         self._rows: list[_Row] = []
         self._numbers: list[int] = []  # of the rows: the kind, among those that all records share
         self._found: dict[Hashable, int] = {}
@@ -256,30 +261,44 @@ class _Decoder:
         return Ring(
             self._shared.kinds,
             self._begun(row_of) or array("I", map(numbers.__getitem__, row_of)),
-            seqs=self._column("collective_seq_id", "seq_id"),
-            p2p_seqs=self._column("p2p_seq_id"),
-            record_ids=self._column("record_id", "id"),
-            created_ns=self._column("time_created_ns"),
+            seqs=self._numbers_called("collective_seq_id"),
+            p2p_seqs=self._numbers_called("p2p_seq_id"),
+            record_ids=self._numbers_called("record_id"),
+            created_ns=self._numbers_called("time_created_ns"),
         )
 
     def _rows_of_entries(self) -> list[int]:
-        try:
-            rows: list[_Row] = list(map(itemgetter(*_KEYS), self._entries))
-        except KeyError:  # another version, or not from c10d
-            rows = [tuple(map(entry.get, _KEYS)) for entry in self._entries]
         row_of: list[int] = []
         seen_at: dict[int, int] = {}  # row → where it was last
-        while len(row_of) < len(rows):
+        while len(row_of) < len(self._entries):
             now = len(row_of)
-            row = self._look_up(rows[now])
+            row = self._look_up(tuple([column[now] for column in self._columns]))
             period = now - seen_at.get(row, now)
             row_of.append(row)
             seen_at[row] = now
             if period > 0:
-                _go_round(rows, row_of, period)
+                self._go_round(row_of, period)
                 begin = max(now + 1, len(row_of) - period)
                 seen_at.update(zip(row_of[begin:], count(begin), strict=False))
         return row_of
+
+    def _go_round(self, row_of: list[int], period: int) -> None:
+        """Adds to ``row_of`` as many entries as are those of ``period`` entries before."""
+        most = 16  # so many at once, and twice as many each time: in an irregular program the first one differs
+        while len(row_of) < len(self._entries):
+            now = len(row_of)
+            most = min(2 * most, 4096, len(self._entries) - now)
+            alike = most
+            for column in self._columns:
+                here, before = column[now : now + alike], column[now - period : now - period + alike]
+                if here != before:
+                    alike = next(compress(count(), map(ne, here, before)))
+            if alike <= period:
+                row_of += row_of[now - period : now - period + alike]
+            else:
+                row_of += (row_of[-period:] * (alike // period + 1))[:alike]
+            if alike < most:
+                return
 
     def _look_up(self, row: _Row) -> int:
         key = _key_of(row)
@@ -320,7 +339,8 @@ class _Decoder:
         gloo does not say; nor does an NCCL entry that was retired unseen, nor a whole record in which no start was ever
         noticed (TORCH_NCCL_ENABLE_TIMING is off).
         """
-        if not any(_int(entry.get("time_discovered_started_ns")) > 0 for entry in self._entries):
+        seen = self._values["time_discovered_started_ns"]
+        if not any(_int(value) > 0 for value in seen if value):
             return None
         kinds = self._shared.kinds
         begun, waiting = {}, {}
@@ -335,18 +355,29 @@ class _Decoder:
         made = array("I", map(self._numbers.__getitem__, row_of))
         for position, row in enumerate(row_of):
             if row in begun:
-                seen = _int(self._entries[position].get("time_discovered_started_ns")) > 0
-                made[position] = (begun if seen else waiting)[row]
+                made[position] = (begun if _int(seen[position]) > 0 else waiting)[row]
         return made
 
-    def _column(self, *names: str) -> Sequence[int]:
-        """The numbers under the first of ``names`` that an entry has."""
-        for name in names:
-            try:
-                return array("q", map(itemgetter(name), self._entries))
-            except (KeyError, TypeError, OverflowError):
-                continue
-        return [next((_int(entry[name]) for name in names if name in entry), 0) for entry in self._entries]
+    def _numbers_called(self, name: str) -> Sequence[int]:
+        values = self._values[name]
+        try:
+            return array("q", values)
+        except (TypeError, OverflowError):  # missing in some, or none that c10d would write
+            former = _CALLED_BEFORE.get(name, name)
+            pairs = zip(values, self._entries, strict=True)
+            return [_int(entry.get(former) if value is None else value) for value, entry in pairs]
+
+
+def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
+    """The values under ``_KEYS`` and ``_NUMBERS``, entry by entry; None where an entry has none."""
+    if not entries:
+        return [()] * (len(_KEYS) + len(_NUMBERS))
+    own = {key: key for key in entries[0]}  # the dump's own strings: identical ones are found without comparing
+    keys = [own.get(key, key) for key in (*_KEYS, *_NUMBERS)]
+    try:
+        return list(zip(*map(itemgetter(*keys), entries), strict=True))
+    except KeyError:  # another version, or not from c10d
+        return list(zip(*(tuple(map(entry.get, keys)) for entry in entries), strict=True))
 
 
 def _key_of(row: _Row) -> Hashable:
@@ -362,22 +393,6 @@ def _key_of(row: _Row) -> Hashable:
     except TypeError:  # not as c10d writes it
         return repr((row[:-1], stack))
     return key
-
-
-def _go_round(rows: list[_Row], row_of: list[int], period: int) -> None:
-    """Adds to ``row_of`` as many entries as are those of ``period`` entries before."""
-    most = 16  # so many at once, and twice as many each time: in an irregular program the first one differs
-    while len(row_of) < len(rows):
-        now = len(row_of)
-        most = min(2 * most, 4096, len(rows) - now)
-        differs = map(ne, rows[now : now + most], rows[now - period : now - period + most])
-        alike = next(compress(count(), differs), most)
-        if alike <= period:
-            row_of += row_of[now - period : now - period + alike]
-        else:
-            row_of += (row_of[-period:] * (alike // period + 1))[:alike]
-        if alike < most:
-            return
 
 
 def _groups(config: object, known: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

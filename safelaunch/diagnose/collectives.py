@@ -141,14 +141,12 @@ class Alignment:
 
 
 def _pending(ring: Ring, kinds: Mapping[int, Collective]) -> list[Collective]:
-    unfinished = {number for number, kind in kinds.items() if not kind.completed}
     oldest: dict[tuple[str, bool], Collective] = {}
-    for position, number in enumerate(ring.kind_of) if unfinished else ():
-        if number in unfinished:
-            entry = ring[position]
-            key = (entry.group, entry.is_p2p)
-            if key not in oldest or _order(entry) < _order(oldest[key]):
-                oldest[key] = entry
+    for position in ring.positions_of({number for number, kind in kinds.items() if not kind.completed}):
+        entry = ring[position]
+        key = (entry.group, entry.is_p2p)
+        if key not in oldest or _order(entry) < _order(oldest[key]):
+            oldest[key] = entry
     return sorted(oldest.values(), key=lambda e: e.record_id)
 
 

@@ -110,14 +110,18 @@ class Numbering:
         self._numbers: dict[Hashable, int] = {}
         self._values: list[Hashable] = []
         self._known: dict[tuple[int, tuple[str, ...]], tuple[Kinds, dict[int, int]]] = {}
+        self._translated: dict[tuple[int, tuple[str, ...], bytes], array[int]] = {}
 
     def column(self, window: Window, roots: tuple[str, ...] = ()) -> Column:
         kinds = window.ring.kinds
         _, known = self._known.setdefault((id(kinds), roots), (kinds, {}))  # which keeps them, and so their id
         column = window.kinds()
-        for kind in set(column) - known.keys():
-            known[kind] = self.number_of(self._of(kinds.all[kind], roots))
-        return Column(window.numbers, array("I", map(known.__getitem__, column)))
+        key = (id(kinds), roots, column.tobytes())  # most ranks made the same calls as another one
+        if key not in self._translated:
+            for kind in set(column) - known.keys():
+                known[kind] = self.number_of(self._of(kinds.all[kind], roots))
+            self._translated[key] = array("I", map(known.__getitem__, column))
+        return Column(window.numbers, self._translated[key])
 
     def value(self, number: int | None) -> Hashable:
         """What a number of a column stands for; None for None."""
