@@ -209,6 +209,19 @@ class RankException(Record, frozen=True):
     text: str = ""
 
 
+class CaughtException(Record, frozen=True):
+    """One that a rank raised and caught in the user's own code. ``message``: where its first argument is a text.
+
+    ``raised``: the innermost line of the user's on its way; ``caught``: the line of the handler that took it.
+    """
+
+    type: str
+    message: str
+    time_unix_s: float
+    raised: Frame
+    caught: Frame
+
+
 class FatalError(Record, frozen=True):
     """What faulthandler wrote when a fatal signal came. ``message``: the signal in its words (``Segmentation fault``).
 
@@ -277,6 +290,7 @@ class RankEvidence(Record, frozen=True):
     exit: RankExit | None = None
     fatal: FatalError | None = None
     exit_call: ExitCall | None = None
+    caught: tuple[CaughtException, ...] = ()  # the newest ones, the oldest first; Python 3.12 and later
     memory_kills: MemoryKills = MemoryKills()
     beacon: bool = True  # False: the rank runs without our sitecustomize (python -I, a wiped PYTHONPATH)
     code_roots: tuple[

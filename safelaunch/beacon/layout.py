@@ -66,6 +66,7 @@ META_SUFFIX = ".meta"
 FAULT_SUFFIX = ".fault"
 EXCEPTION_SUFFIX = ".exception"
 EXIT_SUFFIX = ".exit"
+CAUGHT_SUFFIX = ".caught"
 EVENTS = "agent.events"
 LOG = "beacon.log"
 ASKING = 23  # written by the supervisor: it asks, or has asked without an answer, a handler that needs the GIL

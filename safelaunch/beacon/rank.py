@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import descriptors, exits, faults, imports, layout, leases, log, marks, page, ring, streams
+from . import caught, descriptors, exits, faults, imports, layout, leases, log, marks, page, ring, streams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: _keep_output(base),
         lambda: faults.install(base, words, supervisor),
         lambda: exits.install(base + layout.EXIT_SUFFIX),
+        lambda: caught.install(base + layout.CAUGHT_SUFFIX),
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
@@ -117,4 +118,5 @@ def _after_fork() -> None:
     log.guarded(streams.detach)()
     log.guarded(faults.detach)()
     log.guarded(exits.detach)()
+    log.guarded(caught.detach)()
     log.guarded(descriptors.detach)()

@@ -110,6 +110,7 @@ def _rank(
         exit=known.exit,
         fatal=words.fatal,
         exit_call=words.exit_call,
+        caught=words.caught,
         beacon=target.has_beacon,
         code_roots=known.code_roots,
         log_tail=words.log.value or "",
@@ -147,6 +148,7 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
         exit=known.exit,
         fatal=words.fatal,
         exit_call=words.exit_call,
+        caught=words.caught,
         beacon=progress is not None,
         code_roots=known.code_roots,
         log_tail=words.log.value or "",
@@ -217,3 +219,5 @@ def _write_last_words(folder: str, words: LastWords, sink: Sink) -> None:
         sink.add_json(Artifact(f"{folder}/exception.json", "beacon", 0.0), words.exception)
     if words.exit_call is not None:
         sink.add_json(Artifact(f"{folder}/exit_call.json", "beacon", 0.0), words.exit_call)
+    if words.caught:
+        sink.add_json(Artifact(f"{folder}/caught.json", "beacon", 0.0), words.caught)

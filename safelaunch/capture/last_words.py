@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.beacon import layout, ring
-from safelaunch.model import ExitCall, FatalError, Frame, RankException
+from safelaunch.beacon import caught, layout, ring
+from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, RankException
 
 from . import logs
 from .result import Result, attempt
@@ -33,6 +33,7 @@ class LastWords:
     fault_text: str = ""
     fatal: FatalError | None = None
     exit_call: ExitCall | None = None
+    caught: tuple[CaughtException, ...] = ()
     log: Result[str] = _NO_RING
 
 
@@ -48,6 +49,7 @@ def read(base: Path) -> LastWords:
         fault_text=fault,
         fatal=parse_fatal(fault),
         exit_call=parse_exit_call(_text(companion(layout.EXIT_SUFFIX))),
+        caught=parse_caught(_bytes(companion(layout.CAUGHT_SUFFIX))),
         log=attempt("output ring", lambda: logs.log_tail(ring.read(str(companion(layout.RING_SUFFIX))))),
     )
 
@@ -96,9 +98,25 @@ def parse_exit_call(text: str) -> ExitCall | None:
     return ExitCall(call, int(code), tuple(frames))
 
 
+def parse_caught(slots: bytes) -> tuple[CaughtException, ...]:
+    """The notes of ``beacon/caught.py``, by time; a slot that was being written is left out."""
+    found = []
+    for begin in range(0, len(slots), caught.SLOT_BYTES):
+        fields = slots[begin : begin + caught.SLOT_BYTES].rstrip(b"\0").decode("utf-8", "replace").split("\t")
+        if len(fields) == 9 and all(fields[at].isdecimal() for at in (0, 3, 6)):
+            raised = Frame(fields[5], int(fields[3]), fields[4])
+            handler = Frame(fields[8], int(fields[6]), fields[7])
+            found.append(CaughtException(fields[1], fields[2], int(fields[0]) / 1e9, raised, handler))
+    return tuple(sorted(found, key=lambda one: one.time_unix_s))
+
+
 def _text(path: Path) -> str:
+    return _bytes(path).decode("utf-8", "replace")
+
+
+def _bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(MAX_BYTES).decode("utf-8", "replace")
+            return file.read(MAX_BYTES)
     except OSError:
-        return ""
+        return b""

@@ -15,6 +15,8 @@ The order goes from what explains itself to what has to be inferred:
 10. ``mispaired``         all have arrived, and earlier met in different operations
 11. ``alone``             nobody waits for a peer: the odd one out, if there is one
 12. ``nobody_stands_out``
+
+Where a rank is found behind its peers, an exception that it caught there says why: ``with_caught_exception``.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from safelaunch.diagnose.rules_state import (
 )
 from safelaunch.diagnose.rules_wait import cycles, held_up, unseen_peers
 from safelaunch.diagnose.suggestions import suggestions_for
+from safelaunch.diagnose.swallowed import with_caught_exception
 from safelaunch.diagnose.waits import waits_of
 from safelaunch.model import Claim, Evidence, Verdict, format_ranks
 
@@ -60,7 +63,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     for rule in _rules(facts):
         ruling = rule()
         if isinstance(ruling, Finding):
-            return _verdict(facts, ruling, ruled_out)
+            return _verdict(facts, with_caught_exception(facts, ruling), ruled_out)
         if ruling:
             ruled_out.append(ruling)
     return _verdict(facts, nobody_stands_out(facts), ruled_out)

@@ -11,6 +11,7 @@ import msgspec
 from safelaunch.capture import flight_recorder
 from safelaunch.errors import CaptureError
 from safelaunch.model import (
+    CaughtException,
     Evidence,
     ExitCall,
     FlightRecord,
@@ -185,6 +186,7 @@ def _rank(bundle: _Bundle, number: int, host: str) -> RankEvidence:
         exit=known.exit,
         fatal=known.fatal,
         exit_call=bundle.json(f"{folder}/exit_call.json", ExitCall),
+        caught=bundle.json(f"{folder}/caught.json", tuple[CaughtException, ...]) or (),
         memory_kills=known.memory_kills,
         beacon=known.beacon,
         code_roots=known.code_roots,

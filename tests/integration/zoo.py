@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def nobody(rank: int, world: int) -> set[int]:
 class Specimen:
     """One class of hang. ``process``: how the culprit's process name begins. ``line`` False: it hangs anywhere.
 
-    ``needs``: a program; ``recorder``: only a Flight Recorder of gloo tells it from other hangs.
+    ``more``: of the program's options. ``needs``: a program; ``python``: the oldest that can; ``recorder``: only a Flight Recorder of gloo tells it from other hangs.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Specimen:
     process: str = "main"
     line: bool = True
     needs: str = ""
+    python: tuple[int, int] = (3, 10)
+    more: tuple[str, ...] = ()
     recorder: bool = False
 
     @property
@@ -69,12 +72,15 @@ class Specimen:
         """Why it cannot run here, or an empty string."""
         if self.needs and not shutil.which(self.needs):
             return f"needs {self.needs}"
+        if sys.version_info < self.python:
+            return f"needs Python {self.python[0]}.{self.python[1]}"
         # the server of torch 2.6 and 2.9 knows NCCL's recorder only, and takes no handlers that could ask for more
         known = not self.recorder or hasattr(_distributed_c10d, "_register_handler")
         return "" if known else "needs a worker server that tells of gloo's collectives"
 
 
 _BUSY = ("--max-stall=4",)
+_SHORT = ("--steps=40",)
 _START = ("--startup-timeout=3",)
 
 SPECIMENS: tuple[Specimen, ...] = (
@@ -112,6 +118,9 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("uneven-barrier", "uneven", "barrier", "uneven-batches", 3),
     Specimen("uneven-thread", "uneven", "thread", "uneven-batches", line=False),
     Specimen("uneven-marker", "uneven", "marker", "stuck-in-user-code"),
+    Specimen("swallowed", "swallowed", "skip", "swallowed-exception", 3, more=_SHORT, python=(3, 12)),
+    Specimen("swallowed-of-two", "swallowed", "skip", "swallowed-exception", more=_SHORT, python=(3, 12)),
+    Specimen("swallowed-end", "swallowed", "leave", "swallowed-exception", 3, python=(3, 12)),
     Specimen("symmetric", "symmetric", "", "no-rank-stands-out", culprits=nobody, line=False),
 )
 BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
@@ -123,7 +132,7 @@ def start(specimen: Specimen, culprit: int, scratch: Path, *, ranks: int | None 
         source, library = PROGRAMS / "libdisk.c", scratch / "libdisk.so"
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
     own = ["--stall-timeout=2", *specimen.options, f"--nproc-per-node={ranks or specimen.ranks}"]
-    mine = [f"--culprit={culprit}", f"--how={specimen.how}", f"--scratch={scratch}"]
+    mine = [f"--culprit={culprit}", f"--how={specimen.how}", f"--scratch={scratch}", *specimen.more]
     return Job([*own, specimen.script, *mine], scratch)
 
 

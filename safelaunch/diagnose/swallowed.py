@@ -1,0 +1,131 @@
+"""An exception that a rank caught, as the reason why it is behind its peers.
+
+``except Exception: continue`` around a training step leaves out the step's collectives: the rank goes on, one call
+behind, and the job stops at some later, innocent line. What the other rules find then is true, and this says why.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.collectives import first_mismatch
+from safelaunch.diagnose.facts import Facts
+from safelaunch.diagnose.findings import Finding, ranks_word
+from safelaunch.diagnose.history import shift_in
+from safelaunch.model import CaughtException, Claim, Culprit
+
+# Findings that say who is behind or went another way, and not why.
+EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "rank-exited"})
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """``number``: of ``group``, the first that the rank did not call as its peers did; ``later``: it called others."""
+
+    exception: CaughtException
+    group: str
+    number: int
+    later: bool
+
+
+def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
+    """The finding with the exception as its cause, where one explains it; else the finding as it is.
+
+    It has to lie between the last call that the rank made as its peers did and the first that it did not: not just
+    somewhere before. Peers that caught the same one in the same place went on alike, so there it explains nothing.
+    Where nobody is in the minority (one rank against one), the exception tells which side it was.
+    """
+    if finding.cause not in EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
+        return finding
+    fits = {c.rank: fit for c in finding.culprits if (fit := _fit(facts, c.rank)) is not None}
+    if not fits or (finding.confidence == "high" and len(fits) < len(finding.culprits)):
+        return finding
+    culprits = tuple(_culprit(c, fits[c.rank]) for c in finding.culprits if c.rank in fits)
+    first = culprits[0]
+    summary = f"{first.reason} {finding.summary}" if len(culprits) == 1 else _of_several(fits, finding.summary)
+    claims = tuple(
+        Claim(
+            f"{fit.exception.type} at {fr.place(fit.exception.raised)}, after number {fit.number - 1} of group"
+            f" {fit.group!r}{f' and before its number {fit.number}' if fit.later else '; it called no other since'}",
+            f"ranks/{rank}/caught.json",
+        )
+        for rank, fit in fits.items()
+    )
+    return replace(
+        finding,
+        cause="swallowed-exception",
+        confidence="high" if all(fit.later for fit in fits.values()) else "medium",
+        summary=summary,
+        culprits=culprits,
+        claims=(*claims, *finding.claims),
+        ruled_out=(*finding.ruled_out, f"{finding.cause} alone: the exception says why"),
+    )
+
+
+def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:
+    one = fit.exception
+    reason = f"Rank {culprit.rank} raised {one.type} at {fr.place(one.raised)} and went on from {fr.place(one.caught)}"
+    return Culprit(
+        culprit.rank,
+        culprit.host,
+        culprit.pid,
+        culprit.process,
+        one.raised,
+        culprit.step,
+        f"{reason}, without the collectives that its peers called there.",
+    )
+
+
+def _of_several(fits: dict[int, _Fit], summary: str) -> str:
+    types = " and ".join(sorted({fit.exception.type for fit in fits.values()}))
+    return f"{ranks_word(fits)} raised {types} and went on, without the collectives that their peers called. {summary}"
+
+
+def _fit(facts: Facts, rank: int) -> _Fit | None:
+    """The newest exception of ``rank`` at the point where it parted from its peers."""
+    for exception in reversed(facts.ranks[rank].evidence.caught):
+        for group in facts.alignment.groups():
+            place = _number_after(facts, rank, group, exception.time_unix_s)
+            if place is None:
+                continue
+            number, later = place
+            if number == _parted_at(facts, rank, group) and not _peers_did_too(facts, rank, group, number, exception):
+                return _Fit(exception, group, number, later)
+    return None
+
+
+def _number_after(facts: Facts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
+    """The number that the rank's next call in ``group`` after that time has, or would have; and whether it made it."""
+    window = facts.alignment.window(rank, group)
+    if window is None:
+        return None
+    times = [window.ring.created_ns[position] for position in window.positions]
+    at = bisect_right(times, time_unix_s * 1e9)
+    if at == 0 and window.numbers[0] > 1:
+        return None  # older than what the record holds
+    later = at < len(times)
+    return (window.numbers[at] if later else window.numbers[-1] + 1), later
+
+
+def _parted_at(facts: Facts, rank: int, group: str) -> int:
+    """The first number of ``group`` that ``rank`` did not call as its peers did."""
+    shift = shift_in(facts.alignment, group, facts.roots)
+    if shift is not None and (rank in shift.ranks) != shift.extra:
+        return shift.seq
+    mismatch = first_mismatch(facts.alignment)
+    if mismatch is not None and mismatch.group == group and rank in mismatch.odd:
+        return mismatch.seq
+    window = facts.alignment.window(rank, group)
+    return window.numbers[-1] + 1 if window else 0
+
+
+def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: CaughtException) -> bool:
+    for peer, one in facts.ranks.items():
+        for other in one.evidence.caught if peer != rank else ():
+            if (other.type, other.raised) == (exception.type, exception.raised):
+                there = _number_after(facts, peer, group, other.time_unix_s)
+                if there is not None and there[0] == number:
+                    return True
+    return False

@@ -1,0 +1,41 @@
+"""One rank cannot read a batch, catches the exception and goes on with the next: it has left out the step's collectives.
+
+Nothing complains: later steps of that rank meet earlier ones of its peers, until it is through and they are not.
+"""
+
+import torch
+import torch.distributed as dist
+from training import Training, parser
+
+options = parser.parse_args()
+
+
+def decode(batch: torch.Tensor, broken: bool) -> torch.Tensor:
+    if broken:
+        raise ValueError("a truncated image")  # HANGS: skip, leave
+    return batch.abs()
+
+
+def trains(job: Training) -> None:
+    for step, batch in job.batches():
+        try:
+            job.train(decode(batch, job.misbehaves(step)))
+        except ValueError:
+            if options.how == "leave":
+                return
+            continue
+
+
+def main() -> None:
+    cache: dict[int, int] = {}
+    with Training(options) as job:
+        try:
+            cache[job.rank]
+        except KeyError:  # caught on every rank, and no harm
+            cache[job.rank] = 1
+        trains(job)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
