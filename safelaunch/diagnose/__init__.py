@@ -37,6 +37,7 @@ from safelaunch.diagnose.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
+from safelaunch.diagnose.rules_transfer import unfit_transfers
 from safelaunch.diagnose.rules_wait import cycles, held_up, unseen_peers
 from safelaunch.diagnose.suggestions import suggestions_for
 from safelaunch.diagnose.waits import waits_of
@@ -70,7 +71,7 @@ def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
     for rule in (slow_not_stuck, aborted_by_a_peer, first_failure, stopped_ranks, init_not_joined):
         yield lambda rule=rule: rule(facts)  # type: ignore[misc]
     waits = waits_of(facts)
-    for graph_rule in (parted_earlier, held_up, unseen_peers, cycles, mispaired):
+    for graph_rule in (parted_earlier, held_up, unseen_peers, cycles, unfit_transfers, mispaired):
         yield lambda rule=graph_rule: rule(facts, waits)  # type: ignore[misc]
     yield lambda: alone(facts)
 

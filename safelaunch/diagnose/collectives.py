@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from math import prod
 
 from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.coalesced import OPEN, ops_of_block
+from safelaunch.diagnose.comparable import comparable
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
 
 Signature = tuple[object, ...]
 
-# Operations in which every rank has to pass the same number of elements of the same type. In the others (gather with
-# a root, all_to_all, coalesced and ragged forms) sizes may differ by design.
+# Operations in which every rank has to pass the same number of elements of the same type: as input, or, where only the
+# root has an input, as output. In the others (all_to_all, ragged forms) sizes may differ by design.
 _SAME_SIZE = frozenset(
-    {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "_all_gather_base",
-     "all_gather_into_tensor", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor", "all_reduce_barrier"}
+    {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "_all_gather_base", "gather",
+     "all_gather_into_tensor", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor", "all_reduce_barrier",
+     "_broadcast_oop", "_reduce_oop"}
 )  # fmt: skip
+_SAME_OUTPUT = frozenset({"scatter"})
 _DEFAULT_GROUPS = ("0", "", "default_pg")
 
 
@@ -33,9 +37,13 @@ def op_name(entry: Collective) -> str:
 def signature(entry: Collective) -> Signature:
     """What has to be equal on all ranks. Shapes count by their number of elements: (4, 1) and (4,) do match."""
     op = op_name(entry)
-    if op not in _SAME_SIZE:
-        return (op,)
-    return (op, sum(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+    if op in _SAME_OUTPUT:
+        return (op, sum(prod(size) for size in entry.output_sizes), entry.output_dtypes)
+    if op in _SAME_SIZE:
+        return (op, sum(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+    if (ops := ops_of_block(op)) and ops <= _SAME_SIZE:
+        return (op, tuple(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+    return (op,)
 
 
 def describe(entry: Collective) -> str:
@@ -51,7 +59,9 @@ class Alignment:
 
     def __init__(self, ranks: Iterable[RankEvidence], world_size: int) -> None:
         self.world_size = world_size
-        self.records: dict[int, FlightRecord] = {r.rank: r.flight_record for r in ranks if r.flight_record is not None}
+        self.records: dict[int, FlightRecord] = comparable(
+            {r.rank: r.flight_record for r in ranks if r.flight_record is not None}
+        )
         self._by_seq: dict[int, dict[tuple[str, int], Collective]] = {}
         self._last: dict[int, dict[str, int]] = {}
         self._users: dict[str, set[int]] = {}
@@ -71,9 +81,11 @@ class Alignment:
             if entry.description in _DEFAULT_GROUPS[2:]:
                 self._default.add(entry.group)
         waiting = {entry.group for entry in record.entries if entry.started is False}
+        transfers = {entry.group for entry in record.entries if entry.is_p2p} if self.is_whole(rank) else set()
         for group, status in record.status.items():
-            entered = status.last_started if group in waiting else status.last_enqueued
-            last[group] = max(last.get(group, -1), entered)
+            # The ring holds the newest, so what it has of a group says it all; NCCL's status counts sends along.
+            if group not in last and group not in transfers:
+                last[group] = status.last_started if group in waiting else status.last_enqueued
         self._by_seq[rank] = by_seq
         self._last[rank] = last
         for group in last:
@@ -100,10 +112,44 @@ class Alignment:
         oldest: dict[tuple[str, bool], Collective] = {}
         record = self.records.get(rank)
         for entry in record.entries if record else ():
+            if entry.completed or entry.state == OPEN:
+                continue
             key = (entry.group, entry.is_p2p)
-            if not entry.completed and (key not in oldest or _order(entry) < _order(oldest[key])):
+            if key not in oldest or _order(entry) < _order(oldest[key]):
                 oldest[key] = entry
         return sorted(oldest.values(), key=lambda e: e.record_id)
+
+    def is_over_elsewhere(self, rank: int, entry: Collective) -> bool:
+        """All other members have completed the collective that ``rank`` has not; its peers hold it up no more."""
+        members, known = self.members(entry.group)
+        others = members - {rank}
+        if entry.is_p2p or not known or not others or not others <= self.records.keys():
+            return False
+        theirs = [self.entry(peer, entry.group, entry.seq) for peer in others]
+        return all(other is not None and other.completed for other in theirs)
+
+    def is_whole(self, rank: int) -> bool:
+        """The record of ``rank`` goes back to its first entry: its ring buffer has not wrapped."""
+        record = self.records.get(rank)
+        return record is not None and (not record.entries or record.entries[0].record_id == 0)
+
+    def front(self) -> dict[str, int]:
+        """Group → the highest number that some rank waits in or has completed. What CPUs have queued behind that has
+        not been tried yet.
+        """
+        found: dict[str, int] = {}
+        for rank, last in self._last.items():
+            oldest = {entry.group: entry.seq for entry in self.pending(rank) if not entry.is_p2p}
+            for group, number in last.items():
+                found[group] = max(found.get(group, -1), min(oldest.get(group, number), number))
+        return found
+
+    def ranks_of(self, group: str) -> tuple[int, ...]:
+        """The members in the order of their ranks in the group; sorted where no dump tells the order."""
+        for record in self.records.values():
+            if record.groups.get(group):
+                return record.groups[group]
+        return tuple(sorted(self.members(group)[0]))
 
     def members(self, group: str) -> tuple[frozenset[int], bool]:
         """``(ranks of the group, is that known)``.
@@ -167,10 +213,11 @@ def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
 
 
 def first_mismatch(alignment: Alignment) -> Mismatch | None:
-    """The oldest mismatch that all windows still hold, over all groups."""
+    """The oldest mismatch that all windows still hold, over all groups, as far as any rank has come."""
     seqs: set[tuple[str, int]] = set()
+    front = alignment.front()
     for rank in alignment.records:
-        seqs.update(alignment._by_seq[rank])
+        seqs.update(pair for pair in alignment._by_seq[rank] if pair[1] <= front.get(pair[0], -1))
     for group, seq in sorted(seqs, key=lambda pair: pair[1]):
         found = mismatch_at(alignment, group, seq)
         if found is not None:

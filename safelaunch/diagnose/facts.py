@@ -9,11 +9,12 @@ from msgspec import structs
 
 from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.coalesced import OPEN
 from safelaunch.diagnose.collectives import Alignment, Signature, describe, op_name, signature
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.gil import gil_condition
 from safelaunch.diagnose.gone import ended_by_others, gone_condition, is_consequence, one_line
-from safelaunch.diagnose.gpu import gpu_condition, waits_for_device
+from safelaunch.diagnose.gpu import device_condition, gpu_condition, waits_for_device
 from safelaunch.diagnose.kernel import KernelWait, kernel_wait
 from safelaunch.diagnose.loader import loader_condition
 from safelaunch.diagnose.loops import ReadSource
@@ -135,6 +136,8 @@ def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
         condition = _held(view) or gil_condition(rank, view) or _left(rank, view)
     if condition is None and view is not None and rank.exception is None:
         condition = gpu_condition(rank, view, alignment)
+    if condition is None and (view is None or not view.frames) and not _kernel_says_busy(view):
+        condition = device_condition(rank, alignment)
     wait = None
     if condition is None:
         wait = _raised_wait(rank) or _peer_wait(rank, view, alignment)
@@ -200,6 +203,13 @@ def _own(rank: RankEvidence, view: View | None, alignment: Alignment) -> Conditi
 def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     """No stack: the Flight Recorder alone says how far the rank came."""
     record = alignment.records.get(rank.rank)
+    unended = [entry for entry in record.entries if entry.state == OPEN] if record else []
+    if unended:
+        site = fr.user_frame(unended[-1].frames, rank.code_roots)
+        text = f"has begun a group of operations that it has not ended: {op_name(unended[-1])}"
+        text += f" at {fr.place(site)}" if site else ""
+        claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
+        return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
     done = [entry for entry in record.entries if not entry.is_p2p] if record else []
     if not done:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
@@ -239,7 +249,8 @@ def _peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> P
     """
     pending = alignment.pending(rank.rank)
     if view is None or not view.frames:
-        return _from_entry(rank, pending[0], None) if pending and not _kernel_says_busy(view) else None
+        begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
+        return _from_entry(rank, begun, None) if begun is not None and not _kernel_says_busy(view) else None
     seen = calls.torch_wait(view.frames, rank.code_roots)
     mine = view.user_frame
     if seen is not None and seen.kind == "init":

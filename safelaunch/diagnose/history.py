@@ -78,7 +78,11 @@ def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]])
     nobody called anything in that group since. Two calls that changed places are no shift.
     """
     records = {rank: [e for e in record.entries if not e.is_p2p] for rank, record in alignment.records.items()}
-    found = _find("", {rank: {e.record_id: e for e in entries} for rank, entries in records.items()}, roots)
+    if all(map(alignment.is_whole, records)):  # sends and blocks leave gaps in the numbers of a recorder
+        numbered = {rank: dict(enumerate(entries)) for rank, entries in records.items()}
+    else:
+        numbered = {rank: {e.record_id: e for e in entries} for rank, entries in records.items()}
+    found = _find("", numbered, roots)
     if found is None or found.matched < 2:
         return None
     # A rank that has no group there never made such calls, and need not: only what both sides had made before counts.

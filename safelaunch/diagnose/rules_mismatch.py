@@ -43,7 +43,8 @@ def mismatch(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
     The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
     Without it, the functions and lines in which the stacks wait are compared, with less confidence.
     """
-    numbered = [waits.example[k] for k in circle if waits.example[k].seq is not None]
+    waiting = [waits.example[k] for k in circle]
+    numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
     if numbered:
         lowest = min(numbered, key=lambda w: w.seq or 0)
         found = mismatch_at(facts.alignment, str(lowest.group), lowest.seq or 0)
@@ -65,7 +66,9 @@ def mispaired(facts: Facts, waits: Waits) -> Ruling:
         return late
     if found is None:
         return "all ranks recorded the same operations under the same numbers" if facts.alignment.records else ""
-    return "" if facts.unseen else mismatch_finding(facts, found)
+    if facts.alignment.members(found.group)[0] & facts.unseen:
+        return ""
+    return mismatch_finding(facts, found)
 
 
 def mismatch_finding(facts: Facts, found: Mismatch) -> Finding:
