@@ -177,6 +177,26 @@ def _order(entry: Collective) -> tuple[int, int]:
     return (entry.p2p_seq if entry.is_p2p else entry.seq, entry.record_id)
 
 
+def out_of_sight(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:
+    """Group → the first number that the windows of all its members still hold, where that is not the first of all.
+
+    What happened before it, the recorders no longer tell.
+    """
+    found = {}
+    for group in groups:
+        first = max(
+            (
+                min((entry.seq for entry in alignment.of_group(rank, group)), default=0)
+                for rank in alignment.members(group)[0] & alignment.records.keys()
+                if not alignment.is_whole(rank)
+            ),
+            default=0,
+        )
+        if first > 1:
+            found[group] = first
+    return found
+
+
 @dataclass(frozen=True)
 class Mismatch:
     """One sequence number under which ranks recorded different things. ``odd`` is the minority, or all when tied."""

@@ -9,7 +9,7 @@ those of its peers again, *shifted*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from safelaunch.diagnose import frames as fr
@@ -29,7 +29,7 @@ class Shift:
     ``extra``: they made calls that their peers did not make; otherwise they left out calls that all had made before.
     ``stack``: the user's frames of the first such call, innermost first (of a peer's, where it was left out).
     ``branch``: of these, the outermost one that the other side does not have: where the ways parted.
-    ``known_to_all``: both sides had made such calls before, at those places.
+    ``known_to_all``: both sides make such calls, at those places.
     ``matched``: how many later calls agree again, shifted by ``calls``; fewer than ``SURE_MATCHES`` prove little.
     ``entered``: rank → the last number it has entered. ``calls_there``: rank → what it called as number ``seq``.
     """
@@ -85,8 +85,26 @@ def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]])
     found = _find("", numbered, roots)
     if found is None or found.matched < 2:
         return None
-    # A rank that has no group there never made such calls, and need not: only what both sides had made before counts.
+    # A rank that has no group there never makes such calls, and need not: only what both sides make counts.
     return found if found.known_to_all else None
+
+
+def may_have_parted_before(alignment: Alignment, groups: Iterable[str], roots: Mapping[int, tuple[str, ...]]) -> bool:
+    """Whether windows that begin late show no stretch on which the ranks of one of these groups agree.
+
+    Ranks that call from the same places for a while have not parted before; where they never do, they may have.
+    """
+    for group in groups:
+        members = sorted(alignment.members(group)[0] & alignment.records.keys())
+        entries = {r: {e.seq: e for e in alignment.of_group(r, group)} for r in members}
+        first = max((min(numbered, default=0) for numbered in entries.values()), default=0)
+        if first <= 1:
+            continue
+        histories = _histories(entries, roots)
+        alike = (len({_at(history, first + n) for history in histories.values()}) == 1 for n in range(SURE_MATCHES))
+        if len(histories) < len(entries) or not all(alike):
+            return True
+    return False
 
 
 def _find(
@@ -130,17 +148,23 @@ def _find(
         found.calls,
         stack,
         _branch(stack, _at(histories[peer if found.extra else ranks[0]], parted)),
-        _made_before(histories, caller, parted, found.calls),
+        _known_to_all(histories, caller, parted, found),
         found.matched,
         {rank: max(entries[rank]) for rank in histories},
         {rank: entries[rank][parted] for rank in histories},
     )
 
 
-def _made_before(histories: Mapping[int, Mapping[int, Place]], caller: int, parted: int, calls: int) -> bool:
-    """Whether every rank had been, before ``parted``, at the places of these calls of ``caller``."""
-    places = {_at(histories[caller], parted + number) for number in range(calls)}
-    return all(places <= {place for n, place in history.items() if n < parted} for history in histories.values())
+def _known_to_all(histories: Mapping[int, Mapping[int, Place]], caller: int, parted: int, found: _Offset) -> bool:
+    """Whether every rank had been at the places of these calls before ``parted``; where calls were left out, ever.
+
+    A rank that comes there later is one that makes such calls.
+    """
+    places = {_at(histories[caller], parted + number) for number in range(found.calls)}
+    return all(
+        places <= {place for n, place in history.items() if n < parted or not found.extra}
+        for history in histories.values()
+    )
 
 
 def _histories(

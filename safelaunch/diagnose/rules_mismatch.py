@@ -13,7 +13,7 @@ from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small, wai
 from safelaunch.diagnose.history import Shift, shift_in, shift_of_program
 from safelaunch.diagnose.loops import loop_left
 from safelaunch.diagnose.waits import Key, Waits, members_of, same_op
-from safelaunch.model import Claim, Confidence, Frame
+from safelaunch.model import Claim, Collective, Confidence, Frame
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple
     else:
         did = f"left out {many} {where}, which {'its' if one else 'their'} peers called"
     call = shift.calls_there[actor]
-    number = f"number {call.seq} of group {call.group!r}"
+    group, seq = (call.group, call.seq) if shift.extra else _own_number(facts, shift, call)
+    number = f"number {seq} of group {group!r}"
     off = "ahead of" if shift.extra else "behind"
     now: dict[str, list[int]] = {}
     for rank, text in words.items():
@@ -157,6 +158,26 @@ def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple
         (*places, agree, *claims, *wait_claims(facts, sorted(words))),
         ruled,
     )
+
+
+def _own_number(facts: Facts, shift: Shift, call: Collective) -> tuple[str, int]:
+    """Group and number of the call that was left out, as it would have been on the rank that left it out.
+
+    A peer made that ``call`` in a group of its own, it may be: then the rank's own group is the one in which it made
+    its other calls from there.
+    """
+    rank = shift.ranks[0]
+    mine = facts.alignment.records[rank].entries
+    place = fr.user_stack(call.frames, facts.roots.get(next(r for r in shift.entered if r not in shift.ranks), ()))
+    roots = facts.roots.get(rank, ())
+    group = next((e.group for e in mine if not e.is_p2p and fr.user_stack(e.frames, roots) == place), call.group)
+    if group == call.group:
+        return group, call.seq
+    instead = shift.calls_there[rank].record_id
+    after = next((e.seq for e in mine if e.group == group and not e.is_p2p and e.record_id >= instead), None)
+    if after is not None:
+        return group, after  # it took the number
+    return group, 1 + max(e.seq for e in mine if e.group == group and not e.is_p2p)
 
 
 def _called(facts: Facts, rank: int, shift: Shift) -> str:

@@ -19,9 +19,11 @@ from safelaunch.diagnose.findings import (
     waiting_culprit,
     waits_words,
 )
+from safelaunch.diagnose.history import may_have_parted_before
 from safelaunch.diagnose.rules_mismatch import mismatch, parted_in
 from safelaunch.diagnose.rules_state import small_ranks
 from safelaunch.diagnose.waits import Key, Waits, members_of
+from safelaunch.model import Claim
 
 _SURENESS = {"high": 0, "medium": 1, "low": 2}
 
@@ -56,9 +58,23 @@ def held_up(facts: Facts, waits: Waits) -> Ruling:
         confidence,
         summary_of(named, facts, waiters),
         tuple(culprit(facts.ranks[r], c) for r, c in named.items()),
-        condition_claims(named) + wait_claims(facts, waiters),
+        condition_claims(named) + _not_entered(waits, roots) + wait_claims(facts, waiters),
         tuple(ruled),
     )
+
+
+def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
+    """What the ranks have not entered, in which others wait for them: the first such collective of each."""
+    claims = []
+    for rank in roots[:limit]:
+        held = [key for key, found in waits.blockers.items() if rank in found and waits.example[key].seq is not None]
+        if held:
+            key = min(held, key=lambda key: (-len(waits.ranks[key]), waits.ranks[key]))
+            wait, who = waits.example[key], waits.ranks[key]
+            text = f"{wait.op} number {wait.seq} of group {wait.group!r}"
+            text += f", in which {small(ranks_word(who))} {'waits' if len(who) == 1 else 'wait'}"
+            claims.append(Claim(f"rank {rank} has not entered {text}", f"ranks/{who[0]}/flight_recorder.json"))
+    return tuple(claims)
 
 
 def _unexplained() -> Condition:
@@ -107,7 +123,7 @@ def cycles(facts: Facts, waits: Waits) -> Ruling:
     if not circles:
         return ""
     circle = max(circles, key=lambda c: sum(len(waits.ranks[k]) for k in c))
-    groups = {waits.example[k].group for k in circle if waits.example[k].group is not None}
+    groups = _groups_of(waits, circle)
     if len(groups) > 1 and (earlier := parted_in(facts, groups)) is not None:
         return earlier
     p2p = sorted(r for k in circle if waits.example[k].kind == "p2p" for r in waits.ranks[k])
@@ -116,6 +132,10 @@ def cycles(facts: Facts, waits: Waits) -> Ruling:
     if len(groups) > 1 and not p2p:
         return _group_order(facts, waits, circle)
     return mismatch(facts, waits, circle)
+
+
+def _groups_of(waits: Waits, circle: tuple[Key, ...]) -> set[str]:
+    return {group for key in circle if (group := waits.example[key].group) is not None}
 
 
 def _p2p_cycle(facts: Facts, waits: Waits, circle: tuple[Key, ...], ranks: list[int]) -> Finding:
@@ -144,9 +164,10 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
     more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
     text = " while ".join(words[:3]) + more
     known = all(facts.alignment.members(str(waits.example[k].group))[1] for k in circle)
+    early = may_have_parted_before(facts.alignment, _groups_of(waits, circle), facts.roots)
     return Finding(
         "group-order",
-        "high" if known else "medium",
+        "high" if known and not early else "medium",
         f"{text[:1].upper()}{text[1:]}: they entered the groups in different orders.",
         tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
         wait_claims(facts, ranks),

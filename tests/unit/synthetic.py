@@ -8,7 +8,9 @@ evidence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from evidence import C10D, LOGGER, at, in_c10d, in_user, job, rank
 
@@ -39,6 +41,7 @@ class Layout:
     def world(self) -> int:
         return self.data * self.tensor * self.pipeline
 
+    @cache  # noqa: B019 - a layout is a few numbers
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Name → members, of more than one member; ``0`` is everybody."""
         found: dict[str, list[int]] = {"0": list(range(self.world))}
@@ -52,8 +55,10 @@ class Layout:
 
     def of_rank(self, number: int) -> dict[str, str]:
         """tensor, data, pipeline → this rank's group, where it has one."""
-        kinds = {"t": "tensor", "d": "data", "p": "pipeline"}
-        return {kinds[name[0]]: name for name, members in self.groups().items() if number in members and name != "0"}
+        tensor, rest = number % self.tensor, number // self.tensor
+        data, stage = rest % self.data, rest // self.data
+        names = {"tensor": f"t{data}-{stage}", "data": f"d{tensor}-{stage}", "pipeline": f"p{data}-{tensor}"}
+        return {kind: name for kind, name in names.items() if name in self.groups()}
 
 
 def schedule(layout: Layout, steps: int, layers: int) -> dict[int, list[Call]]:
@@ -79,7 +84,7 @@ def schedule(layout: Layout, steps: int, layers: int) -> dict[int, list[Call]]:
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: stop, skip, extra, swap, shape, op; at call number ``index`` of ``rank``."""
+    """``kind``: stop, skip, extra, swap, shape, op, group; at call number ``index`` of ``rank``."""
 
     kind: str
     rank: int
@@ -105,6 +110,11 @@ def inject(programs: dict[int, list[Call]], fault: Fault) -> dict[int, list[Call
         calls[fault.index] = replace(here, size=here.size + 1, line=78)
     elif fault.kind == "op":
         calls[fault.index] = replace(here, op="all_gather", line=79)
+    elif fault.kind == "group":
+        other = next((call.group for call in reversed(calls) if call.group != here.group), None)
+        if other is None:
+            return None
+        calls[fault.index] = replace(here, group=other, line=80)
     return {**programs, fault.rank: calls}
 
 
@@ -140,10 +150,20 @@ def play(layout: Layout, programs: dict[int, list[Call]]) -> dict[int, tuple[int
     return {r: (state.position, state.entered is not None) for r, state in ranks.items()}
 
 
+def number_of(calls: list[Call], index: int) -> int:
+    """The sequence number of call ``index`` in its group."""
+    return sum(call.group == calls[index].group for call in calls[: index + 1])
+
+
 def evidence_of(
-    layout: Layout, programs: dict[int, list[Call]], rest: dict[int, tuple[int, bool]], *, window: int = 2000
+    layout: Layout,
+    programs: dict[int, list[Call]],
+    rest: dict[int, tuple[int, bool]],
+    *,
+    window: Callable[[int], int] = lambda rank: 2000,
+    stacks: bool = True,
 ) -> Evidence:
-    """What would be captured: stacks, and the last ``window`` entries of each rank."""
+    """What would be captured: stacks, unless the dumps are all there is, and the last ``window(rank)`` entries."""
     groups = layout.groups()
     known: dict[tuple[Call, bool], tuple[Frame, ...]] = {}
     ranks = []
@@ -170,10 +190,11 @@ def evidence_of(
                     frames=frames,
                 )
             )
-        flight = FlightRecord("2.10", tuple(entries[-window:]), {n: m for n, m in groups.items() if number in m})
+        mine = {n: groups[n] for n in ("0", *layout.of_rank(number).values()) if n in groups}
+        flight = FlightRecord("2.10", tuple(entries[-window(number) :]), mine)
         if waits:
             call = programs[number][done]
-            ranks.append(rank(number, in_c10d(call.op, call.line), flight=flight, step=None))
+            ranks.append(rank(number, in_c10d(call.op, call.line), flight=flight, step=None, seen=stacks))
         else:
-            ranks.append(rank(number, in_user(7), "sleep", flight=flight, step=None))
+            ranks.append(rank(number, in_user(7), "sleep", flight=flight, step=None, seen=stacks))
     return job(*ranks)
