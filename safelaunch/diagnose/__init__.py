@@ -34,6 +34,7 @@ from safelaunch.diagnose.rules_state import (
     alone,
     first_failure,
     init_not_joined,
+    left_by_all,
     nobody_stands_out,
     slow_not_stuck,
     stopped_ranks,
@@ -74,6 +75,7 @@ def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
     waits = waits_of(facts)
     for graph_rule in (parted_earlier, held_up, unseen_peers, cycles, unfit_transfers, mispaired):
         yield lambda rule=graph_rule: rule(facts, waits)  # type: ignore[misc]
+    yield lambda: left_by_all(facts)
     yield lambda: alone(facts)
 
 

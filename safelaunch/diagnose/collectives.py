@@ -63,6 +63,7 @@ class Alignment:
             {r.rank: r.flight_record for r in ranks if r.flight_record is not None}
         )
         self._by_seq: dict[int, dict[tuple[str, int], Collective]] = {}
+        self._first: dict[int, dict[str, int]] = {}
         self._last: dict[int, dict[str, int]] = {}
         self._users: dict[str, set[int]] = {}
         self._default: set[str] = {"0", ""}
@@ -71,10 +72,12 @@ class Alignment:
 
     def _index(self, rank: int, record: FlightRecord) -> None:
         by_seq: dict[tuple[str, int], Collective] = {}
+        first: dict[str, int] = {}
         last: dict[str, int] = {}
         for entry in record.entries:
             if entry.is_p2p:
                 continue
+            first.setdefault(entry.group, entry.seq)
             by_seq[entry.group, entry.seq] = entry
             if entry.started is not False:  # what the device has not begun, only the CPU has entered
                 last[entry.group] = max(last.get(entry.group, -1), entry.seq)
@@ -87,6 +90,7 @@ class Alignment:
             if group not in last and group not in transfers:
                 last[group] = status.last_started if group in waiting else status.last_enqueued
         self._by_seq[rank] = by_seq
+        self._first[rank] = first
         self._last[rank] = last
         for group in last:
             self._users.setdefault(group, set()).add(rank)
@@ -97,6 +101,10 @@ class Alignment:
     def of_group(self, rank: int, group: str) -> list[Collective]:
         """The collectives of ``rank`` in ``group`` that its window still holds."""
         return [entry for (name, _), entry in self._by_seq.get(rank, {}).items() if name == group]
+
+    def first(self, rank: int, group: str) -> int:
+        """The lowest sequence number of ``group`` that the window of ``rank`` holds; 0 for none."""
+        return self._first.get(rank, {}).get(group, 0)
 
     def last(self, rank: int, group: str) -> int:
         """The highest sequence number that ``rank`` has entered in ``group``; -1 for none."""
@@ -186,7 +194,7 @@ def out_of_sight(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:
     for group in groups:
         first = max(
             (
-                min((entry.seq for entry in alignment.of_group(rank, group)), default=0)
+                alignment.first(rank, group)
                 for rank in alignment.members(group)[0] & alignment.records.keys()
                 if not alignment.is_whole(rank)
             ),

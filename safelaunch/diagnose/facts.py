@@ -210,15 +210,15 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         text += f" at {fr.place(site)}" if site else ""
         claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
         return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
-    done = [entry for entry in record.entries if not entry.is_p2p] if record else []
-    if not done:
+    if record is None or not record.entries:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
         return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
-    last = max(done, key=lambda e: e.record_id)
+    last = max(record.entries, key=lambda e: e.record_id)
     site = fr.user_frame(last.frames, rank.code_roots)
-    text = f"did not enter it; the last that it recorded is {op_name(last)} number {last.seq} of group {last.group!r}"
+    number = f"number {last.p2p_seq if last.is_p2p else last.seq} of group {last.group!r}"
+    text = f"entered nothing after {op_name(last)} {number}"
     text += f" at {fr.place(site)}" if site else ""
-    claim = Claim(f"its last recorded collective: {describe(last)}", f"ranks/{rank.rank}/flight_recorder.json")
+    claim = Claim(f"the last on its record: {describe(last)}, {number}", f"ranks/{rank.rank}/flight_recorder.json")
     return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
 
 

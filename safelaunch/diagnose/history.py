@@ -96,12 +96,13 @@ def may_have_parted_before(alignment: Alignment, groups: Iterable[str], roots: M
     """
     for group in groups:
         members = sorted(alignment.members(group)[0] & alignment.records.keys())
-        entries = {r: {e.seq: e for e in alignment.of_group(r, group)} for r in members}
-        first = max((min(numbered, default=0) for numbered in entries.values()), default=0)
+        first = max((alignment.first(rank, group) for rank in members), default=0)
         if first <= 1:
             continue
+        begin = range(first, first + SURE_MATCHES)
+        entries = {r: {n: e for n in begin if (e := alignment.entry(r, group, n)) is not None} for r in members}
         histories = _histories(entries, roots)
-        alike = (len({_at(history, first + n) for history in histories.values()}) == 1 for n in range(SURE_MATCHES))
+        alike = (len({_at(history, number) for history in histories.values()}) == 1 for number in begin)
         if len(histories) < len(entries) or not all(alike):
             return True
     return False

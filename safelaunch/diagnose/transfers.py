@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from weakref import WeakKeyDictionary
 
 from safelaunch.diagnose.collectives import Alignment, op_name
 from safelaunch.model import Collective
@@ -45,8 +46,19 @@ class Transfer:
         )
 
 
+# What has been read of an alignment: each rank is asked for again by every peer of its.
+_read: WeakKeyDictionary[Alignment, dict[tuple[int, str], list[Transfer] | None]] = WeakKeyDictionary()
+
+
 def transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | None:
     """All that ``rank``'s window holds in ``group``, in order; None where one of them does not name its peer."""
+    known = _read.setdefault(alignment, {})
+    if (rank, group) not in known:
+        known[rank, group] = _transfers(alignment, rank, group)
+    return known[rank, group]
+
+
+def _transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | None:
     record = alignment.records.get(rank)
     found = []
     ranks = alignment.ranks_of(group)
@@ -78,7 +90,7 @@ def _met_by(alignment: Alignment, one: Transfer, mine: list[Transfer]) -> Transf
     both = [[other for other in side if _ends(other) == _ends(one)] for side in (mine, theirs)]
     if not (alignment.is_whole(one.rank) and alignment.is_whole(one.peer)):
         both = [list(_uncompleted(side)) for side in both]
-    place = both[0].index(one)
+    place = next(place for place, other in enumerate(both[0]) if other is one)
     met = both[1][place] if place < len(both[1]) else None
     return met if met is not None and met.entry.started is not False else None
 
