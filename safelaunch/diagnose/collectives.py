@@ -34,6 +34,11 @@ def op_name(entry: Collective) -> str:
     return entry.op.rsplit(":", 1)[-1]
 
 
+def number_of(entry: Collective) -> int:
+    """Sends and receives are counted for themselves."""
+    return entry.p2p_seq if entry.is_p2p else entry.seq
+
+
 def signature(entry: Collective) -> Signature:
     """What has to be equal on all ranks. Shapes count by their number of elements: (4, 1) and (4,) do match."""
     op = op_name(entry)
@@ -182,7 +187,7 @@ class Alignment:
 
 
 def _order(entry: Collective) -> tuple[int, int]:
-    return (entry.p2p_seq if entry.is_p2p else entry.seq, entry.record_id)
+    return (number_of(entry), entry.record_id)
 
 
 def out_of_sight(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:

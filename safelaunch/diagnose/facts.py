@@ -10,7 +10,7 @@ from msgspec import structs
 from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.coalesced import OPEN
-from safelaunch.diagnose.collectives import Alignment, Signature, describe, op_name, signature
+from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.gil import gil_condition
 from safelaunch.diagnose.gone import ended_by_others, gone_condition, is_consequence, one_line
@@ -215,7 +215,7 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
     last = max(record.entries, key=lambda e: e.record_id)
     site = fr.user_frame(last.frames, rank.code_roots)
-    number = f"number {last.p2p_seq if last.is_p2p else last.seq} of group {last.group!r}"
+    number = f"number {number_of(last)} of group {last.group!r}"
     text = f"entered nothing after {op_name(last)} {number}"
     text += f" at {fr.place(site)}" if site else ""
     claim = Claim(f"the last on its record: {describe(last)}, {number}", f"ranks/{rank.rank}/flight_recorder.json")
@@ -327,7 +327,7 @@ def _entry_for(
 
 def _from_entry(rank: RankEvidence, entry: Collective, mine: Frame | None) -> PeerWait:
     site = mine or fr.user_frame(entry.frames, rank.code_roots)
-    number = entry.p2p_seq if entry.is_p2p else entry.seq
+    number = number_of(entry)
     words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
     claim = Claim(
         f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}",

@@ -9,6 +9,7 @@ those of its peers again, *shifted*.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -72,21 +73,66 @@ def shift_in(alignment: Alignment, group: str, roots: Mapping[int, tuple[str, ..
 
 
 def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> Shift | None:
-    """The same over all collectives of each rank in the order of its program, whatever their groups.
+    """The same over all calls of each rank in the order of its program, whatever their groups.
 
     Ranks that run one program make the same calls in groups of their own; so a rank that left one out shows even where
-    nobody called anything in that group since. Two calls that changed places are no shift.
+    nobody called anything in that group since. Compared are ranks of one role: the stages of a pipeline differ by
+    design. Two calls that changed places are no shift.
     """
-    records = {rank: [e for e in record.entries if not e.is_p2p] for rank, record in alignment.records.items()}
-    if all(map(alignment.is_whole, records)):  # sends and blocks leave gaps in the numbers of a recorder
-        numbered = {rank: dict(enumerate(entries)) for rank, entries in records.items()}
-    else:
-        numbered = {rank: {e.record_id: e for e in entries} for rank, entries in records.items()}
-    found = _find("", numbered, roots)
-    if found is None or found.matched < 2:
-        return None
+    found = [_find("", entries, roots) for entries in programs_by_role(alignment, roots)]
     # A rank that has no group there never makes such calls, and need not: only what both sides make counts.
-    return found if found.known_to_all else None
+    sure = [shift for shift in found if shift is not None and shift.matched >= 2 and shift.known_to_all]
+    return max(sure, key=lambda shift: shift.matched, default=None)
+
+
+def programs_by_role(
+    alignment: Alignment, roots: Mapping[int, tuple[str, ...]]
+) -> list[dict[int, dict[int, Collective]]]:
+    """rank → place in its program → call, for each role: ranks that call from the same places again and again. Where
+    they came only once, or nobody else does, says nothing: some are further than others.
+    """
+    whole = all(map(alignment.is_whole, alignment.records))  # blocks leave gaps in the numbers of a recorder
+    entries = {
+        rank: {place if whole else entry.record_id: entry for place, entry in enumerate(record.entries)}
+        for rank, record in alignment.records.items()
+    }
+    calls = {rank: Counter(history.values()) for rank, history in _histories(entries, roots).items()}
+    callers = Counter(place for mine in calls.values() for place in mine)
+    roles: dict[frozenset[Place], dict[int, dict[int, Collective]]] = {}
+    for rank, mine in calls.items():
+        role = frozenset(place for place, count in mine.items() if count > 1 and callers[place] > 1)
+        roles.setdefault(role, {})[rank] = entries[rank]
+    return list(roles.values())
+
+
+@dataclass(frozen=True)
+class Departure:
+    """``rank`` is in ``call``, its last, where the others of its role, ``mates``, made ``theirs``; until then they all
+    called alike.
+    """
+
+    rank: int
+    call: Collective
+    mates: tuple[int, ...]
+    theirs: Collective
+
+
+def departures(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> list[Departure]:
+    """The ranks that wait now in a call that is not the one which most ranks of their role made there."""
+    found = []
+    for entries in programs_by_role(alignment, roots):
+        histories = _histories(entries, roots)
+        for rank, history in histories.items():
+            last = max(history)
+            there = {mate: other[last] for mate, other in histories.items() if mate != rank and last in other}
+            sides = Counter(there.values()).most_common(1)
+            if not sides or history[last] == sides[0][0] or 2 * sides[0][1] <= len(there) + 1:
+                continue
+            mates = [mate for mate, place in there.items() if place == sides[0][0]]
+            before = range(max(min(history), min(histories[mates[0]])), last)
+            if before and all(_at(history, n) == _at(histories[mates[0]], n) for n in before):
+                found.append(Departure(rank, entries[rank][last], tuple(mates), entries[mates[0]][last]))
+    return found
 
 
 def may_have_parted_before(alignment: Alignment, groups: Iterable[str], roots: Mapping[int, tuple[str, ...]]) -> bool:

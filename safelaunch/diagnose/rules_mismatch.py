@@ -7,10 +7,19 @@ from dataclasses import dataclass, replace
 
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.branches import condition_on_rank
-from safelaunch.diagnose.collectives import Mismatch, describe, first_mismatch, mismatch_at, op_name, parting, vote
+from safelaunch.diagnose.collectives import (
+    Mismatch,
+    describe,
+    first_mismatch,
+    mismatch_at,
+    number_of,
+    op_name,
+    parting,
+    vote,
+)
 from safelaunch.diagnose.facts import Facts, user_stack_of, view_of
 from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small, wait_claims, waiting_culprit
-from safelaunch.diagnose.history import Shift, shift_in, shift_of_program
+from safelaunch.diagnose.history import Shift, departures, shift_in, shift_of_program
 from safelaunch.diagnose.loops import loop_left
 from safelaunch.diagnose.waits import Key, Waits, members_of, same_op
 from safelaunch.model import Claim, Collective, Confidence, Frame
@@ -50,7 +59,10 @@ def mismatch(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
         found = mismatch_at(facts.alignment, str(lowest.group), lowest.seq or 0)
         if found is not None:
             return mismatch_finding(facts, found)
-    return _finding(facts, _by_stacks(facts, members_of(waits, circle)))
+    meeting = _by_stacks(facts, members_of(waits, circle))
+    if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # some ranks send and others do not, by design
+        meeting = replace(meeting, odd=tuple(sorted(meeting.words)), majority=False, confidence="low")
+    return _finding(facts, meeting)
 
 
 def mispaired(facts: Facts, waits: Waits) -> Ruling:
@@ -106,6 +118,37 @@ def parted_in(facts: Facts, groups: Iterable[str | None]) -> Finding | None:
     return _shifted(facts, best, _words(facts, sorted(facts.ranks)), ()) if best is not None else None
 
 
+def departed(facts: Facts, ranks: Iterable[int]) -> Finding | None:
+    """One of ``ranks``, which wait for each other, is where the others of its role were not at that place."""
+    if facts.unseen:
+        return None
+    found = [
+        one for one in departures(facts.alignment, facts.roots) if one.rank in set(ranks) and not one.call.completed
+    ]
+    if len(found) != 1:
+        return None
+    (one,) = found
+    site = fr.user_frame(one.call.frames, facts.roots.get(one.rank, ()))
+    theirs = fr.user_frame(one.theirs.frames, facts.roots.get(one.mates[0], ()))
+    mates = small(ranks_word(one.mates))
+    text = f"waits in {op_name(one.call)} at {fr.place(site)}, where {mates}, which had called alike until then, called"
+    text += f" {op_name(one.theirs)} at {fr.place(theirs)}"
+    claims = [
+        Claim(
+            f"rank {rank}: {op_name(call)} is number {number_of(call)} of group {call.group!r}",
+            f"ranks/{rank}/flight_recorder.json",
+        )
+        for rank, call in ((one.rank, one.call), (one.mates[0], one.theirs))
+    ]
+    return Finding(
+        "collective-mismatch",
+        "medium",
+        f"Rank {one.rank} {text}.",
+        (waiting_culprit(facts.ranks[one.rank], f"Rank {one.rank} {text}.", site),),
+        (*claims, *wait_claims(facts, sorted(ranks))),
+    )
+
+
 def _words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
     """What those that wait wait in."""
     waits = {rank: facts.ranks[rank].wait for rank in ranks if rank in facts.ranks}
@@ -127,7 +170,7 @@ def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple
     else:
         did = f"left out {many} {where}, which {'its' if one else 'their'} peers called"
     call = shift.calls_there[actor]
-    group, seq = (call.group, call.seq) if shift.extra else _own_number(facts, shift, call)
+    group, seq = (call.group, number_of(call)) if shift.extra else _own_number(facts, shift, call)
     number = f"number {seq} of group {group!r}"
     off = "ahead of" if shift.extra else "behind"
     now: dict[str, list[int]] = {}
@@ -167,17 +210,17 @@ def _own_number(facts: Facts, shift: Shift, call: Collective) -> tuple[str, int]
     its other calls from there.
     """
     rank = shift.ranks[0]
-    mine = facts.alignment.records[rank].entries
-    place = fr.user_stack(call.frames, facts.roots.get(next(r for r in shift.entered if r not in shift.ranks), ()))
-    roots = facts.roots.get(rank, ())
-    group = next((e.group for e in mine if not e.is_p2p and fr.user_stack(e.frames, roots) == place), call.group)
-    if group == call.group:
+    mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
+    peer = next(r for r in shift.entered if r not in shift.ranks)
+    place, roots = fr.user_stack(call.frames, facts.roots.get(peer, ())), facts.roots.get(rank, ())
+    group = next((e.group for e in mine if fr.user_stack(e.frames, roots) == place), call.group)
+    if group == call.group and not call.is_p2p:
         return group, call.seq
     instead = shift.calls_there[rank].record_id
-    after = next((e.seq for e in mine if e.group == group and not e.is_p2p and e.record_id >= instead), None)
+    after = next((number_of(e) for e in mine if e.group == group and e.record_id >= instead), None)
     if after is not None:
         return group, after  # it took the number
-    return group, 1 + max(e.seq for e in mine if e.group == group and not e.is_p2p)
+    return group, 1 + max((number_of(e) for e in mine if e.group == group), default=0)
 
 
 def _called(facts: Facts, rank: int, shift: Shift) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.collectives import number_of, op_name
 from safelaunch.diagnose.facts import Facts, PeerWait
 from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, wait_claims, waiting_culprit
 from safelaunch.diagnose.transfers import Transfer, unequal, unequal_exchange
@@ -39,7 +40,14 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
         "medium",
         f"Rank {text}: they do not fit.",
         tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
-        tuple(Claim(f"rank {one.rank} {one.says()}", f"ranks/{one.rank}/flight_recorder.json") for one in pair),
+        tuple(
+            Claim(
+                f"rank {one.rank} {one.says()}: {op_name(one.entry)} number {number_of(one.entry)} of group "
+                f"{one.entry.group!r}",
+                f"ranks/{one.rank}/flight_recorder.json",
+            )
+            for one in pair
+        ),
     )
 
 

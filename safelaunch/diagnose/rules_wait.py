@@ -20,7 +20,7 @@ from safelaunch.diagnose.findings import (
     waits_words,
 )
 from safelaunch.diagnose.history import may_have_parted_before
-from safelaunch.diagnose.rules_mismatch import mismatch, parted_in
+from safelaunch.diagnose.rules_mismatch import departed, mismatch, parted_in
 from safelaunch.diagnose.rules_state import small_ranks
 from safelaunch.diagnose.waits import Key, Waits, members_of
 from safelaunch.model import Claim
@@ -124,14 +124,28 @@ def cycles(facts: Facts, waits: Waits) -> Ruling:
         return ""
     circle = max(circles, key=lambda c: sum(len(waits.ranks[k]) for k in c))
     groups = _groups_of(waits, circle)
-    if len(groups) > 1 and (earlier := parted_in(facts, groups)) is not None:
+    p2p = [key for key in circle if waits.example[key].kind == "p2p"]
+    if (len(groups) > 1 or p2p) and (earlier := parted_in(facts, groups)) is not None:
         return earlier
-    p2p = sorted(r for k in circle if waits.example[k].kind == "p2p" for r in waits.ranks[k])
-    if len(p2p) > 1:
-        return _p2p_cycle(facts, waits, circle, p2p)
-    if len(groups) > 1 and not p2p:
+    inner = _inner_circle(waits, p2p)
+    if inner:
+        return _p2p_cycle(facts, waits, circle, members_of(waits, inner))
+    if p2p and (one := departed(facts, members_of(waits, circle))) is not None:
+        return one
+    if len(groups) > 1:
         return _group_order(facts, waits, circle)
     return mismatch(facts, waits, circle)
+
+
+def _inner_circle(waits: Waits, keys: list[Key]) -> list[Key]:
+    """Those of ``keys`` that wait for each other, without help from others."""
+    left = list(keys)
+    while True:
+        there = {rank for key in left for rank in waits.ranks[key]}
+        bound = [key for key in left if waits.blockers[key] & (there - set(waits.ranks[key]))]
+        if bound == left:
+            return left if len(there) > 1 else []
+        left = bound
 
 
 def _groups_of(waits: Waits, circle: tuple[Key, ...]) -> set[str]:
@@ -170,7 +184,7 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
         "high" if known and not early else "medium",
         f"{text[:1].upper()}{text[1:]}: they entered the groups in different orders.",
         tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
-        wait_claims(facts, ranks),
+        wait_claims(facts, ranks, limit=10),
     )
 
 

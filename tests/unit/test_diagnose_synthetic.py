@@ -21,10 +21,11 @@ EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
 LAYOUTS = st.builds(
     Layout, st.sampled_from((1, 2, 3, 4, 8, 16)), st.sampled_from((1, 2, 3, 4, 8)), st.integers(1, 4)
 ).filter(lambda one: one.world > 1)
+PIPELINES = LAYOUTS.filter(lambda one: one.pipeline > 1)
 LARGEST = Layout(16, 8, 4)  # 512 ranks
 
 jobs = settings(
-    max_examples=EXAMPLES or 20,
+    max_examples=EXAMPLES or 12,
     derandomize=not EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -63,9 +64,9 @@ def accuses_an_innocent(verdict: Verdict, fault: Fault) -> bool:
     return bool(verdict.culprits) and fault.rank not in [culprit.rank for culprit in verdict.culprits]
 
 
-def made(data: st.DataObject, kind: str, layout: Layout, steps: int, layers: int):  # type: ignore[no-untyped-def]
+def made(data: st.DataObject, kind: str, layout: Layout, steps: int, layers: int, *, sends: bool = False):  # type: ignore[no-untyped-def]
     """``(fault, the calls as they ought to be, the job at rest)``; a job that does not hang is passed over."""
-    programs = schedule(layout, steps, layers)
+    programs = schedule(layout, steps, layers, sends=sends)
     rank = data.draw(st.integers(0, layout.world - 1), "rank")
     index = data.draw(st.integers(0, len(programs[rank]) - 2), "call")
     fault = Fault(kind, rank, index)
@@ -86,6 +87,28 @@ def test_the_rank_and_the_call_are_named(
     verdict = diagnose(evidence_of(layout, faulty, rest, stacks=stacks))
     event(f"{verdict.cause}, {verdict.confidence}")
     assert names(verdict, fault, calls, layout), (fault, calls[fault.index], verdict.summary)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), layout=PIPELINES, steps=st.integers(4, 9), layers=st.integers(1, 3), stacks=st.booleans())
+@jobs
+def test_where_stages_send_to_each_other(
+    kind: str, data: st.DataObject, layout: Layout, steps: int, layers: int, stacks: bool
+) -> None:
+    """No innocent rank is named without the one at fault. Numbers of sends are each rank's own: the group is told."""
+    fault, calls, faulty, rest = made(data, kind, layout, steps, layers, sends=True)
+    verdict = diagnose(evidence_of(layout, faulty, rest, stacks=stacks))
+    event(f"{verdict.cause}, {verdict.confidence}")
+    here = calls[fault.index]
+    assert fault.rank in [culprit.rank for culprit in verdict.culprits], (fault, here, verdict.summary)
+    if here.is_p2p or verdict.confidence == "low":
+        assert tells(verdict, here.group, set(range(1000))), (fault, here, verdict.evidence)
+    elif kind == "group":
+        mine = faulty[fault.rank]
+        told = tells(verdict, mine[fault.index].group, {number_of(mine, fault.index)})
+        assert told or tells(verdict, here.group, alike(calls, fault.index))
+    else:
+        assert tells(verdict, here.group, alike(calls, fault.index)), (fault, here, verdict.summary, verdict.evidence)
 
 
 @pytest.mark.parametrize("kind", KINDS)
