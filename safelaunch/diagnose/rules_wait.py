@@ -64,7 +64,7 @@ def held_up(facts: Facts, waits: Waits) -> Ruling:
 
 
 def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
-    """What the ranks have not entered, in which others wait for them: the first such collective of each."""
+    """What the ranks have not come to: of each the call in which most others wait for it."""
     claims = []
     for rank in roots[:limit]:
         held = [key for key, found in waits.blockers.items() if rank in found and waits.example[key].seq is not None]
@@ -73,7 +73,7 @@ def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim,
             wait, who = waits.example[key], waits.ranks[key]
             text = f"{wait.op} number {wait.seq} of group {wait.group!r}"
             text += f", in which {small(ranks_word(who))} {'waits' if len(who) == 1 else 'wait'}"
-            claims.append(Claim(f"rank {rank} has not entered {text}", f"ranks/{who[0]}/flight_recorder.json"))
+            claims.append(Claim(f"rank {rank} has not come to {text}", f"ranks/{who[0]}/flight_recorder.json"))
     return tuple(claims)
 
 
