@@ -64,12 +64,11 @@ def held_up(facts: Facts, waits: Waits) -> Ruling:
 
 
 def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
-    """What the ranks have not come to: of each the call in which most others wait for it."""
+    """What the ranks have not come to: one claim for each call in which others wait for them, the most first."""
     claims = []
     for rank in roots[:limit]:
         held = [key for key, found in waits.blockers.items() if rank in found and waits.example[key].seq is not None]
-        if held:
-            key = min(held, key=lambda key: (-len(waits.ranks[key]), waits.ranks[key]))
+        for key in sorted(held, key=lambda key: (-len(waits.ranks[key]), waits.ranks[key]))[:limit]:
             wait, who = waits.example[key], waits.ranks[key]
             text = f"{wait.op} number {wait.seq} of group {wait.group!r}"
             text += f", in which {small(ranks_word(who))} {'waits' if len(who) == 1 else 'wait'}"
