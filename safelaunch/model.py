@@ -7,6 +7,7 @@ Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise. Stack fra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -154,10 +155,13 @@ class GroupStatus(Record, frozen=True):
 
 
 class FlightRecord(Record, frozen=True):
-    """One rank's Flight Recorder. ``groups`` maps a group's name to its global ranks where the dump says so."""
+    """One rank's Flight Recorder. ``groups`` maps a group's name to its global ranks where the dump says so.
+
+    ``entries``: oldest first; a tuple, or a :class:`~safelaunch.ring.Ring`.
+    """
 
     version: str
-    entries: tuple[Collective, ...] = ()
+    entries: Sequence[Collective] = ()
     groups: dict[str, tuple[int, ...]] = {}
     status: dict[str, GroupStatus] = {}
 

@@ -1,9 +1,12 @@
 """What a verdict from a folder of Flight Recorder dumps costs, beside torchfrtrace and beside unpickling alone.
 
     python scripts/bench_diagnose.py [--ranks 256] [--entries 2000] [--rounds 3] [--json FILE]
+    python scripts/bench_diagnose.py --many 4096     # also so many ranks (1.4 GB in /tmp), by safelaunch alone
+    python scripts/bench_diagnose.py --live          # also a live hang of 8 ranks: its diagnosis and reports
 
-The dumps are written as the recorder of NCCL writes them: version 2.10, eight frames an entry, shared between entries.
-One rank calls another operation than its peers at the end. CPU times, each program in a process of its own.
+The dumps are written as the recorder of NCCL writes them: version 2.10, eight frames an entry, whose dictionaries are
+shared between entries. One rank calls another operation than its peers at the end. CPU times, each program in a process
+of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bench_detect import RANKS, hang
 from benchlib import BenchError, Figure, environment, figure, program, progress, run_bench, workplace
 
 LIBRARY = "/opt/venv/lib/python3.11/site-packages/torch/distributed"
@@ -32,54 +37,102 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--entries", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--many", type=int, default=0, metavar="RANKS")
+    parser.add_argument("--live", action="store_true")
     return run_bench("bench_diagnose", parser, measure)
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
+    found = measure_folder(options.ranks, options.entries, options.rounds)
+    if options.many:
+        found += measure_many(options.many, options.entries, median(found[0].values) / options.ranks)
+    if options.live:
+        found += measure_live(options.rounds)
+    return found
+
+
+def measure_folder(ranks: int, entries: int, rounds: int) -> list[Figure]:
     with workplace(unpickle=UNPICKLE) as here:
-        folder = here / "dumps"
-        folder.mkdir()
-        progress(f"writing {options.ranks} dumps")
-        odd = options.ranks // 3
-        for rank in range(options.ranks):
-            dump = make(rank, options.ranks, options.entries, odd=rank == odd)
-            (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+        folder = write(here, ranks, entries)
         ours = [program("safelaunch"), "diagnose", str(folder), "--json"]
         theirs = [program("torchfrtrace"), str(folder), "-p", "nccl_trace_rank_"]
         alone = [sys.executable, str(here / "unpickle.py"), str(folder)]
-        found: dict[str, list[tuple[float, float]]] = {"safelaunch": [], "torchfrtrace": [], "unpickling": []}
-        for number in range(options.rounds):
-            progress(f"round {number + 1} of {options.rounds}")
+        found: dict[str, list[Cost]] = {"safelaunch": [], "torchfrtrace": [], "unpickling": []}
+        for number in range(rounds):
+            progress(f"round {number + 1} of {rounds}")
             for name, argv in zip(found, (ours, theirs, alone), strict=True):
                 found[name].append(cost(argv, here))
-    cpu = {name: [row[0] for row in rows] for name, rows in found.items()}
-    times = f"{median(cpu['torchfrtrace']) / median(cpu['safelaunch']):.1f} x"
-    above = f"{median(cpu['safelaunch']) / median(cpu['unpickling']):.1f} x"
-    size = f"{options.ranks} ranks x {options.entries} entries"
+    cpu = {name: [row.cpu_s for row in rows] for name, rows in found.items()}
+    faster = [theirs / ours for theirs, ours in zip(cpu["torchfrtrace"], cpu["safelaunch"], strict=True)]
+    above = [ours / alone for ours, alone in zip(cpu["safelaunch"], cpu["unpickling"], strict=True)]
+    size = f"{ranks} ranks x {entries} entries"
     return [
-        figure(f"safelaunch diagnose, {size}: CPU", cpu["safelaunch"], "s", note=f"{above} unpickling alone"),
-        figure("  peak memory", [row[1] for row in found["safelaunch"]], "MB", "<= 300"),
-        figure("torchfrtrace: CPU", cpu["torchfrtrace"], "s", note=f"{times} safelaunch's"),
-        figure("  peak memory", [row[1] for row in found["torchfrtrace"]], "MB"),
+        figure(f"safelaunch diagnose, {size}: CPU", cpu["safelaunch"], "s"),
+        figure("  by unpickling the same files alone", above, "x", "<= 1.5"),
+        figure("  faster than torchfrtrace", faster, "x", ">= 10"),
+        figure("  peak memory", [row.peak_mb for row in found["safelaunch"]], "MB", "<= 300"),
+        figure("torchfrtrace: CPU", cpu["torchfrtrace"], "s"),
+        figure("  peak memory", [row.peak_mb for row in found["torchfrtrace"]], "MB"),
         figure("unpickling the same files alone: CPU", cpu["unpickling"], "s"),
     ]
 
 
-def cost(argv: Sequence[str], here: Path) -> tuple[float, float]:
-    """CPU seconds and peak resident MB of one command, measured by a parent of its own."""
+def measure_many(ranks: int, entries: int, cpu_s_per_rank: float) -> list[Figure]:
+    with workplace() as here:
+        folder = write(here, ranks, entries)
+        progress(f"reading {ranks} dumps")
+        spent = cost([program("safelaunch"), "diagnose", str(folder), "--json"], here)
+    size = f"{ranks} ranks x {entries} entries"
+    return [
+        figure(f"safelaunch diagnose, {size}: wall", [spent.wall_s], "s", "<= 60"),
+        figure("  CPU", [spent.cpu_s], "s"),
+        figure("  CPU per rank, by that of the smaller folder", [spent.cpu_s / ranks / cpu_s_per_rank], "x"),
+        figure("  peak memory", [spent.peak_mb], "MB", "<= 1000"),
+    ]
+
+
+def measure_live(rounds: int) -> list[Figure]:
+    runs = [hang(number * 3 % RANKS, ("--stall-timeout", "3")) for number in range(rounds)]
+    taken = [run.stages["written"] - run.stages["evidence complete"] for run in runs]
+    return [figure(f"a live hang of {RANKS} ranks: diagnosis and reports, wall", taken, "s", "<= 0.5")]
+
+
+def write(here: Path, ranks: int, entries: int) -> Path:
+    """A folder of dumps; a third of the way through the ranks is the one that called something else at last."""
+    folder = here / "dumps"
+    folder.mkdir()
+    progress(f"writing {ranks} dumps")
+    for rank in range(ranks):
+        dump = make(rank, ranks, entries, odd=rank == ranks // 3)
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one command took: seconds, and the most resident memory of it and its children in MB."""
+
+    wall_s: float
+    cpu_s: float
+    peak_mb: float
+
+
+def cost(argv: Sequence[str], here: Path) -> Cost:
+    """Measured by a parent of its own. Raises BenchError when the command fails."""
     script = (
-        "import resource, subprocess, sys\n"
+        "import resource, subprocess, sys, time\n"
+        "begin = time.monotonic()\n"
         "code = subprocess.run(sys.argv[1:], stdout=-3, stderr=-3).returncode\n"
         "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
-        "print(code, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)\n"
+        "print(code, time.monotonic() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *argv], cwd=here, env=environment(), capture_output=True, text=True, check=True
     )
-    code, cpu_s, megabytes = done.stdout.split()
+    code, *numbers = done.stdout.split()
     if code != "0":
         raise BenchError(f"{' '.join(argv[:2])} ... ended with {code}")
-    return float(cpu_s), float(megabytes)
+    return Cost(*map(float, numbers))
 
 
 def make(rank: int, world: int, entries: int, *, odd: bool) -> dict[str, object]:
@@ -96,7 +149,7 @@ def make(rank: int, world: int, entries: int, *, odd: bool) -> dict[str, object]
     for number in range(entries):
         done, place, at_ns = number < entries - 1, number % len(places), 1_724_779_239_936_775_119 + number * 10**6
         made.append({
-            "frames": places[place], "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"),
+            "frames": list(places[place]), "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"),
             "collective_seq_id": number + 1, "p2p_seq_id": 0, "op_id": number + 1,
             "profiling_name": "nccl:all_gather" if odd and not done else "nccl:all_reduce",
             "time_created_ns": at_ns, "time_discovered_started_ns": at_ns if done else None,

@@ -20,9 +20,12 @@ from itertools import groupby
 from msgspec import structs
 
 from safelaunch.model import Collective, FlightRecord
+from safelaunch.ring import Ring
 
 BLOCK = "coalesced "  # what the operation of a block begins with; then its operations
 OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
+
+_NEWEST = 64
 
 
 def ops_of_block(op: str) -> frozenset[str]:
@@ -50,14 +53,17 @@ def settled(record: FlightRecord) -> FlightRecord:
         for place, run in enumerate(mine):
             found += _one(run, cut_off=wrapped and place == 0, newest=place == len(mine) - 1)
     found.sort(key=lambda entry: entry.record_id)
-    return structs.replace(record, entries=tuple(found))
+    return structs.replace(record, entries=Ring.of(found))
 
 
 def _has_blocks(entries: Sequence[Collective]) -> bool:
+    """Of a ring the kinds tell; a block that was not ended is among its newest entries."""
+    if any(kind.op.endswith("coalesced") for kind in Ring.of(entries).used().values()):
+        return True
     last: dict[str, tuple[bool, int]] = {}
-    for entry in entries:
+    for entry in entries[-_NEWEST:]:
         number = _number(entry)
-        if entry.op.endswith("coalesced") or last.get(entry.group) == number:
+        if last.get(entry.group) == number:
             return True
         last[entry.group] = number
     return False

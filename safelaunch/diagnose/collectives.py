@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.coalesced import OPEN, ops_of_block
+from safelaunch.diagnose.columns import Numbering, Window, first_difference, windows_of
 from safelaunch.diagnose.comparable import comparable
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
+from safelaunch.ring import Ring
 
 Signature = tuple[object, ...]
 
@@ -67,49 +70,55 @@ class Alignment:
         self.records: dict[int, FlightRecord] = comparable(
             {r.rank: r.flight_record for r in ranks if r.flight_record is not None}
         )
-        self._by_seq: dict[int, dict[tuple[str, int], Collective]] = {}
-        self._first: dict[int, dict[str, int]] = {}
+        self._windows: dict[int, dict[str, Window]] = {}
+        self._pending: dict[int, list[Collective]] = {}
         self._last: dict[int, dict[str, int]] = {}
         self._users: dict[str, set[int]] = {}
+        self._completed: set[str] = set()
         self._default: set[str] = {"0", ""}
+        self._members: dict[str, tuple[frozenset[int], bool]] = {}
         for rank, record in self.records.items():
-            self._index(rank, record)
+            self._index(rank, record, Ring.of(record.entries))
 
-    def _index(self, rank: int, record: FlightRecord) -> None:
-        by_seq: dict[tuple[str, int], Collective] = {}
-        first: dict[str, int] = {}
+    def _index(self, rank: int, record: FlightRecord, ring: Ring) -> None:
+        kinds = ring.used()
+        windows = self._windows[rank] = windows_of(ring, kinds)
+        self._pending[rank] = _pending(ring, kinds)
+        self._default.update(k.group for k in kinds.values() if not k.is_p2p and k.description in _DEFAULT_GROUPS[2:])
+        self._completed.update(kind.group for kind in kinds.values() if not kind.is_p2p and kind.completed)
+        queued = {number for number, kind in kinds.items() if kind.started is False}
         last: dict[str, int] = {}
-        for entry in record.entries:
-            if entry.is_p2p:
-                continue
-            first.setdefault(entry.group, entry.seq)
-            by_seq[entry.group, entry.seq] = entry
-            if entry.started is not False:  # what the device has not begun, only the CPU has entered
-                last[entry.group] = max(last.get(entry.group, -1), entry.seq)
-            if entry.description in _DEFAULT_GROUPS[2:]:
-                self._default.add(entry.group)
-        waiting = {entry.group for entry in record.entries if entry.started is False}
-        transfers = {entry.group for entry in record.entries if entry.is_p2p} if self.is_whole(rank) else set()
+        for group, window in windows.items():
+            entered = zip(reversed(window.numbers), reversed(window.positions), strict=True)
+            begun = (number for number, position in entered if ring.kind_of[position] not in queued)
+            newest = next(begun, -1)  # what the device has not begun, only the CPU has entered
+            if newest >= 0:
+                last[group] = newest
+        waiting = {kinds[number].group for number in queued}
+        transfers = {kind.group for kind in kinds.values() if kind.is_p2p} if self.is_whole(rank) else set()
         for group, status in record.status.items():
             # The ring holds the newest, so what it has of a group says it all; NCCL's status counts sends along.
             if group not in last and group not in transfers:
                 last[group] = status.last_started if group in waiting else status.last_enqueued
-        self._by_seq[rank] = by_seq
-        self._first[rank] = first
         self._last[rank] = last
         for group in last:
             self._users.setdefault(group, set()).add(rank)
 
     def entry(self, rank: int, group: str, seq: int) -> Collective | None:
-        return self._by_seq.get(rank, {}).get((group, seq))
+        window = self.window(rank, group)
+        return window.at(seq) if window else None
 
-    def of_group(self, rank: int, group: str) -> list[Collective]:
-        """The collectives of ``rank`` in ``group`` that its window still holds."""
-        return [entry for (name, _), entry in self._by_seq.get(rank, {}).items() if name == group]
+    def window(self, rank: int, group: str) -> Window | None:
+        """The collectives of ``rank`` in ``group`` that its record still holds; None for none."""
+        return self._windows.get(rank, {}).get(group)
+
+    def groups(self) -> list[str]:
+        return sorted({group for windows in self._windows.values() for group in windows})
 
     def first(self, rank: int, group: str) -> int:
         """The lowest sequence number of ``group`` that the window of ``rank`` holds; 0 for none."""
-        return self._first.get(rank, {}).get(group, 0)
+        window = self.window(rank, group)
+        return window.numbers[0] if window else 0
 
     def last(self, rank: int, group: str) -> int:
         """The highest sequence number that ``rank`` has entered in ``group``; -1 for none."""
@@ -122,15 +131,19 @@ class Alignment:
 
     def pending(self, rank: int) -> list[Collective]:
         """What the rank has entered and not completed, the oldest of each group (a backend works in order)."""
-        oldest: dict[tuple[str, bool], Collective] = {}
-        record = self.records.get(rank)
-        for entry in record.entries if record else ():
-            if entry.completed or entry.state == OPEN:
-                continue
-            key = (entry.group, entry.is_p2p)
-            if key not in oldest or _order(entry) < _order(oldest[key]):
-                oldest[key] = entry
-        return sorted(oldest.values(), key=lambda e: e.record_id)
+        return self._pending.get(rank, [])
+
+    def unended(self, rank: int) -> Collective | None:
+        """The newest entry of a batch or block that ``rank`` has begun and not launched."""
+        ring = Ring.of(self.records[rank].entries) if rank in self.records else None
+        found = ring.positions_of({n for n, kind in ring.used().items() if kind.state == OPEN}) if ring else []
+        return ring[found[-1]] if ring and found else None
+
+    def transfers(self, rank: int, group: str) -> list[Collective]:
+        """The sends and receives of ``rank`` in ``group``, in order."""
+        ring = Ring.of(self.records[rank].entries) if rank in self.records else Ring.of(())
+        kinds = {n for n, kind in ring.used().items() if kind.is_p2p and kind.group == group}
+        return [ring[position] for position in ring.positions_of(kinds)]
 
     def is_over_elsewhere(self, rank: int, entry: Collective) -> bool:
         """All other members have completed the collective that ``rank`` has not; its peers hold it up no more."""
@@ -171,6 +184,11 @@ class Alignment:
         the ranks that have used the group are its members once a collective of it has completed, because that takes
         all of them. Before that, any rank of the world may be one.
         """
+        if group not in self._members:
+            self._members[group] = self._find_members(group)
+        return self._members[group]
+
+    def _find_members(self, group: str) -> tuple[frozenset[int], bool]:
         world = frozenset(range(self.world_size))
         for record in self.records.values():
             if record.groups.get(group):
@@ -178,12 +196,19 @@ class Alignment:
         if group in self._default:
             return world, True
         users = frozenset(self._users.get(group, ()))
-        done = any(
-            entry.completed for rank in users for (name, _), entry in self._by_seq[rank].items() if name == group
-        )
-        if done and len(users) > 1 and len(self.records) == self.world_size:
+        if group in self._completed and len(users) > 1 and len(self.records) == self.world_size:
             return users, True
         return world, False
+
+
+def _pending(ring: Ring, kinds: Mapping[int, Collective]) -> list[Collective]:
+    oldest: dict[tuple[str, bool], Collective] = {}
+    for position in ring.positions_of({n for n, kind in kinds.items() if not kind.completed and kind.state != OPEN}):
+        entry = ring[position]
+        key = (entry.group, entry.is_p2p)
+        if key not in oldest or _order(entry) < _order(oldest[key]):
+            oldest[key] = entry
+    return sorted(oldest.values(), key=lambda e: e.record_id)
 
 
 def _order(entry: Collective) -> tuple[int, int]:
@@ -221,7 +246,7 @@ class Mismatch:
     majority: bool
 
 
-def vote(classes: Mapping[Signature, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
+def vote(classes: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
     """``(ranks outside the strict majority, there is one)``; with no strict majority, everybody is at odds."""
     counts = {key: tuple(ranks) for key, ranks in classes.items()}
     total = sum(map(len, counts.values()))
@@ -246,16 +271,17 @@ def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
 
 
 def first_mismatch(alignment: Alignment) -> Mismatch | None:
-    """The oldest mismatch that all windows still hold, over all groups, as far as any rank has come."""
-    seqs: set[tuple[str, int]] = set()
+    """The oldest mismatch that the windows still hold, over all groups, as far as any rank has come."""
+    signatures = Numbering(lambda entry, _: signature(entry))
+    found = []
     front = alignment.front()
-    for rank in alignment.records:
-        seqs.update(pair for pair in alignment._by_seq[rank] if pair[1] <= front.get(pair[0], -1))
-    for group, seq in sorted(seqs, key=lambda pair: pair[1]):
-        found = mismatch_at(alignment, group, seq)
-        if found is not None:
-            return found
-    return None
+    for group in alignment.groups():
+        windows = {rank: alignment.window(rank, group) for rank in sorted(alignment.members(group)[0])}
+        columns = [signatures.column(window) for window in windows.values() if window is not None]
+        seq = first_difference(columns)
+        if seq is not None and seq <= front.get(group, -1):
+            found.append((seq, group))
+    return mismatch_at(alignment, min(found)[1], min(found)[0]) if found else None
 
 
 @dataclass(frozen=True)

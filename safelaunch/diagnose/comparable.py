@@ -8,6 +8,7 @@ from msgspec import structs
 
 from safelaunch.diagnose.coalesced import settled
 from safelaunch.model import FlightRecord, format_ranks
+from safelaunch.ring import Ring
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
@@ -38,7 +39,7 @@ def _renamed(record: FlightRecord, shared: set[str]) -> FlightRecord:
     }
     return structs.replace(
         record,
-        entries=tuple(
+        entries=Ring.of(
             structs.replace(entry, group=names[entry.group]) if entry.group in names else entry
             for entry in record.entries
         ),

@@ -9,7 +9,6 @@ from msgspec import structs
 
 from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
-from safelaunch.diagnose.coalesced import OPEN
 from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.gil import gil_condition
@@ -203,17 +202,17 @@ def _own(rank: RankEvidence, view: View | None, alignment: Alignment) -> Conditi
 def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     """No stack: the Flight Recorder alone says how far the rank came."""
     record = alignment.records.get(rank.rank)
-    unended = [entry for entry in record.entries if entry.state == OPEN] if record else []
-    if unended:
-        site = fr.user_frame(unended[-1].frames, rank.code_roots)
-        text = f"has begun a group of operations that it has not ended: {op_name(unended[-1])}"
+    unended = alignment.unended(rank.rank)
+    if unended is not None:
+        site = fr.user_frame(unended.frames, rank.code_roots)
+        text = f"has begun a group of operations that it has not ended: {op_name(unended)}"
         text += f" at {fr.place(site)}" if site else ""
         claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
         return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
     if record is None or not record.entries:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
         return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
-    last = max(record.entries, key=lambda e: e.record_id)
+    last = record.entries[-1]
     site = fr.user_frame(last.frames, rank.code_roots)
     number = f"number {number_of(last)} of group {last.group!r}"
     text = f"entered nothing after {op_name(last)} {number}"

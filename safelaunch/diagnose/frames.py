@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import PurePosixPath
 
 from safelaunch.model import Frame, Thread
@@ -28,6 +29,7 @@ def normal(path: str) -> str:
     return path.replace("\\", "/")
 
 
+@lru_cache(1024)
 def basename(path: str) -> str:
     return PurePosixPath(normal(path)).name or path
 

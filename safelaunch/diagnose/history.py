@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.collectives import Alignment, vote
+from safelaunch.diagnose.columns import Column, Numbering, Window, first_difference, program_of
 from safelaunch.model import Collective, Frame
+from safelaunch.ring import Ring
 
 MOST_CALLS = 64  # in one place, more or fewer than the peers: an evaluation over a sharded model makes a few dozen
 SURE_MATCHES = 3
@@ -69,7 +72,8 @@ def shift_in(alignment: Alignment, group: str, roots: Mapping[int, tuple[str, ..
     all_reduce(b)``); only places that agree again at an offset are.
     """
     members = sorted(alignment.members(group)[0] & alignment.records.keys())
-    return _find(group, {r: {e.seq: e for e in alignment.of_group(r, group)} for r in members}, roots)
+    windows = {rank: alignment.window(rank, group) for rank in members}
+    return _find(group, {rank: window for rank, window in windows.items() if window is not None}, roots)
 
 
 def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> Shift | None:
@@ -85,23 +89,18 @@ def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]])
     return max(sure, key=lambda shift: shift.matched, default=None)
 
 
-def programs_by_role(
-    alignment: Alignment, roots: Mapping[int, tuple[str, ...]]
-) -> list[dict[int, dict[int, Collective]]]:
-    """rank → place in its program → call, for each role: ranks that call from the same places again and again. Where
-    they came only once, or nobody else does, says nothing: some are further than others.
+def programs_by_role(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> list[dict[int, Window]]:
+    """rank → its calls by their place in the program, for each role: ranks that call from the same places again and
+    again. Where they came only once, or nobody else does, says nothing: some are further than others.
     """
     whole = all(map(alignment.is_whole, alignment.records))  # blocks leave gaps in the numbers of a recorder
-    entries = {
-        rank: {place if whole else entry.record_id: entry for place, entry in enumerate(record.entries)}
-        for rank, record in alignment.records.items()
-    }
-    calls = {rank: Counter(history.values()) for rank, history in _histories(entries, roots).items()}
+    programs = {rank: program_of(Ring.of(record.entries), counted=whole) for rank, record in alignment.records.items()}
+    calls = {rank: Counter(history.column.values) for rank, history in _histories(programs, roots).items()}
     callers = Counter(place for mine in calls.values() for place in mine)
-    roles: dict[frozenset[Place], dict[int, dict[int, Collective]]] = {}
+    roles: dict[frozenset[int], dict[int, Window]] = {}
     for rank, mine in calls.items():
         role = frozenset(place for place, count in mine.items() if count > 1 and callers[place] > 1)
-        roles.setdefault(role, {})[rank] = entries[rank]
+        roles.setdefault(role, {})[rank] = programs[rank]
     return list(roles.values())
 
 
@@ -120,18 +119,20 @@ class Departure:
 def departures(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> list[Departure]:
     """The ranks that wait now in a call that is not the one which most ranks of their role made there."""
     found = []
-    for entries in programs_by_role(alignment, roots):
-        histories = _histories(entries, roots)
+    for programs in programs_by_role(alignment, roots):
+        histories = _histories(programs, roots)
         for rank, history in histories.items():
-            last = max(history)
-            there = {mate: other[last] for mate, other in histories.items() if mate != rank and last in other}
+            last = history.last
+            there = {mate: other.at(last) for mate, other in histories.items() if mate != rank and other.at(last)}
             sides = Counter(there.values()).most_common(1)
-            if not sides or history[last] == sides[0][0] or 2 * sides[0][1] <= len(there) + 1:
+            if not sides or history.at(last) == sides[0][0] or 2 * sides[0][1] <= len(there) + 1:
                 continue
             mates = [mate for mate, place in there.items() if place == sides[0][0]]
-            before = range(max(min(history), min(histories[mates[0]])), last)
-            if before and all(_at(history, n) == _at(histories[mates[0]], n) for n in before):
-                found.append(Departure(rank, entries[rank][last], tuple(mates), entries[mates[0]][last]))
+            usual = histories[mates[0]]
+            before = range(max(history.first, usual.first), last)
+            call, theirs = programs[rank].at(last), programs[mates[0]].at(last)
+            if call and theirs and before and all(history.at(n) == usual.at(n) for n in before):
+                found.append(Departure(rank, call, tuple(mates), theirs))
     return found
 
 
@@ -145,33 +146,32 @@ def may_have_parted_before(alignment: Alignment, groups: Iterable[str], roots: M
         first = max((alignment.first(rank, group) for rank in members), default=0)
         if first <= 1:
             continue
-        begin = range(first, first + SURE_MATCHES)
-        entries = {r: {n: e for n in begin if (e := alignment.entry(r, group, n)) is not None} for r in members}
-        histories = _histories(entries, roots)
-        alike = (len({_at(history, number) for history in histories.values()}) == 1 for number in begin)
-        if len(histories) < len(entries) or not all(alike):
+        entries = [[alignment.entry(rank, group, first + n) for rank in members] for n in range(SURE_MATCHES)]
+        places = [
+            {_place(entry, roots.get(rank, ())) for rank, entry in zip(members, row, strict=True) if entry}
+            for row in entries
+        ]
+        if any(len(row) != 1 or () in row for row in places):
             return True
     return False
 
 
-def _find(
-    group: str, entries: Mapping[int, Mapping[int, Collective]], roots: Mapping[int, tuple[str, ...]]
-) -> Shift | None:
-    histories = _histories(entries, roots)
+def _find(group: str, windows: Mapping[int, Window], roots: Mapping[int, tuple[str, ...]]) -> Shift | None:
+    histories = _histories(windows, roots)
     if len(histories) < 2:
         return None
-    first = max(min(history) for history in histories.values())
-    last = min(max(history) for history in histories.values())
-    parted = next((n for n in range(first, last + 1) if len({_at(h, n) for h in histories.values()}) > 1), None)
+    first = max(history.first for history in histories.values())
+    last = min(history.last for history in histories.values())
+    parted = first_difference([history.column.between(first, last) for history in histories.values()])
     if parted is None or (parted == first and first > 1):
         return None  # where it began is out of sight
-    sides: dict[tuple[object, ...], list[int]] = {}
+    sides: dict[Place, list[int]] = {}
     for rank, history in histories.items():
-        sides.setdefault(_at(history, parted), []).append(rank)
+        sides.setdefault(history.at(parted), []).append(rank)
     ranks, majority = vote(sides)
     if majority:
         others = next(others for others in sides.values() if others[0] not in ranks)
-        peer = max(others, key=lambda rank: max(histories[rank]))  # who came furthest tells most
+        peer = max(others, key=lambda rank: histories[rank].last)  # who came furthest tells most
         found = _common([_offset(histories[rank], histories[peer], parted, odd=True) for rank in ranks])
     elif len(sides) == 2:
         (one, *_), (peer, *_) = sides.values()
@@ -180,13 +180,15 @@ def _find(
             found = found.seen_from_there  # one repeated a call or the other left it out: loops are rather cut short
         if found is not None and not found.of_first:
             one, peer = peer, one
-        ranks = tuple(sides[_at(histories[one], parted)])
+        ranks = tuple(sides[histories[one].at(parted)])
     else:
         return None
     if found is None:
         return None
     caller = ranks[0] if found.extra else peer
-    stack = fr.user_stack(entries[caller][parted].frames, roots.get(caller, ()))
+    calls_there = {rank: windows[rank].at(parted) for rank in histories}
+    call = calls_there[caller]
+    stack = fr.user_stack(call.frames, roots.get(caller, ())) if call else ()
     return Shift(
         group,
         parted,
@@ -194,48 +196,66 @@ def _find(
         found.extra,
         found.calls,
         stack,
-        _branch(stack, _at(histories[peer if found.extra else ranks[0]], parted)),
+        _branch(stack, histories[peer if found.extra else ranks[0]].at(parted)),
         _known_to_all(histories, caller, parted, found),
         found.matched,
-        {rank: max(entries[rank]) for rank in histories},
-        {rank: entries[rank][parted] for rank in histories},
+        {rank: history.last for rank, history in histories.items()},
+        {rank: entry for rank, entry in calls_there.items() if entry is not None},
     )
 
 
-def _known_to_all(histories: Mapping[int, Mapping[int, Place]], caller: int, parted: int, found: _Offset) -> bool:
+def _known_to_all(histories: Mapping[int, _History], caller: int, parted: int, found: _Offset) -> bool:
     """Whether every rank had been at the places of these calls before ``parted``; where calls were left out, ever.
 
     A rank that comes there later is one that makes such calls.
     """
-    places = {_at(histories[caller], parted + number) for number in range(found.calls)}
-    return all(
-        places <= {place for n, place in history.items() if n < parted or not found.extra}
-        for history in histories.values()
-    )
+    places = {histories[caller].at(parted + number) for number in range(found.calls)}
+    return all(places <= (one.before(parted) if found.extra else one.all()) for one in histories.values())
 
 
-def _histories(
-    entries: Mapping[int, Mapping[int, Collective]], roots: Mapping[int, tuple[str, ...]]
-) -> dict[int, dict[int, Place]]:
-    """rank → number → place, of the ranks whose records hold frames without a gap."""
-    known: dict[tuple[int, tuple[str, ...]], Place] = {}  # by identity: entries of one place share their frames
-    found: dict[int, dict[int, Place]] = {}
-    for rank, numbered in entries.items():
-        history: dict[int, Place] = {}
-        mine = roots.get(rank, ())
-        for number, entry in numbered.items():
-            key = (id(entry.frames), mine)
-            if key not in known:
-                known[key] = tuple((frame.file, frame.line) for frame in fr.user_stack(entry.frames, mine))
-            history[number] = known[key]
-        whole = bool(history) and len(history) == max(history) - min(history) + 1
-        if whole and all(history.values()):
-            found[rank] = history
-    return found
+class _History:
+    """The places from which one rank made its calls, by number, without a gap."""
+
+    def __init__(self, column: Column, places: Numbering) -> None:
+        self.column = column
+        self._places = places
+
+    @property
+    def first(self) -> int:
+        return self.column.numbers[0]
+
+    @property
+    def last(self) -> int:
+        return self.column.numbers[-1]
+
+    def at(self, number: int) -> Place:
+        """``()`` where the record does not hold that number."""
+        return cast("Place", self._places.value(self.column.at(number))) or ()
+
+    def before(self, number: int) -> set[Place]:
+        return self._of(self.column.values[: max(0, number - self.first)])
+
+    def all(self) -> set[Place]:
+        return self._of(self.column.values)
+
+    def _of(self, values: Iterable[int]) -> set[Place]:
+        return {cast("Place", self._places.value(value)) for value in set(values)}
 
 
-def _at(history: Mapping[int, Place], number: int) -> Place:
-    return history.get(number, ())
+def _histories(windows: Mapping[int, Window], roots: Mapping[int, tuple[str, ...]]) -> dict[int, _History]:
+    """Of the ranks whose records hold frames without a gap."""
+    places = Numbering(_place)
+    columns = {rank: places.column(window, roots.get(rank, ())) for rank, window in windows.items()}
+    nowhere = places.number_of(())
+    return {
+        rank: _History(column, places)
+        for rank, column in columns.items()
+        if column.whole and nowhere not in column.values
+    }
+
+
+def _place(entry: Collective, roots: tuple[str, ...]) -> Place:
+    return tuple((frame.file, frame.line) for frame in fr.user_stack(entry.frames, roots))
 
 
 @dataclass(frozen=True)
@@ -265,9 +285,7 @@ def _common(offsets: Sequence[_Offset | None]) -> _Offset | None:
     return min(known, key=lambda one: one.matched) if alike else None
 
 
-def _offset(
-    mine: Mapping[int, Place], theirs: Mapping[int, Place], parted: int, *, odd: bool = False
-) -> _Offset | None:
+def _offset(mine: _History, theirs: _History, parted: int, *, odd: bool = False) -> _Offset | None:
     """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest.
 
     ``odd``: it is ``mine`` that is in the minority, so either explanation names it.
@@ -292,17 +310,17 @@ def _offset(
     return found[0] if found and (odd or len(found) == 1 or found[0].calls < found[1].calls) else None
 
 
-def _reordered(mine: Mapping[int, Place], theirs: Mapping[int, Place], parted: int) -> bool:
+def _reordered(mine: _History, theirs: _History, parted: int) -> bool:
     """The next few calls are the same ones in another order, and what follows, if anything, is the same again."""
     for count in range(2, 5):
-        calls = [[_at(history, parted + number) for number in range(count)] for history in (mine, theirs)]
-        following = [_at(history, parted + count) for history in (mine, theirs)]
+        calls = [[history.at(parted + number) for number in range(count)] for history in (mine, theirs)]
+        following = [history.at(parted + count) for history in (mine, theirs)]
         if all(all(side) for side in calls) and sorted(calls[0]) == sorted(calls[1]):
             return following[0] == following[1] or not all(following)
     return False
 
 
-def _smallest(longer: Mapping[int, Place], shorter: Mapping[int, Place], parted: int) -> tuple[int, int] | None:
+def _smallest(longer: _History, shorter: _History, parted: int) -> tuple[int, int] | None:
     """The fewest calls that ``longer`` has more, and how many agree behind them."""
     for calls in range(1, MOST_CALLS + 1):
         matched = _matched(longer, parted + calls, shorter, parted)
@@ -311,9 +329,9 @@ def _smallest(longer: Mapping[int, Place], shorter: Mapping[int, Place], parted:
     return None
 
 
-def _is_novel(longer: Mapping[int, Place], shorter: Mapping[int, Place], parted: int, calls: int) -> bool:
-    known = frozenset(shorter.values())
-    return all(_at(longer, parted + number) not in known for number in range(calls))
+def _is_novel(longer: _History, shorter: _History, parted: int, calls: int) -> bool:
+    known = shorter.all()
+    return all(longer.at(parted + number) not in known for number in range(calls))
 
 
 def _branch(stack: Sequence[Frame], other: Place) -> Frame | None:
@@ -323,11 +341,14 @@ def _branch(stack: Sequence[Frame], other: Place) -> Frame | None:
     return stack[0] if stack else None
 
 
-def _matched(ahead: Mapping[int, Place], begin: int, behind: Mapping[int, Place], at: int) -> int:
+def _matched(ahead: _History, begin: int, behind: _History, at: int) -> int:
     """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on, without a break.
 
     A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is.
     """
-    overlap = min(max(ahead) - begin, max(behind) - at) + 1
-    agree = next((n for n in range(overlap) if _at(ahead, begin + n) != _at(behind, at + n)), max(overlap, 0))
+    overlap = min(ahead.last - begin, behind.last - at) + 1
+    if overlap <= 0:
+        return 0
+    pairs = zip(ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap), strict=True)
+    agree = next((number for number, (its, the_others) in enumerate(pairs) if its != the_others), overlap)
     return agree if agree == overlap or agree >= SURE_MATCHES else 0

@@ -59,12 +59,9 @@ def transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | N
 
 
 def _transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | None:
-    record = alignment.records.get(rank)
     found = []
     ranks = alignment.ranks_of(group)
-    for entry in record.entries if record else ():
-        if not entry.is_p2p or entry.group != group:
-            continue
+    for entry in alignment.transfers(rank, group):
         match = _PEER.search(op_name(entry))
         peer = int(match.group(3)) if match is not None else -1
         if match is None or not 0 <= peer < len(ranks):

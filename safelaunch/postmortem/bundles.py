@@ -56,6 +56,7 @@ class _Bundle:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.problems: list[str] = []
+        self._shared = flight_recorder.Shared()
 
     def json(self, name: str, kind: type[_T]) -> _T | None:
         """The record in file ``name``; None where there is none, or where it is damaged (then a problem)."""
@@ -89,7 +90,7 @@ class _Bundle:
             if not (self.root / name).exists():
                 continue
             try:
-                return parse(read_limited(self.root / name))
+                return parse(read_limited(self.root / name), self._shared)
             except (Unreadable, CaptureError) as error:
                 self.problems.append(f"{name}: {error.message}")
         return None

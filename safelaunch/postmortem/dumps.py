@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from safelaunch.capture import flight_recorder
 from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
+from safelaunch.postmortem.cores import parse_all
 from safelaunch.postmortem.found import Found, Unreadable, read_limited
 
 MAX_RANKS = 65_536
@@ -26,20 +28,14 @@ def read_dumps(folder: Path) -> Found | None:
     files: dict[int, str] = {}
     failed: dict[str, str] = {}
     problems: list[str] = []
-    for path in sorted(folder.iterdir(), key=lambda path: (_rank_of(path.name), path.name)):
+    paths = [path for path in folder.iterdir() if 0 <= _rank_of(path.name) < MAX_RANKS and not path.is_dir()]
+    paths.sort(key=lambda path: (_rank_of(path.name), path.name))
+    for path, record in zip(paths, parse_all(paths, _parse_some), strict=True):
         rank = _rank_of(path.name)
-        if rank < 0 or rank >= MAX_RANKS or path.is_dir():
-            continue
-        try:
-            record = _parse(read_limited(path))
-        except (Unreadable, CaptureError) as error:
-            failed[path.name] = error.message
-            continue
-        if rank in records:
-            if _quality(record) > _quality(records[rank]):
-                records[rank], files[rank] = record, path.name
-            continue
-        records[rank], files[rank] = record, path.name
+        if isinstance(record, str):
+            failed[path.name] = record
+        elif rank not in records or _quality(record) > _quality(records[rank]):
+            records[rank], files[rank] = record, path.name
     if not records:
         return None
     prefixes = {_prefix(name) for name in files.values()}
@@ -59,11 +55,23 @@ def read_dumps(folder: Path) -> Found | None:
     return Found(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
 
 
-def _parse(data: bytes) -> FlightRecord:
+def _parse_some(paths: Sequence[Path]) -> list[FlightRecord | str]:
+    """The records in these files, or what is wrong with them."""
+    shared = flight_recorder.Shared()
+    found: list[FlightRecord | str] = []
+    for path in paths:
+        try:
+            found.append(_parse(read_limited(path), shared))
+        except (Unreadable, CaptureError) as error:
+            found.append(error.message)
+    return found
+
+
+def _parse(data: bytes, shared: flight_recorder.Shared) -> FlightRecord:
     """By its content, whatever the file is called."""
     if data[:1] == b"{":
-        return flight_recorder.parse_json(data)
-    return flight_recorder.parse_pickle(data)
+        return flight_recorder.parse_json(data, shared)
+    return flight_recorder.parse_pickle(data, shared)
 
 
 def _quality(record: FlightRecord) -> tuple[bool, int]:

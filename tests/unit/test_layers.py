@@ -25,6 +25,7 @@ LAYERS: list[tuple[str, set[str]]] = [
         {
             "errors",
             "model",
+            "ring",
             "procstat",
             "watch.stall",
             "watch.rhythm",
@@ -129,6 +130,7 @@ PURE = {
     "watch.stragglers",
     "session.gpu_use",
     "model",
+    "ring",
     "diagnose.*",
     "watch.movement",
     "doctor.check",
@@ -149,6 +151,7 @@ THIRD_PARTY = {
     "yaml": {"settings.yamlfile"},
     "msgspec": {
         "model",
+        "ring",
         "session.control",
         "session.discover",
         "session.live",
