@@ -58,14 +58,17 @@ def settled(record: FlightRecord) -> FlightRecord:
 
 def _has_blocks(entries: Sequence[Collective]) -> bool:
     """Of a ring the kinds tell; a block that was not ended is among its newest entries."""
-    if any(kind.op.endswith("coalesced") for kind in Ring.of(entries).used().values()):
+    ring = Ring.of(entries)
+    kinds = ring.used()
+    if any(kind.op.endswith("coalesced") for kind in kinds.values()):
         return True
     last: dict[str, tuple[bool, int]] = {}
-    for entry in entries[-_NEWEST:]:
-        number = _number(entry)
-        if last.get(entry.group) == number:
+    for at in range(max(0, len(ring) - _NEWEST), len(ring)):
+        kind = kinds[ring.kind_of[at]]
+        number = (kind.is_p2p, ring.p2p_seqs[at] if kind.is_p2p else ring.seqs[at])
+        if last.get(kind.group) == number:
             return True
-        last[entry.group] = number
+        last[kind.group] = number
     return False
 
 

@@ -73,6 +73,7 @@ class Alignment:
         self._windows: dict[int, dict[str, Window]] = {}
         self._pending: dict[int, list[Collective]] = {}
         self._last: dict[int, dict[str, int]] = {}
+        self._standings: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
         self._users: dict[str, set[int]] = {}
         self._completed: set[str] = set()
         self._default: set[str] = {"0", ""}
@@ -148,11 +149,32 @@ class Alignment:
     def is_over_elsewhere(self, rank: int, entry: Collective) -> bool:
         """All other members have completed the collective that ``rank`` has not; its peers hold it up no more."""
         members, known = self.members(entry.group)
-        others = members - {rank}
-        if entry.is_p2p or not known or not others or not others <= self.records.keys():
+        if entry.is_p2p or not known or members <= {rank}:
             return False
-        theirs = [self.entry(peer, entry.group, entry.seq) for peer in others]
-        return all(other is not None and other.completed for other in theirs)
+        return set(self._standing(entry.group, entry.seq)[0]) <= {rank}
+
+    def is_begun_elsewhere(self, rank: int, entry: Collective) -> bool:
+        """The device of another member has begun the collective."""
+        return not entry.is_p2p and not set(self._standing(entry.group, entry.seq)[1]) <= {rank}
+
+    def _standing(self, group: str, seq: int) -> tuple[list[int], list[int]]:
+        """The first two members that have not completed it, as far as is known, and the first two that have begun it.
+
+        Two, because each member asks for the others.
+        """
+        if (group, seq) not in self._standings:
+            open_still: list[int] = []
+            begun: list[int] = []
+            for rank in sorted(self.members(group)[0]):
+                entry = self.entry(rank, group, seq)
+                if len(open_still) < 2 and (entry is None or not entry.completed):
+                    open_still.append(rank)
+                if len(begun) < 2 and entry is not None and entry.started:
+                    begun.append(rank)
+                if len(open_still) == len(begun) == 2:
+                    break
+            self._standings[group, seq] = (open_still, begun)
+        return self._standings[group, seq]
 
     def is_whole(self, rank: int) -> bool:
         """The record of ``rank`` goes back to its first entry: its ring buffer has not wrapped."""

@@ -68,7 +68,7 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     first = next((entry for entry in pending if entry.started), pending[0])
     if alignment.is_over_elsewhere(rank.rank, first):
         what = _done_elsewhere(first)
-    elif all(entry.started is False for entry in pending) and _begun_by_peers(rank.rank, first, alignment):
+    elif all(entry.started is False for entry in pending) and alignment.is_begun_elsewhere(rank.rank, first):
         what = f"it has queued {op_name(first)} number {first.seq}, which its device has not begun; peers' devices have"
     else:
         return None
@@ -90,13 +90,6 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
 
 def _done_elsewhere(entry: Collective) -> str:
     return f"all its peers have completed {op_name(entry)} number {entry.seq}, in which it still is"
-
-
-def _begun_by_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:
-    if entry.is_p2p:
-        return False
-    there = (alignment.entry(peer, entry.group, entry.seq) for peer in alignment.members(entry.group)[0] - {rank})
-    return any(other is not None and other.started for other in there)
 
 
 def _has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:
