@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from safelaunch.diagnose.overview import Overview, RankRow, ReadLine, culprit_lines, frame_text, overview, stack_lines
+from safelaunch.diagnose.tree import tree_lines
 from safelaunch.model import Artifact, Claim, Culprit, Evidence, Verdict
 
 PREFIX = "safelaunch: "
@@ -194,6 +195,7 @@ def markdown(
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", verdict.suggestions),
         "## Ranks\n\n" + _md_table(laid_out.rows),
+        "## Where the ranks part\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
         _md_stacks(laid_out),
         _md_list("Evidence", [f"{claim.claim} ({claim.file})" for claim in verdict.evidence]),
         _md_list("Ruled out", verdict.ruled_out),
@@ -278,6 +280,7 @@ def html(
         culprits=[(c, culprit_lines(c, evidence, read_line), log_lines(evidence, c.rank)) for c in verdict.culprits],
         named={c.rank for c in verdict.culprits},
         rows=[(row, frame_text(row.frame)) for row in laid_out.rows],
+        tree=tree_lines(laid_out.tree),
         stacks=[(group, stack_lines(group)) for group in laid_out.stacks[:_STACK_GROUPS]],
         more_stacks=max(0, len(laid_out.stacks) - _STACK_GROUPS),
         without_stack=_ranks(laid_out.without_stack) if laid_out.without_stack else "",

@@ -9,6 +9,7 @@ from safelaunch.diagnose.conditions import View
 from safelaunch.diagnose.facts import Facts, RankFacts, child_views, derive, view_of
 from safelaunch.diagnose.frames import own_part
 from safelaunch.diagnose.kernel import kernel_wait
+from safelaunch.diagnose.tree import Branch, stack_tree
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
@@ -41,9 +42,12 @@ class StackGroup:
 
 @dataclass(frozen=True)
 class Overview:
+    """``tree``: the main threads of all ranks; empty where only one rank's was seen. ``without_stack``: ranges."""
+
     rows: tuple[RankRow, ...]
+    tree: tuple[Branch, ...]
     stacks: tuple[StackGroup, ...]
-    without_stack: str  # ranks, as ranges
+    without_stack: str
 
 
 def overview(evidence: Evidence) -> Overview:
@@ -51,7 +55,10 @@ def overview(evidence: Evidence) -> Overview:
     rows = tuple(_row(one) for one in facts.ranks.values())
     stacks, seen = _merged(facts)
     without = set(facts.ranks) - seen | set(facts.unseen)
-    return Overview(rows, stacks, format_ranks(without))
+    views = {rank: view_of(one.evidence) for rank, one in facts.ranks.items()}
+    mains = {rank: view.frames for rank, view in views.items() if view is not None and view.frames}
+    tree = stack_tree(mains, {*facts.ranks, *facts.unseen}) if len(mains) > 1 else ()
+    return Overview(rows, tree, stacks, format_ranks(without))
 
 
 def _row(one: RankFacts) -> RankRow:
