@@ -41,14 +41,16 @@ def names(verdict: Verdict, fault: Fault, calls: list[Call], layout: Layout) -> 
     """The rank at fault, and its call. A circle has no end to name: all its members are, and with them that rank.
 
     Of two members that did not meet, either may be wrong. Which one of equal calls in a row was left out nobody can
-    tell.
+    tell; and where the ranks stand still in a circle before they have made two calls more, which one at all: then it
+    is the call of that group in which they wait.
     """
     ranks, here = [culprit.rank for culprit in verdict.culprits], calls[fault.index]
     met = layout.world if fault.kind == "skip" else len(layout.groups()[here.group])
     alone = verdict.cause != "group-order" and (fault.kind == "stop" or met > 2)
     if ranks != [fault.rank] if alone else fault.rank not in ranks:
         return False
-    return tells(verdict, here.group, alike(calls, fault.index))
+    at_once = verdict.cause == "group-order" and fault.kind == "skip"
+    return tells(verdict, here.group, set(range(1000)) if at_once else alike(calls, fault.index))
 
 
 def alike(calls: list[Call], index: int) -> set[int]:
