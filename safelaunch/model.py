@@ -123,7 +123,8 @@ class Collective(Record, frozen=True):
 
     ``seq`` is the collective sequence number of that group (``p2p_seq`` for sends and receives); ``op`` has its
     backend prefix (``gloo:all_reduce``). Shapes are as recorded, outermost tensor list first. ``completed`` is
-    ``retired`` or ``state == "completed"``. ``created_ns`` is CLOCK_REALTIME. ``frames`` is innermost first and empty
+    ``state == "completed"``, or ``retired`` where the backend asks no device (NCCL's that is retired without being
+    completed has timed out). ``created_ns`` is CLOCK_REALTIME. ``frames`` is innermost first and empty
     in dumps without stacks. ``timeout_ms`` 0 = unknown.
     """
 

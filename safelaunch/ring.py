@@ -130,7 +130,7 @@ def packed(numbers: Sequence[int]) -> Sequence[int]:
     if isinstance(numbers, (range, Same)) or not numbers:
         return numbers or range(0)
     first, last = numbers[0], numbers[-1]
-    if first == last and (len(numbers) == 1 or numbers.count(first) == len(numbers)):
+    if first == last and len(numbers) > 1 and numbers.count(first) == len(numbers):
         return Same(first, len(numbers))
     if last - first == len(numbers) - 1:
         counting = range(first, last + 1)

@@ -34,6 +34,9 @@ from safelaunch.ring import Kinds, Ring
 _TIMEOUT_MS = re.compile(rb'"timeout_ms": ?(\d{1,12})\b')
 _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 
+# Backends that ask the device whether an operation is over. What they retire without that has timed out.
+_WITH_EVENTS = ("nccl:", "ncclx:", "rccl:", "rcclx:", "xccl:", "mccl:", "hccl:")
+
 MAX_DUMP_BYTES = 256 << 20
 MAX_ENTRIES = 200_000
 _MAX_ITEMS = 4096  # tensors of one collective, frames of one stack
@@ -320,7 +323,7 @@ class _Decoder:
             group=_str(pair[0]) if pair else "",
             seq=0,
             op=op,
-            completed=retired or state == "completed",
+            completed=state == "completed" or (retired and not op.startswith(_WITH_EVENTS)),
             state=state,
             description=_str(pair[1]) if len(pair) > 1 else "",
             is_p2p=is_p2p is True,

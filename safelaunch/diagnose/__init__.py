@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.facts import Facts, derive
-from safelaunch.diagnose.findings import Finding, Ruling
+from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small
 from safelaunch.diagnose.gone import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.loops import ReadSource
 from safelaunch.diagnose.rules_abort import aborted_by_a_peer
@@ -35,10 +36,12 @@ from safelaunch.diagnose.rules_state import (
     alone,
     first_failure,
     init_not_joined,
+    left_by_all,
     nobody_stands_out,
     slow_not_stuck,
     stopped_ranks,
 )
+from safelaunch.diagnose.rules_transfer import unfit_transfers
 from safelaunch.diagnose.rules_wait import cycles, held_up, unseen_peers
 from safelaunch.diagnose.suggestions import suggestions_for
 from safelaunch.diagnose.swallowed import with_caught_exception
@@ -73,8 +76,9 @@ def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
     for rule in (slow_not_stuck, aborted_by_a_peer, first_failure, stopped_ranks, init_not_joined):
         yield lambda rule=rule: rule(facts)  # type: ignore[misc]
     waits = waits_of(facts)
-    for graph_rule in (parted_earlier, held_up, unseen_peers, cycles, mispaired):
+    for graph_rule in (parted_earlier, held_up, unseen_peers, cycles, unfit_transfers, mispaired):
         yield lambda rule=graph_rule: rule(facts, waits)  # type: ignore[misc]
+    yield lambda: left_by_all(facts)
     yield lambda: alone(facts)
 
 
@@ -93,7 +97,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         victims=format_ranks(victims),
         evidence=_distinct(finding.claims),
         ruled_out=(*ruled_out, *finding.ruled_out),
-        missing=tuple(_missing(facts)),
+        missing=(*_missing(facts), *_lost(facts, finding)),
         suggestions=suggestions_for(finding.cause, (c.reason for c in finding.culprits)),
     )
 
@@ -121,6 +125,19 @@ def _missing(facts: Facts) -> Iterator[str]:
     without_record = [r.rank for r in alive if r.flight_record is None]
     if without_record:
         yield f"no Flight Recorder: {_named(without_record)}"
+
+
+def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
+    """Where ranks did not meet, or met and stand still: what may have parted them before the ring buffers begin."""
+    if finding.cause not in ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out"):
+        return
+    groups = {f.wait.group for f in facts.ranks.values() if f.wait is not None and f.wait.group is not None}
+    lost = out_of_sight(facts.alignment, sorted(groups))
+    for group, first in list(lost.items())[:limit]:
+        yield f"calls before number {first} of group {group!r}: the Flight Recorder no longer holds them"
+    late = [rank for rank in facts.alignment.records if not facts.alignment.is_whole(rank)]
+    if late and not lost:
+        yield f"the first calls of {small(ranks_word(late))}: the Flight Recorder no longer holds them"
 
 
 def _named(ranks: list[int]) -> str:

@@ -13,18 +13,22 @@ from math import prod
 from typing import Any
 
 from safelaunch.diagnose import frames as fr
+from safelaunch.diagnose.coalesced import OPEN, ops_of_block
 from safelaunch.diagnose.columns import Numbering, Window, first_difference, windows_of
+from safelaunch.diagnose.comparable import comparable
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
 from safelaunch.ring import Ring
 
 Signature = tuple[object, ...]
 
-# Operations in which every rank has to pass the same number of elements of the same type. In the others (gather with
-# a root, all_to_all, coalesced and ragged forms) sizes may differ by design.
+# Operations in which every rank has to pass the same number of elements of the same type: as input, or, where only the
+# root has an input, as output. In the others (all_to_all, ragged forms) sizes may differ by design.
 _SAME_SIZE = frozenset(
-    {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "_all_gather_base",
-     "all_gather_into_tensor", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor", "all_reduce_barrier"}
+    {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "_all_gather_base", "gather",
+     "all_gather_into_tensor", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor", "all_reduce_barrier",
+     "_broadcast_oop", "_reduce_oop"}
 )  # fmt: skip
+_SAME_OUTPUT = frozenset({"scatter"})
 _DEFAULT_GROUPS = ("0", "", "default_pg")
 
 
@@ -33,12 +37,21 @@ def op_name(entry: Collective) -> str:
     return entry.op.rsplit(":", 1)[-1]
 
 
+def number_of(entry: Collective) -> int:
+    """Sends and receives are counted for themselves."""
+    return entry.p2p_seq if entry.is_p2p else entry.seq
+
+
 def signature(entry: Collective) -> Signature:
     """What has to be equal on all ranks. Shapes count by their number of elements: (4, 1) and (4,) do match."""
     op = op_name(entry)
-    if op not in _SAME_SIZE:
-        return (op,)
-    return (op, sum(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+    if op in _SAME_OUTPUT:
+        return (op, sum(prod(size) for size in entry.output_sizes), entry.output_dtypes)
+    if op in _SAME_SIZE:
+        return (op, sum(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+    if (ops := ops_of_block(op)) and ops <= _SAME_SIZE:
+        return (op, tuple(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+    return (op,)
 
 
 def describe(entry: Collective) -> str:
@@ -54,10 +67,13 @@ class Alignment:
 
     def __init__(self, ranks: Iterable[RankEvidence], world_size: int) -> None:
         self.world_size = world_size
-        self.records: dict[int, FlightRecord] = {r.rank: r.flight_record for r in ranks if r.flight_record is not None}
+        self.records: dict[int, FlightRecord] = comparable(
+            {r.rank: r.flight_record for r in ranks if r.flight_record is not None}
+        )
         self._windows: dict[int, dict[str, Window]] = {}
         self._pending: dict[int, list[Collective]] = {}
         self._last: dict[int, dict[str, int]] = {}
+        self._standings: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
         self._users: dict[str, set[int]] = {}
         self._completed: set[str] = set()
         self._default: set[str] = {"0", ""}
@@ -80,9 +96,11 @@ class Alignment:
             if newest >= 0:
                 last[group] = newest
         waiting = {kinds[number].group for number in queued}
+        transfers = {kind.group for kind in kinds.values() if kind.is_p2p} if self.is_whole(rank) else set()
         for group, status in record.status.items():
-            entered_here = status.last_started if group in waiting else status.last_enqueued
-            last[group] = max(last.get(group, -1), entered_here)
+            # The ring holds the newest, so what it has of a group says it all; NCCL's status counts sends along.
+            if group not in last and group not in transfers:
+                last[group] = status.last_started if group in waiting else status.last_enqueued
         self._last[rank] = last
         for group in last:
             self._users.setdefault(group, set()).add(rank)
@@ -98,10 +116,10 @@ class Alignment:
     def groups(self) -> list[str]:
         return sorted({group for windows in self._windows.values() for group in windows})
 
-    def newest(self, rank: int) -> Collective | None:
-        """The collective that ``rank`` recorded last."""
-        found = [window.ring[window.positions[-1]] for window in self._windows.get(rank, {}).values()]
-        return max(found, key=lambda entry: entry.record_id, default=None)
+    def first(self, rank: int, group: str) -> int:
+        """The lowest sequence number of ``group`` that the window of ``rank`` holds; 0 for none."""
+        window = self.window(rank, group)
+        return window.numbers[0] if window else 0
 
     def last(self, rank: int, group: str) -> int:
         """The highest sequence number that ``rank`` has entered in ``group``; -1 for none."""
@@ -115,6 +133,71 @@ class Alignment:
     def pending(self, rank: int) -> list[Collective]:
         """What the rank has entered and not completed, the oldest of each group (a backend works in order)."""
         return self._pending.get(rank, [])
+
+    def unended(self, rank: int) -> Collective | None:
+        """The newest entry of a batch or block that ``rank`` has begun and not launched."""
+        ring = Ring.of(self.records[rank].entries) if rank in self.records else None
+        found = ring.positions_of({n for n, kind in ring.used().items() if kind.state == OPEN}) if ring else []
+        return ring[found[-1]] if ring and found else None
+
+    def transfers(self, rank: int, group: str) -> list[Collective]:
+        """The sends and receives of ``rank`` in ``group``, in order."""
+        ring = Ring.of(self.records[rank].entries) if rank in self.records else Ring.of(())
+        kinds = {n for n, kind in ring.used().items() if kind.is_p2p and kind.group == group}
+        return [ring[position] for position in ring.positions_of(kinds)]
+
+    def is_over_elsewhere(self, rank: int, entry: Collective) -> bool:
+        """All other members have completed the collective that ``rank`` has not; its peers hold it up no more."""
+        members, known = self.members(entry.group)
+        if entry.is_p2p or not known or members <= {rank}:
+            return False
+        return set(self._standing(entry.group, entry.seq)[0]) <= {rank}
+
+    def is_begun_elsewhere(self, rank: int, entry: Collective) -> bool:
+        """The device of another member has begun the collective."""
+        return not entry.is_p2p and not set(self._standing(entry.group, entry.seq)[1]) <= {rank}
+
+    def _standing(self, group: str, seq: int) -> tuple[list[int], list[int]]:
+        """The first two members that have not completed it, as far as is known, and the first two that have begun it.
+
+        Two, because each member asks for the others.
+        """
+        if (group, seq) not in self._standings:
+            open_still: list[int] = []
+            begun: list[int] = []
+            for rank in sorted(self.members(group)[0]):
+                entry = self.entry(rank, group, seq)
+                if len(open_still) < 2 and (entry is None or not entry.completed):
+                    open_still.append(rank)
+                if len(begun) < 2 and entry is not None and entry.started:
+                    begun.append(rank)
+                if len(open_still) == len(begun) == 2:
+                    break
+            self._standings[group, seq] = (open_still, begun)
+        return self._standings[group, seq]
+
+    def is_whole(self, rank: int) -> bool:
+        """The record of ``rank`` goes back to its first entry: its ring buffer has not wrapped."""
+        record = self.records.get(rank)
+        return record is not None and (not record.entries or record.entries[0].record_id == 0)
+
+    def front(self) -> dict[str, int]:
+        """Group → the highest number that some rank waits in or has completed. What CPUs have queued behind that has
+        not been tried yet.
+        """
+        found: dict[str, int] = {}
+        for rank, last in self._last.items():
+            oldest = {entry.group: entry.seq for entry in self.pending(rank) if not entry.is_p2p}
+            for group, number in last.items():
+                found[group] = max(found.get(group, -1), min(oldest.get(group, number), number))
+        return found
+
+    def ranks_of(self, group: str) -> tuple[int, ...]:
+        """The members in the order of their ranks in the group; sorted where no dump tells the order."""
+        for record in self.records.values():
+            if record.groups.get(group):
+                return record.groups[group]
+        return tuple(sorted(self.members(group)[0]))
 
     def members(self, group: str) -> tuple[frozenset[int], bool]:
         """``(ranks of the group, is that known)``.
@@ -142,7 +225,7 @@ class Alignment:
 
 def _pending(ring: Ring, kinds: Mapping[int, Collective]) -> list[Collective]:
     oldest: dict[tuple[str, bool], Collective] = {}
-    for position in ring.positions_of({number for number, kind in kinds.items() if not kind.completed}):
+    for position in ring.positions_of({n for n, kind in kinds.items() if not kind.completed and kind.state != OPEN}):
         entry = ring[position]
         key = (entry.group, entry.is_p2p)
         if key not in oldest or _order(entry) < _order(oldest[key]):
@@ -151,7 +234,27 @@ def _pending(ring: Ring, kinds: Mapping[int, Collective]) -> list[Collective]:
 
 
 def _order(entry: Collective) -> tuple[int, int]:
-    return (entry.p2p_seq if entry.is_p2p else entry.seq, entry.record_id)
+    return (number_of(entry), entry.record_id)
+
+
+def out_of_sight(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:
+    """Group → the first number that the windows of all its members still hold, where that is not the first of all.
+
+    What happened before it, the recorders no longer tell.
+    """
+    found = {}
+    for group in groups:
+        first = max(
+            (
+                alignment.first(rank, group)
+                for rank in alignment.members(group)[0] & alignment.records.keys()
+                if not alignment.is_whole(rank)
+            ),
+            default=0,
+        )
+        if first > 1:
+            found[group] = first
+    return found
 
 
 @dataclass(frozen=True)
@@ -190,14 +293,15 @@ def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
 
 
 def first_mismatch(alignment: Alignment) -> Mismatch | None:
-    """The oldest mismatch that the windows still hold, over all groups."""
+    """The oldest mismatch that the windows still hold, over all groups, as far as any rank has come."""
     signatures = Numbering(lambda entry, _: signature(entry))
     found = []
+    front = alignment.front()
     for group in alignment.groups():
         windows = {rank: alignment.window(rank, group) for rank in sorted(alignment.members(group)[0])}
         columns = [signatures.column(window) for window in windows.values() if window is not None]
         seq = first_difference(columns)
-        if seq is not None:
+        if seq is not None and seq <= front.get(group, -1):
             found.append((seq, group))
     return mismatch_at(alignment, min(found)[1], min(found)[0]) if found else None
 

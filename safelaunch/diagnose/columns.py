@@ -60,13 +60,9 @@ def windows_of(ring: Ring, kinds: Mapping[int, Collective]) -> dict[str, Window]
     return {group: Window(ring, [seqs[place] for place in places], places) for group, places in positions.items()}
 
 
-def program_of(ring: Ring) -> Window:
-    """The collectives of one rank, whatever their groups, by the number of the record."""
-    kinds = ring.used()
-    if not any(kind.is_p2p for kind in kinds.values()):
-        return Window(ring, ring.record_ids, range(len(ring)))
-    places = array("I", [place for place, number in enumerate(ring.kind_of) if not kinds[number].is_p2p])
-    return Window(ring, [ring.record_ids[place] for place in places], places)
+def program_of(ring: Ring, *, counted: bool) -> Window:
+    """All calls of one rank, whatever their groups: counted from the first, or by the number of the record."""
+    return Window(ring, range(len(ring)) if counted else ring.record_ids, range(len(ring)))
 
 
 @dataclass(frozen=True)

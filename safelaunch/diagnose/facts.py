@@ -9,11 +9,11 @@ from msgspec import structs
 
 from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
-from safelaunch.diagnose.collectives import Alignment, Signature, describe, op_name, signature
+from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.gil import gil_condition
 from safelaunch.diagnose.gone import ended_by_others, gone_condition, is_consequence, one_line
-from safelaunch.diagnose.gpu import gpu_condition, waits_for_device
+from safelaunch.diagnose.gpu import device_condition, gpu_condition, waits_for_device
 from safelaunch.diagnose.kernel import KernelWait, kernel_wait
 from safelaunch.diagnose.loader import loader_condition
 from safelaunch.diagnose.loops import ReadSource
@@ -135,6 +135,8 @@ def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
         condition = _held(view) or gil_condition(rank, view) or _left(rank, view)
     if condition is None and view is not None and rank.exception is None:
         condition = gpu_condition(rank, view, alignment)
+    if condition is None and (view is None or not view.frames) and not _kernel_says_busy(view):
+        condition = device_condition(rank, alignment)
     wait = None
     if condition is None:
         wait = _raised_wait(rank) or _peer_wait(rank, view, alignment)
@@ -199,14 +201,23 @@ def _own(rank: RankEvidence, view: View | None, alignment: Alignment) -> Conditi
 
 def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     """No stack: the Flight Recorder alone says how far the rank came."""
-    last = alignment.newest(rank.rank)
-    if last is None:
+    record = alignment.records.get(rank.rank)
+    unended = alignment.unended(rank.rank)
+    if unended is not None:
+        site = fr.user_frame(unended.frames, rank.code_roots)
+        text = f"has begun a group of operations that it has not ended: {op_name(unended)}"
+        text += f" at {fr.place(site)}" if site else ""
+        claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
+        return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
+    if record is None or not record.entries:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
         return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
+    last = record.entries[-1]
     site = fr.user_frame(last.frames, rank.code_roots)
-    text = f"did not enter it; the last that it recorded is {op_name(last)} number {last.seq} of group {last.group!r}"
+    number = f"number {number_of(last)} of group {last.group!r}"
+    text = f"entered nothing after {op_name(last)} {number}"
     text += f" at {fr.place(site)}" if site else ""
-    claim = Claim(f"its last recorded collective: {describe(last)}", f"ranks/{rank.rank}/flight_recorder.json")
+    claim = Claim(f"the last on its record: {describe(last)}, {number}", f"ranks/{rank.rank}/flight_recorder.json")
     return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
 
 
@@ -237,7 +248,8 @@ def _peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> P
     """
     pending = alignment.pending(rank.rank)
     if view is None or not view.frames:
-        return _from_entry(rank, pending[0], None) if pending and not _kernel_says_busy(view) else None
+        begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
+        return _from_entry(rank, begun, None) if begun is not None and not _kernel_says_busy(view) else None
     seen = calls.torch_wait(view.frames, rank.code_roots)
     mine = view.user_frame
     if seen is not None and seen.kind == "init":
@@ -314,7 +326,7 @@ def _entry_for(
 
 def _from_entry(rank: RankEvidence, entry: Collective, mine: Frame | None) -> PeerWait:
     site = mine or fr.user_frame(entry.frames, rank.code_roots)
-    number = entry.p2p_seq if entry.is_p2p else entry.seq
+    number = number_of(entry)
     words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
     claim = Claim(
         f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}",

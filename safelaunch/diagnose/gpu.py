@@ -33,12 +33,16 @@ def gpu_condition(rank: RankEvidence, view: View, alignment: Alignment) -> Condi
         return None
     pending = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
     with_peers = [entry for entry in pending if _has_peers(rank.rank, entry, alignment)]
-    if any(entry.started is not False for entry in with_peers):
+    if any(entry.started is not False and not alignment.is_over_elsewhere(rank.rank, entry) for entry in with_peers):
         return None  # it waits for peers, or may do so
     frame = view.user_frame
     text = f"waits for its GPU in {where}{f' at {fr.place(frame)}' if frame else ''}"
     claims = [view.stack_claim(f"its main thread is in {where}")]
-    if with_peers:
+    if with_peers and with_peers[0].started is not False:
+        done = _done_elsewhere(with_peers[0])
+        text += f"; {done}"
+        claims.append(Claim(done, f"{view.folder}/flight_recorder.json"))
+    elif with_peers:
         behind = with_peers[0]
         text += f"; behind what runs there stands {op_name(behind)} number {behind.seq}, which the device has not begun"
         claims.append(
@@ -50,6 +54,42 @@ def gpu_condition(rank: RankEvidence, view: View, alignment: Alignment) -> Condi
     else:
         text += ", with no collective outstanding that a peer could hold up"
     return Condition("gpu-kernel", text, frame, view.process.pid, claims=tuple(claims))
+
+
+def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | None:
+    """``gpu-kernel`` where the record alone shows that the device, and no peer, keeps a collective from its end.
+
+    Either the device has begun nothing of what is queued, while peers' devices have; or all peers have completed what
+    it is in.
+    """
+    pending = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
+    if not pending:
+        return None
+    first = next((entry for entry in pending if entry.started), pending[0])
+    if alignment.is_over_elsewhere(rank.rank, first):
+        what = _done_elsewhere(first)
+    elif all(entry.started is False for entry in pending) and alignment.is_begun_elsewhere(rank.rank, first):
+        what = f"it has queued {op_name(first)} number {first.seq}, which its device has not begun; peers' devices have"
+    else:
+        return None
+    frame = fr.user_frame(first.frames, rank.code_roots)
+    text = f"waits for its GPU: {what}"
+    claim = Claim(
+        f"{op_name(first)} number {first.seq} of group {first.group!r}: {what}",
+        f"ranks/{rank.rank}/flight_recorder.json",
+    )
+    return Condition(
+        "gpu-kernel",
+        text + (f", at {fr.place(frame)}" if frame else ""),
+        frame,
+        rank.pid,
+        confidence="medium",
+        claims=(claim,),
+    )
+
+
+def _done_elsewhere(entry: Collective) -> str:
+    return f"all its peers have completed {op_name(entry)} number {entry.seq}, in which it still is"
 
 
 def _has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:

@@ -9,6 +9,7 @@ those of its peers again, *shifted*.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -32,7 +33,7 @@ class Shift:
     ``extra``: they made calls that their peers did not make; otherwise they left out calls that all had made before.
     ``stack``: the user's frames of the first such call, innermost first (of a peer's, where it was left out).
     ``branch``: of these, the outermost one that the other side does not have: where the ways parted.
-    ``known_to_all``: both sides had made such calls before, at those places.
+    ``known_to_all``: both sides make such calls, at those places.
     ``matched``: how many later calls agree again, shifted by ``calls``; fewer than ``SURE_MATCHES`` prove little.
     ``entered``: rank → the last number it has entered. ``calls_there``: rank → what it called as number ``seq``.
     """
@@ -76,16 +77,83 @@ def shift_in(alignment: Alignment, group: str, roots: Mapping[int, tuple[str, ..
 
 
 def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> Shift | None:
-    """The same over all collectives of each rank in the order of its program, whatever their groups.
+    """The same over all calls of each rank in the order of its program, whatever their groups.
 
     Ranks that run one program make the same calls in groups of their own; so a rank that left one out shows even where
-    nobody called anything in that group since. Two calls that changed places are no shift.
+    nobody called anything in that group since. Compared are ranks of one role: the stages of a pipeline differ by
+    design. Two calls that changed places are no shift.
     """
-    found = _find("", {rank: program_of(Ring.of(record.entries)) for rank, record in alignment.records.items()}, roots)
-    if found is None or found.matched < 2:
-        return None
-    # A rank that has no group there never made such calls, and need not: only what both sides had made before counts.
-    return found if found.known_to_all else None
+    found = [_find("", entries, roots) for entries in programs_by_role(alignment, roots)]
+    # A rank that has no group there never makes such calls, and need not: only what both sides make counts.
+    sure = [shift for shift in found if shift is not None and shift.matched >= 2 and shift.known_to_all]
+    return max(sure, key=lambda shift: shift.matched, default=None)
+
+
+def programs_by_role(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> list[dict[int, Window]]:
+    """rank → its calls by their place in the program, for each role: ranks that call from the same places again and
+    again. Where they came only once, or nobody else does, says nothing: some are further than others.
+    """
+    whole = all(map(alignment.is_whole, alignment.records))  # blocks leave gaps in the numbers of a recorder
+    programs = {rank: program_of(Ring.of(record.entries), counted=whole) for rank, record in alignment.records.items()}
+    calls = {rank: Counter(history.column.values) for rank, history in _histories(programs, roots).items()}
+    callers = Counter(place for mine in calls.values() for place in mine)
+    roles: dict[frozenset[int], dict[int, Window]] = {}
+    for rank, mine in calls.items():
+        role = frozenset(place for place, count in mine.items() if count > 1 and callers[place] > 1)
+        roles.setdefault(role, {})[rank] = programs[rank]
+    return list(roles.values())
+
+
+@dataclass(frozen=True)
+class Departure:
+    """``rank`` is in ``call``, its last, where the others of its role, ``mates``, made ``theirs``; until then they all
+    called alike.
+    """
+
+    rank: int
+    call: Collective
+    mates: tuple[int, ...]
+    theirs: Collective
+
+
+def departures(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> list[Departure]:
+    """The ranks that wait now in a call that is not the one which most ranks of their role made there."""
+    found = []
+    for programs in programs_by_role(alignment, roots):
+        histories = _histories(programs, roots)
+        for rank, history in histories.items():
+            last = history.last
+            there = {mate: other.at(last) for mate, other in histories.items() if mate != rank and other.at(last)}
+            sides = Counter(there.values()).most_common(1)
+            if not sides or history.at(last) == sides[0][0] or 2 * sides[0][1] <= len(there) + 1:
+                continue
+            mates = [mate for mate, place in there.items() if place == sides[0][0]]
+            usual = histories[mates[0]]
+            before = range(max(history.first, usual.first), last)
+            call, theirs = programs[rank].at(last), programs[mates[0]].at(last)
+            if call and theirs and before and all(history.at(n) == usual.at(n) for n in before):
+                found.append(Departure(rank, call, tuple(mates), theirs))
+    return found
+
+
+def may_have_parted_before(alignment: Alignment, groups: Iterable[str], roots: Mapping[int, tuple[str, ...]]) -> bool:
+    """Whether windows that begin late show no stretch on which the ranks of one of these groups agree.
+
+    Ranks that call from the same places for a while have not parted before; where they never do, they may have.
+    """
+    for group in groups:
+        members = sorted(alignment.members(group)[0] & alignment.records.keys())
+        first = max((alignment.first(rank, group) for rank in members), default=0)
+        if first <= 1:
+            continue
+        entries = [[alignment.entry(rank, group, first + n) for rank in members] for n in range(SURE_MATCHES)]
+        places = [
+            {_place(entry, roots.get(rank, ())) for rank, entry in zip(members, row, strict=True) if entry}
+            for row in entries
+        ]
+        if any(len(row) != 1 or () in row for row in places):
+            return True
+    return False
 
 
 def _find(group: str, windows: Mapping[int, Window], roots: Mapping[int, tuple[str, ...]]) -> Shift | None:
@@ -129,17 +197,20 @@ def _find(group: str, windows: Mapping[int, Window], roots: Mapping[int, tuple[s
         found.calls,
         stack,
         _branch(stack, histories[peer if found.extra else ranks[0]].at(parted)),
-        _made_before(histories, caller, parted, found.calls),
+        _known_to_all(histories, caller, parted, found),
         found.matched,
         {rank: history.last for rank, history in histories.items()},
         {rank: entry for rank, entry in calls_there.items() if entry is not None},
     )
 
 
-def _made_before(histories: Mapping[int, _History], caller: int, parted: int, calls: int) -> bool:
-    """Whether every rank had been, before ``parted``, at the places of these calls of ``caller``."""
-    places = {histories[caller].at(parted + number) for number in range(calls)}
-    return all(places <= history.before(parted) for history in histories.values())
+def _known_to_all(histories: Mapping[int, _History], caller: int, parted: int, found: _Offset) -> bool:
+    """Whether every rank had been at the places of these calls before ``parted``; where calls were left out, ever.
+
+    A rank that comes there later is one that makes such calls.
+    """
+    places = {histories[caller].at(parted + number) for number in range(found.calls)}
+    return all(places <= (one.before(parted) if found.extra else one.all()) for one in histories.values())
 
 
 class _History:

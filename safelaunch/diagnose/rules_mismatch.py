@@ -7,13 +7,22 @@ from dataclasses import dataclass, replace
 
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.branches import condition_on_rank
-from safelaunch.diagnose.collectives import Mismatch, describe, first_mismatch, mismatch_at, op_name, parting, vote
+from safelaunch.diagnose.collectives import (
+    Mismatch,
+    describe,
+    first_mismatch,
+    mismatch_at,
+    number_of,
+    op_name,
+    parting,
+    vote,
+)
 from safelaunch.diagnose.facts import Facts, user_stack_of, view_of
 from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small, wait_claims, waiting_culprit
-from safelaunch.diagnose.history import Shift, shift_in, shift_of_program
+from safelaunch.diagnose.history import Shift, departures, shift_in, shift_of_program
 from safelaunch.diagnose.loops import loop_left
 from safelaunch.diagnose.waits import Key, Waits, members_of, same_op
-from safelaunch.model import Claim, Confidence, Frame
+from safelaunch.model import Claim, Collective, Confidence, Frame
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,17 @@ def mismatch(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding:
     The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
     Without it, the functions and lines in which the stacks wait are compared, with less confidence.
     """
-    numbered = [waits.example[k] for k in circle if waits.example[k].seq is not None]
+    waiting = [waits.example[k] for k in circle]
+    numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
     if numbered:
         lowest = min(numbered, key=lambda w: w.seq or 0)
         found = mismatch_at(facts.alignment, str(lowest.group), lowest.seq or 0)
         if found is not None:
             return mismatch_finding(facts, found)
-    return _finding(facts, _by_stacks(facts, members_of(waits, circle)))
+    meeting = _by_stacks(facts, members_of(waits, circle))
+    if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # some ranks send and others do not, by design
+        meeting = replace(meeting, odd=tuple(sorted(meeting.words)), majority=False, confidence="low")
+    return _finding(facts, meeting)
 
 
 def mispaired(facts: Facts, waits: Waits) -> Ruling:
@@ -65,7 +78,9 @@ def mispaired(facts: Facts, waits: Waits) -> Ruling:
         return late
     if found is None:
         return "all ranks recorded the same operations under the same numbers" if facts.alignment.records else ""
-    return "" if facts.unseen else mismatch_finding(facts, found)
+    if facts.alignment.members(found.group)[0] & facts.unseen:
+        return ""
+    return mismatch_finding(facts, found)
 
 
 def mismatch_finding(facts: Facts, found: Mismatch) -> Finding:
@@ -103,6 +118,37 @@ def parted_in(facts: Facts, groups: Iterable[str | None]) -> Finding | None:
     return _shifted(facts, best, _words(facts, sorted(facts.ranks)), ()) if best is not None else None
 
 
+def departed(facts: Facts, ranks: Iterable[int]) -> Finding | None:
+    """One of ``ranks``, which wait for each other, is where the others of its role were not at that place."""
+    if facts.unseen:
+        return None
+    found = [
+        one for one in departures(facts.alignment, facts.roots) if one.rank in set(ranks) and not one.call.completed
+    ]
+    if len(found) != 1:
+        return None
+    (one,) = found
+    site = fr.user_frame(one.call.frames, facts.roots.get(one.rank, ()))
+    theirs = fr.user_frame(one.theirs.frames, facts.roots.get(one.mates[0], ()))
+    mates = small(ranks_word(one.mates))
+    text = f"waits in {op_name(one.call)} at {fr.place(site)}, where {mates}, which had called alike until then, called"
+    text += f" {op_name(one.theirs)} at {fr.place(theirs)}"
+    claims = [
+        Claim(
+            f"rank {rank}: {op_name(call)} is number {number_of(call)} of group {call.group!r}",
+            f"ranks/{rank}/flight_recorder.json",
+        )
+        for rank, call in ((one.rank, one.call), (one.mates[0], one.theirs))
+    ]
+    return Finding(
+        "collective-mismatch",
+        "medium",
+        f"Rank {one.rank} {text}.",
+        (waiting_culprit(facts.ranks[one.rank], f"Rank {one.rank} {text}.", site),),
+        (*claims, *wait_claims(facts, sorted(ranks))),
+    )
+
+
 def _words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
     """What those that wait wait in."""
     waits = {rank: facts.ranks[rank].wait for rank in ranks if rank in facts.ranks}
@@ -124,7 +170,8 @@ def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple
     else:
         did = f"left out {many} {where}, which {'its' if one else 'their'} peers called"
     call = shift.calls_there[actor]
-    number = f"number {call.seq} of group {call.group!r}"
+    group, seq = (call.group, number_of(call)) if shift.extra else _own_number(facts, shift, call)
+    number = f"number {seq} of group {group!r}"
     off = "ahead of" if shift.extra else "behind"
     now: dict[str, list[int]] = {}
     for rank, text in words.items():
@@ -154,6 +201,26 @@ def _shifted(facts: Facts, shift: Shift, words: Mapping[int, str], claims: tuple
         (*places, agree, *claims, *wait_claims(facts, sorted(words))),
         ruled,
     )
+
+
+def _own_number(facts: Facts, shift: Shift, call: Collective) -> tuple[str, int]:
+    """Group and number of the call that was left out, as it would have been on the rank that left it out.
+
+    A peer made that ``call`` in a group of its own, it may be: then the rank's own group is the one in which it made
+    its other calls from there.
+    """
+    rank = shift.ranks[0]
+    mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
+    peer = next(r for r in shift.entered if r not in shift.ranks)
+    place, roots = fr.user_stack(call.frames, facts.roots.get(peer, ())), facts.roots.get(rank, ())
+    group = next((e.group for e in mine if fr.user_stack(e.frames, roots) == place), call.group)
+    if group == call.group and not call.is_p2p:
+        return group, call.seq
+    instead = shift.calls_there[rank].record_id
+    after = next((number_of(e) for e in mine if e.group == group and e.record_id >= instead), None)
+    if after is not None:
+        return group, after  # it took the number
+    return group, 1 + max((number_of(e) for e in mine if e.group == group), default=0)
 
 
 def _called(facts: Facts, rank: int, shift: Shift) -> str:

@@ -13,6 +13,7 @@ from safelaunch.diagnose.findings import (
     Ruling,
     condition_claims,
     culprit,
+    least,
     lower,
     plural,
     ranks_word,
@@ -160,6 +161,27 @@ def small_ranks(facts: Facts) -> str:
     verb = "was" if len(facts.unseen) == 1 else "were"
     word = "rank" if len(facts.unseen) == 1 else "ranks"
     return f"{word} {format_ranks(set(facts.unseen))} {verb}"
+
+
+def left_by_all(facts: Facts) -> Ruling:
+    """All peers have completed a collective in which a rank still is: nobody keeps it there but its own device."""
+    named = {
+        rank: one.condition
+        for rank, one in facts.ranks.items()
+        if one.condition is not None
+        and one.condition.cause == "gpu-kernel"
+        and any(facts.alignment.is_over_elsewhere(rank, entry) for entry in facts.alignment.pending(rank))
+    }
+    if not named:
+        return ""
+    rest = [rank for rank in facts.ranks if rank not in named]
+    return Finding(
+        "gpu-kernel",
+        least(condition.confidence for condition in named.values()),
+        summary_of(named, facts, rest),
+        tuple(culprit(facts.ranks[rank], condition) for rank, condition in named.items()),
+        condition_claims(named) + wait_claims(facts, rest),
+    )
 
 
 def alone(facts: Facts) -> Ruling:

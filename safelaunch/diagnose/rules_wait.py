@@ -19,9 +19,11 @@ from safelaunch.diagnose.findings import (
     waiting_culprit,
     waits_words,
 )
-from safelaunch.diagnose.rules_mismatch import mismatch, parted_in
+from safelaunch.diagnose.history import may_have_parted_before
+from safelaunch.diagnose.rules_mismatch import departed, mismatch, parted_in
 from safelaunch.diagnose.rules_state import small_ranks
 from safelaunch.diagnose.waits import Key, Waits, members_of
+from safelaunch.model import Claim
 
 _SURENESS = {"high": 0, "medium": 1, "low": 2}
 
@@ -56,9 +58,22 @@ def held_up(facts: Facts, waits: Waits) -> Ruling:
         confidence,
         summary_of(named, facts, waiters),
         tuple(culprit(facts.ranks[r], c) for r, c in named.items()),
-        condition_claims(named) + wait_claims(facts, waiters),
+        condition_claims(named) + _not_entered(waits, roots) + wait_claims(facts, waiters),
         tuple(ruled),
     )
+
+
+def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
+    """What the ranks have not come to: one claim for each call in which others wait for them, the most first."""
+    claims = []
+    for rank in roots[:limit]:
+        held = [key for key, found in waits.blockers.items() if rank in found and waits.example[key].seq is not None]
+        for key in sorted(held, key=lambda key: (-len(waits.ranks[key]), waits.ranks[key]))[:limit]:
+            wait, who = waits.example[key], waits.ranks[key]
+            text = f"{wait.op} number {wait.seq} of group {wait.group!r}"
+            text += f", in which {small(ranks_word(who))} {'waits' if len(who) == 1 else 'wait'}"
+            claims.append(Claim(f"rank {rank} has not come to {text}", f"ranks/{who[0]}/flight_recorder.json"))
+    return tuple(claims)
 
 
 def _unexplained() -> Condition:
@@ -107,15 +122,33 @@ def cycles(facts: Facts, waits: Waits) -> Ruling:
     if not circles:
         return ""
     circle = max(circles, key=lambda c: sum(len(waits.ranks[k]) for k in c))
-    groups = {waits.example[k].group for k in circle if waits.example[k].group is not None}
-    if len(groups) > 1 and (earlier := parted_in(facts, groups)) is not None:
+    groups = _groups_of(waits, circle)
+    p2p = [key for key in circle if waits.example[key].kind == "p2p"]
+    if (len(groups) > 1 or p2p) and (earlier := parted_in(facts, groups)) is not None:
         return earlier
-    p2p = sorted(r for k in circle if waits.example[k].kind == "p2p" for r in waits.ranks[k])
-    if len(p2p) > 1:
-        return _p2p_cycle(facts, waits, circle, p2p)
-    if len(groups) > 1 and not p2p:
+    inner = _inner_circle(waits, p2p)
+    if inner:
+        return _p2p_cycle(facts, waits, circle, members_of(waits, inner))
+    if p2p and (one := departed(facts, members_of(waits, circle))) is not None:
+        return one
+    if len(groups) > 1:
         return _group_order(facts, waits, circle)
     return mismatch(facts, waits, circle)
+
+
+def _inner_circle(waits: Waits, keys: list[Key]) -> list[Key]:
+    """Those of ``keys`` that wait for each other, without help from others."""
+    left = list(keys)
+    while True:
+        there = {rank for key in left for rank in waits.ranks[key]}
+        bound = [key for key in left if waits.blockers[key] & (there - set(waits.ranks[key]))]
+        if bound == left:
+            return left if len(there) > 1 else []
+        left = bound
+
+
+def _groups_of(waits: Waits, circle: tuple[Key, ...]) -> set[str]:
+    return {group for key in circle if (group := waits.example[key].group) is not None}
 
 
 def _p2p_cycle(facts: Facts, waits: Waits, circle: tuple[Key, ...], ranks: list[int]) -> Finding:
@@ -144,12 +177,13 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
     more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
     text = " while ".join(words[:3]) + more
     known = all(facts.alignment.members(str(waits.example[k].group))[1] for k in circle)
+    early = may_have_parted_before(facts.alignment, _groups_of(waits, circle), facts.roots)
     return Finding(
         "group-order",
-        "high" if known else "medium",
+        "high" if known and not early else "medium",
         f"{text[:1].upper()}{text[1:]}: they entered the groups in different orders.",
         tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
-        wait_claims(facts, ranks),
+        wait_claims(facts, ranks, limit=10),
     )
 
 

@@ -6,15 +6,14 @@ classes and not the ranks; a job of thousands of ranks has a handful.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.diagnose.collectives import signature
 from safelaunch.diagnose.facts import Facts, PeerWait
+from safelaunch.diagnose.transfers import peers_missing
 
 Key = tuple[Hashable, ...]
-_P2P_PEER = re.compile(r"(?:send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def waits_of(facts: Facts) -> Waits:
         key = _key(rank, one.wait)
         ranks.setdefault(key, []).append(rank)
         example.setdefault(key, one.wait)
-    blockers = {key: _blockers(facts, example[key], frozenset(members)) for key, members in ranks.items()}
+    blockers = {key: _blockers(facts, example[key], tuple(members)) for key, members in ranks.items()}
     of_rank = {r: key for key, members in ranks.items() for r in members}
     edges = {key: {of_rank[b] for b in found if b in of_rank} - {key} for key, found in blockers.items()}
     free = {key for key, found in blockers.items() if any(b not in of_rank for b in found)}
@@ -64,11 +63,13 @@ def _key(rank: int, wait: PeerWait) -> Key:
     return wait.key if wait.seq is not None or wait.kind == "init" else (*wait.key, _line(wait))
 
 
-def _blockers(facts: Facts, wait: PeerWait, inside: frozenset[int]) -> frozenset[int]:
+def _blockers(facts: Facts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset[int]:
+    inside = frozenset(ranks)
     if wait.kind == "init":
         return frozenset(r for r in facts.world - inside if not facts.alignment.joined(r))
     if wait.kind == "p2p":
-        return _p2p_peers(facts, wait) or facts.world - inside
+        named = peers_missing(facts.alignment, ranks[0], wait.group) if wait.group is not None else None
+        return facts.world - inside if named is None else named
     if wait.group is None or wait.seq is None:
         return frozenset(r for r in facts.world - inside if not _same_call(facts, r, wait))
     members, _ = facts.alignment.members(wait.group)
@@ -106,16 +107,6 @@ def same_op(one: str, other: str) -> bool:
     """The Flight Recorder says ``_all_gather_base``, the stack ``all_gather_into_tensor`` or ``all_gather_object``."""
     a, b = (name.strip("_").replace("_", "") for name in (one, other))
     return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a
-
-
-def _p2p_peers(facts: Facts, wait: PeerWait) -> frozenset[int]:
-    """NCCL names the peer in the operation: ``send 0->1``, ``recv 1<-0``, in ranks of the group."""
-    match = _P2P_PEER.search(wait.op)
-    if match is None or wait.group is None:
-        return frozenset()
-    members = sorted(facts.alignment.members(wait.group)[0])
-    peer = int(match.group(3))
-    return frozenset({members[peer]}) if peer < len(members) else frozenset()
 
 
 def _components(edges: Mapping[Key, Iterable[Key]]) -> list[tuple[Key, ...]]:

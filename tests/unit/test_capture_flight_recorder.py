@@ -240,3 +240,12 @@ def test_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_pickle(pickle.dumps(GLOO))
     with pytest.raises(CaptureError, match="too many"):
         record_of({"entries": [None] * (flight_recorder.MAX_ENTRIES + 1)})
+
+
+def test_a_column_of_one_number_is_without_a_gap() -> None:
+    """What asks whether a window is whole asks for a range."""
+    from safelaunch.ring import Same, packed
+
+    assert packed([7]) == range(7, 8)
+    assert packed([7, 8, 9]) == range(7, 10)
+    assert isinstance(packed([7, 7]), Same)

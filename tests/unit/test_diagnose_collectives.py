@@ -83,7 +83,9 @@ def test_a_rank_that_got_past_the_wrong_pair_still_votes() -> None:
 def test_the_same_number_of_elements_matches() -> None:
     assert signature(entry("all_reduce", 1, size=(4, 1))) == signature(entry("all_reduce", 1, size=(4,)))
     assert signature(entry("all_reduce", 1, size=(4, 2))) != signature(entry("all_reduce", 1, size=(4,)))
-    assert signature(entry("gather", 1, size=(4,))) == signature(entry("gather", 1, size=(8,)))
+    assert signature(entry("gather", 1, size=(4,))) != signature(entry("gather", 1, size=(8,)))
+    assert signature(entry("scatter", 1, size=(4,))) == signature(entry("scatter", 1, size=(8,)))  # the root's input
+    assert signature(entry("all_to_all", 1, size=(4,))) == signature(entry("all_to_all", 1, size=(8,)))
 
 
 def test_a_window_that_wrapped_does_not_mismatch() -> None:

@@ -89,3 +89,14 @@ def test_the_cpu_runs_ahead_of_a_stuck_gpu() -> None:
     ranks = [synchronizing(n, ahead if n == 1 else usual, step=9 if n == 1 else 6) for n in range(3)]
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("gpu-kernel", [1])
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_gpu_that_is_still_in_what_all_others_have_left(culprit: int) -> None:
+    """No peer can hold it up any more, whatever these do now."""
+    over = record(DONE, nccl("all_reduce", 2, state="completed"))
+    ranks = [rank(n, in_user(7), "sleep", flight=over) for n in range(4)]
+    ranks[culprit] = synchronizing(culprit, WAITING)
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("gpu-kernel", [culprit])
+    assert "all its peers have completed all_reduce number 2" in verdict.summary

@@ -1,0 +1,128 @@
+"""Sends and receives, as NCCL records them (``send 0->1``, ``recv 1<-0``, in ranks of the group): which meet which?
+
+``p2p_seq`` counts those of one rank with any peer, so it is not the same on both sides. The n-th send of a pair meets
+the n-th receive; where a ring buffer has wrapped, only those still pending can be counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from weakref import WeakKeyDictionary
+
+from safelaunch.diagnose.collectives import Alignment, op_name
+from safelaunch.model import Collective
+
+_PEER = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One entry: data of ``sender`` for ``receiver`` (global ranks), as ``rank`` recorded it."""
+
+    rank: int
+    sender: int
+    receiver: int
+    entry: Collective
+
+    @property
+    def peer(self) -> int:
+        return self.receiver if self.rank == self.sender else self.sender
+
+    @property
+    def elements(self) -> int:
+        return sum(prod(size) for size in self.entry.input_sizes)
+
+    def says(self) -> str:
+        """``sends 4 elements of Float to rank 1``."""
+        dtypes = ", ".join(dict.fromkeys(self.entry.input_dtypes))
+        of = f"{self.elements} elements{' of ' + dtypes if dtypes else ''}"
+        return (
+            f"sends {of} to rank {self.receiver}"
+            if self.rank == self.sender
+            else f"receives {of} from rank {self.sender}"
+        )
+
+
+# What has been read of an alignment: each rank is asked for again by every peer of its.
+_read: WeakKeyDictionary[Alignment, dict[tuple[int, str], list[Transfer] | None]] = WeakKeyDictionary()
+
+
+def transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | None:
+    """All that ``rank``'s window holds in ``group``, in order; None where one of them does not name its peer."""
+    known = _read.setdefault(alignment, {})
+    if (rank, group) not in known:
+        known[rank, group] = _transfers(alignment, rank, group)
+    return known[rank, group]
+
+
+def _transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | None:
+    found = []
+    ranks = alignment.ranks_of(group)
+    for entry in alignment.transfers(rank, group):
+        match = _PEER.search(op_name(entry))
+        peer = int(match.group(3)) if match is not None else -1
+        if match is None or not 0 <= peer < len(ranks):
+            return None
+        ends = (rank, ranks[peer]) if match.group(1) == "send" else (ranks[peer], rank)
+        found.append(Transfer(rank, *ends, entry))
+    return found
+
+
+def pending(alignment: Alignment, rank: int, group: str) -> list[tuple[Transfer, Transfer | None]] | None:
+    """What ``rank`` has not completed in ``group``, each with the peer's entry that it meets, if the peer is there.
+
+    None where nobody can say: the backend records no peers.
+    """
+    mine = transfers(alignment, rank, group)
+    if not mine:
+        return None
+    return [(one, _met_by(alignment, one, mine)) for one in mine if not one.entry.completed]
+
+
+def _met_by(alignment: Alignment, one: Transfer, mine: list[Transfer]) -> Transfer | None:
+    theirs = transfers(alignment, one.peer, one.entry.group) or []
+    both = [[other for other in side if _ends(other) == _ends(one)] for side in (mine, theirs)]
+    if not (alignment.is_whole(one.rank) and alignment.is_whole(one.peer)):
+        both = [list(_uncompleted(side)) for side in both]
+    place = next(place for place, other in enumerate(both[0]) if other is one)
+    met = both[1][place] if place < len(both[1]) else None
+    return met if met is not None and met.entry.started is not False else None
+
+
+def _ends(one: Transfer) -> tuple[int, int]:
+    return one.sender, one.receiver
+
+
+def _uncompleted(side: Iterable[Transfer]) -> Iterator[Transfer]:
+    return (one for one in side if not one.entry.completed)
+
+
+def peers_missing(alignment: Alignment, rank: int, group: str) -> frozenset[int] | None:
+    """The ranks that ``rank`` waits for in its sends and receives of ``group``; None where nobody can say."""
+    waiting = pending(alignment, rank, group)
+    return None if waiting is None else frozenset(one.peer for one, met in waiting if met is None)
+
+
+def unequal(alignment: Alignment, rank: int, group: str) -> tuple[Transfer, Transfer] | None:
+    """A send and the receive that it meets, of another size or type: ``(send, receive)``."""
+    for one, met in pending(alignment, rank, group) or ():
+        if met is not None and (one.elements, one.entry.input_dtypes) != (met.elements, met.entry.input_dtypes):
+            return (one, met) if one.rank == one.sender else (met, one)
+    return None
+
+
+def unequal_exchange(alignment: Alignment, group: str, seq: int) -> tuple[int, int] | None:
+    """``(elements sent, elements expected)`` in an all_to_all of all members, where these differ.
+
+    Sizes differ from rank to rank by design, and what goes to whom is not recorded: nobody in particular is wrong.
+    """
+    members, known = alignment.members(group)
+    entries = [alignment.entry(rank, group, seq) for rank in members]
+    if not known or any(entry is None or not op_name(entry).startswith("all_to_all") for entry in entries):
+        return None
+    sizes = [(entry.input_sizes, entry.output_sizes) for entry in entries if entry is not None]
+    sent, expected = (sum(prod(size) for one in sizes for size in one[side]) for side in (0, 1))
+    return (sent, expected) if sent != expected else None
