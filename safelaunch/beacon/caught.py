@@ -96,7 +96,7 @@ def _note(code: CodeType, offset: int, exception: BaseException) -> None:
             raised, line = made, entry.tb_lineno
         entry = entry.tb_next
     words = exception.args[0] if exception.args and type(exception.args[0]) is str else ""  # runs nothing of the user's
-    caught_line = next((line for begin, end, line in code.co_lines() if begin <= offset < end and line), 0)
+    caught_line = next((line for _, end, line in code.co_lines() if end > offset and line), 0)  # entering it has none
     fields = (
         now_ns, type(exception).__qualname__, words[:200],
         line, raised.co_name, log.absolute(raised.co_filename),
@@ -108,11 +108,12 @@ def _note(code: CodeType, offset: int, exception: BaseException) -> None:
 
 
 def _raised_again(code: CodeType, offset: int, exception: BaseException) -> None:
-    """It was no more than passing through."""
-    global _latest
+    """It was no more than passing through: the slot is the next one's."""
+    global _latest, _count
     if exception is _latest and threading.get_ident() == _main:
         _latest = None
-        _write((_count - 1) % SLOTS, b"")
+        _count -= 1
+        _write(_count % SLOTS, b"")
 
 
 def _write(slot: int, text: bytes) -> None:

@@ -156,6 +156,36 @@ def may_have_parted_before(alignment: Alignment, groups: Iterable[str], roots: M
     return False
 
 
+def left_out_at(
+    alignment: Alignment, group: str, rank: int, number: int, roots: Mapping[int, tuple[str, ...]]
+) -> int | None:
+    """How many calls ``rank`` would have had to make more, before its ``number``, to agree with its peers to the end.
+
+    None where no such number of calls makes them agree, or none is missing. Where every step calls from the same
+    places, histories alone do not show where a step was left out: this tests a place that something else points at.
+    """
+    members = sorted(alignment.members(group)[0] & alignment.records.keys())
+    windows = {member: alignment.window(member, group) for member in members}
+    histories = _histories({member: window for member, window in windows.items() if window is not None}, roots)
+    mine = histories.pop(rank, None)
+    if mine is None or not histories:
+        return None
+    for calls in range(MOST_CALLS + 1):
+        agreed = [_agreed_to_the_end(other, number + calls, mine, number) for other in histories.values()]
+        if min(agreed) >= 0:
+            return calls if calls and max(agreed) >= max(SURE_MATCHES, calls) else None
+    return None
+
+
+def _agreed_to_the_end(ahead: _History, begin: int, behind: _History, at: int) -> int:
+    """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on; -1 where one is not."""
+    if begin < ahead.first or at < behind.first:
+        return -1
+    overlap = max(0, min(ahead.last - begin, behind.last - at) + 1)
+    alike = ahead.column.values_of(begin, overlap) == behind.column.values_of(at, overlap)
+    return overlap if alike else -1
+
+
 def _find(group: str, windows: Mapping[int, Window], roots: Mapping[int, tuple[str, ...]]) -> Shift | None:
     histories = _histories(windows, roots)
     if len(histories) < 2:

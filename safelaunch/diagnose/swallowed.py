@@ -13,7 +13,7 @@ from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.collectives import first_mismatch
 from safelaunch.diagnose.facts import Facts
 from safelaunch.diagnose.findings import Finding, ranks_word
-from safelaunch.diagnose.history import shift_in
+from safelaunch.diagnose.history import left_out_at, shift_in
 from safelaunch.model import CaughtException, Claim, Culprit
 
 # Findings that say who is behind or went another way, and not why.
@@ -22,20 +22,25 @@ EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven
 
 @dataclass(frozen=True)
 class _Fit:
-    """``number``: of ``group``, the first that the rank did not call as its peers did; ``later``: it called others."""
+    """``number``: of ``group``, what the rank called next, or would have, if not ``later``.
+
+    ``sure``: the records show that the ranks parted there; else they only agree with it.
+    """
 
     exception: CaughtException
     group: str
     number: int
     later: bool
+    sure: bool
 
 
 def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
     """The finding with the exception as its cause, where one explains it; else the finding as it is.
 
-    It has to lie between the last call that the rank made as its peers did and the first that it did not: not just
-    somewhere before. Peers that caught the same one in the same place went on alike, so there it explains nothing.
-    Where nobody is in the minority (one rank against one), the exception tells which side it was.
+    It has to lie between the last call that the rank made as its peers did and the first that it did not, or where a
+    few calls more would make its record that of its peers to the end: not just somewhere before. Peers that caught the
+    same one in the same place went on alike, so there it explains nothing. Where nobody is in the minority (one rank
+    against one), the exception tells which side it was.
     """
     if finding.cause not in EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
         return finding
@@ -56,7 +61,7 @@ def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
     return replace(
         finding,
         cause="swallowed-exception",
-        confidence="high" if all(fit.later for fit in fits.values()) else "medium",
+        confidence="high" if all(fit.sure for fit in fits.values()) else "medium",
         summary=summary,
         culprits=culprits,
         claims=(*claims, *finding.claims),
@@ -91,8 +96,10 @@ def _fit(facts: Facts, rank: int) -> _Fit | None:
             if place is None:
                 continue
             number, later = place
-            if number == _parted_at(facts, rank, group) and not _peers_did_too(facts, rank, group, number, exception):
-                return _Fit(exception, group, number, later)
+            sure = number == _parted_at(facts, rank, group)
+            fits = sure or (later and _may_have_parted(facts, rank, group, number))
+            if fits and not _peers_did_too(facts, rank, group, number, exception):
+                return _Fit(exception, group, number, later, sure and later)
     return None
 
 
@@ -119,6 +126,13 @@ def _parted_at(facts: Facts, rank: int, group: str) -> int:
         return mismatch.seq
     window = facts.alignment.window(rank, group)
     return window.numbers[-1] + 1 if window else 0
+
+
+def _may_have_parted(facts: Facts, rank: int, group: str, number: int) -> bool:
+    """Where all steps are alike the records do not show the place, but they may agree with this one."""
+    if shift_in(facts.alignment, group, facts.roots) is not None:
+        return False  # they do show it
+    return left_out_at(facts.alignment, group, rank, number, facts.roots) is not None
 
 
 def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: CaughtException) -> bool:

@@ -100,4 +100,9 @@ def _who(branch: Branch) -> str:
 
 
 def _ranges(ranks: int) -> str:
-    return format_ranks([rank for rank in range(ranks.bit_length()) if ranks >> rank & 1])
+    found = []
+    while ranks:
+        lowest = ranks & -ranks
+        found.append(lowest.bit_length() - 1)
+        ranks ^= lowest
+    return format_ranks(found)

@@ -42,7 +42,8 @@ def nobody(rank: int, world: int) -> set[int]:
 class Specimen:
     """One class of hang. ``process``: how the culprit's process name begins. ``line`` False: it hangs anywhere.
 
-    ``more``: of the program's options. ``needs``: a program; ``python``: the oldest that can; ``recorder``: only a Flight Recorder of gloo tells it from other hangs.
+    ``more``: of the program's options. ``needs``: a program; ``python``: the oldest that can; ``recorder``: only a
+    Flight Recorder of gloo tells it from other hangs.
     """
 
     name: str

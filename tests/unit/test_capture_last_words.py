@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from safelaunch.capture.last_words import parse_exit_call, parse_fatal, read
+import safelaunch
+from safelaunch.beacon.caught import SLOT_BYTES
+from safelaunch.capture.last_words import parse_caught, parse_exit_call, parse_fatal, read
 from safelaunch.capture.memory import KillCounts, count_in, kill_counts, kills_of
-from safelaunch.model import ExitCall, FatalError, Frame, MemoryKills
+from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, MemoryKills
 
 TWO_THREADS = """Fatal Python error: Segmentation fault
 
@@ -112,3 +115,77 @@ def test_counts_of_both_cgroup_versions(tmp_path: Path) -> None:
 def test_this_kernel_counts() -> None:
     counts = kill_counts()
     assert counts.node is None or counts.node >= 0
+
+
+# --- exceptions that were caught --------------------------------------------------------------------------------------
+
+CATCHING = """
+import contextlib, sys, threading
+from safelaunch.beacon import caught
+caught.install(sys.argv[1])
+
+def fails(kind):
+    raise kind("a\\ttab, and\\na line")
+
+def hands_on():
+    try:
+        fails(RuntimeError)
+    finally:
+        pass  # not caught here
+
+def aside():
+    with contextlib.suppress(OSError):
+        fails(OSError)
+
+for number in range(int(sys.argv[2])):
+    try:
+        fails(ValueError)
+    except ValueError:
+        pass
+for item in range(3):
+    pass
+try:
+    next(iter(()))
+except StopIteration:
+    pass
+try:
+    hands_on()
+except RuntimeError:
+    last = 1
+thread = threading.Thread(target=aside)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 can tell")
+def test_what_the_script_catches_is_noted(tmp_path: Path) -> None:
+    script, notes = tmp_path / "catching.py", tmp_path / "notes"
+    script.write_text(CATCHING)
+    environment = {**os.environ, "PYTHONPATH": str(Path(safelaunch.__file__).parents[1])}
+    subprocess.run([sys.executable, script, notes, "100"], env=environment, check=True)
+    found = parse_caught(notes.read_bytes())
+    assert [one.type for one in found] == ["ValueError"] * 63 + ["RuntimeError"]
+    assert found[-1].message == "a tab, and a line"
+    assert (found[-1].raised.line, found[-1].raised.function) == (7, "fails")
+    assert (Path(found[-1].caught.file), found[-1].caught.function) == (script, "<module>")
+    assert found[-1].caught.line == 32
+    # a program that lives by exceptions is left alone
+    subprocess.run([sys.executable, script, notes, "100000"], env=environment, check=True)
+    assert "RuntimeError" not in {one.type for one in parse_caught(notes.read_bytes())}
+
+
+def test_without_such_a_python_nothing_is_noted(tmp_path: Path) -> None:
+    script = tmp_path / "old.py"
+    script.write_text("import sys\nvars(sys).pop('monitoring', None)\n" + CATCHING)
+    environment = {**os.environ, "PYTHONPATH": str(Path(safelaunch.__file__).parents[1])}
+    subprocess.run([sys.executable, script, tmp_path / "notes", "1"], env=environment, check=True)
+    assert not (tmp_path / "notes").exists()
+
+
+@pytest.mark.parametrize("slot", [b"", b"\xff" * 40, b"1\t2\t3", b"x\t" * 8 + b"x", b"1\tE\tm\t-2\tf\tF\t3\tg\tG"])
+def test_a_damaged_slot_is_left_out(slot: bytes) -> None:
+    good = b"1500000000\tE\tm\t2\tf\tF\t3\tg\tG"
+    size = SLOT_BYTES
+    (one,) = parse_caught(slot.ljust(size, b"\0") + good.ljust(size, b"\0"))
+    assert one == CaughtException("E", "m", 1.5, Frame("F", 2, "f"), Frame("G", 3, "g"))
