@@ -9,12 +9,12 @@ from statistics import median
 
 from safelaunch.bundle.report import clean
 from safelaunch.cli.status_rows import rate, since
-from safelaunch.colaunch.jobs import Job, Track
+from safelaunch.colaunch.jobs import Job, Track, port_names
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
 
-COLUMNS = ("job", "parameters", "state", "on", "step", "rate", "elapsed", "estimate", "bundle")
+COLUMNS = ("job", "parameters", "state", "on", "port", "step", "rate", "elapsed", "estimate", "bundle")
 # What is shown first where not everything has room.
 _ORDER = ("running", "hung", "failed", "timed-out", "waiting", "skipped", "cancelled", "succeeded")
 
@@ -52,6 +52,7 @@ def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
         parameters(job.job),
         state + attempt,
         job.on or "-",
+        job.ports or "-",
         "-" if step is None else str(step),
         "-" if job.steps_per_s is None else rate(job.steps_per_s),
         "-" if elapsed_s is None else since(elapsed_s),
@@ -97,11 +98,13 @@ def many(number: int, what: str) -> str:
 def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
     """For --dry-run: every job as it would be started."""
     lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
-    for job in jobs:
+    for one in jobs:
+        job = one.with_ports([f"{{{name}}}" for name in port_names(one.ports)])
         env = [f"{name}={value}" for name, value in job.env]
         lines.append(f"{job.name}  ({job.where})")
         lines.append(f"  {clean(shlex.join([*env, 'safelaunch', *job.words]))}")
         about = [many(pool.units(job.gpus), pool.kind), f"in {job.cwd}"]
+        about += [many(job.ports, "port")] if job.ports else []
         about += [f"needs {', '.join(job.needs)}"] if job.needs else []
         about += [f"at most {job.timeout_s:g} s"] if job.timeout_s is not None else []
         about += [f"retries {job.retries}"] if job.retries else []

@@ -11,6 +11,7 @@ from safelaunch.colaunch import metrics, outcome, spawn
 from safelaunch.colaunch.jobs import Job, Outcome, State, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Share
+from safelaunch.colaunch.steps import Pace
 from safelaunch.colaunch.view import JobView
 from safelaunch.launch.process import ProcessId
 
@@ -84,17 +85,18 @@ def outcome_of(active: Active, paths: SweepPaths, last_step: int | None) -> Outc
     )
 
 
-def view_of(active: Active, track: Track, progress: tuple[int | None, float | None], now: float) -> JobView:
-    """A job that runs. ``progress``: step, and steps per second."""
-    step, steps_per_s = progress
+def view_of(active: Active, track: Track, pace: Pace, now: float) -> JobView:
+    """A job that runs."""
+    ports = dict.fromkeys(filter(None, (pace.master_port, *map(str, active.share.ports))))
     return JobView(
         track.job,
         track.state,
         track.attempts,
         "stopping" if active.ended_by_us else "",
         active.share.label,
-        step,
-        steps_per_s,
+        ",".join(ports),
+        pace.step,
+        pace.steps_per_s,
         now - active.began_s,
         track.outcome,
     )

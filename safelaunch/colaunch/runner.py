@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from safelaunch.colaunch import spawn
 from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, view_of, view_without
@@ -24,8 +24,12 @@ from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.steps import Steps
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import JobView, Screen, Snapshot
+from safelaunch.errors import ResourceError, StoreError
 from safelaunch.launch import process
 from safelaunch.launch.process import ProcessId
+from safelaunch.leases import ports
+from safelaunch.leases.holder import ourselves
+from safelaunch.leases.store import Store
 from safelaunch.session.discover import our_roots
 
 TICK_S = 0.5
@@ -49,6 +53,7 @@ class Place:
 
     paths: SweepPaths
     pool: Pool
+    store: Store
     journal: Journal
     environ: Mapping[str, str]
     program: Sequence[str]
@@ -81,6 +86,7 @@ class Runner:
                 break
             busy = any(active.status is not None or active.asked_s for active in self._active.values())
             signals.wait(BUSY_TICK_S if busy else TICK_S)
+        self._place.pool.leave()
         if not self._place.journal.catch_up():
             self._screen.note(f"{self._place.journal.path} cannot be written: --resume will run some jobs again")
 
@@ -157,17 +163,42 @@ class Runner:
         if not self._place.journal.catch_up():
             self._complain(f"{self._place.journal.path} cannot be written")
             return
-        chosen = self._sweep.choose(self._place.pool.free())
-        for job in reversed([job for job in chosen if not self._try_to_start(job)]):
-            self._sweep.put_back(job.name)
+        try:
+            while (free := self._place.pool.free()) is not None:
+                job = self._sweep.next(free)
+                if job is None:
+                    self._wait_for_others()
+                    return
+                if not self._try_to_start(job):
+                    return
+        except StoreError as error:
+            self._complain(str(error))
+
+    def _wait_for_others(self) -> None:
+        """What would start if others left room for it stands in the node's queue; the user is told what it waits for.
+
+        Not while GPUs of our own are about to be free: a job that has ended may have left its lease already.
+        """
+        job = self._sweep.next()
+        if job is None:
+            self._place.pool.leave()
+            return
+        why = self._place.pool.wait(job)
+        if not self._waiting:
+            self._waiting = True
+            self._screen.note(why)
 
     def _try_to_start(self, job: Job) -> bool:
         """Whether that is done with; else it is to be tried again."""
-        share = self._place.pool.take(self._place.pool.units(job.gpus))
+        share = self._place.pool.take(job)
         if share is None:
             return False
         try:
-            self._launch(job, share)
+            self._launch(job, self._with_ports(job, share))
+        except ResourceError as error:
+            self._place.pool.release(share)
+            self._complain(f"{job.name}: {error}")
+            return False
         except _Unrecorded as error:
             self._place.pool.release(share)
             self._complain(f"{self._place.journal.path} cannot be written: {error}")
@@ -178,8 +209,17 @@ class Runner:
                 self._complain(f"{job.name}: {error.strerror}")
                 return False
             self._screen.note(f"{job.name} could not be started: {error.strerror or error}")
+            self._sweep.began(job)
             self._record(job, self._sweep.tracks[job.name].attempts, Outcome("failed", CANNOT_START))
         return True
+
+    def _with_ports(self, job: Job, share: Share) -> Share:
+        """Raises ResourceError where there are not so many."""
+        if not job.ports:
+            return share
+        taken = ports.take(self._place.store, job.ports, ourselves(job.name, "safelaunch colaunch"))
+        share.lease.add(taken.lease)
+        return replace(share, ports=taken.numbers)
 
     def _complain(self, why: str) -> None:
         if not self._waiting:
@@ -187,7 +227,8 @@ class Runner:
             self._screen.note(f"no job can be started, and it is tried again and again ({why})")
 
     def _launch(self, job: Job, share: Share) -> None:
-        attempt, paths = self._sweep.tracks[job.name].attempts, self._place.paths
+        """Its lease passes to it: from the moment that it lives it holds what it was given, also when we are killed."""
+        attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
         paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
         def record(started: ProcessId) -> None:
@@ -196,18 +237,22 @@ class Runner:
             except OSError as error:
                 raise _Unrecorded(error.strerror or str(error)) from error
 
-        bundle_dir = os.fspath(paths.bundles(job.name))
+        given = job.with_ports(share.ports)
+        variables, descriptors = share.lease.hand_over()
         command = spawn.Command(
-            argv=(*self._place.program, *job.arguments(bundle_dir, share.options)),
-            env=self._environment(job, share),
+            argv=(*self._place.program, *given.arguments(os.fspath(paths.bundles(job.name)))),
+            env={**self._environment(given, share), **variables},
             cwd=job.cwd,
             log=paths.log(job.name, attempt),
             cores=share.cores,
             exit_file=paths.exit_file(job.name, attempt),
+            keep=descriptors,
         )
         before = before_of(job, paths)
         started = spawn.start(command, record)
+        share.lease.forget()
         self._waiting = False
+        self._sweep.began(job)
         self._active[job.name] = Active(job, attempt, share, started, command.log, before, self._clock())
         self._screen.note(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 

@@ -32,7 +32,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Command:
     """What to run, where. ``log`` takes all of its output; ``cores``: its CPU affinity, empty to leave it.
 
-    ``exit_file``: where safelaunch is to leave its exit code.
+    ``exit_file``: where safelaunch is to leave its exit code. ``keep``: descriptors that it is to have as well.
     """
 
     argv: Sequence[str]
@@ -41,6 +41,7 @@ class Command:
     log: Path
     cores: Collection[int] = ()
     exit_file: Path | None = None
+    keep: Collection[int] = ()
 
 
 def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
@@ -102,6 +103,8 @@ def _become(command: Command, log: int, parent: int, may_go: int, report: int) -
             null = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((null, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
+            for descriptor in command.keep:
+                os.set_inheritable(descriptor, True)
             env = dict(command.env)
             if command.exit_file is not None:
                 env[EXIT_FILE] = f"{os.getpid()}:{command.exit_file}"

@@ -23,6 +23,7 @@ DEADLINE_S = 10.0
 GRACE_S = 0.5
 LONGEST_S = 60.0
 LOOK_EVERY_S = 0.1
+MOST_COUNTED_S = 1.0  # of the time since the last look: we may have been stopped
 ASKING = b"asking\n"
 if TYPE_CHECKING:
     import subprocess
@@ -33,54 +34,83 @@ _MOST_INSTANCES = 64
 
 def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
     """Asks NVML; never raises. Gives a driver that does not answer ``deadline_s`` seconds."""
-    if not has_driver(environ):
-        return Inventory(missing="no NVIDIA driver here")
+    question = Asking(environ, deadline_s=deadline_s)
+    while (found := question.answer(LOOK_EVERY_S)) is None:
+        pass
+    return found
+
+
+class Asking:
+    """NVML asked by somebody who has other things to do meanwhile: ``answer`` begins, and is called until it has one.
+
+    The driver's time counts from ``ASKING``, and not while the process has work to do: where many jobs are started at
+    once an interpreter alone takes seconds. ``LONGEST_S`` bounds it all.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> None:
+        self._environ = environ
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def answer(self, wait_s: float = 0.0) -> Inventory | None:
+        """What NVML says, or why it says nothing; None while that is not known. Waits ``wait_s`` at most."""
+        if self._process is None:
+            if not has_driver(self._environ):
+                return Inventory(missing="no NVIDIA driver here")
+            try:
+                self._process = _ask_elsewhere(self._environ)
+            except OSError as error:
+                return Inventory(missing=f"NVML could not be asked: {error.strerror or error}")
+            self._data = b""
+            self._began_s = self._looked_s = time.monotonic()
+            self._silent_s = 0.0
+        found = self._look(self._process, wait_s)
+        if found is not None:
+            self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Nobody wants to know any more."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+    def _look(self, process: subprocess.Popen[bytes], wait_s: float) -> Inventory | None:
+        assert process.stdout is not None
+        output = process.stdout.fileno()
+        while select.select([output], [], [], wait_s)[0]:
+            chunk = os.read(output, 65536)
+            if not chunk:
+                return _read(self._data.removeprefix(ASKING))
+            self._data += chunk
+        now = time.monotonic()
+        seen = procstat.read(process.pid)
+        if self._data.startswith(ASKING) and (seen is None or seen.state != "R"):
+            self._silent_s += min(now - self._looked_s, MOST_COUNTED_S)
+        self._looked_s = now
+        if self._silent_s < self._deadline_s and now - self._began_s < max(LONGEST_S, self._deadline_s):
+            return None
+        return Inventory(missing=f"the NVIDIA driver did not answer within {self._deadline_s:g} s")
+
+
+def _ask_elsewhere(environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     import subprocess
 
+    return subprocess.Popen(
+        [sys.executable, "-m", "safelaunch.leases.nvml"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=_PACKAGE_ROOT,  # with -m the working directory comes first on the module path: ours, not the user's
+        env=dict(environ),
+    )
+
+
+def _read(answer: bytes) -> Inventory:
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "safelaunch.leases.nvml"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=_PACKAGE_ROOT,  # with -m the working directory comes first on the module path: ours, not the user's
-            env=dict(environ),
-        )
-    except OSError as error:
-        return Inventory(missing=f"NVML could not be asked: {error.strerror or error}")
-    try:
-        answer = _answer(process, deadline_s)
-        if answer is None:
-            return Inventory(missing=f"the NVIDIA driver did not answer within {deadline_s:g} s")
         return parse(json.loads(answer))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Inventory(missing=f"NVML gave no usable answer ({type(error).__name__}: {error})")
-    finally:
-        _end(process)
-
-
-def _answer(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
-    """What it printed, once it has closed its output; None when the driver does not let it.
-
-    The time counts from ``ASKING``, and not while the process has work to do: where many jobs are started at once an
-    interpreter alone takes seconds. ``LONGEST_S`` bounds it all.
-    """
-    assert process.stdout is not None
-    output = process.stdout.fileno()
-    begin = time.monotonic()
-    waited_s = 0.0
-    data = b""
-    while waited_s < deadline_s and time.monotonic() - begin < max(LONGEST_S, deadline_s):
-        if not select.select([output], [], [], LOOK_EVERY_S)[0]:
-            found = procstat.read(process.pid)
-            if data.startswith(ASKING) and (found is None or found.state != "R"):
-                waited_s += LOOK_EVERY_S
-            continue
-        chunk = os.read(output, 65536)
-        if not chunk:
-            return data.removeprefix(ASKING)
-        data += chunk
-    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from safelaunch.errors import ResourceError
 from safelaunch.leases.holder import Holder
-from safelaunch.leases.store import Lease, Store
+from safelaunch.leases.lease import Lease
+from safelaunch.leases.store import Store
 
 FIRST, LAST = 20000, 65535
 LOWEST = 1024
@@ -29,11 +30,8 @@ class Ports:
 
     numbers: tuple[int, ...]
     lease: Lease
-    sockets: tuple[socket.socket, ...]
 
     def release(self) -> None:
-        for one in self.sockets:
-            one.close()
         self.lease.release()
 
 
@@ -44,7 +42,7 @@ def key_of(port: int) -> str:
 
 def take(store: Store, count: int, about: Holder) -> Ports:
     """``count`` ports, outside the range that the kernel gives away by itself. Raises ResourceError."""
-    taken = Ports((), Lease({}), ())
+    taken = Ports((), Lease({}))
     try:
         for port in candidates(_read(EPHEMERAL), _read(RESERVED)):
             if len(taken.numbers) == count:
@@ -57,9 +55,8 @@ def take(store: Store, count: int, about: Holder) -> Ports:
                 lease.release()
                 continue
             taken.numbers += (port,)
-            taken.sockets += (bound,)
-            taken.lease.locks.update(lease.locks)
-            taken.lease.rank_files += lease.rank_files
+            lease.sockets[key_of(port)] = bound.detach()
+            taken.lease.add(lease)
     except BaseException:
         taken.release()
         raise

@@ -53,6 +53,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "leases.files",
             "leases.holder",
             "leases.tickets",
+            "leases.lease",
             "leases.store",
             "leases.driver",
             "leases.choose",

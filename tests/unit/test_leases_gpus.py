@@ -224,19 +224,44 @@ def test_a_scheduler_with_many_jobs(node: stub.Node, store: Store) -> None:
     node.write("nvlink 5 7", used=[6])
     gpus_here = NodeGpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [gpu.label for gpu in gpus_here.pool.gpus] == ["4", "5", "6", "7"] and not gpus_here.missing
-    first, second = (gpus_here.claim(2, name=f"job-{n}", command="train.py") for n in (1, 2))
-    taken = first.advance()
+    assert gpus_here.free() == 3
+    taken = gpus_here.take(2, "job-1")
     assert taken is not None and [gpu.label for gpu in taken.gpus] == ["5", "7"]
-    second.queue()
-    assert second.advance() is None
+    assert gpus_here.free() == 1 and gpus_here.take(2, "job-2") is None
+    waits_for = gpus_here.queue(2, "job-2")
+    assert waits_for.startswith("waiting for 2 of 4 GPUs (job-2)\n  GPU 4    free\n  GPU 5    leased by pid")
+    assert "10240 MiB of its memory are in use" in waits_for
     held = Store(os.fspath(node.lease_dir))
     assert [one.name for one in held.waiting()] == ["job-2"]
-    second.cancel()
-    assert held.waiting() == []
+    assert gpus_here.queue(1, "job-3") and len(held.waiting()) == 1, "one place for all of its jobs"
+    other = NodeGpus({**os.environ, **node.environ})
+    assert (other.free(), other.take(1, "of somebody else")) == (0, None)
+    assert gpus_here.free() == 1
+    small = gpus_here.take(1, "job-3")
+    assert small is not None and held.waiting() == [] and other.free() == 4
     assert {one.name for one in held.look([stub.uuid(5)]).values()} == {"job-1"}
-    taken.lease.release()
-    with pytest.raises(ResourceError, match="wants 5"):
-        gpus_here.claim(5, name="job-3", command="train.py")
+    gpus_here.queue(2, "job-2")
+    gpus_here.leave()
+    assert held.waiting() == []
+    taken.lease.release(), small.lease.release()
+
+
+def test_a_scheduler_does_not_wait_for_the_driver(node: stub.Node) -> None:
+    """It is asked again when a job has ended; until it has answered nobody knows what is free."""
+    node.write(used=[0], gpus=2)
+    gpus_here = NodeGpus({**os.environ, **node.environ})
+    assert gpus_here.free() == 1
+    node.write(gpus=2)
+    gpus_here.freed()
+    assert (gpus_here.free(), gpus_here.take(1, "job")) == (None, None)
+    deadline = time.monotonic() + 60
+    while (free := gpus_here.free()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert free == 2
+    node.write("hang nvmlInitWithFlags", gpus=2)
+    gpus_here.freed()
+    assert gpus_here.free() is None, "and a driver that hangs holds nothing up"
+    gpus_here.leave()
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
