@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +67,9 @@ def lingers(active: Active, now: float) -> bool:
     return now - active.reaped_s <= LINGER_S + 1.0
 
 
-def outcome_of(active: Active, paths: SweepPaths, last_step: int | None) -> Outcome:
+def outcome_of(
+    active: Active, paths: SweepPaths, last_step: int | None, say: Callable[[str], None] = lambda text: None
+) -> Outcome:
     """How an attempt that has been reaped ended."""
     assert active.status is not None
     job = active.job
@@ -81,7 +84,7 @@ def outcome_of(active: Active, paths: SweepPaths, last_step: int | None) -> Outc
         last_step=last_step,
         gpus=active.share.gpus,
         bundle=bundle,
-        metrics={**metrics.from_log(active.log, job.metrics), **found},
+        metrics={**metrics.from_log(active.log, job.metrics, say), **found},
     )
 
 

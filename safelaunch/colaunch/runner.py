@@ -146,7 +146,7 @@ class Runner:
 
     def _end(self, ended: Active) -> None:
         last_step = self._steps.last_of(ended.process)
-        self._record(ended.job, ended.attempt, outcome_of(ended, self._place.paths, last_step))
+        self._record(ended.job, ended.attempt, outcome_of(ended, self._place.paths, last_step, self._screen.note))
         self._place.pool.release(ended.share)
 
     def _record(self, job: Job, attempt: int, ended: Outcome) -> None:

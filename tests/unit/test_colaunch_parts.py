@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,24 @@ def test_the_last_value_counts_also_behind_a_progress_bar(tmp_path: Path) -> Non
     assert metrics.from_log(tmp_path / "none", ["loss=(.)"]) == {}
 
 
+def test_a_pattern_that_takes_for_ever_is_given_up_and_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doubling with each digit: 40 of them would take hours."""
+    log = tmp_path / "job" / "attempt-1.log"
+    log.parent.mkdir()
+    log.write_text("acc=7\n" + "loss=" + "1" * 40 + "\n")
+    said: list[str] = []
+    begin = time.process_time()
+    monkeypatch.setattr(metrics, "MOST_CPU_S", 0.5)
+    found = metrics.from_log(log, ["loss=((?:[0-9]+)+!)", "acc=([0-9]+)"], said.append)
+    assert found == {"acc": 7.0}
+    assert time.process_time() - begin < 2 * metrics.MOST_CPU_S
+    assert said == [
+        "job: the metric 'loss=((?:[0-9]+)+!)' was given up: searching attempt-1.log takes too long",
+    ]
+
+
 def test_infinities_and_nan_stay_text_for_json_has_none() -> None:
     found = metrics.from_lines(["a=nan b=inf c=-1e400 d=7"], ["a=(\\S+)", "b=(\\S+)", "c=(\\S+)", "d=(\\S+)"])
     assert found == {"a": "nan", "b": "inf", "c": "-1e400", "d": 7.0}
@@ -88,6 +107,8 @@ def test_numbers_from_a_json_file(tmp_path: Path, text: str, found: dict[str, ob
     (tmp_path / "m.json").write_text(text)
     assert metrics.from_file(tmp_path / "m.json") == found
     assert metrics.from_file(tmp_path / "none.json") == {}
+    os.mkfifo(tmp_path / "fifo.json")
+    assert metrics.from_file(tmp_path / "fifo.json") == {}
 
 
 # --- slots and GPUs ---------------------------------------------------------------------------------------------------
