@@ -21,6 +21,8 @@ FIRST, LAST = 20000, 65535
 LOWEST = 1024
 EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+LISTEN = "0A"
 WELL_KNOWN = (29400, 29500)  # what torchrun takes by itself
 
 
@@ -90,6 +92,17 @@ def bind(port: int) -> socket.socket | None:
                 continue
             return None
     return None
+
+
+def listening() -> set[int]:
+    """The ports that somebody listens on, whoever that is."""
+    found = set()
+    for path in TABLES:
+        for line in _read(path).splitlines()[1:]:
+            words = line.split()
+            if len(words) > 3 and words[3] == LISTEN:
+                found.add(int(words[1].rpartition(":")[2], 16))
+    return found
 
 
 def candidates(ephemeral: str, reserved: str) -> Iterator[int]:

@@ -61,6 +61,18 @@ class Resources:
         for lease in self._leases:
             lease.touch()
 
+    @property
+    def port(self) -> int | None:
+        """The master port that was leased for it."""
+        return self.ports.numbers[0] if self.ports is not None else None
+
+    def lost_ports(self) -> tuple[int, ...]:
+        """Its leased ports that others serve, to be asked when nothing of the job lives."""
+        from safelaunch.leases.ports import listening
+
+        there = listening() if self.ports is not None else set[int]()
+        return tuple(port for port in self.ports.numbers if port in there) if self.ports is not None else ()
+
     def release(self) -> None:
         """The job is over."""
         for lease in self._leases:
@@ -268,7 +280,7 @@ def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str],
         if settings.dry_run:
             return found
         ports = _take_port(found, settings, environ)
-        return replace(found, command=command.with_value(MASTER_PORT, "auto", str(ports.numbers[0])), ports=ports)
+        return replace(found, command=_with_number(command, "auto", ports), ports=ports)
     if settings.dry_run or asked is not None or not _takes_the_common_port(command, environ, torch):
         return found
     try:
@@ -278,6 +290,19 @@ def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str],
         return found
     own = replace(command, torchrun=(f"{MASTER_PORT}={ports.numbers[0]}", *command.torchrun))
     return replace(found, command=own, ports=ports)
+
+
+def with_another_port(given: Resources, settings: Settings, environ: Mapping[str, str]) -> Resources:
+    """The same with another master port in the place of the leased one. Raises ResourceError."""
+    ports = _take_port(given, settings, environ)
+    command = _with_number(given.command, str(given.port), ports)
+    if given.ports is not None:
+        given.ports.release()
+    return replace(given, command=command, ports=ports)
+
+
+def _with_number(command: CommandLine, old: str, ports: Ports) -> CommandLine:
+    return command.with_value(MASTER_PORT, old, str(ports.numbers[0]), shortest="--master-p")
 
 
 def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:
