@@ -11,11 +11,12 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safelaunch import procstat
+from safelaunch.asknvml import ask, processes, text
 from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory
 from safelaunch.leases.driver import has_driver
 
@@ -178,7 +179,7 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], Any]:
         one = {"index": index, **_device(nvml, handle)}
     except nvml.NVMLError as error:  # fallen off the bus, or not ours to see
         return {"index": index, "error": str(error)}, None
-    mode = _ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
+    mode = ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
     if mode:
         one["instances"] = _instances(nvml, handle, one)
     return one, handle
@@ -186,32 +187,26 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], Any]:
 
 def _device(nvml: Any, handle: Any) -> dict[str, Any]:
     """Raises NVMLError where not even the UUID can be had: without it there is nothing to lease."""
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    uuid = text(nvml.nvmlDeviceGetUUID(handle))
     memory = _memory(nvml, handle)
     return {
         "uuid": uuid,
-        "name": _ask(nvml, lambda: _text(nvml.nvmlDeviceGetName(handle))),
+        "name": ask(nvml, lambda: text(nvml.nvmlDeviceGetName(handle))),
         "memory_used_bytes": memory.used if memory else None,
         "memory_total_bytes": memory.total if memory else None,
-        "processes": _ask(
-            nvml,
-            lambda: [
-                {"pid": process.pid, "memory_bytes": process.usedGpuMemory}
-                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            ],
-        ),
+        "processes": processes(nvml, handle),
     }
 
 
 def _memory(nvml: Any, handle: Any) -> Any:
     """Version 2 leaves what the driver reserves for itself out of ``used``: hundreds of MiB on an idle GPU."""
     version = getattr(nvml, "nvmlMemory_v2", None)
-    found = _ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
-    return found or _ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    found = ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
+    return found or ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
 
 
 def _instances(nvml: Any, handle: Any, parent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    most = _ask(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
+    most = ask(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
     found = []
     for index in range(min(most, _MOST_INSTANCES)):
         try:
@@ -236,23 +231,11 @@ def _distances(nvml: Any, found: list[tuple[dict[str, Any], Any]]) -> list[tuple
 
 
 def _distance(nvml: Any, one: Any, other: Any) -> int | None:
-    status = _ask(nvml, lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
+    status = ask(nvml, lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
     if status is not None and status == nvml.NVML_P2P_STATUS_OK:
         return NVLINK
-    level = _ask(nvml, lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
+    level = ask(nvml, lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
     return max(int(level), 1) if level is not None else None
-
-
-def _ask(nvml: Any, function: Callable[[], Any]) -> Any:
-    """``function()``, or None where this GPU or driver does not support the question."""
-    try:
-        return function()
-    except (nvml.NVMLError, AttributeError):
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _main() -> int:

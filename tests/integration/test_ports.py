@@ -74,7 +74,7 @@ sys.exit(int(sys.argv[1]))
 
 
 class Scene:
-    """``bind``: let torchrun listen (``let``: on that port); ``end``: let ranks end; ``ran``: the ports they were told."""
+    """``bind``: let torchrun listen (``let``: on that port); ``end``: let ranks end; ``ran``: what ports they saw."""
 
     def __init__(self, place: Path) -> None:
         package = place / "old" / "torch"

@@ -27,6 +27,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "model",
             "ring",
             "procstat",
+            "asknvml",
             "watch.stall",
             "watch.rhythm",
             "watch.stragglers",
