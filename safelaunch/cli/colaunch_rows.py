@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import PurePath
 from statistics import median
 
 from safelaunch.bundle.report import clean
@@ -14,7 +15,10 @@ from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
 
+GAP = "  "
 COLUMNS = ("job", "parameters", "state", "on", "port", "step", "rate", "elapsed", "estimate", "bundle")
+# What goes first where a terminal is too narrow for all columns.
+_LESS_WANTED = ("bundle", "parameters", "rate", "estimate", "port", "step")
 # What is shown first where not everything has room.
 _ORDER = ("running", "hung", "failed", "timed-out", "waiting", "skipped", "cancelled", "succeeded")
 
@@ -57,8 +61,19 @@ def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
         "-" if job.steps_per_s is None else rate(job.steps_per_s),
         "-" if elapsed_s is None else since(elapsed_s),
         "-" if left_s is None else since(left_s),
-        clean(job.outcome.bundle) if job.outcome and job.outcome.bundle else "-",
+        clean(PurePath(job.outcome.bundle).name) if job.outcome and job.outcome.bundle else "-",
     )
+
+
+def columns(rows: Sequence[Sequence[str]], width: int) -> tuple[str, ...]:
+    """Those of ``COLUMNS`` that have room in ``width`` with these rows; what says nothing goes first."""
+    kept = {name: [name, *(row[index] for row in rows)] for index, name in enumerate(COLUMNS)}
+    silent = [name for name in _LESS_WANTED if set(kept[name][1:]) <= {"-"}]
+    for name in dict.fromkeys((*silent, *_LESS_WANTED)):
+        if sum(max(map(len, cells)) for cells in kept.values()) + len(GAP) * (len(kept) - 1) <= width:
+            break
+        del kept[name]
+    return tuple(kept)
 
 
 def parameters(job: Job) -> str:
@@ -116,13 +131,23 @@ def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
 def summary_lines(tracks: Sequence[Track]) -> list[str]:
     """The table at the end: one line for each job, then what became of them in all."""
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
-    rows = [("job", "parameters", "state", "exit", "took", "attempts", "step", *metrics, "bundle")]
+    rows = [("job", "parameters", "state", "exit", "took", "attempts", "step", *metrics)]
     rows += [_summary_row(track, metrics) for track in tracks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = Counter[str](track.state for track in tracks)
     total = ", ".join(f"{counts[state]} {state}" for state in reversed(_ORDER) if counts[state])
-    return [*lines, "", f"{len(tracks)} jobs: {total}"]
+    return [*lines, *_remarks(tracks), "", f"{many(len(tracks), 'job')}: {total}"]
+
+
+def _remarks(tracks: Sequence[Track]) -> list[str]:
+    """Bundles, and why jobs were not run: too long for a column."""
+    found = []
+    for track in tracks:
+        bundle = track.outcome.bundle if track.outcome is not None else ""
+        if bundle or track.why:
+            found.append(f"{track.job.name}: {clean(bundle or track.why)}")
+    return ["", *found] if found else []
 
 
 def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -137,7 +162,6 @@ def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
         str(track.attempts),
         "-" if ended is None or ended.last_step is None else str(ended.last_step),
         *(_metric(found.get(name)) for name in metrics),
-        (clean(ended.bundle) if ended is not None and ended.bundle else clean(track.why)) or "-",
     )
 
 

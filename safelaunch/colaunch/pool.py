@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -50,8 +50,11 @@ class Pool(Protocol):
     def take(self, job: Job) -> Share | None:
         """A share for ``job``, or None where that much is not to be had any more."""
 
-    def wait(self, job: Job) -> str:
-        """``job`` would start if others left room: it comes before those who ask later. Returns who has what."""
+    def wait(self, job: Job, ours: Collection[int]) -> str:
+        """``job`` would start if others left room: it comes before those who ask later from now on.
+
+        Returns who has what, in lines, except for the processes of ``ours``.
+        """
 
     def leave(self) -> None:
         """Nothing is waited for."""
@@ -102,7 +105,7 @@ class Slots:
         cores = sorted({core for number in taken for core in self._shares[number]})
         return Share(taken, ranges(taken), cores=tuple(cores))
 
-    def wait(self, job: Job) -> str:
+    def wait(self, job: Job, ours: Collection[int]) -> str:
         return ""  # the cores are everybody's
 
     def leave(self) -> None:
@@ -145,8 +148,8 @@ class Gpus:
         gpus = tuple(gpu.uuid for gpu in taken.gpus)
         return Share(label=label, gpus=gpus, env={"CUDA_VISIBLE_DEVICES": taken.visible}, lease=taken.lease)
 
-    def wait(self, job: Job) -> str:
-        return self._node.queue(job.gpus, job.name)
+    def wait(self, job: Job, ours: Collection[int]) -> str:
+        return self._node.queue(job.gpus, job.name, ours)
 
     def leave(self) -> None:
         self._node.leave()

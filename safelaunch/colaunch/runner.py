@@ -70,6 +70,7 @@ class Runner:
         self._active: dict[str, Active] = {}
         self._steps = Steps(our_roots, clock)
         self._waiting = False
+        self._told = ""
         self._seeing = True
         self.stopped_by = 0
         self._stops = 0
@@ -175,18 +176,18 @@ class Runner:
             self._complain(str(error))
 
     def _wait_for_others(self) -> None:
-        """What would start if others left room for it stands in the node's queue; the user is told what it waits for.
+        """What would start if others left room for it stands in the node's queue; the user is told whose room that is.
 
-        Not while GPUs of our own are about to be free: a job that has ended may have left its lease already.
+        Once, until others have it.
         """
         job = self._sweep.next()
         if job is None:
             self._place.pool.leave()
             return
-        why = self._place.pool.wait(job)
-        if not self._waiting:
-            self._waiting = True
-            self._screen.note(why)
+        others = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
+        if others and others != self._told:
+            self._told = others
+            self._screen.note(f"{job.name} waits for {self._place.pool.kind}s that others have:\n{others}")
 
     def _try_to_start(self, job: Job) -> bool:
         """Whether that is done with; else it is to be tried again."""

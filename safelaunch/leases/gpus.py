@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from safelaunch.errors import InterruptedWait, ResourceError
@@ -101,11 +102,14 @@ class NodeGpus:
         self._claim.terms = self._terms(count, name)
         return self._claim.advance()
 
-    def queue(self, count: int, name: str) -> str:
-        """Keeps, or gets, a place among those who wait; until something is taken. Returns who has the GPUs."""
+    def queue(self, count: int, name: str, ours: Collection[int]) -> str:
+        """Keeps, or gets, a place among those who wait; until something is taken.
+
+        Returns which GPUs others have, those who are not in ``ours``; empty where nobody has.
+        """
         self._claim.terms = self._terms(count, name)
         self._claim.queue()
-        return f"waiting for {what(self._claim)}\n{table(self._claim)}"
+        return table(self._claim, {*ours, os.getpid()})
 
     def leave(self) -> None:
         """Nothing is wanted now: gives that place up."""

@@ -14,7 +14,7 @@ import stub
 
 from safelaunch.cli.colaunch_check import OURS, check_jobs, make_pool
 from safelaunch.cli.colaunch_options import parse
-from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, describe, headline, summary_lines, time_left_s
+from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, columns, describe, headline, summary_lines, time_left_s
 from safelaunch.cli.colaunch_screen import picture
 from safelaunch.colaunch import metrics, outcome, summary
 from safelaunch.colaunch.affinity import ranks, threads
@@ -395,7 +395,7 @@ def test_the_row_of_a_running_job() -> None:
 
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
     hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang"))
-    assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "7", "-", "1m30s", "-", "/b/a-hang")
+    assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "7", "-", "1m30s", "-", "a-hang")
     assert cells(view("waiting"), None)[2:] == ("waiting", *"-------")
 
 
@@ -427,11 +427,23 @@ def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
 
     snapshot = Snapshot(tuple(view("waiting", f"j{n}") for n in range(40)), "slot")
     console = Console(file=io.StringIO(), width=100, height=20)
-    console.print(picture(snapshot, 20))
+    console.print(picture(snapshot, 20, 100))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) <= 20
     assert lines[-2].strip() == "... and 25 more"
     assert lines[-1].strip() == "0 of 40 done, 40 waiting"
+
+
+def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
+    running = view("running", "lr-1e-3_seed-1", on="0-3", ports="20001", step=400, steps_per_s=49.4, elapsed_s=6.0)
+    hung = view("hung", "lr-3e-4_seed-1", outcome=Outcome("hung", 124, 90.0, 7, bundle=f"/b/lr-{'x' * 30}-hang"))
+    rows = [cells(each, 60.0) for each in (running, hung)]
+    assert columns(rows, 160) == COLUMNS
+    assert columns(rows, 90) == tuple(name for name in COLUMNS if name != "bundle")
+    assert columns(rows, 60) == ("job", "state", "on", "port", "step", "elapsed", "estimate")
+    assert columns(rows, 10) == ("job", "state", "on", "elapsed")
+    quiet = cells(view("running", "job-with-a-name", on="0", elapsed_s=1.0), None)
+    assert columns([quiet], 50) == ("job", "parameters", "state", "on", "elapsed"), "empty ones go first"
 
 
 def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
@@ -504,8 +516,7 @@ def test_the_table_at_the_end() -> None:
         "step",
         "loss",
         "state",
-        "bundle",
     ]
-    assert lines[1].split() == ["a", "lr=1e-3", "state=x", "succeeded", "0", "1m00s", "1", "100", "0.25", "-", "-"]
-    assert lines[3].endswith("needs b, which failed")
+    assert lines[1].split() == ["a", "lr=1e-3", "state=x", "succeeded", "0", "1m00s", "1", "100", "0.25", "-"]
+    assert [line for line in lines[4:] if ": " in line][-2] == "c: needs b, which failed"
     assert lines[-1] == "3 jobs: 1 succeeded, 1 skipped, 1 failed"

@@ -248,7 +248,7 @@ def test_a_job_holds_its_own_gpus_and_none_of_another(tmp_path: Path, node: stub
     assert len(a[0].split(",")) == 5 and not set(a[0].split(",")) & set(b[0].split(","))
     assert [a[1], b[1], none, late[1]] == ["5", "3", ["", "0"], "8"]
     assert store.look(everything) == {} and store.waiting() == []
-    assert not [note for note in scene.screen.notes if "waiting" in note], "its own jobs are nobody to wait for"
+    assert not [note for note in scene.screen.notes if "waits" in note], "its own jobs are nobody to wait for"
 
 
 def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node: stub.Node) -> None:
@@ -258,7 +258,8 @@ def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node:
     track = scene.sweep.tracks["a"]
     track.job = replace(track.job, timeout_s=60.0)
     keys = [stub.uuid(n) for n in range(8)]
-    theirs = store.attempt(keys, lambda held: keys, ourselves("", "their.py")).lease
+    them = replace(ourselves("", "their.py"), pid=1)
+    theirs = store.attempt(keys, lambda held: keys, them).lease
     assert theirs is not None
     late = [0.0]
 
@@ -273,8 +274,8 @@ def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node:
         Runner(scene.sweep, scene.place, scene.screen, lambda: time.monotonic() + late[0]).run(signals)
     assert (track.state, late[0] >= 1000.0, store.waiting()) == ("succeeded", True, [])
     assert track.outcome is not None and track.outcome.duration_s < 60
-    (waits,) = [note for note in scene.screen.notes if "waiting" in note]
-    assert waits.startswith("waiting for 2 of 8 GPUs (a)\n  GPU 0    leased by pid") and "their.py" in waits
+    (waits,) = [note for note in scene.screen.notes if "waits" in note]
+    assert waits.startswith("a waits for GPUs that others have:\n  GPU 0    leased by pid 1 ") and "their.py" in waits
 
 
 def test_gpus_of_a_job_that_is_killed_at_its_start_go_to_the_next(tmp_path: Path, node: stub.Node) -> None:
