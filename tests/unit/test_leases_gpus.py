@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -274,6 +277,31 @@ def test_a_process_as_it_is_seen() -> None:
     assert look(2**22 + 5) == User(2**22 + 5)
 
 
+def test_what_a_run_that_is_over_left_behind_is_told_from_what_still_has_its_supervisor(node: stub.Node) -> None:
+    """By the variable that the run gave it: the number of a supervisor that is gone, or of a younger process."""
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    sleeps = {}
+    for name, number in (("left", gone.pid), ("of a run", os.getpid()), ("of nobody", 0)):
+        env = {"SAFELAUNCH_SUPERVISOR_PID": str(number)} if number else {}
+        sleeps[name] = subprocess.Popen(["sleep", "600"], env={**os.environ, **env})
+    try:
+        found = {name: look(process.pid).left_over for name, process in sleeps.items()}
+        assert found == {"left": True, "of a run": False, "of nobody": False}
+        node.write(f"process 6 {sleeps['left'].pid} {stub.GIB}")
+        shown = subprocess.run(
+            [sys.executable, "-m", "safelaunch", "gpus", "--json"],
+            env={**os.environ, **node.environ}, capture_output=True, check=True,
+        )  # fmt: skip
+        document = json.loads(shown.stdout)
+        assert [one["state"] for one in document["gpus"]] == ["free"] * 6 + ["left behind", "free"]
+        assert document["gpus"][6]["processes"][0]["command"] == "sleep 600"
+    finally:
+        for process in sleeps.values():
+            process.kill()
+            process.wait()
+
+
 MIB = 1 << 20
 ROWS = [
     (Gpu("0", "GPU-0"), {}, {}, "free", "-"),
@@ -301,3 +329,17 @@ def test_plain_lines_are_aligned() -> None:
     lines = gpus.plain(gpu_rows.rows([gpu, replace(gpu, label="1")], {}, {}, 256 * MIB))
     assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
     assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]
+
+
+def test_on_a_narrow_terminal_names_are_cut_and_numbers_are_not() -> None:
+    import io
+
+    from rich.console import Console
+
+    gpu = Gpu("0", "GPU-0", "NVIDIA H100 80GB HBM3", memory_used_bytes=10 << 30, memory_total_bytes=80 << 30)
+    held = {"GPU-0": Holder(4194304, 1, "", "train.py --lr 1e-3 " + "x" * 60, time.time(), 0)}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(gpus.picture(gpu_rows.rows([gpu], held, {}, 256 * MIB), 80))
+    header, line = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert header.split() == list(gpus.COLUMNS) and len(line) <= 80
+    assert "10.0/80 GiB" in line and "leased" in line and "4194304" in line and "train.py --" in line
