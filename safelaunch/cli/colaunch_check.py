@@ -22,6 +22,7 @@ OURS = {
     "--bundle-dir": "bundles go into the job's directory of the sweep",
     "--gpus": "colaunch hands the GPUs out: say 'gpus: N' or --gpus-per-job N",
     "--wait": "colaunch waits by itself",
+    "--wait-timeout": "colaunch waits by itself",
     "--no-lease": "colaunch leases the GPUs that it hands out",
     "--gpu-busy-memory": "it is the same for all jobs: set SAFELAUNCH_GPU_BUSY_MEMORY, or say it in safelaunch.yaml",
     "--dry-run": "give it to colaunch",

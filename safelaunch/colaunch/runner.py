@@ -165,25 +165,25 @@ class Runner:
             self._complain(f"{self._place.journal.path} cannot be written")
             return
         try:
-            while (free := self._place.pool.free()) is not None:
+            while (wanted := self._sweep.next()) is not None:  # else nobody is asked what is free
+                free = self._place.pool.free()
+                if free is None:
+                    return
                 job = self._sweep.next(free)
                 if job is None:
-                    self._wait_for_others()
+                    self._wait_for_others(wanted)
                     return
                 if not self._try_to_start(job):
                     return
+            self._place.pool.leave()
         except StoreError as error:
             self._complain(str(error))
 
-    def _wait_for_others(self) -> None:
+    def _wait_for_others(self, job: Job) -> None:
         """What would start if others left room for it stands in the node's queue; the user is told whose room that is.
 
         Once, until others have it.
         """
-        job = self._sweep.next()
-        if job is None:
-            self._place.pool.leave()
-            return
         others = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
         if others and others != self._told:
             self._told = others
