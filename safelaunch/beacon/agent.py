@@ -1,7 +1,7 @@
 """The beacon of the torchrun agent, which knows what nobody else does: its workers' pids and how they ended.
 
 It appends one JSON object a line to ``agent.events``:
-``{"event": "agent", "pid"}``, ``{"event": "started", "attempt", "workers": {rank: [local_rank, pid,
+``{"event": "agent", "pid"}``, ``{"event": "started", "attempt", "master_port", "workers": {rank: [local_rank, pid,
 start_ticks]}}``,
 ``{"event": "failing", "attempt", "exits": {rank: returncode}}`` before the peers of a failed rank are ended, and
 ``{"event": "closed", "attempt", "exits"}`` after. Each carries ``time_unix_s``.
@@ -117,11 +117,18 @@ def _attempt(context: Any) -> int:
     return 0
 
 
+def _master_port(context: Any) -> str:
+    """MASTER_PORT as the ranks have it: torchrun may have let the kernel choose it."""
+    for env in context.envs.values():
+        return str(env.get("MASTER_PORT", ""))
+    return ""
+
+
 @log.guarded
 def _started(context: Any) -> None:
     workers = {_rank(context, local): [local, pid, page.start_ticks(pid)] for local, pid in context.pids().items()}
     _words[layout.ACK] = 0
-    _tell("started", attempt=_attempt(context), workers=workers)
+    _tell("started", attempt=_attempt(context), master_port=_master_port(context), workers=workers)
 
 
 def _exits(context: Any) -> dict[str, int]:

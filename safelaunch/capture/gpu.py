@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safelaunch.asknvml import ask, processes, text
 from safelaunch.capture import command
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
@@ -77,14 +78,14 @@ def query(nvml: Any) -> dict[str, Any]:
     try:
         count = nvml.nvmlDeviceGetCount()
         return {
-            "driver": _ask(nvml, lambda: _text(nvml.nvmlSystemGetDriverVersion())),
-            "cuda_driver": _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion),
+            "driver": ask(nvml, lambda: text(nvml.nvmlSystemGetDriverVersion())),
+            "cuda_driver": ask(nvml, nvml.nvmlSystemGetCudaDriverVersion),
             "gpus": [_gpu(nvml, index) for index in range(count)],
         }
     except nvml.NVMLError as error:
         return {"missing": f"NVML: {error}"}
     finally:
-        _ask(nvml, nvml.nvmlShutdown)
+        ask(nvml, nvml.nvmlShutdown)
 
 
 def _gpu(nvml: Any, index: int) -> dict[str, Any]:
@@ -93,44 +94,27 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
     except nvml.NVMLError as error:  # fallen off the bus: the most interesting one
         return {"index": index, "error": str(error)}
 
-    def ask(function: Callable[[], Any]) -> Any:
-        return _ask(nvml, function)
+    def told(function: Callable[[], Any]) -> Any:
+        return ask(nvml, function)
 
-    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     return {
         "index": index,
-        "uuid": ask(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
-        "name": ask(lambda: _text(nvml.nvmlDeviceGetName(handle))),
-        "utilisation_percent": ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        "uuid": told(lambda: text(nvml.nvmlDeviceGetUUID(handle))),
+        "name": told(lambda: text(nvml.nvmlDeviceGetName(handle))),
+        "utilisation_percent": told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         "memory_used_bytes": memory.used if memory else None,
         "memory_total_bytes": memory.total if memory else None,
-        "power_w": ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        "temperature_c": ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-        "sm_clock_mhz": ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-        "ecc_errors": ask(
+        "power_w": told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        "temperature_c": told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        "sm_clock_mhz": told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        "ecc_errors": told(
             lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             )
         ),
-        "processes": ask(
-            lambda: [
-                {"pid": process.pid, "memory_bytes": process.usedGpuMemory}
-                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            ]
-        ),
+        "processes": processes(nvml, handle),
     }
-
-
-def _ask(nvml: Any, function: Callable[[], Any]) -> Any:
-    """``function()``, or None where this GPU or driver does not support the question."""
-    try:
-        return function()
-    except (nvml.NVMLError, AttributeError):
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _main() -> int:

@@ -30,6 +30,7 @@ from safelaunch.colaunch.templates import Template
 from safelaunch.console import say
 from safelaunch.errors import PresetError, SpecError, UsageError
 from safelaunch.launch.paths import working_directory
+from safelaunch.leases.store import store_of
 from safelaunch.settings.yamlfile import read_yaml
 
 INTERRUPTED = 130
@@ -71,6 +72,7 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
         command=tuple(Text(word, "the command line") for word in options.command),
         matrix=Matrix(options.grid),
         gpus=options.gpus_per_job,
+        ports=options.ports_per_job,
         timeout_s=options.timeout_s,
         retries=options.retries,
         metrics=options.metrics,
@@ -88,6 +90,7 @@ def _sweep_name(options: Options) -> str:
 
 
 def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, environ: dict[str, str]) -> int:
+    pool.free()  # where no lease can be taken, that is said before anything is kept of the sweep
     journal = Journal(paths.journal)
     known = _history(options, journal, jobs, paths)
     try:
@@ -100,7 +103,7 @@ def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, e
     say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
     program = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "safelaunch"]
     with Signals() as signals, open_screen() as screen:
-        runner = Runner(sweep, Place(paths, pool, journal, environ, program), screen)
+        runner = Runner(sweep, Place(paths, pool, store_of(environ), journal, environ, program), screen)
         runner.run(signals)
         problem = _write_summary(sweep, paths)  # before the last word to a terminal that may have stopped reading
     return _finish(sweep, paths, problem, runner.stopped_by)

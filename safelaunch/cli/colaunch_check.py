@@ -12,8 +12,8 @@ from safelaunch.console import say
 from safelaunch.errors import SpecError, UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
-from safelaunch.leases import nvml
-from safelaunch.leases.choose import pool_of
+from safelaunch.launch.paths import working_directory
+from safelaunch.leases.gpus import NodeGpus
 from safelaunch.settings.config import options_of, resolve
 
 # What colaunch says itself, and where it is said instead.
@@ -22,6 +22,9 @@ OURS = {
     "--bundle-dir": "bundles go into the job's directory of the sweep",
     "--gpus": "colaunch hands the GPUs out: say 'gpus: N' or --gpus-per-job N",
     "--wait": "colaunch waits by itself",
+    "--wait-timeout": "colaunch waits by itself",
+    "--no-lease": "colaunch leases the GPUs that it hands out",
+    "--gpu-busy-memory": "it is the same for all jobs: set SAFELAUNCH_GPU_BUSY_MEMORY, or say it in safelaunch.yaml",
     "--dry-run": "give it to colaunch",
 }
 
@@ -30,23 +33,16 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
     """The node's GPUs (those in CUDA_VISIBLE_DEVICES where it is set), else slots. Raises ResourceError."""
     pool: Pool | None = None
     if slots is None:
-        uuids, missing = _gpus(environ)
-        pool = Gpus(uuids) if uuids else None
+        node = NodeGpus(environ, resolve((), environ, working_directory(), lambda: None).gpu_busy_memory_bytes)
+        pool = Gpus(node) if node.pool.gpus else None
         if pool is None:
-            say(f"no GPUs to give out ({missing}): each job gets a share of the CPU cores")
+            say(f"no GPUs to give out ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
     if pool is None:
         cores = by_topology(sorted(os.sched_getaffinity(0)))
         units = [max(1, job.gpus) for job in jobs]
         pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
     check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
     return pool
-
-
-def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
-    """The UUIDs of the GPUs that are ours to use, as for a single run; where there are none, why."""
-    found = nvml.inventory(environ)
-    pool = pool_of(environ, found.gpus)
-    return tuple(gpu.uuid for gpu in pool.gpus), found.missing or pool.origin
 
 
 def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> None:
@@ -61,7 +57,7 @@ def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> N
     seen: set[object] = set()
     for job in jobs:
         try:
-            _check(job, pool, table, torch, environ, seen)
+            _check(job.with_ports(range(20000, 20000 + job.ports)), pool, table, torch, environ, seen)
         except UsageError as error:
             raise SpecError(f"{job.where}: job {job.name}: {error.message}", error.fix) from error
 

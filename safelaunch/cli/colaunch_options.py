@@ -41,11 +41,12 @@ the same as a file, with more to say
   jobs:                          # optional: several kinds of jobs, with that matrix or one of their own
     prepare: {command: exec -- bash prepare.sh, matrix: {}, gpus: 0}
     train: {needs: prepare}      # all of prepare must have succeeded; else train is skipped
-  more keys of a job: name (with placeholders), cwd, metric-file
+  more keys of a job: name (with placeholders), cwd, metric-file, and ports: 2, which leases two for it, to be used as
+  {port} and {port2} in its command and env
 
 placeholders, in command, env, cwd, needs, name and metric-file: {PARAMETER}; {name}, {job_dir}, {sweep_dir} are the
-job's name, its own directory, the sweep's. {{ and }} stand for braces. One that is unknown, or a parameter that no
-command, env or cwd uses, is an error, and nothing is started.
+job's name, its own directory, the sweep's; in command and env also {port}, {port2}, ..., its ports. {{ and }} stand for
+braces. One that is unknown, or a parameter or port that nothing uses, is an error, and nothing is started.
 
 the sweep directory: journal.jsonl (what --resume goes by), summary.json, summary.csv, and for each job jobs/NAME/ with
 attempt-1.log (all that it wrote) and bundles/.
@@ -64,6 +65,7 @@ class Options:
     grid: tuple[Axis, ...]
     command: tuple[str, ...]
     gpus_per_job: int = 1
+    ports_per_job: int = 0
     timeout_s: float | None = None
     retries: int = 0
     slots: int | None = None
@@ -94,6 +96,7 @@ def parse(argv: list[str]) -> Options:
         grid=axes,
         command=command,
         gpus_per_job=1 if words.gpus_per_job is None else words.gpus_per_job,
+        ports_per_job=words.ports_per_job or 0,
         timeout_s=words.timeout,
         retries=words.retries or 0,
         slots=words.slots,
@@ -115,10 +118,10 @@ def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_comm
         return
     if has_command or words.grid:
         raise UsageError("colaunch: a file and a grid with a command exclude each other.", "See --help.")
-    for name in ("gpus_per_job", "timeout", "retries"):
+    for name in ("gpus_per_job", "ports_per_job", "timeout", "retries"):
         if getattr(words, name) is not None:
             flag = "--" + name.replace("_", "-")
-            key = "gpus" if name == "gpus_per_job" else name
+            key = name.removesuffix("_per_job")
             raise UsageError(
                 f"colaunch: {flag} goes with --grid.", f"In a file, say '{key}' in 'defaults' or in a job."
             )
@@ -137,6 +140,12 @@ def _parser() -> argparse.ArgumentParser:
     add("spec", nargs="?", metavar="SPEC.yaml", help="the sweep as a file")
     add("--grid", action="append", default=[], metavar="NAME=VALUES", help="a parameter: lr=1e-3,3e-4 or seed=0..4")
     add("--gpus-per-job", type=_number(parse_count), metavar="N", help="GPUs (else slots) for each job of a grid [1]")
+    add(
+        "--ports-per-job",
+        type=_number(parse_count),
+        metavar="N",
+        help="ports for each job of a grid: {port}, {port2}",
+    )
     add("--timeout", type=_number(parse_seconds), metavar="SECONDS", help="end a job of a grid after so long (90s, 2h)")
     add("--retries", type=_number(parse_count), metavar="N", help="try a job of a grid again, so often [0]")
     add("--slots", type=_number(_positive), metavar="N", help="give out N shares of the CPU cores instead of GPUs")

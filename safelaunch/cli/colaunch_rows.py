@@ -5,16 +5,20 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import PurePath
 from statistics import median
 
 from safelaunch.bundle.report import clean
 from safelaunch.cli.status_rows import rate, since
-from safelaunch.colaunch.jobs import Job, Track
+from safelaunch.colaunch.jobs import Job, Track, port_names
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
 
-COLUMNS = ("job", "parameters", "state", "on", "step", "rate", "elapsed", "estimate", "bundle")
+GAP = "  "
+COLUMNS = ("job", "parameters", "state", "on", "port", "step", "rate", "elapsed", "estimate", "bundle")
+# What goes first where a terminal is too narrow for all columns.
+_LESS_WANTED = ("bundle", "parameters", "rate", "estimate", "port", "step")
 # What is shown first where not everything has room.
 _ORDER = ("running", "hung", "failed", "timed-out", "waiting", "skipped", "cancelled", "succeeded")
 
@@ -52,12 +56,24 @@ def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
         parameters(job.job),
         state + attempt,
         job.on or "-",
+        job.ports or "-",
         "-" if step is None else str(step),
         "-" if job.steps_per_s is None else rate(job.steps_per_s),
         "-" if elapsed_s is None else since(elapsed_s),
         "-" if left_s is None else since(left_s),
-        clean(job.outcome.bundle) if job.outcome and job.outcome.bundle else "-",
+        clean(PurePath(job.outcome.bundle).name) if job.outcome and job.outcome.bundle else "-",
     )
+
+
+def columns(rows: Sequence[Sequence[str]], width: int) -> tuple[str, ...]:
+    """Those of ``COLUMNS`` that have room in ``width`` with these rows; what says nothing goes first."""
+    kept = {name: [name, *(row[index] for row in rows)] for index, name in enumerate(COLUMNS)}
+    silent = [name for name in _LESS_WANTED if set(kept[name][1:]) <= {"-"}]
+    for name in dict.fromkeys((*silent, *_LESS_WANTED)):
+        if sum(max(map(len, cells)) for cells in kept.values()) + len(GAP) * (len(kept) - 1) <= width:
+            break
+        del kept[name]
+    return tuple(kept)
 
 
 def parameters(job: Job) -> str:
@@ -97,11 +113,13 @@ def many(number: int, what: str) -> str:
 def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
     """For --dry-run: every job as it would be started."""
     lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
-    for job in jobs:
+    for one in jobs:
+        job = one.with_ports([f"{{{name}}}" for name in port_names(one.ports)])
         env = [f"{name}={value}" for name, value in job.env]
         lines.append(f"{job.name}  ({job.where})")
         lines.append(f"  {clean(shlex.join([*env, 'safelaunch', *job.words]))}")
         about = [many(pool.units(job.gpus), pool.kind), f"in {job.cwd}"]
+        about += [many(job.ports, "port")] if job.ports else []
         about += [f"needs {', '.join(job.needs)}"] if job.needs else []
         about += [f"at most {job.timeout_s:g} s"] if job.timeout_s is not None else []
         about += [f"retries {job.retries}"] if job.retries else []
@@ -113,13 +131,23 @@ def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
 def summary_lines(tracks: Sequence[Track]) -> list[str]:
     """The table at the end: one line for each job, then what became of them in all."""
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
-    rows = [("job", "parameters", "state", "exit", "took", "attempts", "step", *metrics, "bundle")]
+    rows = [("job", "parameters", "state", "exit", "took", "attempts", "step", *metrics)]
     rows += [_summary_row(track, metrics) for track in tracks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = Counter[str](track.state for track in tracks)
     total = ", ".join(f"{counts[state]} {state}" for state in reversed(_ORDER) if counts[state])
-    return [*lines, "", f"{len(tracks)} jobs: {total}"]
+    return [*lines, *_remarks(tracks), "", f"{many(len(tracks), 'job')}: {total}"]
+
+
+def _remarks(tracks: Sequence[Track]) -> list[str]:
+    """Bundles, and why jobs were not run: too long for a column."""
+    found = []
+    for track in tracks:
+        bundle = track.outcome.bundle if track.outcome is not None else ""
+        if bundle or track.why:
+            found.append(f"{track.job.name}: {clean(bundle or track.why)}")
+    return ["", *found] if found else []
 
 
 def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -134,7 +162,6 @@ def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
         str(track.attempts),
         "-" if ended is None or ended.last_step is None else str(ended.last_step),
         *(_metric(found.get(name)) for name in metrics),
-        (clean(ended.bundle) if ended is not None and ended.bundle else clean(track.why)) or "-",
     )
 
 

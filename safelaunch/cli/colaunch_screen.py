@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, headline, typical_s
+from safelaunch.cli.colaunch_rows import COLUMNS, GAP, cells, choose, columns, headline, typical_s
 from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.console import PREFIX, say
 
@@ -80,12 +80,13 @@ class TerminalScreen:
                 for text in self._notes:
                     self._live.console.print(Text(PREFIX + text))
                 self._notes.clear()
-                self._live.update(picture(snapshot(), self._live.console.height), refresh=True)
+                size = self._live.console.size
+                self._live.update(picture(snapshot(), size.height, size.width), refresh=True)
         except OSError:  # the terminal has gone, or does not read
             self._next_s = time.monotonic() + STUCK_RETRY_S
 
 
-def picture(snapshot: Snapshot, height: int) -> Any:
+def picture(snapshot: Snapshot, height: int, width: int) -> Any:
     """The table, as much of it as has room, and the line that sums it up."""
     from rich.console import Group
     from rich.table import Table
@@ -93,12 +94,14 @@ def picture(snapshot: Snapshot, height: int) -> Any:
 
     shown = choose(snapshot, max(3, height - 5))
     typical = typical_s(snapshot)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=name != "bundle")
-    for job in shown:
-        row = cells(job, typical.get(job.job.group))
-        table.add_row(*(Text(cell) for cell in row), style=_STYLES.get(job.state, "dim"))
+    rows = [cells(job, typical.get(job.job.group)) for job in shown]
+    kept = columns(rows, width)
+    table = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), header_style="dim")
+    for name in kept:
+        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
+    for job, row in zip(shown, rows, strict=True):
+        said = dict(zip(COLUMNS, row, strict=True))
+        table.add_row(*(Text(said[name]) for name in kept), style=_STYLES.get(job.state, "dim"))
     more = len(snapshot.jobs) - len(shown)
     rest = [Text(f"... and {more} more", style="dim")] if more else []
     return Group(table, *rest, Text(headline(snapshot), style="bold"))

@@ -21,6 +21,8 @@ from safelaunch.settings.values import parse_size
 
 from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, document, rows, waiting_line
 
+LEAST = 12  # characters of a command or name that are shown on the narrowest terminal
+
 
 def main(argv: list[str]) -> int:
     """Prints what there is; 0 also where there is no GPU, 1 when the driver cannot be asked."""
@@ -78,18 +80,30 @@ def plain(table: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _print_rich(table: Sequence[Row], waiting: Sequence[Holder]) -> None:
-    from rich.console import Console
+def picture(table: Sequence[Row], width: int) -> Any:
+    """For a terminal: where it is narrow, commands and names are cut, numbers and states are not."""
     from rich.table import Table
     from rich.text import Text
 
+    widths = {name: max(len(name), *(len(row.cells[at]) for row in table)) for at, name in enumerate(COLUMNS)}
+    for name in ("command", "name"):
+        excess = sum(widths.values()) + 2 * (len(COLUMNS) - 1) - width
+        widths[name] = max(min(widths[name], LEAST), widths[name] - max(0, excess))
     shown: Any = Table(box=None, pad_edge=False, header_style="dim")
     for name in COLUMNS:
-        shown.add_column(name, justify="right" if name in RIGHT else "left", no_wrap=True, overflow="ellipsis")
+        side: Any = "right" if name in RIGHT else "left"
+        shown.add_column(name, justify=side, no_wrap=True, overflow="ellipsis", width=widths[name])
     for row in table:
         shown.add_row(*(Text(cell) for cell in row.cells), style=STYLES[row.state])
+    return shown
+
+
+def _print_rich(table: Sequence[Row], waiting: Sequence[Holder]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console()
-    console.print(shown)
+    console.print(picture(table, console.width))
     for one in waiting:
         console.print(Text(waiting_line(one), style="dim"))
     console.print(Text(time.strftime("%H:%M:%S"), style="dim"))

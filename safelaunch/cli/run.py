@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from safelaunch.console import say
 from safelaunch.errors import UsageError
@@ -36,7 +36,15 @@ def main(words: list[str]) -> int:
     for option in misplaced(command.script):
         say(f"{option} stands after {command.script[0]}, so it is the script's; safelaunch's own options go before it")
     given = resources.gather(command, settings, environ, torch)
-    return start(build(given.command, settings, torch, surroundings(environ, given)), given)
+
+    def planned(given: Resources) -> Plan:
+        return build(given.command, settings, torch, surroundings(environ, given))
+
+    def again(given: Resources) -> tuple[Plan, Resources]:
+        other = resources.with_another_port(given, settings, environ)
+        return planned(other), other
+
+    return start(planned(given), given, again)
 
 
 def misplaced(script: Sequence[str]) -> list[str]:
@@ -51,8 +59,11 @@ def surroundings(environ: dict[str, str], given: Resources) -> Surroundings:
     return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
 
 
-def start(plan: Plan, given: Resources) -> int:
-    """Starts the job of ``plan`` and sees it to its end; with ``--dry-run`` only says what it would do."""
+def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan, Resources]] | None = None) -> int:
+    """Starts the job of ``plan`` and sees it to its end; with ``--dry-run`` only says what it would do.
+
+    ``again``: see ``session.run``.
+    """
     if plan.settings.dry_run:
         from safelaunch.launch.dryrun import describe
 
@@ -61,7 +72,7 @@ def start(plan: Plan, given: Resources) -> int:
     from safelaunch.session import session
 
     try:
-        return session.run(plan, given)
+        return session.run(plan, given, again)
     except OSError as error:
         raise UsageError(f"{plan.argv[0]} could not be started: {error.strerror or error}") from error
 

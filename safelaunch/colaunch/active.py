@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safelaunch.colaunch import metrics, outcome, spawn
 from safelaunch.colaunch.jobs import Job, Outcome, State, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Share
+from safelaunch.colaunch.steps import Pace
 from safelaunch.colaunch.view import JobView
 from safelaunch.launch.process import ProcessId
 
@@ -65,7 +67,9 @@ def lingers(active: Active, now: float) -> bool:
     return now - active.reaped_s <= LINGER_S + 1.0
 
 
-def outcome_of(active: Active, paths: SweepPaths, last_step: int | None) -> Outcome:
+def outcome_of(
+    active: Active, paths: SweepPaths, last_step: int | None, say: Callable[[str], None] = lambda text: None
+) -> Outcome:
     """How an attempt that has been reaped ended."""
     assert active.status is not None
     job = active.job
@@ -80,21 +84,22 @@ def outcome_of(active: Active, paths: SweepPaths, last_step: int | None) -> Outc
         last_step=last_step,
         gpus=active.share.gpus,
         bundle=bundle,
-        metrics={**metrics.from_log(active.log, job.metrics), **found},
+        metrics={**metrics.from_log(active.log, job.metrics, say), **found},
     )
 
 
-def view_of(active: Active, track: Track, progress: tuple[int | None, float | None], now: float) -> JobView:
-    """A job that runs. ``progress``: step, and steps per second."""
-    step, steps_per_s = progress
+def view_of(active: Active, track: Track, pace: Pace, now: float) -> JobView:
+    """A job that runs."""
+    ports = dict.fromkeys(filter(None, (pace.master_port, *map(str, active.share.ports))))
     return JobView(
         track.job,
         track.state,
         track.attempts,
         "stopping" if active.ended_by_us else "",
         active.share.label,
-        step,
-        steps_per_s,
+        ",".join(ports),
+        pace.step,
+        pace.steps_per_s,
         now - active.began_s,
         track.outcome,
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from safelaunch.colaunch.grid import BUILTIN, MAX_JOBS, Params
-from safelaunch.colaunch.jobs import Job
+from safelaunch.colaunch.jobs import Job, port_marks, port_names
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.templates import Template
 from safelaunch.errors import SpecError
@@ -50,7 +50,12 @@ def expand(templates: Sequence[Template], places: Places) -> tuple[Job, ...]:
 def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...]]]:
     """The jobs of one template, with their needs as texts still."""
     known = [*(axis.name for axis in template.matrix.axes), *BUILTIN]
-    used = {name for text in template.working_texts() for name in text.check(known)}
+    ports = _ports(template)
+    used = {
+        name
+        for text in template.working_texts()
+        for name in text.check(known if text is template.cwd else [*known, *ports])
+    }
     for text in template.other_texts():
         text.check([name for name in known if text is not template.name or name not in BUILTIN])
     for axis in template.matrix.axes:
@@ -61,6 +66,11 @@ def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...
                 f"{axis.where}: the parameter {axis.name!r} is not used{owner}",
                 f"put {{{axis.name}}} into the command, env or cwd{hint}",
             )
+    for name in ports:
+        if name not in used:
+            raise SpecError(
+                f"{template.where}: the port {{{name}}} is not used", "put it into the command or env, or ask for fewer"
+            )
     combinations = template.matrix.combinations()
     if not combinations:
         raise SpecError(f"{template.where}: every combination of the matrix is excluded")
@@ -68,19 +78,32 @@ def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...
     return [_job(template, params, name, places) for params, name in zip(combinations, names, strict=True)]
 
 
+def _ports(template: Template) -> tuple[str, ...]:
+    """The names of its ports, which no parameter may have."""
+    names = port_names(template.ports)
+    for axis in template.matrix.axes:
+        if axis.name in names:
+            raise SpecError(
+                f"{axis.where}: {{{axis.name}}} is a port that is leased for the job", "give the parameter another name"
+            )
+    return names
+
+
 def _job(template: Template, params: Params, name: str, places: Places) -> tuple[Job, tuple[Text, ...]]:
     own = {"name": name, "sweep_dir": places.sweep_dir, "job_dir": posixpath.join(places.jobs_dir, name)}
     values = {**dict(params), **own}
+    with_ports = {**values, **port_marks(template.ports)}
     cwd = posixpath.join(places.cwd, template.cwd.fill(values)) if template.cwd is not None else places.cwd
     metric_file = posixpath.join(cwd, template.metric_file.fill(values)) if template.metric_file is not None else ""
     job = Job(
         name=name,
-        words=tuple(text.fill(values) for text in (*_after_exec(template)[0], *_after_exec(template)[1])),
+        words=tuple(text.fill(with_ports) for text in (*_after_exec(template)[0], *_after_exec(template)[1])),
         where=template.where,
         group=template.group,
         params=params,
         gpus=template.gpus,
-        env=tuple((variable, text.fill(values)) for variable, text in template.env),
+        ports=template.ports,
+        env=tuple((variable, text.fill(with_ports)) for variable, text in template.env),
         cwd=cwd,
         timeout_s=template.timeout_s,
         retries=template.retries,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 State = Literal["waiting", "running", "succeeded", "failed", "hung", "timed-out", "skipped", "cancelled"]
@@ -16,11 +17,26 @@ FINAL: frozenset[str] = frozenset({"succeeded", "failed", "hung", "timed-out", "
 WORTH_ANOTHER_ATTEMPT: frozenset[str] = frozenset({"failed", "hung", "timed-out"})
 
 
+# No word of a command line and no variable can hold a NUL.
+_MARK = re.compile("\0([0-9]+)\0")
+
+
+def port_names(count: int) -> tuple[str, ...]:
+    """The placeholders of a job with so many ports: ``port``, ``port2``, ``port3``, ..."""
+    return tuple("port" if number == 1 else f"port{number}" for number in range(1, count + 1))
+
+
+def port_marks(count: int) -> dict[str, str]:
+    """What these placeholders are filled with until the numbers are known."""
+    return {name: f"\0{index}\0" for index, name in enumerate(port_names(count))}
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One job, every placeholder filled in.
 
-    ``words``: what stands behind ``safelaunch``, without the name and bundle directory that colaunch adds. ``group``:
+    ``words``: what stands behind ``safelaunch``, without the name and bundle directory that colaunch adds. ``ports``:
+    how many it is given when it starts; where their numbers are to stand, ``words`` and ``env`` hold a mark. ``group``:
     the job's key in the specification, which all combinations of its matrix share. ``needs``: names of jobs. ``cwd``
     and ``metric_file`` are absolute. ``where``: ``file:line``, or the command line's word, that it comes from.
     """
@@ -31,6 +47,7 @@ class Job:
     group: str = ""
     params: tuple[tuple[str, str], ...] = ()
     gpus: int = 1
+    ports: int = 0
     env: tuple[tuple[str, str], ...] = ()
     cwd: str = "/"
     needs: tuple[str, ...] = ()
@@ -45,9 +62,18 @@ class Job:
         text = json.dumps([self.words, sorted(self.env), self.cwd])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def arguments(self, bundle_dir: str, options: Sequence[str] = ()) -> tuple[str, ...]:
-        """What ``safelaunch`` is given, ``options`` those of its share of the node. ``exec`` stays the first word."""
-        own = ("--run-name", self.name, "--bundle-dir", bundle_dir, *options)
+    def with_ports(self, numbers: Sequence[object]) -> Job:
+        """The same with ``numbers`` in the place of the marks; they may also be the names, to be shown."""
+
+        def filled(text: str) -> str:
+            return _MARK.sub(lambda match: str(numbers[int(match[1])]), text)
+
+        env = tuple((name, filled(value)) for name, value in self.env)
+        return replace(self, words=tuple(map(filled, self.words)), env=env)
+
+    def arguments(self, bundle_dir: str) -> tuple[str, ...]:
+        """What ``safelaunch`` is given. ``exec`` stays the first word."""
+        own = ("--run-name", self.name, "--bundle-dir", bundle_dir)
         if self.words[:1] == ("exec",):
             return ("exec", *own, *self.words[1:])
         return (*own, *self.words)

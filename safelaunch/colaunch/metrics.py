@@ -6,8 +6,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from safelaunch.colaunch.jobs import Metric
 from safelaunch.errors import SpecError
@@ -16,6 +19,7 @@ from safelaunch.errors import SpecError
 TAIL_BYTES = 32 << 20
 LONGEST_LINE = 1 << 16
 LARGEST_FILE = 1 << 20
+MOST_CPU_S = 2.0  # 32 MiB of lines without a match take about one
 
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_./-]*)")
 
@@ -43,19 +47,28 @@ def check_pattern(pattern: str) -> tuple[str, ...]:
 
 
 def from_lines(lines: Iterable[str], patterns: Sequence[str]) -> dict[str, Metric]:
-    """The last value of each metric in ``lines``."""
+    """The value of each metric in the first of ``lines`` that has it; within a line the last counts."""
     searches = [(re.compile(pattern), check_pattern(pattern)) for pattern in patterns]
+    wanted = {name for _, names in searches for name in names}
     found: dict[str, Metric] = {}
     for line in lines:
+        here: dict[str, Metric] = {}
         for compiled, names in searches:
             for match in compiled.finditer(line):
                 groups = match.groupdict() or {names[0]: match[1]}
-                found.update({name: value_of(text) for name, text in groups.items() if text is not None})
+                here.update({name: value_of(text) for name, text in groups.items() if text is not None})
+        found = {**here, **found}
+        if len(found) == len(wanted):
+            break
     return found
 
 
-def from_log(path: Path, patterns: Sequence[str]) -> dict[str, Metric]:
-    """The last value of each metric near the end of a job's output; what cannot be read has none."""
+def from_log(path: Path, patterns: Sequence[str], say: Callable[[str], None] = lambda text: None) -> dict[str, Metric]:
+    """The last value of each metric near the end of a job's output; what cannot be read has none.
+
+    A pattern may take for ever (``(a+)+b``): ``MOST_CPU_S`` for each, then ``say`` is told that it was given up. To be
+    called from the main thread.
+    """
     if not patterns:
         return {}
     try:
@@ -64,16 +77,48 @@ def from_log(path: Path, patterns: Sequence[str]) -> dict[str, Metric]:
             data = file.read(TAIL_BYTES)
     except OSError:
         return {}
-    # A progress bar separates its lines by carriage returns.
-    lines = data.replace(b"\r", b"\n").split(b"\n")
-    return from_lines((line[:LONGEST_LINE].decode("utf-8", "replace") for line in lines), patterns)
+    data = data.replace(b"\r", b"\n")  # a progress bar separates its lines by carriage returns
+    found: dict[str, Metric] = {}
+    for pattern in patterns:
+        try:
+            with _at_most(MOST_CPU_S):
+                found.update(from_lines(_backwards(data), [pattern]))
+        except TimeoutError:
+            say(f"{path.parent.name}: the metric {pattern!r} was given up: searching {path.name} takes too long")
+    return found
+
+
+def _backwards(data: bytes) -> Iterator[str]:
+    """Lines, the last first; a pattern that is found does not look through megabytes then."""
+    end = len(data)
+    while end >= 0:
+        begin = data.rfind(b"\n", 0, end) + 1
+        yield data[begin : min(end, begin + LONGEST_LINE)].decode("utf-8", "replace")
+        end = begin - 1
+
+
+@contextmanager
+def _at_most(cpu_s: float) -> Iterator[None]:
+    """TimeoutError in what takes more of our processor time. The engine looks for signals now and then."""
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def from_file(path: Path) -> dict[str, Metric]:
     """Numbers and texts at the top level of a JSON file; none where it is not there or not such a file."""
     try:
-        with path.open("rb") as file:
-            document = json.loads(file.read(LARGEST_FILE))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would keep us waiting
+        with open(descriptor, "rb") as file:
+            document = json.loads(file.read(LARGEST_FILE) or b"")
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(document, dict):

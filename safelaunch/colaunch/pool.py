@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from safelaunch.colaunch.jobs import Job
 from safelaunch.errors import ResourceError
+from safelaunch.leases.gpus import NodeGpus
+from safelaunch.leases.lease import Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one job holds. ``units``: their numbers in the pool; ``label`` names them to the user.
+    """What one job holds. ``units``: the numbers of its slots; ``label`` names what it runs on to the user.
 
-    ``env`` and ``options`` (safelaunch's) hand them to the job; ``cores`` is its CPU affinity, empty for all.
+    ``env`` tells the job of it; ``cores`` is its CPU affinity, empty for all. ``lease``: GPUs and ports, to be handed
+    over to the job's safelaunch. ``ports``: their numbers.
     """
 
-    units: tuple[int, ...]
-    label: str
+    units: tuple[int, ...] = ()
+    label: str = ""
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
+    lease: Lease = field(default_factory=lambda: Lease({}))
+    ports: tuple[int, ...] = ()
 
 
 class Pool(Protocol):
@@ -39,14 +44,23 @@ class Pool(Protocol):
     def units(self, gpus: int) -> int:
         """How many units a job takes that asks for ``gpus`` GPUs."""
 
-    def free(self) -> int:
-        """Units that can be had now, as far as can be told without taking them."""
+    def free(self) -> int | None:
+        """Units that can be had now; None while that is not known yet."""
 
-    def take(self, units: int) -> Share | None:
-        """A share, or None where that many are not to be had any more."""
+    def take(self, job: Job) -> Share | None:
+        """A share for ``job``, or None where that much is not to be had any more."""
+
+    def wait(self, job: Job, ours: Collection[int]) -> str:
+        """``job`` would start if others left room: it comes before those who ask later from now on.
+
+        Returns who has what, in lines, except for the processes of ``ours``.
+        """
+
+    def leave(self) -> None:
+        """Nothing is waited for."""
 
     def release(self, share: Share) -> None:
-        """The job of this share is over."""
+        """The job of this share is over, or was not started."""
 
 
 class _Numbers:
@@ -84,47 +98,65 @@ class Slots:
     def free(self) -> int:
         return len(self._numbers.free)
 
-    def take(self, units: int) -> Share | None:
-        taken = self._numbers.take(units)
+    def take(self, job: Job) -> Share | None:
+        taken = self._numbers.take(self.units(job.gpus))
         if taken is None:
             return None
         cores = sorted({core for number in taken for core in self._shares[number]})
         return Share(taken, ranges(taken), cores=tuple(cores))
 
+    def wait(self, job: Job, ours: Collection[int]) -> str:
+        return ""  # the cores are everybody's
+
+    def leave(self) -> None:
+        return
+
     def release(self, share: Share) -> None:
+        share.lease.release()
         self._numbers.free.update(share.units)
 
 
 class Gpus:
-    """The node's GPUs, as far as they are ours to use; each job sees its own alone."""
+    """The node's GPUs, as far as they are ours to use; each job sees its own alone.
+
+    What is free is what nobody on this node holds or uses, whoever that is: our own jobs' leases say so, too.
+    """
 
     kind = "GPU"
 
-    def __init__(self, uuids: Sequence[str]) -> None:
-        self._uuids = tuple(uuids)
-        self._numbers = _Numbers(len(self._uuids))
+    def __init__(self, node: NodeGpus) -> None:
+        self._node = node
 
     @property
     def capacity(self) -> int:
-        return self._numbers.count
+        return len(self._node.pool.gpus)
 
     def units(self, gpus: int) -> int:
         return gpus
 
-    def free(self) -> int:
-        return len(self._numbers.free)
+    def free(self) -> int | None:
+        return self._node.free()
 
-    def take(self, units: int) -> Share | None:
-        taken = self._numbers.take(units)
+    def take(self, job: Job) -> Share | None:
+        if not job.gpus:
+            return Share(label="none", env={"CUDA_VISIBLE_DEVICES": ""})
+        taken = self._node.take(job.gpus, job.name)
         if taken is None:
             return None
-        gpus = tuple(self._uuids[number] for number in taken)
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        # Its safelaunch leases these very GPUs. Somebody else on the node may have one just now: then it waits.
-        return Share(taken, ranges(taken) or "none", gpus, env=visible, options=("--wait",) if gpus else ())
+        labels = [gpu.label for gpu in taken.gpus]
+        label = ranges([int(label) for label in labels]) if all(map(str.isdecimal, labels)) else ",".join(labels)
+        gpus = tuple(gpu.uuid for gpu in taken.gpus)
+        return Share(label=label, gpus=gpus, env={"CUDA_VISIBLE_DEVICES": taken.visible}, lease=taken.lease)
+
+    def wait(self, job: Job, ours: Collection[int]) -> str:
+        return self._node.queue(job.gpus, job.name, ours)
+
+    def leave(self) -> None:
+        self._node.leave()
 
     def release(self, share: Share) -> None:
-        self._numbers.free.update(share.units)
+        share.lease.release()
+        self._node.freed()
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from safelaunch.colaunch import spawn
 from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, view_of, view_without
@@ -24,8 +24,12 @@ from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.steps import Steps
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import JobView, Screen, Snapshot
+from safelaunch.errors import ResourceError, StoreError
 from safelaunch.launch import process
 from safelaunch.launch.process import ProcessId
+from safelaunch.leases import ports
+from safelaunch.leases.holder import ourselves
+from safelaunch.leases.store import Store
 from safelaunch.session.discover import our_roots
 
 TICK_S = 0.5
@@ -49,6 +53,7 @@ class Place:
 
     paths: SweepPaths
     pool: Pool
+    store: Store
     journal: Journal
     environ: Mapping[str, str]
     program: Sequence[str]
@@ -65,6 +70,7 @@ class Runner:
         self._active: dict[str, Active] = {}
         self._steps = Steps(our_roots, clock)
         self._waiting = False
+        self._told = ""
         self._seeing = True
         self.stopped_by = 0
         self._stops = 0
@@ -81,6 +87,7 @@ class Runner:
                 break
             busy = any(active.status is not None or active.asked_s for active in self._active.values())
             signals.wait(BUSY_TICK_S if busy else TICK_S)
+        self._place.pool.leave()
         if not self._place.journal.catch_up():
             self._screen.note(f"{self._place.journal.path} cannot be written: --resume will run some jobs again")
 
@@ -140,7 +147,7 @@ class Runner:
 
     def _end(self, ended: Active) -> None:
         last_step = self._steps.last_of(ended.process)
-        self._record(ended.job, ended.attempt, outcome_of(ended, self._place.paths, last_step))
+        self._record(ended.job, ended.attempt, outcome_of(ended, self._place.paths, last_step, self._screen.note))
         self._place.pool.release(ended.share)
 
     def _record(self, job: Job, attempt: int, ended: Outcome) -> None:
@@ -157,17 +164,42 @@ class Runner:
         if not self._place.journal.catch_up():
             self._complain(f"{self._place.journal.path} cannot be written")
             return
-        chosen = self._sweep.choose(self._place.pool.free())
-        for job in reversed([job for job in chosen if not self._try_to_start(job)]):
-            self._sweep.put_back(job.name)
+        try:
+            while (wanted := self._sweep.next()) is not None:  # else nobody is asked what is free
+                free = self._place.pool.free()
+                if free is None:
+                    return
+                job = self._sweep.next(free)
+                if job is None:
+                    self._wait_for_others(wanted)
+                    return
+                if not self._try_to_start(job):
+                    return
+            self._place.pool.leave()
+        except StoreError as error:
+            self._complain(str(error))
+
+    def _wait_for_others(self, job: Job) -> None:
+        """What would start if others left room for it stands in the node's queue; the user is told whose room that is.
+
+        Once, until others have it.
+        """
+        others = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
+        if others and others != self._told:
+            self._told = others
+            self._screen.note(f"{job.name} waits for {self._place.pool.kind}s that others have:\n{others}")
 
     def _try_to_start(self, job: Job) -> bool:
         """Whether that is done with; else it is to be tried again."""
-        share = self._place.pool.take(self._place.pool.units(job.gpus))
+        share = self._place.pool.take(job)
         if share is None:
             return False
         try:
-            self._launch(job, share)
+            self._launch(job, self._with_ports(job, share))
+        except ResourceError as error:
+            self._place.pool.release(share)
+            self._complain(f"{job.name}: {error}")
+            return False
         except _Unrecorded as error:
             self._place.pool.release(share)
             self._complain(f"{self._place.journal.path} cannot be written: {error}")
@@ -178,8 +210,17 @@ class Runner:
                 self._complain(f"{job.name}: {error.strerror}")
                 return False
             self._screen.note(f"{job.name} could not be started: {error.strerror or error}")
+            self._sweep.began(job)
             self._record(job, self._sweep.tracks[job.name].attempts, Outcome("failed", CANNOT_START))
         return True
+
+    def _with_ports(self, job: Job, share: Share) -> Share:
+        """Raises ResourceError where there are not so many."""
+        if not job.ports:
+            return share
+        taken = ports.take(self._place.store, job.ports, ourselves(job.name, "safelaunch colaunch"))
+        share.lease.add(taken.lease)
+        return replace(share, ports=taken.numbers)
 
     def _complain(self, why: str) -> None:
         if not self._waiting:
@@ -187,7 +228,8 @@ class Runner:
             self._screen.note(f"no job can be started, and it is tried again and again ({why})")
 
     def _launch(self, job: Job, share: Share) -> None:
-        attempt, paths = self._sweep.tracks[job.name].attempts, self._place.paths
+        """Its lease passes to it: from the moment that it lives it holds what it was given, also when we are killed."""
+        attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
         paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
         def record(started: ProcessId) -> None:
@@ -196,18 +238,22 @@ class Runner:
             except OSError as error:
                 raise _Unrecorded(error.strerror or str(error)) from error
 
-        bundle_dir = os.fspath(paths.bundles(job.name))
+        given = job.with_ports(share.ports)
+        variables, descriptors = share.lease.hand_over()
         command = spawn.Command(
-            argv=(*self._place.program, *job.arguments(bundle_dir, share.options)),
-            env=self._environment(job, share),
+            argv=(*self._place.program, *given.arguments(os.fspath(paths.bundles(job.name)))),
+            env={**self._environment(given, share), **variables},
             cwd=job.cwd,
             log=paths.log(job.name, attempt),
             cores=share.cores,
             exit_file=paths.exit_file(job.name, attempt),
+            keep=descriptors,
         )
         before = before_of(job, paths)
         started = spawn.start(command, record)
+        share.lease.forget()
         self._waiting = False
+        self._sweep.began(job)
         self._active[job.name] = Active(job, attempt, share, started, command.log, before, self._clock())
         self._screen.note(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 

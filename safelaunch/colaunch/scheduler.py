@@ -53,27 +53,24 @@ def end(queue: Queue, name: str) -> Queue:
     return replace(queue, running=tuple(job for job in queue.running if job.name != name))
 
 
-def put_back(queue: Queue, name: str) -> Queue:
-    """With a job that could not be started after all waiting again, before all others."""
-    units = next(job.units for job in queue.running if job.name == name)
-    return replace(end(queue, name), waiting=(Waiting(name, units), *queue.waiting))
-
-
 def clear(queue: Queue) -> Queue:
     """With nothing waiting: no more jobs are to start."""
     return replace(queue, waiting=())
 
 
-def start(queue: Queue, free: int | None = None) -> tuple[Queue, tuple[str, ...]]:
-    """Starts what fits now. ``free``: units that are to be had, where others use some; else all that are not used."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A job that may start now, and the queue as it is once that has started."""
+
+    name: str
+    queue: Queue
+
+
+def next_start(queue: Queue, free: int | None = None) -> Start | None:
+    """The next job that fits. ``free``: units that are to be had, where others use some; else all that are not used."""
     left = queue.capacity - queue.used if free is None else min(free, queue.capacity - queue.used)
-    started: list[str] = []
-    while (choice := _next(queue, left)) is not None:
-        job, head = choice
-        left -= job.units
-        started.append(job.name)
-        queue = _moved(queue, job, head)
-    return queue, tuple(started)
+    choice = _next(queue, left)
+    return Start(choice[0].name, _moved(queue, *choice)) if choice is not None else None
 
 
 def _next(queue: Queue, free: int) -> tuple[Waiting, Waiting | None] | None:
@@ -82,19 +79,23 @@ def _next(queue: Queue, free: int) -> tuple[Waiting, Waiting | None] | None:
         return None
     head: Waiting | None = None
     for job in queue.waiting:
-        if job.units <= free and (head is None or job.units <= _spare(queue, head)):
+        if job.units <= free and (head is None or job.units <= _spare(queue, head, free)):
             return job, head
         if head is None:
             head = job
     return None
 
 
-def _spare(queue: Queue, head: Waiting) -> int:
-    """How many units may go to a job that overtakes ``head``."""
-    if not _kept_for(queue, head):
+def _spare(queue: Queue, head: Waiting, free: int) -> int:
+    """How many units may go to a job that overtakes ``head``.
+
+    While others use so much that our jobs' ends alone could not make room for it, nothing is kept idle for it.
+    """
+    ours = queue.used + free
+    if not _kept_for(queue, head) or head.units > ours:
         return queue.capacity
     late = sum(job.units for job in queue.running if job.past == head.name)
-    return queue.capacity - head.units - late
+    return ours - head.units - late
 
 
 def _kept_for(queue: Queue, head: Waiting) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from safelaunch.launch.process import ProcessId, identify
+from safelaunch.launch.process import ProcessId, fork
 
 PR_SET_PDEATHSIG = 1
 EXIT_FILE = "SAFELAUNCH_EXIT_FILE"
@@ -32,7 +32,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Command:
     """What to run, where. ``log`` takes all of its output; ``cores``: its CPU affinity, empty to leave it.
 
-    ``exit_file``: where safelaunch is to leave its exit code.
+    ``exit_file``: where safelaunch is to leave its exit code. ``keep``: descriptors that it is to have as well.
     """
 
     argv: Sequence[str]
@@ -41,6 +41,7 @@ class Command:
     log: Path
     cores: Collection[int] = ()
     exit_file: Path | None = None
+    keep: Collection[int] = ()
 
 
 def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
@@ -54,62 +55,33 @@ def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _start(command, log, tell)
+        parent = os.getpid()
+        return fork(lambda: _become(command, log, parent), tell)
     finally:
         os.close(log)
 
 
-def _start(command: Command, log: int, tell: Callable[[ProcessId], None]) -> ProcessId:
-    may_go, go = os.pipe()
-    problem, report = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if not pid:
-        os.close(go)  # else it would wait for itself
-        _become(command, log, parent, may_go, report)
-    os.close(may_go)
-    os.close(report)
-    try:
-        process = identify(pid) or ProcessId(pid, 0)
-        tell(process)
-        os.write(go, b"!")
-    except BaseException:
-        os.close(go)
-        os.waitpid(pid, 0)
-        os.close(problem)
-        raise
-    os.close(go)
-    number = os.read(problem, 16)  # its end is closed by a successful exec
-    os.close(problem)
-    if number:
-        os.waitpid(pid, 0)
-        raise OSError(int(number), os.strerror(int(number)))
-    return process
-
-
-def _become(command: Command, log: int, parent: int, may_go: int, report: int) -> NoReturn:
-    """In the forked child. ``report`` takes the number of the error that kept it from becoming ``command``."""
-    try:
-        signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(signum, signal.SIG_DFL)
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() == parent and os.read(may_go, 1):
-            os.setsid()
-            os.chdir(command.cwd)
-            if command.cores:
-                os.sched_setaffinity(0, command.cores)
-            null = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((null, 0), (log, 1), (log, 2)):
-                os.dup2(source, target)
-            env = dict(command.env)
-            if command.exit_file is not None:
-                env[EXIT_FILE] = f"{os.getpid()}:{command.exit_file}"
-            os.execve(command.argv[0], list(command.argv), env)
-    except OSError as error:
-        os.write(report, str(error.errno).encode())
-    finally:
-        os._exit(127)
+def _become(command: Command, log: int, parent: int) -> NoReturn:
+    """In the forked child."""
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(127)  # it was killed before
+    os.setsid()
+    os.chdir(command.cwd)
+    if command.cores:
+        os.sched_setaffinity(0, command.cores)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    for descriptor in command.keep:
+        os.set_inheritable(descriptor, True)
+    env = dict(command.env)
+    if command.exit_file is not None:
+        env[EXIT_FILE] = f"{os.getpid()}:{command.exit_file}"
+    os.execve(command.argv[0], list(command.argv), env)
 
 
 def exit_code_in(exit_file: Path) -> int | None:

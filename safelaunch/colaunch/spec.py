@@ -5,7 +5,7 @@
       gpus: 1
       preset: hang-debug
       env: {WANDB_NAME: "{name}"}
-      timeout: 2h                   # also retries, stall-timeout, startup-timeout, max-stall, on-stall
+      timeout: 2h                   # also retries, ports, stall-timeout, startup-timeout, max-stall, on-stall
     matrix:                         # every combination is a job
       lr: [1e-3, 3e-4]
       seed: 0..4
@@ -38,6 +38,7 @@ TOP = ("defaults", "matrix", "jobs")
 SHARED = (
     "command",
     "gpus",
+    "ports",
     "preset",
     "env",
     *WATCHDOG_KEYS,
@@ -127,6 +128,7 @@ def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, 
         cwd=_text(keys, "cwd"),
         needs=_needs(keys),
         gpus=_count(keys, "gpus", 1),
+        ports=_count(keys, "ports", 0),
         timeout_s=_seconds(keys, "timeout"),
         retries=_count(keys, "retries", 0),
         metrics=(*metrics, *extra.metrics),

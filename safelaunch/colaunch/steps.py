@@ -20,6 +20,15 @@ LOOK_EVERY_S = 0.25
 RATE_OVER_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How far a job is, and how fast; None where there is nothing to go by. ``master_port``: as its ranks have it."""
+
+    step: int | None = None
+    steps_per_s: float | None = None
+    master_port: str = ""
+
+
 @dataclass(slots=True)
 class _Followed:
     """``samples``: (time, step) of the last seconds, the oldest first."""
@@ -77,10 +86,10 @@ class Steps:
         for supervisor in supervisors:
             self._followed[supervisor].look(now)
 
-    def of(self, supervisor: ProcessId) -> tuple[int | None, float | None]:
-        """Step and steps per second; None where there is nothing to go by."""
+    def of(self, supervisor: ProcessId) -> Pace:
         followed = self._followed.get(supervisor, _Followed())
-        return followed.step, followed.steps_per_s
+        port = followed.roster.master_port if followed.roster is not None else ""
+        return Pace(followed.step, followed.steps_per_s, port)
 
     def last_of(self, supervisor: ProcessId) -> int | None:
         """The last step of a job that has ended, which is forgotten."""

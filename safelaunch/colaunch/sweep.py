@@ -29,11 +29,12 @@ class Rules:
 
 
 class Sweep:
-    """All jobs on their way. Methods tell what happened; ``choose`` says what to start."""
+    """All jobs on their way. Methods tell what happened; ``next`` says what to start."""
 
     def __init__(self, jobs: Sequence[Job], rules: Rules, before: Mapping[str, Before] | None = None) -> None:
         self._rules = rules
         self._queue = Queue(rules.capacity, rules.at_most)
+        self._next: scheduler.Start | None = None
         self._queued: set[str] = set()
         self.stopped = ""
         self.tracks = {job.name: Track(job) for job in jobs}
@@ -52,21 +53,17 @@ class Sweep:
     def finished(self) -> bool:
         return all(track.is_final for track in self.tracks.values())
 
-    def choose(self, free: int | None = None) -> tuple[Job, ...]:
-        """Jobs to start now; they count as running."""
-        self._queue, names = scheduler.start(self._queue, free)
-        for name in names:
-            track = self.tracks[name]
-            track.state, track.attempts, track.tries = "running", track.attempts + 1, track.tries + 1
-        return tuple(self.tracks[name].job for name in names)
+    def next(self, free: int | None = None) -> Job | None:
+        """The next job to start, with ``free`` units to be had (None: all that our own jobs leave)."""
+        self._next = scheduler.next_start(self._queue, free)
+        return self.tracks[self._next.name].job if self._next is not None else None
 
-    def put_back(self, name: str) -> None:
-        """A job that was chosen could not be started: its resources were gone after all."""
-        track = self.tracks[name]
-        track.state, track.attempts, track.tries = "waiting", track.attempts - 1, track.tries - 1
-        self._queue = scheduler.put_back(self._queue, name)
-        if self.stopped:
-            self.stop(self.stopped)
+    def began(self, job: Job) -> None:
+        """``job``, which ``next`` has named last, runs."""
+        assert self._next is not None and self._next.name == job.name
+        self._queue, self._next = self._next.queue, None
+        track = self.tracks[job.name]
+        track.state, track.attempts, track.tries = "running", track.attempts + 1, track.tries + 1
 
     def ended(self, name: str, outcome: Outcome) -> None:
         """An attempt has ended: the job is done, or waits for its next one."""

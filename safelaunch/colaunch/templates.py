@@ -25,6 +25,7 @@ class Template:
     cwd: Text | None = None
     needs: tuple[Text, ...] = ()
     gpus: int = 1
+    ports: int = 0
     timeout_s: float | None = None
     retries: int = 0
     metrics: tuple[str, ...] = ()

@@ -11,13 +11,17 @@ from safelaunch.colaunch.jobs import Job, Outcome, State
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """One job at one moment. ``on``: GPUs or slots; ``outcome``: of its last attempt that ended."""
+    """One job at one moment. ``on``: GPUs or slots; ``outcome``: of its last attempt that ended.
+
+    ``ports``: the master port as its ranks have it, then those that were leased for it.
+    """
 
     job: Job
     state: State
     attempts: int = 0
     why: str = ""
     on: str = ""
+    ports: str = ""
     step: int | None = None
     steps_per_s: float | None = None
     elapsed_s: float | None = None

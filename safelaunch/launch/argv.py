@@ -50,15 +50,16 @@ class CommandLine:
                 found = value if equals else "".join(following)
         return found
 
-    def with_value(self, name: str, old: str, new: str) -> CommandLine:
-        """The same with ``old`` replaced by ``new`` wherever it is the value of option ``name``, given in full."""
+    def with_value(self, name: str, old: str, new: str, *, shortest: str) -> CommandLine:
+        """The same with ``old`` replaced by ``new`` wherever it is the value of option ``name``; as ``value_of``."""
         words = list(self.torchrun)
-        spellings = (name, name[:2] + name[2:].replace("-", "_"))
         for position, word in enumerate(words):
             given, equals, value = word.partition("=")
-            if given in spellings and equals and value == old:
+            if not _means(word, name, shortest):
+                continue
+            if equals and value == old:
                 words[position] = f"{given}={new}"
-            elif given in spellings and not equals and words[position + 1 : position + 2] == [old]:
+            elif not equals and words[position + 1 : position + 2] == [old]:
                 words[position + 1] = new
         return replace(self, torchrun=tuple(words))
 

@@ -114,40 +114,59 @@ def start(
 ) -> int:
     """Starts the job's first process in a session of its own, with our stdin, stdout and stderr; returns its pid.
 
-    ``tell`` is told of the process before that becomes the job: it waits for our word, and ends when we are killed
-    first. So there is no moment in which a job runs that nobody would end. Raises OSError when it cannot be started. To
-    be called while this process has one thread. Python ignores SIGPIPE and SIGXFSZ for itself; the job starts with the
-    defaults.
+    ``tell``: see ``fork``. Raises OSError when it cannot be started. Python ignores SIGPIPE and SIGXFSZ for itself; the
+    job starts with the defaults.
+    """
+
+    def become() -> NoReturn:
+        os.setsid()
+        for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execve(argv[0], list(argv), env)
+
+    return fork(become, tell).pid
+
+
+def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | None = None) -> ProcessId:
+    """Forks a child that will ``become`` another program (``exec``), and returns when it has.
+
+    ``tell`` is told of the process before that: it waits for our word, and ends when we are killed first, or when
+    ``tell`` raises. So there is no moment in which something runs that nobody knows of. Raises what ``tell`` raises,
+    and OSError when it could not become what it should. To be called while this process has one thread.
     """
     may_go, go = os.pipe()
     problem, report = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(go)  # else it would wait for itself
-        _become(argv, env, mask, may_go, report)
+        _become(become, may_go, report)
     os.close(may_go)
     os.close(report)
-    if tell is not None:
-        tell(identify(pid) or ProcessId(pid, 0))
-    os.write(go, b"!")
+    try:
+        child = identify(pid) or ProcessId(pid, 0)
+        if tell is not None:
+            tell(child)
+        os.write(go, b"!")
+    except BaseException:
+        os.close(go)
+        os.waitpid(pid, 0)
+        os.close(problem)
+        raise
     os.close(go)
     number = os.read(problem, 16)  # its end is closed by a successful exec
     os.close(problem)
     if number:
         os.waitpid(pid, 0)
         raise OSError(int(number), os.strerror(int(number)))
-    return pid
+    return child
 
 
-def _become(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int], may_go: int, report: int) -> NoReturn:
-    """In the forked child. ``report`` takes the number of the error that kept it from becoming ``argv``."""
+def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoReturn:
+    """In the forked child. ``report`` takes the number of the error that kept it from becoming something else."""
     try:
         if os.read(may_go, 1):
-            os.setsid()
-            for signum in (signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(signum, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.execve(argv[0], list(argv), env)
+            become()
     except OSError as error:
         os.write(report, str(error.errno).encode())
     finally:

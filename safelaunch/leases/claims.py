@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from safelaunch.leases.choose import Gpu, Inventory, Wish, nearest, users_of
 from safelaunch.leases.holder import Holder
-from safelaunch.leases.store import Attempt, Lease, Store
+from safelaunch.leases.lease import Lease
+from safelaunch.leases.store import Attempt, Store
 from safelaunch.leases.tickets import Ticket
 from safelaunch.leases.users import User, look
 
 MOST_UNLEASED_BYTES = 256 << 20
 FRESH_S = 2.0  # how old NVML's answer may be that a decision rests on
+LATER_S = 30.0  # when it is asked again that has not answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +51,32 @@ class Terms:
 
 
 class Survey:
-    """NVML's answer, asked for again when a decision needs a younger one. The first is there already."""
+    """NVML's answer, asked for again when a decision needs a younger one. The first is there already.
 
-    def __init__(self, found: Inventory, query: Callable[[], Inventory], clock: Callable[[], float]) -> None:
+    ``query`` returns None while the driver has not answered yet, if it does not wait for the answer itself.
+    """
+
+    def __init__(self, found: Inventory, query: Callable[[], Inventory | None], clock: Callable[[], float]) -> None:
         self.found = found
         self._query = query
         self._clock = clock
-        self._at_s = clock()
+        self._old_s = clock() + FRESH_S
 
-    def refresh(self) -> None:
-        """Asks if the last answer is older than ``FRESH_S``; one that fails leaves the last one standing."""
-        if self._clock() - self._at_s > FRESH_S:
+    def refresh(self) -> bool:
+        """Asks if the last answer is too old; one that fails leaves the last one standing. False: not answered yet."""
+        if self._clock() > self._old_s:
             found = self._query()
-            self._at_s = self._clock()  # a slow driver is asked no more often for it
+            if found is None:
+                return False
+            # A driver that answered late, or not at all, is left in peace for longer: waiting for it costs 10 s.
+            self._old_s = self._clock() + (FRESH_S if found.gpus else LATER_S)
             if found.gpus:
                 self.found = found
+        return True
+
+    def outdated(self) -> None:
+        """Something has changed: what the driver said before does not count any more."""
+        self._old_s = float("-inf")
 
     def users(self, gpus: Sequence[Gpu], most_bytes: int) -> dict[str, str]:
         """UUID → how it is used, as NVML saw it; to be held against the leases."""
@@ -93,8 +106,9 @@ class Claim:
     def advance(self) -> Taken | None:
         """Takes the GPUs if they are free and it is our turn. Asks NVML anew when that would decide: 10 s at most."""
         wish = self.terms.wish
-        if self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count:
-            self.survey.refresh()  # leases would let us
+        leases_let_us = self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count
+        if leases_let_us and not self.survey.refresh():
+            return None
         self.last = self._store.attempt(self.terms.keys, self._pick, self.terms.about, self._ticket)
         if self.last.lease is None:
             return None
@@ -106,7 +120,7 @@ class Claim:
         return Taken(self.last.lease, gpus, notes)
 
     def queue(self) -> None:
-        """From now on first come, first served."""
+        """From now on first come, first served. Other ``terms`` for the same GPUs keep the place."""
         if self._ticket is None:
             self._ticket = self._store.queue(self.terms.keys, self.terms.wish.count, self.terms.about)
 
@@ -115,6 +129,16 @@ class Claim:
         if self._ticket is not None:
             self._store.leave(self._ticket)
             self._ticket = None
+
+    def free(self) -> int | None:
+        """How many are to be had now, none while somebody is before us; None while the driver is being asked."""
+        self.last = self._store.attempt(self.terms.keys, lambda held: None, self.terms.about, self._ticket)
+        free = [gpu for gpu in self.terms.wish.candidates if gpu.uuid not in self.last.held]
+        if self.last.ahead is not None or not free:
+            return 0
+        if not self.survey.refresh():
+            return None
+        return len(free) - len(self.survey.users(free, self.terms.most_unleased_bytes))
 
     def foresee(self) -> tuple[Gpu, ...] | None:
         """What ``advance`` would take now if nobody waited, without taking it."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from safelaunch.errors import InterruptedWait, ResourceError
 from safelaunch.leases.choose import Pool, Wish, pool_of
 from safelaunch.leases.claims import MOST_UNLEASED_BYTES, Claim, Survey, Taken, Terms
 from safelaunch.leases.holder import ourselves
-from safelaunch.leases.nvml import inventory
-from safelaunch.leases.store import Store, store_of
+from safelaunch.leases.nvml import Asking, inventory
+from safelaunch.leases.store import store_of
 from safelaunch.leases.telling import refusal, table, what
 
 OUR_TURN_S = 0.1  # between two attempts of the first in the queue
@@ -64,34 +65,57 @@ def _wait(claim: Claim, patience: Patience) -> Taken | None:
 class NodeGpus:
     """The GPUs of this node for a scheduler of many jobs, as the environment limits them.
 
-    ``pool.gpus`` is empty where there are none, for the reason in ``missing``. A job's claim is advanced now and then
-    until it has its GPUs; these are handed over to the safelaunch that runs the job (``Lease.hand_over``)::
+    ``pool.gpus`` is empty where there are none, for the reason in ``missing``. Nothing here waits for anything: what
+    is to be had is asked for now and then. GPUs are taken for one job at a time, and handed over to its safelaunch::
 
-        claim = node.claim(2, name="lr-3e-4", command="train.py --lr 3e-4")
-        claim.queue()                           # or not: then whoever waits on this node comes first
-        if (taken := claim.advance()) is not None:
+        if (node.free() or 0) >= 2 and (taken := node.take(2, "lr-3e-4")) is not None:
             variables, descriptors = taken.lease.hand_over()
             variables["CUDA_VISIBLE_DEVICES"] = taken.visible
             Popen(["safelaunch", ...], env={**os.environ, **variables}, pass_fds=descriptors)
             taken.lease.forget()                # not release: that would free them for the child as well
+
+    Among all who want GPUs of this node a scheduler is one: it has one place in the queue, whatever it has waiting.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], most_unleased_bytes: int = MOST_UNLEASED_BYTES) -> None:
         found = inventory(environ)
+        self._most_unleased_bytes = most_unleased_bytes
         self.missing = found.missing
         self.pool: Pool = pool_of(environ, found.gpus)
-        self._survey = Survey(found, lambda: inventory(environ), time.monotonic)
-        self._store: Store = store_of(environ)
+        self._asking = Asking(environ)
+        survey = Survey(found, self._asking.answer, time.monotonic)
+        self._claim = Claim(store_of(environ), self._terms(0, ""), survey)
 
-    def claim(self, count: int, *, name: str, command: str, most_unleased_bytes: int = MOST_UNLEASED_BYTES) -> Claim:
-        """A claim on ``count`` GPUs of the pool. Raises ResourceError when there are not so many at all."""
-        if not 1 <= count <= len(self.pool.gpus):
-            raise ResourceError(
-                f"{name}: wants {count} GPU(s), and there are {len(self.pool.gpus)} to use here.", "Ask for fewer."
-            )
+    def _terms(self, count: int, name: str) -> Terms:
         wish = Wish(self.pool.gpus, count, name)
-        return Claim(self._store, Terms(wish, ourselves(name, command), most_unleased_bytes), self._survey)
+        return Terms(wish, ourselves(name, "safelaunch colaunch"), self._most_unleased_bytes)
 
-    def refresh(self) -> None:
-        """Before a decision: asks NVML again if its last answer is older than 2 s."""
-        self._survey.refresh()
+    def free(self) -> int | None:
+        """GPUs that nobody holds, uses or has come first for; None while the driver is being asked.
+
+        Raises StoreError.
+        """
+        return self._claim.free()
+
+    def take(self, count: int, name: str) -> Taken | None:
+        """``count`` GPUs near each other for the job ``name``; None where they are not to be had now."""
+        self._claim.terms = self._terms(count, name)
+        return self._claim.advance()
+
+    def queue(self, count: int, name: str, ours: Collection[int]) -> str:
+        """Keeps, or gets, a place among those who wait; until something is taken.
+
+        Returns which GPUs others have, those who are not in ``ours``; empty where nobody has.
+        """
+        self._claim.terms = self._terms(count, name)
+        self._claim.queue()
+        return table(self._claim, {*ours, os.getpid()})
+
+    def leave(self) -> None:
+        """Nothing is wanted now: gives that place up."""
+        self._claim.cancel()
+        self._asking.drop()
+
+    def freed(self) -> None:
+        """A job has ended: the driver saw its processes before, and is asked again."""
+        self._claim.survey.outdated()

@@ -11,11 +11,12 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safelaunch import procstat
+from safelaunch.asknvml import ask, processes, text
 from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory
 from safelaunch.leases.driver import has_driver
 
@@ -23,6 +24,7 @@ DEADLINE_S = 10.0
 GRACE_S = 0.5
 LONGEST_S = 60.0
 LOOK_EVERY_S = 0.1
+MOST_COUNTED_S = 1.0  # of the time since the last look: we may have been stopped
 ASKING = b"asking\n"
 if TYPE_CHECKING:
     import subprocess
@@ -33,54 +35,83 @@ _MOST_INSTANCES = 64
 
 def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
     """Asks NVML; never raises. Gives a driver that does not answer ``deadline_s`` seconds."""
-    if not has_driver(environ):
-        return Inventory(missing="no NVIDIA driver here")
+    question = Asking(environ, deadline_s=deadline_s)
+    while (found := question.answer(LOOK_EVERY_S)) is None:
+        pass
+    return found
+
+
+class Asking:
+    """NVML asked by somebody who has other things to do meanwhile: ``answer`` begins, and is called until it has one.
+
+    The driver's time counts from ``ASKING``, and not while the process has work to do: where many jobs are started at
+    once an interpreter alone takes seconds. ``LONGEST_S`` bounds it all.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> None:
+        self._environ = environ
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def answer(self, wait_s: float = 0.0) -> Inventory | None:
+        """What NVML says, or why it says nothing; None while that is not known. Waits ``wait_s`` at most."""
+        if self._process is None:
+            if not has_driver(self._environ):
+                return Inventory(missing="no NVIDIA driver here")
+            try:
+                self._process = _ask_elsewhere(self._environ)
+            except OSError as error:
+                return Inventory(missing=f"NVML could not be asked: {error.strerror or error}")
+            self._data = b""
+            self._began_s = self._looked_s = time.monotonic()
+            self._silent_s = 0.0
+        found = self._look(self._process, wait_s)
+        if found is not None:
+            self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Nobody wants to know any more."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+    def _look(self, process: subprocess.Popen[bytes], wait_s: float) -> Inventory | None:
+        assert process.stdout is not None
+        output = process.stdout.fileno()
+        while select.select([output], [], [], wait_s)[0]:
+            chunk = os.read(output, 65536)
+            if not chunk:
+                return _read(self._data.removeprefix(ASKING))
+            self._data += chunk
+        now = time.monotonic()
+        seen = procstat.read(process.pid)
+        if self._data.startswith(ASKING) and (seen is None or seen.state != "R"):
+            self._silent_s += min(now - self._looked_s, MOST_COUNTED_S)
+        self._looked_s = now
+        if self._silent_s < self._deadline_s and now - self._began_s < max(LONGEST_S, self._deadline_s):
+            return None
+        return Inventory(missing=f"the NVIDIA driver did not answer within {self._deadline_s:g} s")
+
+
+def _ask_elsewhere(environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     import subprocess
 
+    return subprocess.Popen(
+        [sys.executable, "-m", "safelaunch.leases.nvml"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=_PACKAGE_ROOT,  # with -m the working directory comes first on the module path: ours, not the user's
+        env=dict(environ),
+    )
+
+
+def _read(answer: bytes) -> Inventory:
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "safelaunch.leases.nvml"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=_PACKAGE_ROOT,  # with -m the working directory comes first on the module path: ours, not the user's
-            env=dict(environ),
-        )
-    except OSError as error:
-        return Inventory(missing=f"NVML could not be asked: {error.strerror or error}")
-    try:
-        answer = _answer(process, deadline_s)
-        if answer is None:
-            return Inventory(missing=f"the NVIDIA driver did not answer within {deadline_s:g} s")
         return parse(json.loads(answer))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Inventory(missing=f"NVML gave no usable answer ({type(error).__name__}: {error})")
-    finally:
-        _end(process)
-
-
-def _answer(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
-    """What it printed, once it has closed its output; None when the driver does not let it.
-
-    The time counts from ``ASKING``, and not while the process has work to do: where many jobs are started at once an
-    interpreter alone takes seconds. ``LONGEST_S`` bounds it all.
-    """
-    assert process.stdout is not None
-    output = process.stdout.fileno()
-    begin = time.monotonic()
-    waited_s = 0.0
-    data = b""
-    while waited_s < deadline_s and time.monotonic() - begin < max(LONGEST_S, deadline_s):
-        if not select.select([output], [], [], LOOK_EVERY_S)[0]:
-            found = procstat.read(process.pid)
-            if data.startswith(ASKING) and (found is None or found.state != "R"):
-                waited_s += LOOK_EVERY_S
-            continue
-        chunk = os.read(output, 65536)
-        if not chunk:
-            return data.removeprefix(ASKING)
-        data += chunk
-    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -148,7 +179,7 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], Any]:
         one = {"index": index, **_device(nvml, handle)}
     except nvml.NVMLError as error:  # fallen off the bus, or not ours to see
         return {"index": index, "error": str(error)}, None
-    mode = _ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
+    mode = ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
     if mode:
         one["instances"] = _instances(nvml, handle, one)
     return one, handle
@@ -156,32 +187,26 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], Any]:
 
 def _device(nvml: Any, handle: Any) -> dict[str, Any]:
     """Raises NVMLError where not even the UUID can be had: without it there is nothing to lease."""
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    uuid = text(nvml.nvmlDeviceGetUUID(handle))
     memory = _memory(nvml, handle)
     return {
         "uuid": uuid,
-        "name": _ask(nvml, lambda: _text(nvml.nvmlDeviceGetName(handle))),
+        "name": ask(nvml, lambda: text(nvml.nvmlDeviceGetName(handle))),
         "memory_used_bytes": memory.used if memory else None,
         "memory_total_bytes": memory.total if memory else None,
-        "processes": _ask(
-            nvml,
-            lambda: [
-                {"pid": process.pid, "memory_bytes": process.usedGpuMemory}
-                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            ],
-        ),
+        "processes": processes(nvml, handle),
     }
 
 
 def _memory(nvml: Any, handle: Any) -> Any:
     """Version 2 leaves what the driver reserves for itself out of ``used``: hundreds of MiB on an idle GPU."""
     version = getattr(nvml, "nvmlMemory_v2", None)
-    found = _ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
-    return found or _ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    found = ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
+    return found or ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
 
 
 def _instances(nvml: Any, handle: Any, parent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    most = _ask(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
+    most = ask(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
     found = []
     for index in range(min(most, _MOST_INSTANCES)):
         try:
@@ -206,23 +231,11 @@ def _distances(nvml: Any, found: list[tuple[dict[str, Any], Any]]) -> list[tuple
 
 
 def _distance(nvml: Any, one: Any, other: Any) -> int | None:
-    status = _ask(nvml, lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
+    status = ask(nvml, lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
     if status is not None and status == nvml.NVML_P2P_STATUS_OK:
         return NVLINK
-    level = _ask(nvml, lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
+    level = ask(nvml, lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
     return max(int(level), 1) if level is not None else None
-
-
-def _ask(nvml: Any, function: Callable[[], Any]) -> Any:
-    """``function()``, or None where this GPU or driver does not support the question."""
-    try:
-        return function()
-    except (nvml.NVMLError, AttributeError):
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _main() -> int:

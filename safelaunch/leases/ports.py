@@ -14,12 +14,15 @@ from dataclasses import dataclass
 
 from safelaunch.errors import ResourceError
 from safelaunch.leases.holder import Holder
-from safelaunch.leases.store import Lease, Store
+from safelaunch.leases.lease import Lease
+from safelaunch.leases.store import Store
 
 FIRST, LAST = 20000, 65535
 LOWEST = 1024
 EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+LISTEN = "0A"
 WELL_KNOWN = (29400, 29500)  # what torchrun takes by itself
 
 
@@ -29,11 +32,8 @@ class Ports:
 
     numbers: tuple[int, ...]
     lease: Lease
-    sockets: tuple[socket.socket, ...]
 
     def release(self) -> None:
-        for one in self.sockets:
-            one.close()
         self.lease.release()
 
 
@@ -44,7 +44,7 @@ def key_of(port: int) -> str:
 
 def take(store: Store, count: int, about: Holder) -> Ports:
     """``count`` ports, outside the range that the kernel gives away by itself. Raises ResourceError."""
-    taken = Ports((), Lease({}), ())
+    taken = Ports((), Lease({}))
     try:
         for port in candidates(_read(EPHEMERAL), _read(RESERVED)):
             if len(taken.numbers) == count:
@@ -57,9 +57,8 @@ def take(store: Store, count: int, about: Holder) -> Ports:
                 lease.release()
                 continue
             taken.numbers += (port,)
-            taken.sockets += (bound,)
-            taken.lease.locks.update(lease.locks)
-            taken.lease.rank_files += lease.rank_files
+            lease.sockets[key_of(port)] = bound.detach()
+            taken.lease.add(lease)
     except BaseException:
         taken.release()
         raise
@@ -93,6 +92,17 @@ def bind(port: int) -> socket.socket | None:
                 continue
             return None
     return None
+
+
+def listening() -> set[int]:
+    """The ports that somebody listens on, whoever that is."""
+    found = set()
+    for path in TABLES:
+        for line in _read(path).splitlines()[1:]:
+            words = line.split()
+            if len(words) > 3 and words[3] == LISTEN:
+                found.add(int(words[1].rpartition(":")[2], 16))
+    return found
 
 
 def candidates(ephemeral: str, reserved: str) -> Iterator[int]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import stat
 import time
@@ -24,66 +23,16 @@ from dataclasses import dataclass, field
 
 from safelaunch.errors import StoreError
 from safelaunch.leases import files, tickets
-from safelaunch.leases.holder import MAGIC, MOST_BYTES, Holder, decode, since_now
+from safelaunch.leases.holder import MOST_BYTES, Holder, decode
+from safelaunch.leases.lease import RANKS, Lease, base_of
 from safelaunch.leases.tickets import Ticket
 
 DIRECTORY = "/tmp/safelaunch-leases"
 VARIABLE = "SAFELAUNCH_LEASE_DIR"
-HANDED_OVER = "SAFELAUNCH_HELD"
-RANKS = ".ranks"
 GATE_DEADLINE_S = 10.0
 _SHARED = 0o1777
-_OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
 Pick = Callable[[Mapping[str, Holder]], Sequence[str] | None]
-
-
-@dataclass
-class Lease:
-    """Things that are held until ``release``, or until this process and all that share the locks are gone.
-
-    ``locks``: thing → descriptor of the locked file. ``rank_files``: what the ranks' beacons lock, by path.
-    """
-
-    locks: dict[str, int]
-    rank_files: tuple[str, ...] = ()
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self.locks)
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """For the guardian, and for whoever is to go on holding when this process is killed."""
-        return tuple(self.locks.values())
-
-    def release(self) -> None:
-        """Frees everything at once, also where a process that the job left behind has inherited a descriptor."""
-        while self.locks:
-            _, fd = self.locks.popitem()
-            files.unlock(fd)
-
-    def forget(self) -> None:
-        """Closes our descriptors; a child that they were handed over to holds on."""
-        while self.locks:
-            _, fd = self.locks.popitem()
-            os.close(fd)
-
-    def hand_over(self) -> tuple[dict[str, str], tuple[int, ...]]:
-        """Variables and descriptors (``pass_fds``) that make a safelaunch started with them the holder.
-
-        Call ``forget`` after it has been started, not ``release``.
-        """
-        held = ",".join(f"{fd}:{key}" for key, fd in self.locks.items())
-        return {HANDED_OVER: held}, self.descriptors
-
-    def touch(self) -> None:
-        """Makes the files young: cleaners of /tmp remove what has not been touched for days."""
-        for fd in self.descriptors:
-            try:
-                os.utime(fd)
-            except OSError:
-                continue
 
 
 @dataclass(frozen=True)
@@ -151,22 +100,21 @@ class Store:
     def _take(self, keys: Sequence[str], directory: int, about: Holder) -> Lease:
         lease = Lease({})
         paths = []
-        data = since_now(about).encode()
         try:
             for key in keys:
-                fd, name = files.open_own(_base(key), directory)
+                fd, name = files.open_own(base_of(key), directory)
                 if not files.try_lock(fd):  # cannot be: it was free, and the gate is ours
                     os.close(fd)
                     raise OSError(f"{name} was locked by somebody who does not keep to the gate")
                 lease.locks[key] = fd
-                files.write_small(fd, data, MAGIC)
-                ranks, ranks_name = files.open_own(_base(key), directory, RANKS)
+                ranks, ranks_name = files.open_own(base_of(key), directory, RANKS)
                 os.close(ranks)
                 paths.append(f"{self.directory}/{ranks_name}")
         except OSError as error:
             lease.release()
             raise _unusable(self.directory, error) from error
         lease.rank_files = tuple(paths)
+        lease.tell(about)
         return lease
 
     @contextmanager
@@ -211,53 +159,13 @@ def store_of(environ: Mapping[str, str]) -> Store:
     return Store(environ.get(VARIABLE) or DIRECTORY)
 
 
-def inherited(environ: Mapping[str, str], store: Store) -> Lease | None:
-    """What our parent has handed over to us (``Lease.hand_over``); None when nothing, or nothing that holds.
-
-    The descriptors count, not the words: each must be the file of that thing, and locked by nobody but us.
-    """
-    lease = Lease({})
-    paths = []
-    for item in filter(None, environ.get(HANDED_OVER, "").split(",")):
-        number, _, key = item.partition(":")
-        name = _name_of(int(number), key, store.directory) if number.isdigit() else None
-        if name is None or not files.try_lock(int(number)):
-            lease.forget()
-            return None
-        os.set_inheritable(int(number), False)
-        lease.locks[key] = int(number)
-        paths.append(f"{store.directory}/{name}{RANKS}")
-    lease.rank_files = tuple(paths)
-    return lease if lease.locks else None
-
-
-def _name_of(fd: int, key: str, directory: str) -> str | None:
-    """The name of the open file ``fd`` if it is one of our files for ``key`` in the lease directory."""
-    try:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        info = os.fstat(fd)
-        there = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    name = os.path.basename(path)
-    ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
-    same = (info.st_dev, info.st_ino) == (there.st_dev, there.st_ino)
-    right = os.path.dirname(path) == os.path.realpath(directory) and name.partition(".")[0] == _base(key)
-    return name if ours and same and right and not name.endswith(RANKS) else None
-
-
-def _base(key: str) -> str:
-    """A thing's file name without the user: MIG devices of older drivers have slashes in theirs."""
-    return _OTHER.sub("_", key)
-
-
 def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str, Holder]:
     files_of: dict[str, list[str]] = {}
     for name in names:
         files_of.setdefault(name.partition(".")[0], []).append(name)
     held = {}
     for key in keys:
-        for name in files_of.get(_base(key), ()):
+        for name in files_of.get(base_of(key), ()):
             if files.is_locked(name, directory):
                 by = "ranks" if name.endswith(RANKS) else "supervisor"
                 data, _ = files.read_small(name.removesuffix(RANKS), directory, MOST_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from safelaunch.leases.claims import Claim
 from safelaunch.leases.holder import Holder
@@ -22,13 +23,18 @@ def what(claim: Claim) -> str:
     return f"{wish.count} of {len(wish.candidates)} GPUs ({wish.origin})"
 
 
-def table(claim: Claim) -> str:
-    """One line a GPU: free, or who holds it, or who uses it without a lease."""
+def table(claim: Claim, ours: Collection[int] | None = None) -> str:
+    """One line a GPU: free, or who holds it, or who uses it without a lease.
+
+    With ``ours``, the pids of our own jobs, only what others have; empty where that is nothing.
+    """
     terms, attempt = claim.terms, claim.last
     used = claim.survey.users(terms.wish.candidates, terms.most_unleased_bytes)
     lines = []
     for gpu in terms.wish.candidates:
         holder = attempt.held.get(gpu.uuid)
+        if ours is not None and (holder.pid in ours if holder is not None else gpu.uuid not in used):
+            continue
         state = told(holder) if holder is not None else used.get(gpu.uuid, "free")
         lines.append(f"  GPU {gpu.label:<4} {state}")
         if holder is None and gpu.uuid in used:

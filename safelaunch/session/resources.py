@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
     from safelaunch.leases.claims import Claim, Survey
     from safelaunch.leases.holder import Holder
+    from safelaunch.leases.lease import Lease
     from safelaunch.leases.ports import Ports
-    from safelaunch.leases.store import Lease
     from safelaunch.settings.config import Settings
 
 HELD = "SAFELAUNCH_HELD"
@@ -33,7 +33,8 @@ MASTER_PORT = "--master-port"
 class Resources:
     """What was given. ``visible_gpus``: for CUDA_VISIBLE_DEVICES, None leaves it as it is.
 
-    ``lease``, ``ports``: held until ``release``. ``rank_locks``: the files that the ranks' beacons lock, by path.
+    ``lease``, ``ports``: held until ``release``, as is what our parent has ``handed`` over. ``rank_locks``: the files
+    that the ranks' beacons lock, by path.
     ``note``: the GPUs in words, for ``--dry-run``.
     """
 
@@ -41,32 +42,50 @@ class Resources:
     visible_gpus: str | None = None
     lease: Lease | None = None
     ports: Ports | None = None
+    handed: Lease | None = None
     rank_locks: tuple[str, ...] = ()
     note: str = ""
 
     @property
+    def _leases(self) -> tuple[Lease, ...]:
+        found = (self.lease, self.ports.lease if self.ports is not None else None, self.handed)
+        return tuple(lease for lease in found if lease is not None)
+
+    @property
     def descriptors(self) -> tuple[int, ...]:
         """What has to stay open while anything of the job lives."""
-        leases = [self.lease, self.ports.lease if self.ports is not None else None]
-        return tuple(fd for lease in leases if lease is not None for fd in lease.descriptors)
+        return tuple(fd for lease in self._leases for fd in lease.descriptors)
 
     def touch(self) -> None:
         """Keeps the lease files young."""
-        for lease in (self.lease, self.ports.lease if self.ports is not None else None):
-            if lease is not None:
-                lease.touch()
+        for lease in self._leases:
+            lease.touch()
+
+    @property
+    def port(self) -> int | None:
+        """The master port that was leased for it."""
+        return self.ports.numbers[0] if self.ports is not None else None
+
+    def lost_ports(self) -> tuple[int, ...]:
+        """Its leased ports that others serve, to be asked when nothing of the job lives."""
+        from safelaunch.leases.ports import listening
+
+        there = listening() if self.ports is not None else set[int]()
+        return tuple(port for port in self.ports.numbers if port in there) if self.ports is not None else ()
 
     def release(self) -> None:
         """The job is over."""
-        if self.lease is not None:
-            self.lease.release()
-        if self.ports is not None:
-            self.ports.release()
+        for lease in self._leases:
+            lease.release()
 
 
 def gather(command: CommandLine, settings: Settings, environ: Mapping[str, str], torch: Torch | None) -> Resources:
     """Takes what the job needs; with ``--dry-run`` only looks. Raises ResourceError when it is not to be had."""
-    found = _gpus(command, settings, environ)
+    handed = _handed_over(command, settings, environ)
+    if handed is not None and set(handed.keys) - handed.sockets.keys():
+        found = Resources(command, handed=handed, rank_locks=handed.rank_files)
+    else:
+        found = replace(_gpus(command, settings, environ), handed=handed)
     if torch is None:
         return found
     try:
@@ -83,10 +102,6 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
     plain = Resources(command)
     if settings.gpus == "none":
         return replace(plain, visible_gpus="")
-    if environ.get(HELD):
-        handed = _handed_over(plain, environ)
-        if handed is not None:
-            return handed
     ranks = ranks_of(command, environ)
     if settings.gpus is None and not (settings.lease and _may_want_some(ranks, environ)):
         return plain
@@ -101,12 +116,17 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
     return _leased(plain, settings, environ, ranks or None)
 
 
-def _handed_over(plain: Resources, environ: Mapping[str, str]) -> Resources | None:
-    """The GPUs that our parent (colaunch) leased for us; CUDA_VISIBLE_DEVICES is as it has set it."""
-    from safelaunch.leases.store import inherited, store_of
+def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Lease | None:
+    """What our parent (colaunch) leased for us; CUDA_VISIBLE_DEVICES is as it has set it."""
+    if not environ.get(HELD):
+        return None
+    from safelaunch.leases.lease import inherited
+    from safelaunch.leases.store import store_of
 
-    lease = inherited(environ, store_of(environ))
-    return replace(plain, lease=lease, rank_locks=lease.rank_files) if lease is not None else None
+    lease = inherited(environ, store_of(environ).directory)
+    if lease is not None:
+        lease.tell(_about(command, settings))
+    return lease
 
 
 def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> Ranks:
@@ -260,7 +280,7 @@ def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str],
         if settings.dry_run:
             return found
         ports = _take_port(found, settings, environ)
-        return replace(found, command=command.with_value(MASTER_PORT, "auto", str(ports.numbers[0])), ports=ports)
+        return replace(found, command=_with_number(command, "auto", ports), ports=ports)
     if settings.dry_run or asked is not None or not _takes_the_common_port(command, environ, torch):
         return found
     try:
@@ -270,6 +290,19 @@ def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str],
         return found
     own = replace(command, torchrun=(f"{MASTER_PORT}={ports.numbers[0]}", *command.torchrun))
     return replace(found, command=own, ports=ports)
+
+
+def with_another_port(given: Resources, settings: Settings, environ: Mapping[str, str]) -> Resources:
+    """The same with another master port in the place of the leased one. Raises ResourceError."""
+    ports = _take_port(given, settings, environ)
+    command = _with_number(given.command, str(given.port), ports)
+    if given.ports is not None:
+        given.ports.release()
+    return replace(given, command=command, ports=ports)
+
+
+def _with_number(command: CommandLine, old: str, ports: Ports) -> CommandLine:
+    return command.with_value(MASTER_PORT, old, str(ports.numbers[0]), shortest="--master-p")
 
 
 def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:

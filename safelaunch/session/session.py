@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.console import say
@@ -13,24 +16,44 @@ from safelaunch.launch.paths import RunPaths, create_run
 from safelaunch.launch.plan import Plan
 from safelaunch.session.resources import Resources
 
+MORE_PORTS = 3
 
-def run(plan: Plan, given: Resources) -> int:
+Again = Callable[[Resources], tuple[Plan, Resources]]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The wait status to end with; ``for_nothing``: the launcher failed by itself, before it had started any rank."""
+
+    status: int
+    for_nothing: bool = False
+
+
+def run(plan: Plan, given: Resources, again: Again | None = None) -> int:
     """Starts the job of ``plan`` and sees it to its end; returns the exit code. Raises OSError when it cannot start.
 
-    What the job was ``given`` is held until nothing of it is left, and freed then.
+    What the job was ``given`` is held until nothing of it is left, and freed then. ``again`` gives it another port
+    instead of the one that was leased for it, and that somebody took who knows nothing of leases.
     """
+    mask = process.block_signals()
     try:
-        status = _run(plan, given)
+        end = _run(plan, given, mask)
+        for _ in range(MORE_PORTS):
+            if again is None or not end.for_nothing or not (lost := given.lost_ports()):
+                break
+            plan, given = again(given)
+            words = f"port {lost[0]} was taken, by somebody without a lease, before torchrun could listen on it"
+            say(f"{words}; starting again with port {given.port}")
+            end = _run(plan, given, mask)
     finally:
         given.release()
-    return process.end_as(status)
+    return process.end_as(end.status)
 
 
-def _run(plan: Plan, given: Resources) -> int:
-    """As ``run``, but returns the wait status to end with."""
+def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
+    """As ``run``, once. ``mask``: the signals that the job starts with blocked."""
     directory = _prepare(plan)
     env = plan.env if directory is not None else _without_beacon(plan)
-    mask = process.block_signals()
     watcher = _guardian(directory, given)
     if watcher is None:
         for descriptor in given.descriptors:  # then the job itself is to hold what it was given when we are killed
@@ -43,19 +66,20 @@ def _run(plan: Plan, given: Resources) -> int:
     # From here on everything that is imported costs the job nothing.
     identity = process.identify(pid) or process.ProcessId(pid, 0)
     if directory is None:
-        return _only_forward(pid)
+        return _End(_only_forward(pid))
     process.become_subreaper()
     job = Job(plan, identity, directory, time.time())
     try:
         from safelaunch.session.supervise import Supervisor
 
-        status = Supervisor(job, watcher, given.touch).run()
+        supervisor = Supervisor(job, watcher, given.touch)
+        status = supervisor.run()
+        return _End(status, for_nothing=status != 0 and supervisor.began_nothing)
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
         say(f"a fault of safelaunch's own ended the watch; the job goes on ({type(error).__name__}: {error})")
-        status = _only_forward(pid)
+        return _End(_only_forward(pid))
     finally:
         _leave(directory, watcher)
-    return status
 
 
 def _leave(directory: RunPaths | None, watcher: guardian.Guardian | None) -> None:

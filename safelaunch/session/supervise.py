@@ -125,6 +125,11 @@ class Supervisor:
         # torchrun had no restart left for the ranks that we ended, or nobody could tell us of the attempt that failed.
         return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
 
+    @property
+    def began_nothing(self) -> bool:
+        """Whether the job ended by itself without having started a rank."""
+        return not (self._watch.roster.workers or self._forwarder.stop_requested or self._verdict)
+
     def _keep_leases_young(self, now: float) -> None:
         """Cleaners of /tmp remove what nobody has touched for days; a training can take longer than that."""
         if now > self._touch_at_s:

@@ -146,6 +146,7 @@ class AgentEvent(msgspec.Struct, frozen=True):
     event: str
     time_unix_s: float
     attempt: int = 0
+    master_port: str = ""
     workers: dict[str, tuple[int, int, int]] = {}
     exits: dict[str, int] = {}
 
@@ -218,6 +219,7 @@ class Roster:
         self._seen_ns = 0
         self.workers: dict[int, Worker] = {}
         self.attempt = 0
+        self.master_port = ""
         self.agent_page: Page | None = None
 
     def refresh(self) -> list[AgentEvent]:
@@ -226,6 +228,7 @@ class Roster:
         for event in events:
             if event.event == "started":
                 self.attempt = max(self.attempt, event.attempt)
+                self.master_port = event.master_port
                 self.workers = {
                     int(rank): Worker(int(rank), local, pid, event.attempt)
                     for rank, (local, pid, _) in event.workers.items()

@@ -132,8 +132,7 @@ def test_a_killed_supervisor_frees_nothing_that_is_in_use(node: stub.Node, tmp_p
 
 def test_a_scheduler_hands_its_lease_over(node: stub.Node, tmp_path: Path) -> None:
     """As colaunch does: the safelaunch that runs the job holds it, asks the driver nothing, and frees it at its end."""
-    claim = NodeGpus({**os.environ, **node.environ}).claim(2, name="job-1", command="train.py")
-    taken = claim.advance()
+    taken = NodeGpus({**os.environ, **node.environ}).take(2, "job-1")
     assert taken is not None
     variables, descriptors = taken.lease.hand_over()
     node.write("hang nvmlInitWithFlags")
@@ -143,7 +142,9 @@ def test_a_scheduler_hands_its_lease_over(node: stub.Node, tmp_path: Path) -> No
     with safelaunch(*own, env=env, pass_fds=descriptors) as process:
         taken.lease.forget()
         until(lambda: len(log_of(tmp_path)) == 2 or process.poll() is not None, "the job")
-        assert set(store.look([stub.uuid(n) for n in range(8)])) == {stub.uuid(0), stub.uuid(1)}
+        held = store.look([stub.uuid(n) for n in range(8)])
+        assert set(held) == {stub.uuid(0), stub.uuid(1)}
+        assert {holder.pid for holder in held.values()} == {process.pid}, "and says so itself"
         rank = int(log_of(tmp_path)[0].split()[2])
         environ = Path(f"/proc/{rank}/environ").read_bytes()
         assert b"SAFELAUNCH_HELD" not in environ and b"SAFELAUNCH_LEASES=" in environ

@@ -6,13 +6,15 @@ import csv
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
+import stub
 
 from safelaunch.cli.colaunch_check import OURS, check_jobs, make_pool
 from safelaunch.cli.colaunch_options import parse
-from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, describe, headline, summary_lines, time_left_s
+from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, columns, describe, headline, summary_lines, time_left_s
 from safelaunch.cli.colaunch_screen import picture
 from safelaunch.colaunch import metrics, outcome, summary
 from safelaunch.colaunch.affinity import ranks, threads
@@ -22,8 +24,10 @@ from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits
 from safelaunch.colaunch.steps import slowest
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
-from safelaunch.leases import nvml
+from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
+from safelaunch.leases.gpus import NodeGpus
+from safelaunch.leases.store import Store
 from safelaunch.model import Progress
 
 
@@ -62,6 +66,24 @@ def test_the_last_value_counts_also_behind_a_progress_bar(tmp_path: Path) -> Non
     assert metrics.from_log(tmp_path / "none", ["loss=(.)"]) == {}
 
 
+def test_a_pattern_that_takes_for_ever_is_given_up_and_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doubling with each digit: 40 of them would take hours."""
+    log = tmp_path / "job" / "attempt-1.log"
+    log.parent.mkdir()
+    log.write_text("acc=7\n" + "loss=" + "1" * 40 + "\n")
+    said: list[str] = []
+    begin = time.process_time()
+    monkeypatch.setattr(metrics, "MOST_CPU_S", 0.5)
+    found = metrics.from_log(log, ["loss=((?:[0-9]+)+!)", "acc=([0-9]+)"], said.append)
+    assert found == {"acc": 7.0}
+    assert time.process_time() - begin < 2 * metrics.MOST_CPU_S
+    assert said == [
+        "job: the metric 'loss=((?:[0-9]+)+!)' was given up: searching attempt-1.log takes too long",
+    ]
+
+
 def test_infinities_and_nan_stay_text_for_json_has_none() -> None:
     found = metrics.from_lines(["a=nan b=inf c=-1e400 d=7"], ["a=(\\S+)", "b=(\\S+)", "c=(\\S+)", "d=(\\S+)"])
     assert found == {"a": "nan", "b": "inf", "c": "-1e400", "d": 7.0}
@@ -85,6 +107,8 @@ def test_numbers_from_a_json_file(tmp_path: Path, text: str, found: dict[str, ob
     (tmp_path / "m.json").write_text(text)
     assert metrics.from_file(tmp_path / "m.json") == found
     assert metrics.from_file(tmp_path / "none.json") == {}
+    os.mkfifo(tmp_path / "fifo.json")
+    assert metrics.from_file(tmp_path / "fifo.json") == {}
 
 
 # --- slots and GPUs ---------------------------------------------------------------------------------------------------
@@ -113,22 +137,24 @@ def test_the_default_number_of_slots(cores: int, units: list[int], at_most: int 
 
 def test_slots_are_given_once_and_come_back() -> None:
     pool = Slots(3, [0, 1, 2, 3, 4, 5])
-    first, second = pool.take(2), pool.take(1)
+    first, second = pool.take(job(gpus=2)), pool.take(job(gpus=0))
     assert first == Share((0, 1), "0-1", cores=(0, 1, 2, 3))
     assert second == Share((2,), "2", cores=(4, 5))
-    assert (pool.free(), pool.take(1)) == (0, None)
+    assert (pool.free(), pool.take(job())) == (0, None)
     pool.release(first)
     assert (pool.free(), pool.units(0), pool.units(3)) == (2, 1, 3)
 
 
-def test_gpus_are_given_once_and_a_job_sees_only_its_own() -> None:
-    pool = Gpus(["GPU-a", "GPU-b", "GPU-c"])
-    first, none = pool.take(2), pool.take(0)
-    visible = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
-    assert first == Share((0, 1), "0-1", ("GPU-a", "GPU-b"), env=visible, options=("--wait",))
-    assert none == Share((), "none", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert pool.take(2) is None
-    assert pool.free() == 1
+def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> None:
+    pool = Gpus(NodeGpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "1,2,5"}))
+    assert (pool.kind, pool.capacity, pool.units(2), pool.free()) == ("GPU", 3, 2, 3)
+    first, none = pool.take(job(gpus=2)), pool.take(job(gpus=0))
+    assert first is not None and (first.label, first.gpus) == ("1-2", (stub.uuid(1), stub.uuid(2)))
+    assert first.env == {"CUDA_VISIBLE_DEVICES": ",".join(first.gpus)} and set(first.lease.keys) == set(first.gpus)
+    assert none == Share(label="none", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (pool.free(), pool.take(job(gpus=2))) == (1, None)
+    pool.release(first)
+    assert Store(os.fspath(node.lease_dir)).look(first.gpus) == {}
 
 
 def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
@@ -153,24 +179,25 @@ def test_the_cores_of_this_machine_are_all_there_in_some_order() -> None:
     [(None, ["GPU-0", "GPU-1", "GPU-2"]), ("2,0", ["GPU-2", "GPU-0"]), ("GPU-1", ["GPU-1"]), ("1", ["GPU-1"])],
 )
 def test_the_pool_is_what_cuda_visible_devices_leaves(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, chosen: list[str]
 ) -> None:
     found = Inventory(tuple(Gpu(str(number), f"GPU-{number}") for number in range(3)))
-    monkeypatch.setattr(nvml, "inventory", lambda environ: found)
+    monkeypatch.setattr(gpus, "inventory", lambda environ: found)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    environ["SAFELAUNCH_LEASE_DIR"] = os.fspath(tmp_path / "leases")
     pool = make_pool([job()], None, None, environ)
     assert pool.kind == "GPU"
-    share = pool.take(len(chosen))
+    share = pool.take(job(gpus=len(chosen)))
     assert share is not None
     assert list(share.gpus) == chosen
-    assert share.options == ("--wait",)
+    pool.release(share)
 
 
 def test_without_gpus_or_with_slots_the_pool_is_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "inventory", lambda environ: Inventory(missing="no NVIDIA driver here"))
+    monkeypatch.setattr(gpus, "inventory", lambda environ: Inventory(missing="no NVIDIA driver here"))
     assert make_pool([job()], None, None, {}).kind == "slot"
     assert make_pool([job()], 3, None, {}).capacity == 3
-    monkeypatch.setattr(nvml, "inventory", lambda environ: Inventory((Gpu("0", "GPU-0"),)))
+    monkeypatch.setattr(gpus, "inventory", lambda environ: Inventory((Gpu("0", "GPU-0"),)))
     assert make_pool([job()], 3, None, {}).kind == "slot"
     assert make_pool([job()], None, None, {"CUDA_VISIBLE_DEVICES": ""}).kind == "slot"
 
@@ -337,7 +364,7 @@ def test_a_working_directory_that_is_not_there_and_gpus_set_by_hand(tmp_path: Pa
     by_hand = job(env=(("CUDA_VISIBLE_DEVICES", "0"),), cwd=str(tmp_path))
     check_jobs([by_hand], Slots(1, [0]), dict(os.environ))
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES cannot be set here"):
-        check_jobs([by_hand], Gpus(["GPU-0"]), dict(os.environ))
+        check_jobs([by_hand], Gpus(NodeGpus({})), dict(os.environ))
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -350,13 +377,14 @@ def view(state: str, name: str = "a", **more: object) -> JobView:
 
 
 def test_the_row_of_a_running_job() -> None:
-    running = view("running", on="0-1", step=40, steps_per_s=2.0, elapsed_s=20.0, attempts=2)
+    running = view("running", on="0-1", ports="29401,20000", step=40, steps_per_s=2.0, elapsed_s=20.0, attempts=2)
     row = dict(zip(COLUMNS, cells(running, 60.0), strict=True))
     assert row == {
         "job": "a",
         "parameters": "lr=1e-3",
         "state": "running (attempt 2)",
         "on": "0-1",
+        "port": "29401,20000",
         "step": "40",
         "rate": "2/s",
         "elapsed": "20s",
@@ -367,8 +395,8 @@ def test_the_row_of_a_running_job() -> None:
 
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
     hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang"))
-    assert cells(hung, 60.0)[2:] == ("hung", "-", "7", "-", "1m30s", "-", "/b/a-hang")
-    assert cells(view("waiting"), None)[2:] == ("waiting", "-", "-", "-", "-", "-", "-")
+    assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "7", "-", "1m30s", "-", "a-hang")
+    assert cells(view("waiting"), None)[2:] == ("waiting", *"-------")
 
 
 def test_the_headline_counts_and_estimates() -> None:
@@ -399,11 +427,23 @@ def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
 
     snapshot = Snapshot(tuple(view("waiting", f"j{n}") for n in range(40)), "slot")
     console = Console(file=io.StringIO(), width=100, height=20)
-    console.print(picture(snapshot, 20))
+    console.print(picture(snapshot, 20, 100))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) <= 20
     assert lines[-2].strip() == "... and 25 more"
     assert lines[-1].strip() == "0 of 40 done, 40 waiting"
+
+
+def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
+    running = view("running", "lr-1e-3_seed-1", on="0-3", ports="20001", step=400, steps_per_s=49.4, elapsed_s=6.0)
+    hung = view("hung", "lr-3e-4_seed-1", outcome=Outcome("hung", 124, 90.0, 7, bundle=f"/b/lr-{'x' * 30}-hang"))
+    rows = [cells(each, 60.0) for each in (running, hung)]
+    assert columns(rows, 160) == COLUMNS
+    assert columns(rows, 90) == tuple(name for name in COLUMNS if name != "bundle")
+    assert columns(rows, 60) == ("job", "state", "on", "port", "step", "elapsed", "estimate")
+    assert columns(rows, 10) == ("job", "state", "on", "elapsed")
+    quiet = cells(view("running", "job-with-a-name", on="0", elapsed_s=1.0), None)
+    assert columns([quiet], 50) == ("job", "parameters", "state", "on", "elapsed"), "empty ones go first"
 
 
 def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
@@ -476,8 +516,7 @@ def test_the_table_at_the_end() -> None:
         "step",
         "loss",
         "state",
-        "bundle",
     ]
-    assert lines[1].split() == ["a", "lr=1e-3", "state=x", "succeeded", "0", "1m00s", "1", "100", "0.25", "-", "-"]
-    assert lines[3].endswith("needs b, which failed")
+    assert lines[1].split() == ["a", "lr=1e-3", "state=x", "succeeded", "0", "1m00s", "1", "100", "0.25", "-"]
+    assert [line for line in lines[4:] if ": " in line][-2] == "c: needs b, which failed"
     assert lines[-1] == "3 jobs: 1 succeeded, 1 skipped, 1 failed"

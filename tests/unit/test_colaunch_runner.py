@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import stub
 
 from safelaunch.colaunch import spawn
-from safelaunch.colaunch.jobs import Job
+from safelaunch.colaunch.jobs import Job, port_marks
 from safelaunch.colaunch.journal import Journal, attempts, parse
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Share, Slots
+from safelaunch.colaunch.pool import Gpus, Share, Slots
 from safelaunch.colaunch.runner import Place, Runner
 from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.spawn import Command
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.view import Snapshot
 from safelaunch.launch.process import ProcessId
+from safelaunch.leases.gpus import NodeGpus
+from safelaunch.leases.holder import ourselves
+from safelaunch.leases.store import Store
 
 
 class Notes:
@@ -47,7 +53,9 @@ class Scene:
         self.pool = Slots(slots, sorted(os.sched_getaffinity(0)))
         self.journal = Journal(self.paths.journal)
         self.screen = Notes()
-        self.place = Place(self.paths, self.pool, self.journal, dict(os.environ), ("/bin/sh", "-c", script))
+        self.store = Store(os.fspath(tmp_path / "leases"))
+        environ, program = dict(os.environ), ("/bin/sh", "-c", script)
+        self.place = Place(self.paths, self.pool, self.store, self.journal, environ, program)
 
     def run(self) -> list[str]:
         """Runs it; returns the states."""
@@ -122,11 +130,11 @@ def test_a_share_that_is_gone_when_it_is_taken_is_waited_for(tmp_path: Path, mon
     scene = Scene(tmp_path, "a", "b")
     real, refused = scene.pool.take, []
 
-    def take(units: int) -> Share | None:
+    def take(job: Job) -> Share | None:
         if len(refused) < 3:
-            refused.append(units)
+            refused.append(job.name)
             return None
-        return real(units)
+        return real(job)
 
     monkeypatch.setattr(scene.pool, "take", take)
     assert scene.run() == ["succeeded"] * 2
@@ -189,3 +197,148 @@ def test_a_child_starts_with_default_signals_and_its_cores(tmp_path: Path) -> No
     assert found["Cpus_allowed_list"] == str(core)
     assert int(found["SigBlk"], 16) == 0
     assert int(found["SigIgn"], 16) & (1 << 12 | 1 << 24) == 0, "SIGPIPE or SIGXFSZ is ignored"
+
+
+# --- GPUs and ports ---------------------------------------------------------------------------------------------------
+
+
+def on_gpus(scene: Scene, node: stub.Node, *sizes: int) -> Store:
+    """Gives the jobs of ``scene`` so many GPUs of ``node``; returns the node's leases."""
+    for name, size in zip(scene.sweep.tracks, sizes, strict=True):
+        scene.sweep.tracks[name].job = replace(scene.sweep.tracks[name].job, gpus=size)
+    pool = Gpus(NodeGpus({**os.environ, **node.environ}))
+    jobs = [track.job for track in scene.sweep.tracks.values()]
+    scene.sweep = Sweep(jobs, Rules(pool.capacity, 99, units={job.name: job.gpus for job in jobs}))
+    scene.store = Store(os.fspath(node.lease_dir))
+    scene.place = replace(scene.place, pool=pool, store=scene.store)
+    return scene.store
+
+
+def log_of(scene: Scene, name: str) -> list[str]:
+    return scene.paths.log(name, 1).read_text().splitlines()
+
+
+def until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+HELD = 'echo $CUDA_VISIBLE_DEVICES; for f in /proc/self/fd/*; do readlink $f; done | grep -c "^$LEASES/GPU"; '
+
+
+def test_a_job_holds_its_own_gpus_and_none_of_another(tmp_path: Path, node: stub.Node) -> None:
+    scene = Scene(tmp_path, "a", "b", "none", "late", script=HELD + "until [ -e gate ]; do sleep 0.02; done")
+    store = on_gpus(scene, node, 5, 3, 0, 8)
+    scene.place = replace(scene.place, environ={**os.environ, "LEASES": store.directory})
+    seen: list[set[str]] = []
+
+    def show(snapshot: Callable[[], Snapshot]) -> None:
+        running = [job.job.name for job in snapshot().jobs if job.state == "running"]
+        if running == ["a", "b", "none"] and all(len(log_of(scene, name)) == 2 for name in running):
+            seen.append(set(store.look(map(stub.uuid, range(8)))))
+            (tmp_path / "gate").touch()
+
+    scene.screen.show = show  # type: ignore[method-assign]
+    assert scene.run() == ["succeeded"] * 4
+    everything = {stub.uuid(n) for n in range(8)}
+    assert seen == [everything]
+    a, b, none, late = (log_of(scene, name) for name in ("a", "b", "none", "late"))
+    assert len(a[0].split(",")) == 5 and not set(a[0].split(",")) & set(b[0].split(","))
+    assert [a[1], b[1], none, late[1]] == ["5", "3", ["", "0"], "8"]
+    assert store.look(everything) == {} and store.waiting() == []
+    assert not [note for note in scene.screen.notes if "waits" in note], "its own jobs are nobody to wait for"
+
+
+def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node: stub.Node) -> None:
+    """All GPUs are leased to somebody else for 1000 s; the job may take 60."""
+    scene = Scene(tmp_path, "a")
+    store = on_gpus(scene, node, 2)
+    track = scene.sweep.tracks["a"]
+    track.job = replace(track.job, timeout_s=60.0)
+    keys = [stub.uuid(n) for n in range(8)]
+    them = replace(ourselves("", "their.py"), pid=1)
+    theirs = store.attempt(keys, lambda held: keys, them).lease
+    assert theirs is not None
+    late = [0.0]
+
+    def show(snapshot: Callable[[], Snapshot]) -> None:
+        if store.waiting():
+            assert [one.name for one in store.waiting()] == ["a"]
+            late[0] += 1000.0
+            theirs.release()
+
+    scene.screen.show = show  # type: ignore[method-assign]
+    with Signals() as signals:
+        Runner(scene.sweep, scene.place, scene.screen, lambda: time.monotonic() + late[0]).run(signals)
+    assert (track.state, late[0] >= 1000.0, store.waiting()) == ("succeeded", True, [])
+    assert track.outcome is not None and track.outcome.duration_s < 60
+    (waits,) = [note for note in scene.screen.notes if "waits" in note]
+    assert waits.startswith("a waits for GPUs that others have:\n  GPU 0    leased by pid 1 ") and "their.py" in waits
+
+
+def test_gpus_of_a_job_that_is_killed_at_its_start_go_to_the_next(tmp_path: Path, node: stub.Node) -> None:
+    scene = Scene(tmp_path, "a", "b")
+    on_gpus(scene, node, 8, 8)
+    scene.place = replace(scene.place, program=("/bin/sh", "-c", "case $2 in a) kill -9 $$;; esac", "sh"))
+    assert scene.run() == ["failed", "succeeded"]
+
+
+@pytest.mark.parametrize("moment", ["taken", "forked", "started"])
+def test_killed_at_any_moment_it_leaves_no_lease_and_no_job(tmp_path: Path, node: stub.Node, moment: str) -> None:
+    """``kill -9`` of colaunch between taking GPUs for a job and seeing it run."""
+    job = Job("a", ("t.py",), "", gpus=2, cwd=os.fspath(tmp_path))
+    keys = [stub.uuid(n) for n in range(8)]
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def colaunch() -> None:
+        share = Gpus(NodeGpus({**os.environ, **node.environ})).take(job)
+        assert share is not None
+        if moment == "taken":
+            die()
+        script = "echo $$ > pid; mv pid ran; while :; do sleep 0.05; done"
+        keep = share.lease.hand_over()[1]
+        command = Command(("/bin/sh", "-c", script), dict(os.environ), os.fspath(tmp_path), tmp_path / "log", keep=keep)
+        spawn.start(command, lambda process: die() if moment == "forked" else None)
+        share.lease.forget()
+        until((tmp_path / "ran").exists)
+        assert len(Store(os.fspath(node.lease_dir)).look(keys)) == 2, "the job alone holds them now"
+        die()
+
+    pid = os.fork()
+    if not pid:
+        try:
+            colaunch()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    store = Store(os.fspath(node.lease_dir))
+    until(lambda: store.look(keys) == {})
+    assert (tmp_path / "ran").exists() == (moment == "started")
+
+
+def test_ports_are_its_own_and_its_numbers_stand_where_they_are_wanted(tmp_path: Path) -> None:
+    script = f'echo "$@"; echo $TB; echo $SAFELAUNCH_HELD; {sys.executable} -c "$CHECK"'
+    check = (
+        "import os, socket\n"
+        "for item in os.environ['SAFELAUNCH_HELD'].split(','):\n"
+        "    fd, _, key = item.partition(':')\n"
+        "    is_socket = 'socket' in os.readlink(f'/proc/self/fd/{fd}')\n"
+        "    if is_socket: print(socket.socket(fileno=int(fd)).getsockname()[1], key)\n"
+    )
+    scene = Scene(tmp_path, "a", "b", script=script)
+    for name in "ab":
+        words = ("t.py", *port_marks(2).values())
+        env = (("TB", port_marks(2)["port2"]), ("CHECK", check))
+        scene.sweep.tracks[name].job = replace(scene.sweep.tracks[name].job, words=words, ports=2, env=env)
+    assert scene.run() == ["succeeded"] * 2
+    said = {name: log_of(scene, name) for name in "ab"}
+    numbers = {name: lines[0].split()[-2:] for name, lines in said.items()}
+    assert len({*numbers["a"], *numbers["b"]}) == 4
+    for name, lines in said.items():
+        assert lines[1] == numbers[name][1]
+        assert lines[3:] == [f"{number} port-{number}" for number in numbers[name]]
+    assert scene.store.look([f"port-{number}" for number in numbers["a"]]) == {}

@@ -23,8 +23,26 @@ def queue(capacity: int, *units: int, at_most: int = 100) -> Queue:
     return found
 
 
+def start(found: Queue, free: int | None = None) -> tuple[Queue, tuple[str, ...]]:
+    """Starts all that fits, one after the other."""
+    names: tuple[str, ...] = ()
+    while (one := scheduler.next_start(found, free)) is not None:
+        size = next(job.units for job in found.waiting if job.name == one.name)
+        found, names, free = one.queue, (*names, one.name), free if free is None else free - size
+    return found, names
+
+
 def started(found: Queue, free: int | None = None) -> str:
-    return "".join(scheduler.start(found, free)[1])
+    return "".join(start(found, free)[1])
+
+
+def choose(sweep: Sweep) -> list[Job]:
+    """Starts all that may start now."""
+    chosen = []
+    while (one := sweep.next()) is not None:
+        sweep.began(one)
+        chosen.append(one)
+    return chosen
 
 
 # --- one decision -----------------------------------------------------------------------------------------------------
@@ -51,27 +69,34 @@ def test_what_fits_starts_in_its_order(found: Queue, free: int | None, names: st
 
 
 def test_what_has_ended_leaves_its_room() -> None:
-    found, _ = scheduler.start(queue(2, 1, 1, 1))
+    found, _ = start(queue(2, 1, 1, 1))
     assert started(found) == ""
     assert started(scheduler.end(found, "a")) == "c"
 
 
-def test_a_job_that_is_put_back_is_the_first_again() -> None:
-    found, _ = scheduler.start(queue(2, 1, 1, 1, 1))
-    found = scheduler.put_back(found, "b")
-    assert [job.name for job in found.waiting] == ["b", "c", "d"]
-    assert found.used == 1
+def test_nothing_is_kept_idle_for_what_others_keep_from_starting() -> None:
+    """Four GPUs, others use two of them: the job that wants three is overtaken until they are through."""
+    found = queue(4, 3, *[1] * 12)
+    for _ in range(5):
+        found, _ = start(found, 2 - found.used)
+        assert len(found.running) == 2
+        found = scheduler.end(found, found.running[0].name)
+    assert next(job for job in found.waiting if job.name == "a").overtaken >= 4
+    found, names = start(found, 2)
+    assert names == (), "three are ours by now, and kept for it"
+    found = scheduler.end(found, found.running[0].name)
+    assert start(found, 3)[1] == ("a",)
 
 
 def test_room_is_kept_for_a_large_job_that_was_overtaken_often() -> None:
     """Two slots, a job that wants both, and small ones without end: after two it is its turn."""
     found = queue(2, 1, 2, *[1] * 8)
     order = ""
-    found, names = scheduler.start(found)
+    found, names = start(found)
     order += "".join(names)
     for _ in range(10):
         oldest = found.running[0].name
-        found, names = scheduler.start(scheduler.end(found, oldest))
+        found, names = start(scheduler.end(found, oldest))
         order += "".join(names)
     assert order[:5] == "acdbe"
     assert len(order) == 10
@@ -80,15 +105,15 @@ def test_room_is_kept_for_a_large_job_that_was_overtaken_often() -> None:
 def test_what_the_large_job_leaves_over_is_used_meanwhile() -> None:
     """Four slots, one job runs long, a job that wants three waits: the fourth slot is for small ones all the time."""
     found = queue(4, 2, 3, *[1] * 10)
-    found, names = scheduler.start(found)
+    found, names = start(found)
     assert names == ("a", "c", "d")
     for _ in range(6):
         small = next(job.name for job in found.running if job.units == 1)
-        found, names = scheduler.start(scheduler.end(found, small))
+        found, names = start(scheduler.end(found, small))
     assert next(job for job in found.waiting if job.name == "b").overtaken >= 4
     late = [job.name for job in found.running if job.past == "b"]
     assert len(late) == 1
-    found, names = scheduler.start(scheduler.end(found, "a"))
+    found, names = start(scheduler.end(found, "a"))
     assert "b" in {job.name for job in found.running}
 
 
@@ -146,7 +171,7 @@ class Simulation:
     def run(self) -> None:
         ends: list[tuple[int, int, str]] = []
         for number in range(1000):
-            for job in self.sweep.choose():
+            for job in choose(self.sweep):
                 assert job.name not in self.running, "the same job twice at once"
                 assert all(self.sweep.tracks[need].state == "succeeded" for need in job.needs)
                 self.running[job.name] = job.gpus
@@ -192,7 +217,7 @@ def test_nobody_is_starved(capacity: int, data: st.DataObject) -> None:
     for number in range(data.draw(st.integers(0, capacity))):
         found = scheduler.add(found, f"before{number}", data.draw(st.integers(1, capacity)))
     ahead = len(found.waiting)
-    found, _ = scheduler.start(found)
+    found, _ = start(found)
     found = scheduler.add(found, "large", size)
     rounds = 0
     while "large" not in {job.name for job in found.running}:
@@ -202,7 +227,7 @@ def test_nobody_is_starved(capacity: int, data: st.DataObject) -> None:
         if found.running:  # any of them ends next, the older ones at the latest after all others once
             index = data.draw(st.integers(0, len(found.running) - 1)) if rounds % 2 else 0
             found = scheduler.end(found, found.running[index].name)
-        found, _ = scheduler.start(found)
+        found, _ = start(found)
         assert found.used <= capacity
 
 
@@ -212,16 +237,16 @@ def test_after_a_stop_nothing_starts_and_all_ends(planned: tuple[int, list[Plan]
     simulation = Simulation(*planned)
     begun: set[str] = set()
     for _ in range(at):
-        begun |= {job.name for job in simulation.sweep.choose()}
+        begun |= {job.name for job in choose(simulation.sweep)}
         if not simulation.sweep.running:
             break
         simulation.sweep.ended(simulation.sweep.running[0], Outcome("succeeded", 0))
     simulation.sweep.stop("stopped by SIGINT")
-    assert simulation.sweep.choose() == ()
+    assert choose(simulation.sweep) == []
     for name in simulation.sweep.running:
         simulation.sweep.ended(name, Outcome("cancelled", 143))
     assert simulation.sweep.finished
-    assert simulation.sweep.choose() == ()
+    assert choose(simulation.sweep) == []
 
 
 @settings(max_examples=200, deadline=None)
@@ -247,7 +272,7 @@ def states(sweep: Sweep) -> dict[str, str]:
 
 def test_a_failed_need_skips_all_that_depends_on_it() -> None:
     sweep = Sweep([job("c", "b"), job("b", "a"), job("a"), job("d")], Rules(2, 9))
-    assert [each.name for each in sweep.choose()] == ["a", "d"]
+    assert [each.name for each in choose(sweep)] == ["a", "d"]
     sweep.ended("a", Outcome("hung", 124))
     assert states(sweep) == {"a": "hung", "b": "skipped", "c": "skipped", "d": "running"}
     assert sweep.tracks["b"].why == "needs a, which hung"
@@ -257,7 +282,7 @@ def test_a_failed_need_skips_all_that_depends_on_it() -> None:
 def test_what_succeeded_before_is_not_run_again_and_counts_for_its_dependents() -> None:
     done = Outcome("succeeded", 0)
     sweep = Sweep([job("a"), job("b", "a"), job("c")], Rules(4, 9), {"a": Before(2, done), "c": Before(1)})
-    assert [each.name for each in sweep.choose()] == ["b", "c"]
+    assert [each.name for each in choose(sweep)] == ["b", "c"]
     assert {name: track.attempts for name, track in sweep.tracks.items()} == {"a": 2, "b": 1, "c": 2}
     assert sweep.tracks["a"].outcome is done
 
@@ -265,7 +290,7 @@ def test_what_succeeded_before_is_not_run_again_and_counts_for_its_dependents() 
 def test_earlier_invocations_do_not_use_up_the_retries() -> None:
     sweep = Sweep([job("a", retries=1)], Rules(1, 9), {"a": Before(5)})
     for expected in ("waiting", "failed"):
-        sweep.choose()
+        choose(sweep)
         sweep.ended("a", Outcome("failed", 1))
         assert sweep.tracks["a"].state == expected
     assert sweep.tracks["a"].attempts == 7
@@ -273,16 +298,14 @@ def test_earlier_invocations_do_not_use_up_the_retries() -> None:
 
 def test_a_job_that_could_not_be_started_has_not_been_tried() -> None:
     sweep = Sweep([job("a"), job("b")], Rules(1, 9))
-    sweep.choose()
-    sweep.put_back("a")
+    assert sweep.next() is not None
     assert (sweep.tracks["a"].state, sweep.tracks["a"].attempts) == ("waiting", 0)
-    assert [each.name for each in sweep.choose()] == ["a"]
+    assert [each.name for each in choose(sweep)] == ["a"]
 
 
-def test_a_stop_reaches_a_job_that_is_put_back_and_one_that_would_be_tried_again() -> None:
-    sweep = Sweep([replace(job("a"), retries=3), job("b")], Rules(2, 9))
-    sweep.choose()
+def test_a_stop_reaches_a_job_that_waits_and_one_that_would_be_tried_again() -> None:
+    sweep = Sweep([replace(job("a"), retries=3), job("b")], Rules(1, 9))
+    choose(sweep)
     sweep.stop("stopped by SIGINT")
-    sweep.put_back("b")
     sweep.ended("a", Outcome("failed", 1))
     assert states(sweep) == {"a": "failed", "b": "cancelled"}

@@ -197,8 +197,39 @@ def test_what_safelaunch_is_given_begins_with_the_name_and_the_bundle_directory(
         "/b",
         "--stall-timeout",
     )
-    one = found["train_lr-1e-3_seed-0"].arguments("/b", ("--gpus", "GPU-1,"))
-    assert one[:6] == ("--run-name", "train_lr-1e-3_seed-0", "--bundle-dir", "/b", "--gpus", "GPU-1,")
+    one = found["train_lr-1e-3_seed-0"].arguments("/b")
+    assert one[:4] == ("--run-name", "train_lr-1e-3_seed-0", "--bundle-dir", "/b")
+
+
+PORTS = "jobs: {m: {ports: 2, command: 't.py {port2} {{port}} {p}', env: {TB: 'a{port}:{port}'}, matrix: {p: [1, 2]}}}"
+
+
+def test_ports_are_filled_in_when_they_are_known() -> None:
+    one, other = jobs(PORTS).values()
+    assert one.ports == 2 and one.fingerprint != other.fingerprint
+    given = one.with_ports((20000, 20001))
+    assert (given.words, given.env) == (("t.py", "20001", "{port}", "1"), (("TB", "a20000:20000"),))
+    assert jobs(PORTS)[one.name].fingerprint == one.fingerprint != given.fingerprint, "resumed with other numbers"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("jobs: {m: {command: 't.py {port}'}}", "unknown placeholder {port}"),
+        ("jobs: {m: {ports: 1, command: 't.py {port} {port2}'}}", "unknown placeholder {port2}"),
+        ("jobs: {m: {ports: 2, command: 't.py {port}'}}", "the port {port2} is not used"),
+        ("jobs: {m: {ports: 1, command: 't.py {port}', cwd: '{port}'}}", "unknown placeholder {port}"),
+        ("jobs: {m: {ports: 1, command: 't.py {port}', matrix: {port: 1}}}", "{port} is a port that is leased"),
+        ("jobs: {m: {ports: x, command: 't.py {port}'}}", "ports: 'x' is not a whole number"),
+    ],
+)
+def test_ports_that_are_not_right(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        jobs(text)
+
+
+def test_without_ports_port_is_a_parameter_like_any_other() -> None:
+    assert list(jobs("jobs: {m: {command: 't.py {port}', matrix: {port: 1}}}")) == ["m_port-1"]
 
 
 def test_a_matrix_and_defaults_alone_are_a_sweep() -> None:

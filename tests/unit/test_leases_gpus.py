@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -224,19 +227,44 @@ def test_a_scheduler_with_many_jobs(node: stub.Node, store: Store) -> None:
     node.write("nvlink 5 7", used=[6])
     gpus_here = NodeGpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [gpu.label for gpu in gpus_here.pool.gpus] == ["4", "5", "6", "7"] and not gpus_here.missing
-    first, second = (gpus_here.claim(2, name=f"job-{n}", command="train.py") for n in (1, 2))
-    taken = first.advance()
+    assert gpus_here.free() == 3
+    taken = gpus_here.take(2, "job-1")
     assert taken is not None and [gpu.label for gpu in taken.gpus] == ["5", "7"]
-    second.queue()
-    assert second.advance() is None
+    assert gpus_here.free() == 1 and gpus_here.take(2, "job-2") is None
+    assert gpus_here.queue(2, "job-2", []) == (
+        "  GPU 6    10240 MiB of its memory are in use, and nobody is seen who uses it"
+    ), "what others have, not what its own jobs have"
     held = Store(os.fspath(node.lease_dir))
     assert [one.name for one in held.waiting()] == ["job-2"]
-    second.cancel()
-    assert held.waiting() == []
+    assert gpus_here.queue(1, "job-3", []) and len(held.waiting()) == 1, "one place for all of its jobs"
+    other = NodeGpus({**os.environ, **node.environ})
+    assert (other.free(), other.take(1, "of somebody else")) == (0, None)
+    assert gpus_here.free() == 1
+    small = gpus_here.take(1, "job-3")
+    assert small is not None and held.waiting() == [] and other.free() == 4
     assert {one.name for one in held.look([stub.uuid(5)]).values()} == {"job-1"}
-    taken.lease.release()
-    with pytest.raises(ResourceError, match="wants 5"):
-        gpus_here.claim(5, name="job-3", command="train.py")
+    gpus_here.queue(2, "job-2", [])
+    gpus_here.leave()
+    assert held.waiting() == []
+    taken.lease.release(), small.lease.release()
+
+
+def test_a_scheduler_does_not_wait_for_the_driver(node: stub.Node) -> None:
+    """It is asked again when a job has ended; until it has answered nobody knows what is free."""
+    node.write(used=[0], gpus=2)
+    gpus_here = NodeGpus({**os.environ, **node.environ})
+    assert gpus_here.free() == 1
+    node.write(gpus=2)
+    gpus_here.freed()
+    assert (gpus_here.free(), gpus_here.take(1, "job")) == (None, None)
+    deadline = time.monotonic() + 60
+    while (free := gpus_here.free()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert free == 2
+    node.write("hang nvmlInitWithFlags", gpus=2)
+    gpus_here.freed()
+    assert gpus_here.free() is None, "and a driver that hangs holds nothing up"
+    gpus_here.leave()
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
@@ -247,6 +275,31 @@ def test_a_process_as_it_is_seen() -> None:
     assert here.user == Holder(uid=os.getuid()).user and "python" in here.command and not here.left_over
     assert abs(here.since_unix_s - time.time()) < 86400
     assert look(2**22 + 5) == User(2**22 + 5)
+
+
+def test_what_a_run_that_is_over_left_behind_is_told_from_what_still_has_its_supervisor(node: stub.Node) -> None:
+    """By the variable that the run gave it: the number of a supervisor that is gone, or of a younger process."""
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    sleeps = {}
+    for name, number in (("left", gone.pid), ("of a run", os.getpid()), ("of nobody", 0)):
+        env = {"SAFELAUNCH_SUPERVISOR_PID": str(number)} if number else {}
+        sleeps[name] = subprocess.Popen(["sleep", "600"], env={**os.environ, **env})
+    try:
+        found = {name: look(process.pid).left_over for name, process in sleeps.items()}
+        assert found == {"left": True, "of a run": False, "of nobody": False}
+        node.write(f"process 6 {sleeps['left'].pid} {stub.GIB}")
+        shown = subprocess.run(
+            [sys.executable, "-m", "safelaunch", "gpus", "--json"],
+            env={**os.environ, **node.environ}, capture_output=True, check=True,
+        )  # fmt: skip
+        document = json.loads(shown.stdout)
+        assert [one["state"] for one in document["gpus"]] == ["free"] * 6 + ["left behind", "free"]
+        assert document["gpus"][6]["processes"][0]["command"] == "sleep 600"
+    finally:
+        for process in sleeps.values():
+            process.kill()
+            process.wait()
 
 
 MIB = 1 << 20
@@ -276,3 +329,17 @@ def test_plain_lines_are_aligned() -> None:
     lines = gpus.plain(gpu_rows.rows([gpu, replace(gpu, label="1")], {}, {}, 256 * MIB))
     assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
     assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]
+
+
+def test_on_a_narrow_terminal_names_are_cut_and_numbers_are_not() -> None:
+    import io
+
+    from rich.console import Console
+
+    gpu = Gpu("0", "GPU-0", "NVIDIA H100 80GB HBM3", memory_used_bytes=10 << 30, memory_total_bytes=80 << 30)
+    held = {"GPU-0": Holder(4194304, 1, "", "train.py --lr 1e-3 " + "x" * 60, time.time(), 0)}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(gpus.picture(gpu_rows.rows([gpu], held, {}, 256 * MIB), 80))
+    header, line = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert header.split() == list(gpus.COLUMNS) and len(line) <= 80
+    assert "10.0/80 GiB" in line and "leased" in line and "4194304" in line and "train.py --" in line

@@ -76,6 +76,14 @@ def test_a_leased_port_is_kept_and_can_be_served(store: Store) -> None:
     again.release(), theirs.release()
 
 
+def test_a_leased_port_is_listened_on_only_when_somebody_serves_it(store: Store) -> None:
+    mine = ports.take(store, 1, ABOUT)
+    assert mine.numbers[0] not in ports.listening()
+    with serve(mine.numbers[0]):
+        assert mine.numbers[0] in ports.listening()
+    mine.release()
+
+
 def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: Store) -> None:
     probe = ports.take(store, 1, ABOUT)
     (port,) = probe.numbers

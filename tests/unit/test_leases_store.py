@@ -19,7 +19,8 @@ from safelaunch.beacon import leases as beacon
 from safelaunch.errors import StoreError
 from safelaunch.leases import store as store_module
 from safelaunch.leases.holder import MAGIC, Holder, decode, ourselves
-from safelaunch.leases.store import HANDED_OVER, Lease, Store, inherited
+from safelaunch.leases.lease import HANDED_OVER, Lease, inherited
+from safelaunch.leases.store import Store
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
@@ -213,8 +214,8 @@ def test_what_a_beacon_cannot_lock_costs_it_nothing(tmp_path: Path) -> None:
 
 ADOPT = """
 import os, sys
-from safelaunch.leases.store import inherited, Store
-lease = inherited(os.environ, Store(sys.argv[1]))
+from safelaunch.leases.lease import inherited
+lease = inherited(os.environ, sys.argv[1])
 print(",".join(lease.keys) if lease else "nothing", flush=True)
 sys.stdin.read()
 if lease: lease.release()
@@ -251,7 +252,7 @@ def test_words_alone_hand_nothing_over(store: Store, tmp_path: Path) -> None:
     same = os.open(Path(store.directory) / f"{A}.{os.getuid()}", os.O_RDWR)  # the file, without its lock
     free = os.open(Path(store.directory) / f"{A}.{os.getuid()}.ranks", os.O_RDWR)
     for word in (f"{other}:{A}", f"{same}:{A}", f"{free}:{A}", f"999:{A}", "x", f"{os.dup(lease.descriptors[0])}:{B}"):
-        assert inherited({HANDED_OVER: word}, store) is None, word
+        assert inherited({HANDED_OVER: word}, store.directory) is None, word
     assert A in store.look([A])
     lease.release()
     os.close(other), os.close(same), os.close(free)

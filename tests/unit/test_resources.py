@@ -53,10 +53,13 @@ def test_ranks_of_a_command_that_may_be_anything() -> None:
         ("--master_port=auto", "--master_port=20001"),
         ("--role auto --master-port=auto", "--role auto --master-port=20001"),
         ("--master-port 29500", "--master-port 29500"),
+        ("--master-p auto", "--master-p 20001"),
     ],
 )
 def test_a_value_replaced(words: str, expected: str) -> None:
-    assert command(words).with_value("--master-port", "auto", "20001").torchrun == tuple(expected.split())
+    assert command(words).with_value("--master-port", "auto", "20001", shortest="--master-p").torchrun == tuple(
+        expected.split()
+    )
 
 
 def test_abbreviations_mean_one_option_only() -> None:
