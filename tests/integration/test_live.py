@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stub
 from jobs import PROGRAMS, Bundle, Job
+from stub import GIB
 
 from safelaunch.launch.paths import RunPaths
 from safelaunch.session import health
@@ -191,3 +193,31 @@ def test_a_straggler_is_seen_from_outside(tmp_path: Path) -> None:
         (tmp_path / "stop").touch()
         assert job.wait().code == 0
     assert note.startswith("rank 1 is slower than its peers: it came last to ")
+
+
+def test_ranks_on_one_gpu_and_a_strangers_memory_are_seen_from_outside(
+    tmp_path: Path, node: stub.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes; where they are is what NVML says, which here is a stand-in for it."""
+    with live(tmp_path) as job, subprocess.Popen(["sleep", "1000"]) as stranger:
+        job.until(lambda: steps(job) and len(job.ranks()) == 2, "steps in the status")
+        first, second = (job.ranks()[rank] for rank in (0, 1))
+        for name, value in node.environ.items():
+            monkeypatch.setenv(name, value)
+        roster = Roster(RunPaths(job.runtime / "safelaunch" / f"r{job.process.pid}"))
+        watch = Watch(roster, Policy(60, 60, 60, 60), time.monotonic())
+        watch.tick(time.monotonic())
+        node.write(f"process 0 {first} {GIB}", f"process 1 {second} {GIB}", f"process 3 {stranger.pid} {GIB}")
+        assert health.look(watch.targets(), {first, second}) == ()
+        node.write(
+            f"process 0 {first} {GIB}",
+            f"process 0 {second} {GIB}",
+            f"process 0 {stranger.pid} {GIB}",
+            f"process 1 1 {GIB}",
+        )
+        assert health.look(watch.targets(), {first, second}) == (
+            "ranks 0, 1 are on the same GPU 0: is torch.cuda.set_device(LOCAL_RANK) called?",
+            f"pid {stranger.pid}, not of this job, holds 1024 MiB on GPU 0, which rank 0 uses",
+        )
+        stranger.kill()
+        finish(job)
