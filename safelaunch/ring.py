@@ -7,7 +7,7 @@ with other numbers. Kept this way 4096 records fit into memory, and those who co
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import eq
 from typing import Any, overload
 
@@ -75,6 +75,18 @@ class Ring(Sequence[Collective]):
     def used(self) -> dict[int, Collective]:
         """The kinds that occur in it, by number."""
         return {number: self.kinds.all[number] for number in sorted(set(self.kind_of))}
+
+    def with_kinds(self, change: Callable[[Collective], Collective], kinds: Kinds) -> Ring:
+        """The same entries with their kinds changed; the new ones go to ``kinds``."""
+        numbers = {number: kinds.number_of(change(kind)) for number, kind in self.used().items()}
+        return Ring(
+            kinds,
+            array("I", map(numbers.__getitem__, self.kind_of)),
+            seqs=self.seqs,
+            p2p_seqs=self.p2p_seqs,
+            record_ids=self.record_ids,
+            created_ns=self.created_ns,
+        )
 
     def positions_of(self, kinds: Collection[int]) -> list[int]:
         """Where the entries of these kinds stand, oldest first."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from safelaunch.diagnose.coalesced import settled
-from safelaunch.model import FlightRecord, format_ranks
-from safelaunch.ring import Ring
+from safelaunch.model import Collective, FlightRecord, format_ranks
+from safelaunch.ring import Kinds, Ring
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
@@ -28,21 +28,24 @@ def _with_distinct_groups(records: dict[int, FlightRecord]) -> dict[int, FlightR
     shared = {name for name, different in members.items() if len(different) > 1}
     if not shared:
         return records
+    kinds = Kinds()
     return {
-        rank: _renamed(record, shared) if shared & record.groups.keys() else record for rank, record in records.items()
+        rank: _renamed(record, shared, kinds) if shared & record.groups.keys() else record
+        for rank, record in records.items()
     }
 
 
-def _renamed(record: FlightRecord, shared: set[str]) -> FlightRecord:
+def _renamed(record: FlightRecord, shared: set[str], kinds: Kinds) -> FlightRecord:
     names = {
         name: f"{name} of ranks {format_ranks(set(ranks))}" for name, ranks in record.groups.items() if name in shared
     }
+
+    def renamed(kind: Collective) -> Collective:
+        return structs.replace(kind, group=names[kind.group]) if kind.group in names else kind
+
     return structs.replace(
         record,
-        entries=Ring.of(
-            structs.replace(entry, group=names[entry.group]) if entry.group in names else entry
-            for entry in record.entries
-        ),
+        entries=Ring.of(record.entries).with_kinds(renamed, kinds),
         groups={names.get(name, name): ranks for name, ranks in record.groups.items()},
         status={names.get(name, name): status for name, status in record.status.items()},
     )
