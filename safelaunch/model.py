@@ -158,7 +158,7 @@ class GroupStatus(Record, frozen=True):
 class FlightRecord(Record, frozen=True):
     """One rank's Flight Recorder. ``groups`` maps a group's name to its global ranks where the dump says so.
 
-    ``entries``: oldest first; a tuple, or a :class:`~safelaunch.ring.Ring`.
+    ``entries``: oldest first; a tuple, or a :class:`~safelaunch.entries.Entries`.
     """
 
     version: str

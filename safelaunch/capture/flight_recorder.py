@@ -27,9 +27,9 @@ from msgspec import structs
 
 from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.worker_server import Unanswered, post
+from safelaunch.entries import Entries, Kinds
 from safelaunch.errors import CaptureError
 from safelaunch.model import Collective, FlightRecord, Frame, GroupStatus
-from safelaunch.ring import Kinds, Ring
 
 _TIMEOUT_MS = re.compile(rb'"timeout_ms": ?(\d{1,12})\b')
 _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
@@ -182,7 +182,7 @@ def record_of(dump: object, shared: Shared | None = None) -> FlightRecord:
         entries = [entry for entry in entries if isinstance(entry, dict)]
     decoder = _Decoder(entries, shared)
     try:
-        ring = decoder.ring()
+        ring = decoder.entries()
     except RecursionError as error:
         raise CaptureError("Flight Recorder entries are damaged: lists within lists without an end") from error
     return FlightRecord(
@@ -258,10 +258,10 @@ class _Decoder:
         self._numbers: list[int] = []  # of the rows: the kind, among those that all records share
         self._found: dict[Hashable, int] = {}
 
-    def ring(self) -> Ring:
+    def entries(self) -> Entries:
         row_of = self._rows_of_entries()
         numbers = self._numbers
-        return Ring(
+        return Entries(
             self._shared.kinds,
             self._begun(row_of) or array("I", map(numbers.__getitem__, row_of)),
             seqs=self._numbers_called("collective_seq_id"),

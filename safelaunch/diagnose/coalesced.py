@@ -19,8 +19,8 @@ from itertools import groupby
 
 from msgspec import structs
 
+from safelaunch.entries import Entries
 from safelaunch.model import Collective, FlightRecord
-from safelaunch.ring import Ring
 
 BLOCK = "coalesced "  # what the operation of a block begins with; then its operations
 OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
@@ -53,12 +53,12 @@ def settled(record: FlightRecord) -> FlightRecord:
         for place, run in enumerate(mine):
             found += _one(run, cut_off=wrapped and place == 0, newest=place == len(mine) - 1)
     found.sort(key=lambda entry: entry.record_id)
-    return structs.replace(record, entries=Ring.of(found))
+    return structs.replace(record, entries=Entries.of(found))
 
 
 def _has_blocks(entries: Sequence[Collective]) -> bool:
     """Of a ring the kinds tell; a block that was not ended is among its newest entries."""
-    ring = Ring.of(entries)
+    ring = Entries.of(entries)
     kinds = ring.used()
     if any(kind.op.endswith("coalesced") for kind in kinds.values()):
         return True

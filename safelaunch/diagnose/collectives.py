@@ -16,8 +16,8 @@ from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.coalesced import OPEN, ops_of_block
 from safelaunch.diagnose.columns import Numbering, Window, first_difference, windows_of
 from safelaunch.diagnose.comparable import comparable
+from safelaunch.entries import Entries
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
-from safelaunch.ring import Ring
 
 Signature = tuple[object, ...]
 
@@ -79,9 +79,9 @@ class Alignment:
         self._default: set[str] = {"0", ""}
         self._members: dict[str, tuple[frozenset[int], bool]] = {}
         for rank, record in self.records.items():
-            self._index(rank, record, Ring.of(record.entries))
+            self._index(rank, record, Entries.of(record.entries))
 
-    def _index(self, rank: int, record: FlightRecord, ring: Ring) -> None:
+    def _index(self, rank: int, record: FlightRecord, ring: Entries) -> None:
         kinds = ring.used()
         windows = self._windows[rank] = windows_of(ring, kinds)
         self._pending[rank] = _pending(ring, kinds)
@@ -136,13 +136,13 @@ class Alignment:
 
     def unended(self, rank: int) -> Collective | None:
         """The newest entry of a batch or block that ``rank`` has begun and not launched."""
-        ring = Ring.of(self.records[rank].entries) if rank in self.records else None
+        ring = Entries.of(self.records[rank].entries) if rank in self.records else None
         found = ring.positions_of({n for n, kind in ring.used().items() if kind.state == OPEN}) if ring else []
         return ring[found[-1]] if ring and found else None
 
     def transfers(self, rank: int, group: str) -> list[Collective]:
         """The sends and receives of ``rank`` in ``group``, in order."""
-        ring = Ring.of(self.records[rank].entries) if rank in self.records else Ring.of(())
+        ring = Entries.of(self.records[rank].entries) if rank in self.records else Entries.of(())
         kinds = {n for n, kind in ring.used().items() if kind.is_p2p and kind.group == group}
         return [ring[position] for position in ring.positions_of(kinds)]
 
@@ -223,7 +223,7 @@ class Alignment:
         return world, False
 
 
-def _pending(ring: Ring, kinds: Mapping[int, Collective]) -> list[Collective]:
+def _pending(ring: Entries, kinds: Mapping[int, Collective]) -> list[Collective]:
     oldest: dict[tuple[str, bool], Collective] = {}
     for position in ring.positions_of({n for n, kind in kinds.items() if not kind.completed and kind.state != OPEN}):
         entry = ring[position]

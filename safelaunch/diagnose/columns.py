@@ -7,21 +7,21 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from safelaunch.entries import Entries, Kinds, packed
 from safelaunch.model import Collective
-from safelaunch.ring import Kinds, Ring, packed
 
 
 class Window:
     """The collectives of one rank in one group that its record still holds, by sequence number.
 
-    ``numbers`` ascend; ``positions[i]`` is where in the ring number ``numbers[i]`` stands. Of a number that is recorded
+    ``numbers`` ascend; ``positions[i]`` is where among the entries number ``numbers[i]`` stands. Of a number that is recorded
     more than once (the parts of a coalesced operation) the last one counts.
     """
 
-    __slots__ = ("numbers", "positions", "ring")
+    __slots__ = ("entries", "numbers", "positions")
 
-    def __init__(self, ring: Ring, numbers: Sequence[int], positions: Sequence[int]) -> None:
-        self.ring = ring
+    def __init__(self, entries: Entries, numbers: Sequence[int], positions: Sequence[int]) -> None:
+        self.entries = entries
         if not _ascends(numbers):
             by_number = dict(zip(numbers, positions, strict=True))
             numbers = sorted(by_number)
@@ -33,11 +33,11 @@ class Window:
         place = bisect_left(self.numbers, number)
         if place == len(self.numbers) or self.numbers[place] != number:
             return None
-        return self.ring[self.positions[place]]
+        return self.entries[self.positions[place]]
 
     def kinds(self) -> array[int]:
         """The kinds of its entries, number by number."""
-        kind_of, positions = self.ring.kind_of, self.positions
+        kind_of, positions = self.entries.kind_of, self.positions
         if isinstance(positions, range):
             return kind_of[positions.start : positions.stop]
         return array("I", [kind_of[position] for position in positions])
@@ -47,22 +47,22 @@ def _ascends(numbers: Sequence[int]) -> bool:
     return isinstance(numbers, range) or all(map(int.__lt__, numbers, numbers[1:]))
 
 
-def windows_of(ring: Ring, kinds: Mapping[int, Collective]) -> dict[str, Window]:
+def windows_of(entries: Entries, kinds: Mapping[int, Collective]) -> dict[str, Window]:
     groups = {None if kind.is_p2p else kind.group for kind in kinds.values()}
     if len(groups) == 1 and None not in groups:
-        return {group: Window(ring, ring.seqs, range(len(ring))) for group in groups if group is not None}
+        return {group: Window(entries, entries.seqs, range(len(entries))) for group in groups if group is not None}
     positions: dict[str, array[int]] = {group: array("I") for group in groups if group is not None}
     adders = {number: positions[kind.group].append for number, kind in kinds.items() if not kind.is_p2p}
-    for position, number in enumerate(ring.kind_of):
+    for position, number in enumerate(entries.kind_of):
         if number in adders:
             adders[number](position)
-    seqs = ring.seqs
-    return {group: Window(ring, [seqs[place] for place in places], places) for group, places in positions.items()}
+    seqs = entries.seqs
+    return {group: Window(entries, [seqs[place] for place in places], places) for group, places in positions.items()}
 
 
-def program_of(ring: Ring, *, counted: bool) -> Window:
+def program_of(entries: Entries, *, counted: bool) -> Window:
     """All calls of one rank, whatever their groups: counted from the first, or by the number of the record."""
-    return Window(ring, range(len(ring)) if counted else ring.record_ids, range(len(ring)))
+    return Window(entries, range(len(entries)) if counted else entries.record_ids, range(len(entries)))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Numbering:
         self._translated: dict[tuple[int, tuple[str, ...], bytes], array[int]] = {}
 
     def column(self, window: Window, roots: tuple[str, ...] = ()) -> Column:
-        kinds = window.ring.kinds
+        kinds = window.entries.kinds
         _, known = self._known.setdefault((id(kinds), roots), (kinds, {}))  # which keeps them, and so their id
         column = window.kinds()
         key = (id(kinds), roots, column.tobytes())  # most ranks made the same calls as another one

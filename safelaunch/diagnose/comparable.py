@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from safelaunch.diagnose.coalesced import settled
+from safelaunch.entries import Entries, Kinds
 from safelaunch.model import Collective, FlightRecord, format_ranks
-from safelaunch.ring import Kinds, Ring
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
@@ -45,7 +45,7 @@ def _renamed(record: FlightRecord, shared: set[str], kinds: Kinds) -> FlightReco
 
     return structs.replace(
         record,
-        entries=Ring.of(record.entries).with_kinds(renamed, kinds),
+        entries=Entries.of(record.entries).with_kinds(renamed, kinds),
         groups={names.get(name, name): ranks for name, ranks in record.groups.items()},
         status={names.get(name, name): status for name, status in record.status.items()},
     )

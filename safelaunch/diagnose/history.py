@@ -17,8 +17,8 @@ from typing import cast
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.collectives import Alignment, vote
 from safelaunch.diagnose.columns import Column, Numbering, Window, first_difference, program_of
+from safelaunch.entries import Entries
 from safelaunch.model import Collective, Frame
-from safelaunch.ring import Ring
 
 MOST_CALLS = 64  # in one place, more or fewer than the peers: an evaluation over a sharded model makes a few dozen
 SURE_MATCHES = 3
@@ -94,7 +94,9 @@ def programs_by_role(alignment: Alignment, roots: Mapping[int, tuple[str, ...]])
     again. Where they came only once, or nobody else does, says nothing: some are further than others.
     """
     whole = all(map(alignment.is_whole, alignment.records))  # blocks leave gaps in the numbers of a recorder
-    programs = {rank: program_of(Ring.of(record.entries), counted=whole) for rank, record in alignment.records.items()}
+    programs = {
+        rank: program_of(Entries.of(record.entries), counted=whole) for rank, record in alignment.records.items()
+    }
     calls = {rank: Counter(history.column.values) for rank, history in _histories(programs, roots).items()}
     callers = Counter(place for mine in calls.values() for place in mine)
     roles: dict[frozenset[int], dict[int, Window]] = {}

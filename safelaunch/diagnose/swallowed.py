@@ -108,7 +108,7 @@ def _number_after(facts: Facts, rank: int, group: str, time_unix_s: float) -> tu
     window = facts.alignment.window(rank, group)
     if window is None:
         return None
-    times = [window.ring.created_ns[position] for position in window.positions]
+    times = [window.entries.created_ns[position] for position in window.positions]
     at = bisect_right(times, time_unix_s * 1e9)
     if at == 0 and window.numbers[0] > 1:
         return None  # older than what the record holds

@@ -244,7 +244,7 @@ def test_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_column_of_one_number_is_without_a_gap() -> None:
     """What asks whether a window is whole asks for a range."""
-    from safelaunch.ring import Same, packed
+    from safelaunch.entries import Same, packed
 
     assert packed([7]) == range(7, 8)
     assert packed([7, 8, 9]) == range(7, 10)

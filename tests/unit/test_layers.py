@@ -25,7 +25,7 @@ LAYERS: list[tuple[str, set[str]]] = [
         {
             "errors",
             "model",
-            "ring",
+            "entries",
             "procstat",
             "asknvml",
             "watch.stall",
@@ -132,7 +132,7 @@ PURE = {
     "watch.stragglers",
     "session.gpu_use",
     "model",
-    "ring",
+    "entries",
     "diagnose.*",
     "watch.movement",
     "doctor.check",
@@ -153,7 +153,7 @@ THIRD_PARTY = {
     "yaml": {"settings.yamlfile"},
     "msgspec": {
         "model",
-        "ring",
+        "entries",
         "session.control",
         "session.discover",
         "session.live",

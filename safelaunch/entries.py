@@ -33,7 +33,7 @@ class Kinds:
         return number
 
 
-class Ring(Sequence[Collective]):
+class Entries(Sequence[Collective]):
     """Entries, oldest first. An entry is put together when it is asked for: loops over all of them use the columns.
 
     ``kind_of[i]`` is entry ``i``'s number in ``kinds``; the other columns are its numbers, as in ``Collective``.
@@ -59,8 +59,8 @@ class Ring(Sequence[Collective]):
         self.created_ns = packed(created_ns)
 
     @classmethod
-    def of(cls, entries: Iterable[Collective]) -> Ring:
-        if isinstance(entries, Ring):
+    def of(cls, entries: Iterable[Collective]) -> Entries:
+        if isinstance(entries, Entries):
             return entries
         kinds, entries = Kinds(), list(entries)
         return cls(
@@ -76,10 +76,10 @@ class Ring(Sequence[Collective]):
         """The kinds that occur in it, by number."""
         return {number: self.kinds.all[number] for number in sorted(set(self.kind_of))}
 
-    def with_kinds(self, change: Callable[[Collective], Collective], kinds: Kinds) -> Ring:
+    def with_kinds(self, change: Callable[[Collective], Collective], kinds: Kinds) -> Entries:
         """The same entries with their kinds changed; the new ones go to ``kinds``."""
         numbers = {number: kinds.number_of(change(kind)) for number, kind in self.used().items()}
-        return Ring(
+        return Entries(
             kinds,
             array("I", map(numbers.__getitem__, self.kind_of)),
             seqs=self.seqs,
@@ -122,14 +122,14 @@ class Ring(Sequence[Collective]):
         return (self[number] for number in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (Ring, list, tuple)):
+        if not isinstance(other, (Entries, list, tuple)):
             return NotImplemented
         return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Ring({list(self)!r})"
+        return f"Entries({list(self)!r})"
 
 
 def kind_of(entry: Collective) -> Collective:
