@@ -14,8 +14,8 @@ from safelaunch.model import Collective
 class Window:
     """The collectives of one rank in one group that its record still holds, by sequence number.
 
-    ``numbers`` ascend; ``positions[i]`` is where among the entries number ``numbers[i]`` stands. Of a number that is recorded
-    more than once (the parts of a coalesced operation) the last one counts.
+    ``numbers`` ascend; ``positions[i]`` is where among the entries number ``numbers[i]`` stands. Of a number that is
+    recorded more than once (the parts of a coalesced operation) the last one counts.
     """
 
     __slots__ = ("entries", "numbers", "positions")
