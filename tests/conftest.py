@@ -5,6 +5,7 @@ Here rather than beside the matrix: where tests run in several processes, the on
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
 for folder in ("integration", "faults", "nvml"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
+
+# A shell starts what it runs in the background with these ignored, and children would inherit that.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture
