@@ -20,6 +20,8 @@ from safelaunch.diagnose.loops import ReadSource
 from safelaunch.diagnose.threads import process_condition
 from safelaunch.model import Claim, Collective, Evidence, Frame, RankEvidence
 
+UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
+
 
 @dataclass(frozen=True)
 class PeerWait:
@@ -227,7 +229,9 @@ def _raised_wait(rank: RankEvidence) -> PeerWait | None:
         return None
     frames = rank.exception.frames
     mine = fr.user_frame(frames, rank.code_roots)
-    seen = calls.torch_wait(frames, rank.code_roots) or calls.TorchWait("collective", "a collective")
+    own = bool(frames) and frames[0] == mine
+    unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a collective")
+    seen = calls.torch_wait(frames, rank.code_roots) or unknown
     claim = Claim(
         f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",

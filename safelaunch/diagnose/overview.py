@@ -123,7 +123,8 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
         text = read_line(frame.file, frame.line) if read_line and mark else None
         lines += [f"      {text}"] if text else []
     if culprit.frame is not None and not marked:
-        lines.insert(0, f"→ {frame_text(culprit.frame)}")
+        # Where it went wrong earlier is no part of the stack that it has now.
+        lines = [f"→ {frame_text(culprit.frame)}", *(["", "now in:", *lines] if lines else [])]
     return lines
 
 

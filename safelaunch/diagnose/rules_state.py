@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from safelaunch.diagnose.branches import condition_on_rank
 from safelaunch.diagnose.conditions import Condition
-from safelaunch.diagnose.facts import Facts, RankFacts, user_stack_of
+from safelaunch.diagnose.facts import UNKNOWN_OP, Facts, RankFacts, user_stack_of
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -73,6 +73,13 @@ def first_failure(facts: Facts) -> Ruling:
         ruled.append(
             f"{alone[0].claim}, which only some ranks reach: the runner-up, as they need not be uneven batches"
         )
+    paired = _left_in_p2p(facts, blamed) if main.cause == "uneven-batches" else []
+    if paired and not alone:
+        confidence = lower(confidence)
+        ruled.append(
+            f"{small(ranks_word(paired))} may wait for a send or receive that a peer left out before it ended:"
+            " the runner-up, as they need not be uneven batches"
+        )
     if facts.unseen and main.cause != "rank-exception":
         confidence = lower(confidence)
     return Finding(
@@ -83,6 +90,12 @@ def first_failure(facts: Facts) -> Ruling:
         condition_claims(named) + wait_claims(facts, others) + alone,
         tuple(ruled),
     )
+
+
+def _left_in_p2p(facts: Facts, blamed: Iterable[int]) -> list[int]:
+    """Those of ``blamed`` whose error came out of a send or receive, or out of a ``wait()`` that may be for one."""
+    waits = ((rank, facts.ranks[rank].wait) for rank in blamed)
+    return [rank for rank, wait in waits if wait is not None and (wait.kind == "p2p" or wait.op == UNKNOWN_OP)]
 
 
 def _alone_by_condition(facts: Facts, ranks: Iterable[int]) -> tuple[Claim, ...]:

@@ -178,6 +178,11 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
     text = " while ".join(words[:3]) + more
     known = all(facts.alignment.members(str(waits.example[k].group))[1] for k in circle)
     early = may_have_parted_before(facts.alignment, _groups_of(waits, circle), facts.roots)
+    if known:  # who is in one of the groups only had no order to choose
+        of_several = [
+            r for r in ranks if sum(r in facts.alignment.members(g)[0] for g in _groups_of(waits, circle)) > 1
+        ]
+        ranks = of_several or ranks
     return Finding(
         "group-order",
         "high" if known and not early else "medium",

@@ -13,7 +13,8 @@ _ADVICE: dict[str, tuple[str, ...]] = {
         " safelaunch --preset desync-detail ...",
     ),
     "missing-from-collective": (
-        "Look for a branch, an early `continue` or a caught exception on the named rank before this collective.",
+        "Look for a branch, an early `continue` or a caught exception before this collective, on the rank that did not"
+        " come.",
         "To get stacks beside the Flight Recorder, run it under safelaunch --preset hang-debug ...",
     ),
     "uneven-batches": (
@@ -23,11 +24,13 @@ _ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "group-order": (
         "Let all ranks enter their groups in one order, or overlap them with async_op=True and wait afterwards.",
+        "A rank that leaves out its call in one group waits in the other like this, too: look for a branch around it.",
         "Create groups with new_group() on every rank, in the same order, also on ranks that are not members.",
     ),
     "p2p-cycle": (
         "Post one side first: even ranks send then receive, odd ranks receive then send; or use"
         " batch_isend_irecv() for the exchange.",
+        "Where one sends and another receives, and both wait: compare peer, tag and group of the two calls.",
     ),
     "init-not-joined": (
         "Let every rank reach init_process_group before slow or rank-dependent work (downloads, unpacking, licence"
@@ -119,6 +122,7 @@ _ONLY_IF = {
     "Whoever sent the SIGKILL": "SIGKILL(?!: the)",
     "An abort in a collective": "communication library",
     "SIGSEGV": "SIG(?!KILL|TERM)",
+    "Where one sends": "send.*recv|recv.*send",
 }
 
 

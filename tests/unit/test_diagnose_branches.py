@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from evidence import SCRIPT, at, in_c10d, job, rank, waiting
+from evidence import C10D, SCRIPT, at, in_c10d, job, rank, waiting
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.branches import condition_on_rank
-from safelaunch.model import RankException, RankExit
+from safelaunch.model import Frame, RankException, RankExit
 
 CONDITIONS = {
     "if rank == 0:": True,
@@ -61,7 +61,8 @@ def test_one_against_one_says_which_side_is_under_a_condition() -> None:
 
 
 def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() -> None:
-    lost = RankException("RuntimeError", "Connection closed by peer", 5.0, (at(41), at(60, "<module>")), "Traceback")
+    frames = (Frame(C10D, 3252, "all_reduce"), at(41), at(60, "<module>"))
+    lost = RankException("RuntimeError", "Connection closed by peer", 5.0, frames, "Traceback")
     gone = rank(1, seen=False, more={"exit": RankExit(0, 4.0, before_close=True), "exit_call": None})
     raised = {"exception": lost, "exit": RankExit(1, 6.0, before_close=True)}
     peer = rank(0, in_c10d("all_reduce", 41), more=raised)

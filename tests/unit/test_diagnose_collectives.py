@@ -215,6 +215,28 @@ def test_a_rank_outside_the_stuck_group_is_not_blamed() -> None:
     assert named(job(*ranks)) == ("stuck-in-user-code", [1])
 
 
+def test_only_members_of_both_groups_can_have_entered_them_in_another_order() -> None:
+    groups = {"0": (0, 1, 2), "1": (0, 1)}
+    ranks = [
+        rank(
+            n,
+            in_c10d("all_reduce", 60),
+            flight=record(*past(3), entry("all_reduce", number, group=group, line=60), groups=groups),
+        )
+        for n, (group, number) in enumerate((("1", 1), ("0", 4), ("0", 4)))
+    ]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("group-order", [0, 1]), verdict.summary
+    assert verdict.victims == "2"
+
+
+@pytest.mark.parametrize(("ops", "facing"), [(("send", "recv"), True), (("recv", "recv"), False)])
+def test_a_send_that_faces_a_receive_is_told_to_compare_the_two(ops: tuple[str, ...], facing: bool) -> None:
+    verdict = diagnose(job(*(rank(n, in_c10d(op, 30 + n), flight=behind()) for n, op in enumerate(ops))))
+    assert verdict.cause == "p2p-cycle"
+    assert any("compare peer, tag and group" in s for s in verdict.suggestions) == facing
+
+
 @pytest.mark.parametrize("ops", [("recv", "recv"), ("send", "send"), ("send", "recv", "recv")])
 def test_sends_and_receives_in_a_circle(ops: tuple[str, ...]) -> None:
     ranks = [rank(n, in_c10d(op, 30 + n), flight=behind()) for n, op in enumerate(ops)]

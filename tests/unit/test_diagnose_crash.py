@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from evidence import C10D, at, behind, entry, in_c10d, in_user, job, past, rank, record, waiting
+from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.gone import remote_error
@@ -82,6 +83,20 @@ def test_an_exit_code_without_an_exception() -> None:
 
 def test_an_early_clean_exit_explains_closed_connections() -> None:
     assert named(raised(0, "RuntimeError", RESET, 101.0), ended(1, 0)) == ("uneven-batches", [1])
+
+
+@pytest.mark.parametrize(
+    ("inner", "sure"),
+    [((), False), ((Frame(C10D, 2500, "recv"),), False), ((Frame(C10D, 3252, "all_reduce"),), True)],
+)
+def test_a_clean_exit_may_have_left_out_a_send(inner: tuple[Frame, ...], sure: bool) -> None:
+    """Sends and receives are met by one peer, not by all: that it is gone says nothing about its batches."""
+    left = raised(0, "RuntimeError", RESET, 101.0)
+    assert left.exception is not None
+    error = replace(left.exception, frames=(*inner, at(41, "step"), at(100, "<module>")))
+    verdict = diagnose(job(replace(left, exception=error), ended(1, 0), outcome="crash"))
+    assert (verdict.cause, verdict.confidence == "high") == ("uneven-batches", sure), verdict.summary
+    assert any("send or receive" in text for text in verdict.ruled_out) != sure
 
 
 def test_a_clean_exit_does_not_explain_an_exception() -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job, process, rank, waiting
+from msgspec.structs import replace
 
 from safelaunch.bundle import report
 from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.overview import culprit_lines
 from safelaunch.model import Artifact, Evidence, Frame, RankException, RankExit
 
 BUNDLE = "/home/me/safelaunch-bundles/train-20261120T102233Z-hang"
@@ -172,3 +174,14 @@ def test_reports_say_when_it_was_suspected_and_why() -> None:
     for render in (report.markdown, report.html):
         assert "Nothing had moved for 30 s; suspected after 60 s" in render(diagnose(learned), learned, ())
         assert "suspected" not in render(diagnose(evidence), evidence, ())
+
+
+def test_a_line_that_the_rank_has_left_is_not_shown_as_part_of_its_stack() -> None:
+    evidence = sleeping()
+    culprit = diagnose(evidence).culprits[0]
+    assert culprit.frame is not None
+    elsewhere = replace(culprit.frame, line=99)
+    lines = culprit_lines(replace(culprit, frame=elsewhere), evidence, None)
+    assert lines[0].startswith("→ ") and ":99 " in lines[0]
+    assert lines[1:3] == ["", "now in:"]
+    assert any(":7 load" in line for line in lines[3:])
