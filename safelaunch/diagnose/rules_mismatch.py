@@ -230,7 +230,9 @@ def _called(facts: Facts, rank: int, shift: Shift) -> str:
 
 
 def _site_of(facts: Facts, rank: int, shift: Shift) -> Frame | None:
-    """The line to show: of the call that was too many; of the call that came instead of the one left out."""
+    """The line to show: of the call that was too many; of the one left out, where peers called it."""
+    if not shift.extra and shift.stack:
+        return shift.stack[0]
     return fr.user_frame(shift.calls_there[rank].frames, facts.ranks[rank].evidence.code_roots)
 
 

@@ -296,7 +296,7 @@ def test_a_call_left_out_long_ago_is_the_fault() -> None:
     verdict = diagnose(job(odd, *ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [0])
     assert "Rank 0 left out all_reduce at train.py:50 (train), which its peers called (number 3" in verdict.summary
-    assert verdict.culprits[0].frame == at(60)  # where it went on instead
+    assert verdict.culprits[0].frame == at(50)  # where its peers called it
     assert verdict.confidence == "high"
 
 
