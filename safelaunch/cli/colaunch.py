@@ -123,7 +123,8 @@ def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: Swe
     wait_for_remains(known.unfinished, paths, say)
     found = tuple(_with_word(attempt, journal, jobs, paths) for attempt in found)
     known = history(found, jobs)
-    say(f"{known.done} of {len(jobs)} jobs have succeeded before; running the others")
+    left = "running the others" if known.done < len(jobs) else "there is nothing left to run"
+    say(f"{known.done} of {len(jobs)} jobs have succeeded before; {left}")
     if known.changed:
         say(f"not what they were when they succeeded, so they run again: {', '.join(known.changed)}")
     return known

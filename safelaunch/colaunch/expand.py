@@ -183,7 +183,7 @@ def _needs(job: Job, texts: Sequence[Text], groups: Mapping[str, Sequence[str]])
         elif text.text in names:
             found[text.text] = None
         else:
-            known = [*(group for group in groups if group), *sorted(names)]
+            known = list(dict.fromkeys([*(group for group in groups if group), *sorted(names)]))
             raise SpecError(
                 f"{text.where}: needs: there is no job {text.text!r}{did_you_mean(text.text, known)}",
                 f"jobs: {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",

@@ -7,15 +7,20 @@ from safelaunch.watch.watch import Watch
 
 BEACON_PATIENCE_S = 20.0
 STEP_PATIENCE_S = 600.0
+RANK_PATIENCE_S = 60.0
 
 
 class Notices:
-    """``tick`` is called with every tick of the watch; each notice comes once."""
+    """``tick`` is called with every tick of the watch; each notice comes once.
 
-    def __init__(self, watch: Watch, startup_timeout_s: float, now: float) -> None:
+    ``by_torchrun`` False: nobody says what is a rank (``exec``), so it may be that none ever shows.
+    """
+
+    def __init__(self, watch: Watch, startup_timeout_s: float, now: float, *, by_torchrun: bool = True) -> None:
         self._watch = watch
         self._startup_timeout_s = startup_timeout_s
         self._beacons_due_s: float | None = now + BEACON_PATIENCE_S
+        self._ranks_due_s = None if by_torchrun else now + min(RANK_PATIENCE_S, startup_timeout_s / 2)
         self._steps_due_s: float | None = now + min(STEP_PATIENCE_S, startup_timeout_s / 2)
 
     def tick(self, now: float) -> None:
@@ -23,6 +28,13 @@ class Notices:
         if self._beacons_due_s is not None and now >= self._beacons_due_s and self._watch.roster.workers:
             self._beacons_due_s = None
             self._say_without_beacon()
+        if self._ranks_due_s is not None and now >= self._ranks_due_s:
+            self._ranks_due_s = None
+            if not (self._watch.roster.workers or self._watch.last_progress):
+                say(
+                    "no rank seen so far: nothing here has the variables of one, imports torch or marks a step. Until "
+                    "then safelaunch CANNOT WATCH this command; it runs on (safelaunch.step() in its loop is enough)"
+                )
         if self._steps_due_s is not None and now >= self._steps_due_s and self._watch.last_progress:
             self._steps_due_s = None
             self._say_without_steps()

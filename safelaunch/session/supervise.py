@@ -97,7 +97,9 @@ class Supervisor:
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
-        self._notices = Notices(self._watch, settings.startup_timeout_s, time.monotonic())
+        self._notices = Notices(
+            self._watch, settings.startup_timeout_s, time.monotonic(), by_torchrun=job.plan.by_torchrun
+        )
         self._watching = True
         self._touch = touch
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S

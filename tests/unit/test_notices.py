@@ -45,3 +45,17 @@ def test_a_job_that_marks_something_is_not(capfd: pytest.CaptureFixture[str], ma
 def test_a_job_that_cannot_be_watched_is_told_loudly(capfd: pytest.CaptureFixture[str]) -> None:
     text = said(capfd, None, beacon=False)
     assert "CANNOT WATCH" in text and "no step" not in text
+
+
+@pytest.mark.parametrize(("by_torchrun", "progress", "told"), [(False, None, 1), (False, FRESH, 0), (True, None, 0)])
+def test_a_command_without_ranks_is_told_that_it_is_not_watched(
+    capfd: pytest.CaptureFixture[str], by_torchrun: bool, progress: Progress | None, told: int
+) -> None:
+    roster = SimpleNamespace(workers={}, pages=dict)
+    watch: Any = SimpleNamespace(
+        roster=roster, last_progress={0: progress} if progress else {}, without_beacon=lambda: ()
+    )
+    notices = Notices(watch, 1000.0, 0.0, by_torchrun=by_torchrun)
+    for now in (1.0, 59.0, 61.0, 400.0):
+        notices.tick(now)
+    assert capfd.readouterr().err.count("CANNOT WATCH this command") == told
