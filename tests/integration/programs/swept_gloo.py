@@ -36,7 +36,7 @@ for step in range(steps):
         # Under torchrun ranks run with -u: print would write the newline on its own, and another rank in between.
         sys.stdout.write(f"{name} rank {rank} step {step} line {line}\n")
 if rank == 0:
-    print(f"val_loss={weight.sum().item():.4f}", flush=True)
+    sys.stdout.write(f"val_loss={weight.sum().item():.4f}\n")
 dist.barrier()
 dist.destroy_process_group()
 if rank == 0:
