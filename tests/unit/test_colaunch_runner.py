@@ -321,7 +321,10 @@ def test_killed_at_any_moment_it_leaves_no_lease_and_no_job(tmp_path: Path, node
 
 
 def test_ports_are_its_own_and_its_numbers_stand_where_they_are_wanted(tmp_path: Path) -> None:
-    script = f'echo "$@"; echo $TB; echo $SAFELAUNCH_HELD; {sys.executable} -c "$CHECK"'
+    met = tmp_path / "met"  # where each job waits for the other: one that has ended has given its ports back
+    met.mkdir()
+    both = f"touch {met}/$$; until [ $(ls {met} | wc -l) -eq 2 ]; do sleep 0.02; done"
+    script = f'{both}; echo "$@"; echo $TB; echo $SAFELAUNCH_HELD; {sys.executable} -c "$CHECK"'
     check = (
         "import os, socket\n"
         "for item in os.environ['SAFELAUNCH_HELD'].split(','):\n"
