@@ -7,10 +7,10 @@ newest are in a shared file that can be read when the rank is stuck: slots of te
 
 from __future__ import annotations
 
+import _thread  # what threading.get_ident is: threading itself takes a millisecond to import
 import mmap
 import os
 import sys
-import threading
 import time
 
 from . import log, page
@@ -45,7 +45,7 @@ def install(path: str) -> None:
     if not free:
         return
     _libraries = (os.path.dirname(os.__file__), os.path.dirname(__file__))
-    _main = threading.get_ident()
+    _main = _thread.get_ident()
     with open(path, "w+b", opener=log.private) as file:
         file.truncate(SLOTS * SLOT_BYTES)
         _slots = mmap.mmap(file.fileno(), SLOTS * SLOT_BYTES)
@@ -75,7 +75,7 @@ def _handled(code: CodeType, offset: int, exception: BaseException) -> None:
         if len(_is_users) > 10_000:
             _is_users.clear()
         users = _is_users[file] = _belongs_to_user(file)
-    if users and threading.get_ident() == _main and not isinstance(exception, _CONTROL_FLOW):
+    if users and _thread.get_ident() == _main and not isinstance(exception, _CONTROL_FLOW):
         _note(code, offset, exception)
 
 
@@ -110,7 +110,7 @@ def _note(code: CodeType, offset: int, exception: BaseException) -> None:
 def _raised_again(code: CodeType, offset: int, exception: BaseException) -> None:
     """It was no more than passing through: the slot is the next one's."""
     global _latest, _count
-    if exception is _latest and threading.get_ident() == _main:
+    if exception is _latest and _thread.get_ident() == _main:
         _latest = None
         _count -= 1
         _write(_count % SLOTS, b"")
