@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any
 
+from safelaunch.atmost import at_most
 from safelaunch.cli.colaunch_rows import COLUMNS, GAP, cells, choose, columns, headline, typical_s
 from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.console import PREFIX, say
@@ -76,7 +75,7 @@ class TerminalScreen:
         from rich.text import Text
 
         try:
-            with _at_most(WRITE_DEADLINE_S):
+            with at_most(WRITE_DEADLINE_S):
                 for text in self._notes:
                     self._live.console.print(Text(PREFIX + text))
                 self._notes.clear()
@@ -105,19 +104,3 @@ def picture(snapshot: Snapshot, height: int, width: int) -> Any:
     more = len(snapshot.jobs) - len(shown)
     rest = [Text(f"... and {more} more", style="dim")] if more else []
     return Group(table, *rest, Text(headline(snapshot), style="bold"))
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """TimeoutError (an OSError) in what takes longer: a signal interrupts a write that waits for a terminal."""
-
-    def give_up(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -6,12 +6,10 @@ import json
 import math
 import os
 import re
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
+from safelaunch.atmost import CPU, at_most
 from safelaunch.colaunch.jobs import Metric
 from safelaunch.errors import SpecError
 
@@ -81,7 +79,7 @@ def from_log(path: Path, patterns: Sequence[str], say: Callable[[str], None] = l
     found: dict[str, Metric] = {}
     for pattern in patterns:
         try:
-            with _at_most(MOST_CPU_S):
+            with at_most(MOST_CPU_S, CPU):
                 found.update(from_lines(_backwards(data), [pattern]))
         except TimeoutError:
             say(f"{path.parent.name}: the metric {pattern!r} was given up: searching {path.name} takes too long")
@@ -95,22 +93,6 @@ def _backwards(data: bytes) -> Iterator[str]:
         begin = data.rfind(b"\n", 0, end) + 1
         yield data[begin : min(end, begin + LONGEST_LINE)].decode("utf-8", "replace")
         end = begin - 1
-
-
-@contextmanager
-def _at_most(cpu_s: float) -> Iterator[None]:
-    """TimeoutError in what takes more of our processor time. The engine looks for signals now and then."""
-
-    def give_up(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGVTALRM, give_up)
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def from_file(path: Path) -> dict[str, Metric]:

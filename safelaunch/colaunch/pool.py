@@ -11,6 +11,7 @@ from safelaunch.colaunch.jobs import Job
 from safelaunch.errors import ResourceError
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.lease import Lease
+from safelaunch.model import format_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Slots:
         if taken is None:
             return None
         cores = sorted({core for number in taken for core in self._shares[number]})
-        return Share(taken, ranges(taken), cores=tuple(cores))
+        return Share(taken, format_ranks(taken), cores=tuple(cores))
 
     def wait(self, job: Job, ours: Collection[int]) -> str:
         return ""  # the cores are everybody's
@@ -144,7 +145,7 @@ class Gpus:
         if taken is None:
             return None
         labels = [gpu.label for gpu in taken.gpus]
-        label = ranges([int(label) for label in labels]) if all(map(str.isdecimal, labels)) else ",".join(labels)
+        label = format_ranks([int(label) for label in labels]) if all(map(str.isdecimal, labels)) else ",".join(labels)
         gpus = tuple(gpu.uuid for gpu in taken.gpus)
         return Share(label=label, gpus=gpus, env={"CUDA_VISIBLE_DEVICES": taken.visible}, lease=taken.lease)
 
@@ -185,19 +186,6 @@ def check_fits(needs: Mapping[str, int], pool: Pool) -> None:
                 f"the job {name} asks for {units} {pool.kind}s, and there are {pool.capacity} here.",
                 "ask for fewer" + (", or give more --slots" if pool.kind == "slot" else ""),
             )
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """``0-3,6`` for 0, 1, 2, 3, 6."""
-    parts: list[str] = []
-    first = last = None
-    for number in [*sorted(numbers), None]:
-        if first is not None and (number is None or last is None or number != last + 1):
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            first = None
-        first = number if first is None else first
-        last = number
-    return ",".join(parts)
 
 
 # --- the node ---------------------------------------------------------------------------------------------------------

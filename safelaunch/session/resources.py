@@ -70,8 +70,10 @@ class Resources:
         """Its leased ports that others serve, to be asked when nothing of the job lives."""
         from safelaunch.leases.ports import listening
 
-        there = listening() if self.ports is not None else set[int]()
-        return tuple(port for port in self.ports.numbers if port in there) if self.ports is not None else ()
+        if self.ports is None:
+            return ()
+        there = listening()
+        return tuple(port for port in self.ports.numbers if port in there)
 
     def release(self) -> None:
         """The job is over."""

@@ -20,7 +20,7 @@ from safelaunch.colaunch import metrics, outcome, summary
 from safelaunch.colaunch.affinity import ranks, threads
 from safelaunch.colaunch.jobs import Job, Outcome, Track
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, ranges, share_out
+from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, share_out
 from safelaunch.colaunch.steps import slowest
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
@@ -28,7 +28,7 @@ from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
-from safelaunch.model import Progress
+from safelaunch.model import Progress, format_ranks
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:
@@ -166,7 +166,7 @@ def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
     ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 9], "0,2-3,9"), ([5, 4], "4-5")]
 )
 def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
-    assert ranges(numbers) == text
+    assert format_ranks(numbers) == text
 
 
 def test_the_cores_of_this_machine_are_all_there_in_some_order() -> None:

@@ -26,6 +26,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "errors",
             "model",
             "entries",
+            "atmost",
             "procstat",
             "asknvml",
             "watch.stall",
