@@ -7,10 +7,11 @@ behind, and the job stops at some later, innocent line. What the other rules fin
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from safelaunch.diagnose import frames as fr
-from safelaunch.diagnose.collectives import first_mismatch
+from safelaunch.diagnose.collectives import Mismatch, first_mismatch
 from safelaunch.diagnose.facts import Facts
 from safelaunch.diagnose.findings import Finding, ranks_word
 from safelaunch.diagnose.history import left_out_at, shift_in
@@ -44,7 +45,8 @@ def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
     """
     if finding.cause not in EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
         return finding
-    fits = {c.rank: fit for c in finding.culprits if (fit := _fit(facts, c.rank)) is not None}
+    mismatch = first_mismatch(facts.alignment)
+    fits = {c.rank: fit for c in finding.culprits if (fit := _fit(facts, c.rank, mismatch)) is not None}
     if not fits or (finding.confidence == "high" and len(fits) < len(finding.culprits)):
         return finding
     culprits = tuple(_culprit(c, fits[c.rank]) for c in finding.culprits if c.rank in fits)
@@ -88,50 +90,69 @@ def _of_several(fits: dict[int, _Fit], summary: str) -> str:
     return f"{ranks_word(fits)} raised {types} and went on, without the collectives that their peers called. {summary}"
 
 
-def _fit(facts: Facts, rank: int) -> _Fit | None:
+@dataclass(frozen=True)
+class _Calls:
+    """One rank's calls in one group, and when it made them."""
+
+    numbers: Sequence[int]
+    times_ns: Sequence[int]
+
+    def after(self, time_unix_s: float) -> tuple[int, bool] | None:
+        """The number that the next call after that time has, or would have; and whether it was made.
+
+        None for what is older than the record.
+        """
+        at = bisect_right(self.times_ns, time_unix_s * 1e9)
+        if at == 0 and self.numbers[0] > 1:
+            return None
+        later = at < len(self.times_ns)
+        return (self.numbers[at] if later else self.numbers[-1] + 1), later
+
+
+def _calls(facts: Facts, rank: int, group: str) -> _Calls | None:
+    window = facts.alignment.window(rank, group)
+    if window is None:
+        return None
+    return _Calls(window.numbers, [window.entries.created_ns[position] for position in window.positions])
+
+
+def _parted_at(facts: Facts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
+    """The first number of ``group`` that ``rank`` did not call as its peers did; and whether the histories show it.
+
+    Where they do not, they may agree with several places.
+    """
+    shift = shift_in(facts.alignment, group, facts.roots)
+    if shift is not None and (rank in shift.ranks) != shift.extra:
+        return shift.seq, True
+    if mismatch is not None and mismatch.group == group and rank in mismatch.odd:
+        return mismatch.seq, shift is not None
+    window = facts.alignment.window(rank, group)
+    return window.numbers[-1] + 1 if window else 0, shift is not None
+
+
+def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _Fit | None:
     """The newest exception of ``rank`` at the point where it parted from its peers."""
+    groups = {group: calls for group in facts.alignment.groups() if (calls := _calls(facts, rank, group))}
+    parted = {group: _parted_at(facts, rank, group, mismatch) for group in groups}
+    tried: dict[tuple[str, int], bool] = {}
     for exception in reversed(facts.ranks[rank].evidence.caught):
-        for group in facts.alignment.groups():
-            place = _number_after(facts, rank, group, exception.time_unix_s)
+        for group, calls in groups.items():
+            place = calls.after(exception.time_unix_s)
             if place is None:
                 continue
             number, later = place
-            sure = number == _parted_at(facts, rank, group)
-            fits = sure or (later and _may_have_parted(facts, rank, group, number))
-            if fits and not _peers_did_too(facts, rank, group, number, exception):
+            parted_at, shown = parted[group]
+            sure = number == parted_at
+            key = (group, number)
+            if not sure and key not in tried:  # many exceptions may lie between the same two calls
+                tried[key] = later and not shown and _agrees(facts, rank, group, number)
+            if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):
                 return _Fit(exception, group, number, later, sure and later)
     return None
 
 
-def _number_after(facts: Facts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
-    """The number that the rank's next call in ``group`` after that time has, or would have; and whether it made it."""
-    window = facts.alignment.window(rank, group)
-    if window is None:
-        return None
-    times = [window.entries.created_ns[position] for position in window.positions]
-    at = bisect_right(times, time_unix_s * 1e9)
-    if at == 0 and window.numbers[0] > 1:
-        return None  # older than what the record holds
-    later = at < len(times)
-    return (window.numbers[at] if later else window.numbers[-1] + 1), later
-
-
-def _parted_at(facts: Facts, rank: int, group: str) -> int:
-    """The first number of ``group`` that ``rank`` did not call as its peers did."""
-    shift = shift_in(facts.alignment, group, facts.roots)
-    if shift is not None and (rank in shift.ranks) != shift.extra:
-        return shift.seq
-    mismatch = first_mismatch(facts.alignment)
-    if mismatch is not None and mismatch.group == group and rank in mismatch.odd:
-        return mismatch.seq
-    window = facts.alignment.window(rank, group)
-    return window.numbers[-1] + 1 if window else 0
-
-
-def _may_have_parted(facts: Facts, rank: int, group: str, number: int) -> bool:
+def _agrees(facts: Facts, rank: int, group: str, number: int) -> bool:
     """Where all steps are alike the records do not show the place, but they may agree with this one."""
-    if shift_in(facts.alignment, group, facts.roots) is not None:
-        return False  # they do show it
     return left_out_at(facts.alignment, group, rank, number, facts.roots) is not None
 
 
@@ -139,7 +160,8 @@ def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: 
     for peer, one in facts.ranks.items():
         for other in one.evidence.caught if peer != rank else ():
             if (other.type, other.raised) == (exception.type, exception.raised):
-                there = _number_after(facts, peer, group, other.time_unix_s)
+                theirs = _calls(facts, peer, group)
+                there = theirs.after(other.time_unix_s) if theirs else None
                 if there is not None and there[0] == number:
                     return True
     return False
