@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from safelaunch.capture import flight_recorder
+from safelaunch.capture import flight_dump
 from safelaunch.errors import CaptureError
 from safelaunch.model import (
     CaughtException,
@@ -57,7 +57,7 @@ class _Bundle:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.problems: list[str] = []
-        self._shared = flight_recorder.Shared()
+        self._shared = flight_dump.Shared()
 
     def json(self, name: str, kind: type[_T]) -> _T | None:
         """The record in file ``name``; None where there is none, or where it is damaged (then a problem)."""
@@ -85,8 +85,8 @@ class _Bundle:
     def flight_record(self, folder: str) -> FlightRecord | None:
         """The pickle, which has frames, else the JSON."""
         for name, parse in (
-            (f"{folder}/flight_recorder.pickle", flight_recorder.parse_pickle),
-            (f"{folder}/flight_recorder.json", flight_recorder.parse_json),
+            (f"{folder}/flight_recorder.pickle", flight_dump.parse_pickle),
+            (f"{folder}/flight_recorder.json", flight_dump.parse_json),
         ):
             if not (self.root / name).exists():
                 continue

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from safelaunch.capture import flight_recorder
+from safelaunch.capture import flight_dump
 from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.postmortem.cores import parse_all
@@ -57,7 +57,7 @@ def read_dumps(folder: Path) -> Found | None:
 
 def _parse_some(paths: Sequence[Path]) -> list[FlightRecord | str]:
     """The records in these files, or what is wrong with them."""
-    shared = flight_recorder.Shared()
+    shared = flight_dump.Shared()
     found: list[FlightRecord | str] = []
     for path in paths:
         try:
@@ -67,11 +67,11 @@ def _parse_some(paths: Sequence[Path]) -> list[FlightRecord | str]:
     return found
 
 
-def _parse(data: bytes, shared: flight_recorder.Shared) -> FlightRecord:
+def _parse(data: bytes, shared: flight_dump.Shared) -> FlightRecord:
     """By its content, whatever the file is called."""
     if data[:1] == b"{":
-        return flight_recorder.parse_json(data, shared)
-    return flight_recorder.parse_pickle(data, shared)
+        return flight_dump.parse_json(data, shared)
+    return flight_dump.parse_pickle(data, shared)
 
 
 def _quality(record: FlightRecord) -> tuple[bool, int]:

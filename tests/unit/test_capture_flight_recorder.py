@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture import flight_recorder
-from safelaunch.capture.flight_recorder import flight_record_of, parse_json, parse_pickle, record_of
+from safelaunch.capture import flight_dump, flight_recorder
+from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
+from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.capture.worker_server import Unanswered
 from safelaunch.errors import CaptureError
 from safelaunch.model import Collective, Frame, GroupStatus
@@ -235,11 +236,11 @@ def test_a_pickle_that_runs_code_is_refused(reduction: tuple[Any, ...]) -> None:
 
 
 def test_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "MAX_DUMP_BYTES", 100)
+    monkeypatch.setattr(flight_dump, "MAX_DUMP_BYTES", 100)
     with pytest.raises(CaptureError, match="too large"):
         parse_pickle(pickle.dumps(GLOO))
     with pytest.raises(CaptureError, match="too many"):
-        record_of({"entries": [None] * (flight_recorder.MAX_ENTRIES + 1)})
+        record_of({"entries": [None] * (flight_dump.MAX_ENTRIES + 1)})
 
 
 def test_a_column_of_one_number_is_without_a_gap() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from nccl_formats import FORMATS, NEWEST, Format, Op, Recorder, State, write
 
-from safelaunch.capture.flight_recorder import parse_json, parse_pickle
+from safelaunch.capture.flight_dump import parse_json, parse_pickle
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.coalesced import settled
 from safelaunch.diagnose.collectives import Alignment
