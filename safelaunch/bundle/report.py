@@ -147,7 +147,7 @@ def _tail(verdict: Verdict, room: int) -> list[str]:
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
     for suggestion in verdict.suggestions[:2]:
-        lines += _wrap(f"next: {clean(suggestion)}", room, "  ")[:3]
+        lines += _wrap(f"next: {clean(suggestion)}", room, "  ")[:4]
     return lines
 
 

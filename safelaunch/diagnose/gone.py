@@ -18,6 +18,8 @@ GONE_CAUSES = (*FAILURES, "uneven-batches")
 # Those that faulthandler catches.
 _FATAL_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
+AFTER_THE_END = " after its script had ended, while Python shut down"
+
 # What a rank reports when a peer has gone or does not come: transport and store errors, group timeouts.
 _CONSEQUENCE = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|closed by (?:the )?(?:remote )?peer|reset by peer"
@@ -152,6 +154,9 @@ def _killed_condition(rank: RankEvidence) -> Condition:
         words, memory = _memory_words(rank)
         said += words
         claims += memory
+    if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
+        said += AFTER_THE_END
+        claims.append(Claim("its progress page says that the script had ended", f"ranks/{rank.rank}/progress.json"))
     words = _abort_words(rank)
     if words:
         said += words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_ADVICE: dict[str, tuple[str, ...]] = {
+ADVICE: dict[str, tuple[str, ...]] = {
     "collective-mismatch": (
         "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
         " `if rank == 0`.",
@@ -97,6 +97,8 @@ _ADVICE: dict[str, tuple[str, ...]] = {
         " memory of the job, and at node/<host>/kernel_log.txt.",
         "An abort in a collective: a peer may have called it with another size or type; to have every call checked"
         " first: safelaunch --preset desync-detail ...",
+        "The training had ended: torch may abort a rank that ends right after a collective over gloo (PyTorch issue"
+        " 190489); a dist.barrier() before dist.destroy_process_group() avoids it.",
         "SIGSEGV, SIGABRT or SIGBUS: the rank's fault.txt has the stack of every thread at that moment; for /dev/shm"
         " that is full, safelaunch doctor.",
     ),
@@ -121,6 +123,7 @@ _ONLY_IF = {
     "Out of host memory": "out-of-memory killer took",
     "Whoever sent the SIGKILL": "SIGKILL(?!: the)",
     "An abort in a collective": "communication library",
+    "The training had ended": "SIGABRT.* after its script had ended",
     "SIGSEGV": "SIG(?!KILL|TERM)",
     "Where one sends": "send.*recv|recv.*send",
 }
@@ -131,6 +134,6 @@ def suggestions_for(cause: str, reasons: Iterable[str] = ()) -> tuple[str, ...]:
     said = " ".join(reasons)
     return tuple(
         advice
-        for advice in _ADVICE.get(cause, ())
+        for advice in ADVICE.get(cause, ())
         if all(re.search(sign, said) for start, sign in _ONLY_IF.items() if advice.startswith(start))
     )

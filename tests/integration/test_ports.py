@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from test_leases import safelaunch, until
 
+from safelaunch.leases import ports
+from safelaunch.leases.holder import Holder
 from safelaunch.leases.store import Store
 
 RUN = """
@@ -73,6 +76,11 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+# Leased to nobody here, so the jobs of this file get others: those of tests that run at the same time, with leases of
+# their own, have the first ports.
+ELSEWHERE = range(ports.FIRST, ports.FIRST + 200)
+
+
 class Scene:
     """``bind``: let torchrun listen (``let``: on that port); ``end``: let ranks end; ``ran``: what ports they saw."""
 
@@ -88,6 +96,8 @@ class Scene:
         self.script.write_text(SCRIPT)
         self.bind, self.end, self._ran = place / "bind", place / "end", place / "ran"
         self.store = Store(os.fspath(place / "leases"))
+        kept = [ports.key_of(port) for port in ELSEWHERE]
+        self.kept = self.store.attempt(kept, lambda _: kept, Holder()).lease
         path = [os.fspath(place / "old"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.env = {
             "PYTHONPATH": os.pathsep.join(path),
@@ -109,12 +119,16 @@ class Scene:
         """The ports that are held now."""
         names = [path.name for path in Path(self.store.directory).glob("port-*")]
         keys = sorted({name.partition(".")[0] for name in names})
-        return [int(key.removeprefix("port-")) for key in self.store.look(keys)]
+        held = (int(key.removeprefix("port-")) for key in self.store.look(keys))
+        return [port for port in held if port not in ELSEWHERE]
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    return Scene(tmp_path)
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    there = Scene(tmp_path)
+    yield there
+    assert there.kept is not None
+    there.kept.release()
 
 
 def stranger(port: int) -> socket.socket:
@@ -134,11 +148,11 @@ def test_two_runs_at_once_never_meet_on_a_port(scene: Scene, words: list[str]) -
         safelaunch(*words, scene.script, "0", env=scene.env) as other,
     ):
         until(lambda: len(scene.ran) == 2 or one.poll() is not None or other.poll() is not None, "two ranks")
-        ports = scene.ran
+        taken = scene.ran
         scene.end.touch()
         assert [one.communicate(timeout=60)[1], other.communicate(timeout=60)[1]] == ["", ""]
     assert (one.returncode, other.returncode) == (0, 0)
-    assert len(set(ports)) == 2 and 29500 not in ports
+    assert len(set(taken)) == 2 and 29500 not in taken
     assert scene.leased() == []
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.gone import remote_error
-from safelaunch.model import ExitCall, FatalError, Frame, MemoryKills, RankEvidence, RankException, RankExit
+from safelaunch.model import ExitCall, FatalError, Frame, MemoryKills, Progress, RankEvidence, RankException, RankExit
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
@@ -75,6 +75,17 @@ def test_the_last_words_of_an_abort_are_told() -> None:
     log = "step 3\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  sizes differ\n"
     verdict = diagnose(job(ended(0, -6, log=log), terminated(1), outcome="crash"))
     assert "sizes differ" in verdict.culprits[0].reason
+
+
+@pytest.mark.parametrize("state", ["exited", "torch"])
+def test_an_abort_after_the_script_had_ended_is_told_as_such(state: str) -> None:
+    log = "trained\nterminate called without an active exception\n"
+    page = Progress(1, 1, 2, 0, 1001, 1, state)
+    verdict = diagnose(job(terminated(0), replace(ended(1, -6, log=log), progress=page), outcome="crash"))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("rank-killed", [1])
+    ended_before = state == "exited"
+    assert ("after its script had ended" in verdict.summary) == ended_before
+    assert any("190489" in advice for advice in verdict.suggestions) == ended_before
 
 
 def test_an_exit_code_without_an_exception() -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from safelaunch.bundle import report
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.overview import culprit_lines
+from safelaunch.diagnose.suggestions import ADVICE
 from safelaunch.model import Artifact, Evidence, Frame, RankException, RankExit
 
 BUNDLE = "/home/me/safelaunch-bundles/train-20261120T102233Z-hang"
@@ -62,6 +63,13 @@ def test_screen_is_one_screen(width: int, culprits: int) -> None:
     assert len(lines) <= report.MAX_LINES
     assert max(map(len, lines[:-1])) <= width
     assert lines[-1].endswith(BUNDLE)
+
+
+@pytest.mark.parametrize("advice", sorted({text for texts in ADVICE.values() for text in texts}))
+def test_advice_is_shown_whole(advice: str) -> None:
+    verdict = replace(diagnose(sleeping()), suggestions=(advice,))
+    shown = report.screen(verdict, bundle_path=BUNDLE, width=80)
+    assert f"next: {advice}" in " ".join(line.removeprefix("safelaunch: ").strip() for line in shown.splitlines())
 
 
 def test_claims_are_whole_where_there_is_room() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ class Training:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
+            # gloo's threads still let go of the last tensors, and need the GIL for that. Torch aborts one that asks
+            # for it once Python shuts down.
+            time.sleep(0.2)
             dist.destroy_process_group()
 
     def batches(self):
