@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,11 @@ _PLURALS = {"is": "are", "was": "were", "has": "have", "does": "do", "waits": "w
 
 
 def plural(clause: str) -> str:
+    """The clause said of several ranks; what they raised is quoted, and stays."""
     verb, _, rest = clause.partition(" ")
+    if verb != "raised":
+        rest = re.sub(r"\bits\b", "their", rest)
+        rest = re.sub(r"\bit (\w+)", lambda found: f"they {_PLURALS.get(found[1], found[1])}", rest)
     return f"{_PLURALS.get(verb, verb)} {rest}"
 
 

@@ -20,7 +20,7 @@ from safelaunch.diagnose.findings import (
     waits_words,
 )
 from safelaunch.diagnose.history import may_have_parted_before
-from safelaunch.diagnose.rules_mismatch import departed, mismatch, parted_in
+from safelaunch.diagnose.rules_mismatch import broken_habits, departed, left_out_between_groups, mismatch, parted_in
 from safelaunch.diagnose.rules_state import small_ranks
 from safelaunch.diagnose.waits import Key, Waits, members_of
 from safelaunch.model import Claim
@@ -132,7 +132,7 @@ def cycles(facts: Facts, waits: Waits) -> Ruling:
     if p2p and (one := departed(facts, members_of(waits, circle))) is not None:
         return one
     if len(groups) > 1:
-        return _group_order(facts, waits, circle)
+        return left_out_between_groups(facts, waits, circle) or _group_order(facts, waits, circle)
     return mismatch(facts, waits, circle)
 
 
@@ -185,7 +185,7 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
         ranks = of_several or ranks
     return Finding(
         "group-order",
-        "high" if known and not early else "medium",
+        "high" if known and not early and not broken_habits(facts, waits, circle) else "medium",
         f"{text[:1].upper()}{text[1:]}: they entered the groups in different orders.",
         tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
         wait_claims(facts, ranks, limit=10),

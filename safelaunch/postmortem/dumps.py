@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.capture import flight_dump
@@ -24,20 +26,24 @@ def read_dumps(folder: Path) -> Found | None:
 
     Other files are passed over in silence, except those that are called as the dumps are: they were meant to be some.
     """
-    records: dict[int, FlightRecord] = {}
-    files: dict[int, str] = {}
     failed: dict[str, str] = {}
-    problems: list[str] = []
+    jobs: dict[str, dict[int, _Dump]] = {}  # by prefix
     paths = [path for path in folder.iterdir() if 0 <= _rank_of(path.name) < MAX_RANKS and not path.is_dir()]
     paths.sort(key=lambda path: (_rank_of(path.name), path.name))
     for path, record in zip(paths, parse_all(paths, _parse_some), strict=True):
-        rank = _rank_of(path.name)
         if isinstance(record, str):
             failed[path.name] = record
-        elif rank not in records or _quality(record) > _quality(records[rank]):
-            records[rank], files[rank] = record, path.name
-    if not records:
+            continue
+        mine = jobs.setdefault(_prefix(path.name), {})
+        one = _Dump(path.name, record, _modified(path))
+        rank = _rank_of(path.name)
+        if rank not in mine or one.quality > mine[rank].quality:
+            mine[rank] = one
+    if not jobs:
         return None
+    chosen, problems = _of_one_job(jobs, Counter(map(_prefix, failed)))
+    records = {rank: one.record for rank, one in chosen.items()}
+    files = {rank: one.name for rank, one in chosen.items()}
     prefixes = {_prefix(name) for name in files.values()}
     broken = [name for name in failed if _prefix(name) in prefixes and _rank_of(name) not in records]
     problems += [f"{name}: {failed[name]}" for name in broken]
@@ -74,8 +80,47 @@ def _parse(data: bytes, shared: flight_dump.Shared) -> FlightRecord:
     return flight_dump.parse_pickle(data, shared)
 
 
-def _quality(record: FlightRecord) -> tuple[bool, int]:
-    return any(entry.frames for entry in record.entries), len(record.entries)
+@dataclass(frozen=True)
+class _Dump:
+    name: str
+    record: FlightRecord
+    modified: float
+
+    @property
+    def quality(self) -> tuple[bool, int]:
+        return any(entry.frames for entry in self.record.entries), len(self.record.entries)
+
+
+def _of_one_job(jobs: dict[str, dict[int, _Dump]], failed: Mapping[str, int]) -> tuple[dict[int, _Dump], list[str]]:
+    """The dumps by rank, and what was passed over: another job's, or an earlier attempt's, which has the same ranks.
+
+    The prefix with the most files counts (``failed``: how many of a prefix could not be read), the newest of those;
+    with it those that have other ranks (a name for each node).
+    """
+
+    def weight(prefix: str) -> tuple[int, float]:
+        here = jobs[prefix]
+        return len(here) + failed.get(prefix, 0), max(one.modified for one in here.values())
+
+    order = sorted(jobs, key=weight, reverse=True)
+    chosen: dict[int, _Dump] = {}
+    passed_over = []
+    for prefix in order:
+        here = jobs[prefix]
+        if chosen.keys() & here.keys():
+            names = sorted(one.name for one in here.values())
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            passed_over.append(f"{names[0]}{more}: passed over, for there are other dumps of the same ranks here")
+        else:
+            chosen.update(here)
+    return dict(sorted(chosen.items())), passed_over
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0  # it has gone since
 
 
 def _rank_of(name: str) -> int:

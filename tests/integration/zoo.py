@@ -115,6 +115,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("future", "locks", "future", "blocking-io"),
     Specimen("queue", "locks", "queue", "lock-deadlock"),
     Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=with_neighbour, recorder=True),
+    Specimen("left-out", "pairs", "leaves-out", "collective-mismatch", 3, recorder=True),
     Specimen("recv-recv", "pairs", "recv", "p2p-cycle", 3, culprits=with_neighbour),
     Specimen("uneven-barrier", "uneven", "barrier", "uneven-batches", 3),
     Specimen("uneven-thread", "uneven", "thread", "uneven-batches", line=False),

@@ -24,7 +24,7 @@ from evidence import (
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.collectives import Alignment, mismatch_at, signature
-from safelaunch.model import Evidence, FlightRecord, RankEvidence
+from safelaunch.model import Collective, Evidence, FlightRecord, RankEvidence, Verdict
 
 MAJORITY = [(3, 0), (3, 2), (4, 0), (4, 1), (8, 7)]
 
@@ -201,6 +201,46 @@ def test_groups_entered_in_opposite_orders(culprit: int, known: bool) -> None:
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("group-order", [0, 1, 2])
     assert verdict.confidence == ("high" if known else "medium")
+
+
+def _rounds(count: int, lines: tuple[int, int]) -> list[Collective]:
+    """Completed rounds over the groups "1" and "2", each called from its own line."""
+    return [
+        entry("all_reduce", n, done=True, group=group, line=line)
+        for n in range(1, count + 1)
+        for group, line in zip(("1", "2"), lines, strict=True)
+    ]
+
+
+def _two_groups(odd: int, count: int, lines: tuple[int, int], odd_line: int) -> Verdict:
+    """Rank ``odd`` of two is in group "2", from ``odd_line``, where the other is in group "1"."""
+    groups = {"1": (0, 1), "2": (0, 1)}
+    ranks = []
+    for n in range(2):
+        group, line = ("2", odd_line) if n == odd else ("1", lines[0])
+        flight = record(*_rounds(count, lines), entry("all_reduce", count + 1, group=group, line=line), groups=groups)
+        ranks.append(rank(n, in_c10d("all_reduce", line), flight=flight))
+    return diagnose(job(*ranks))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_call_left_out_of_one_group_is_known_by_the_ranks_own_habit(odd: int) -> None:
+    verdict = _two_groups(odd, 4, (60, 61), 61)
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [odd]), verdict.summary
+    assert verdict.confidence == "medium" and any("different orders" in text for text in verdict.ruled_out)
+    assert f"Rank {odd} left out all_reduce at train.py:60 (train) (number 5 of group '1')" in verdict.summary
+    assert verdict.culprits[0].frame == at(60)
+
+
+@pytest.mark.parametrize(
+    ("count", "lines", "odd_line", "sure"),
+    [(4, (60, 61), 71, True), (4, (60, 60), 60, False), (2, (60, 61), 61, False)],
+    ids=["from a line of its own", "from one line for both", "too few rounds"],
+)
+def test_where_no_habit_tells_it_is_an_order(count: int, lines: tuple[int, int], odd_line: int, sure: bool) -> None:
+    verdict = _two_groups(1, count, lines, odd_line)
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("group-order", [0, 1]), verdict.summary
+    assert verdict.confidence == ("high" if sure else "medium")
 
 
 def test_a_rank_outside_the_stuck_group_is_not_blamed() -> None:

@@ -96,6 +96,11 @@ def test_an_early_clean_exit_explains_closed_connections() -> None:
     assert named(raised(0, "RuntimeError", RESET, 101.0), ended(1, 0)) == ("uneven-batches", [1])
 
 
+def test_of_several_that_have_left_is_spoken_in_the_plural() -> None:
+    verdict = diagnose(job(ended(0, 0), ended(1, 0), raised(2, "RuntimeError", RESET, 101.0), outcome="crash"))
+    assert verdict.summary.startswith("Ranks 0-1 have left the training loop: they exited cleanly"), verdict.summary
+
+
 @pytest.mark.parametrize(
     ("inner", "sure"),
     [((), False), ((Frame(C10D, 2500, "recv"),), False), ((Frame(C10D, 3252, "all_reduce"),), True)],

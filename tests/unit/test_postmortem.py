@@ -7,6 +7,7 @@ import os
 import pickle
 import tarfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,29 @@ def test_the_better_of_two_dumps_of_one_rank(tmp_path: Path) -> None:
     dumps(folder, {n: record(entry("all_reduce", 4)) for n in range(4)}, "nccl_trace_rank_{}.json")
     found = locate.read(folder)
     assert all(one.flight_record is not None and len(one.flight_record.entries) == 4 for one in found.evidence.ranks)
+
+
+@pytest.mark.parametrize("newest", ["dump.{}.pkl", "nccl_trace_rank_{}"])
+def test_dumps_of_two_attempts_are_not_mixed(newest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank by rank the fuller dump would come now from one, now from the other."""
+    for age, name in ((100, "nccl_trace_rank_{}"), (100, "dump.{}.pkl"), (0, newest)):
+        usual = record(*past(30), entry("all_reduce", 31, line=50))
+        older = {n: record(*past(3), entry("all_reduce", 4, line=50)) if n == 1 else usual for n in range(4)}
+        folder = dumps(tmp_path / "dumps", mismatching(odd=2) if age == 0 else older, name)
+        for n in range(4):
+            os.utime(folder / name.format(n), (time.time() - age, time.time() - age))
+    _, verdict = verdict_at(folder, capsys)
+    assert (verdict["cause"], [c["rank"] for c in verdict["culprits"]]) == ("collective-mismatch", [2])
+    other = next(name for name in ("dump.{}.pkl", "nccl_trace_rank_{}") if name != newest)
+    assert any(text.startswith(f"{other.format(0)} and 3 more: passed over") for text in verdict["missing"])
+
+
+def test_the_dumps_of_the_nodes_may_have_names_of_their_own(tmp_path: Path) -> None:
+    flights = mismatching()
+    dumps(tmp_path / "dumps", {n: flights[n] for n in (0, 1)}, "nccl_trace_rank_{}")
+    folder = dumps(tmp_path / "dumps", {n: flights[n] for n in (2, 3)}, "dump.{}.pkl")
+    found = locate.read(folder)
+    assert [one.rank for one in found.evidence.ranks] == [0, 1, 2, 3] and found.problems == ()
 
 
 def test_a_fifo_among_the_dumps_does_not_keep_us(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from training import Training, parser
 options = parser.parse_args()
 
 
-def reduce_in_order(first: dist.ProcessGroup, second: dist.ProcessGroup) -> None:
+def reduce_in_order(first: dist.ProcessGroup, second: dist.ProcessGroup, *, careless: bool = False) -> None:
     value = torch.ones(4)
-    dist.all_reduce(value, group=first)  # HANGS: groups
+    if not careless:
+        dist.all_reduce(value, group=first)  # HANGS: groups, leaves-out
     dist.all_reduce(value, group=second)
 
 
@@ -32,6 +33,8 @@ def main() -> None:
                 swapped = step == options.after and job.rank == pair[1]
                 groups = (pipeline, tensor_parallel) if swapped else (tensor_parallel, pipeline)
                 reduce_in_order(*groups)
+            elif options.how == "leaves-out":
+                reduce_in_order(tensor_parallel, pipeline, careless=job.misbehaves(step))
             elif step == options.after:
                 exchange(peer)
 
