@@ -37,7 +37,8 @@ class GroupTimeout:
         if now < self._next_s:
             return
         first_s = min((p.first_step_ns for p in self._watch.last_progress.values() if p.first_step_ns), default=0) / 1e9
-        if not first_s or now < first_s + FIRST_AFTER_S:
+        stepping = bool(first_s) and now >= first_s + FIRST_AFTER_S
+        if not (stepping or self._watch.is_in_loop):
             return
         asked = next((target for target in self._watch.targets() if target.socket is not None), None)
         self._next_s = now + AGAIN_AFTER_S

@@ -121,14 +121,14 @@ class Live:
 
     def status(self, now: float) -> RunStatus:
         """The run as the watch sees it at ``now`` (CLOCK_MONOTONIC, seconds)."""
-        plan, settings, policy = self._job.plan, self._job.plan.settings, self._watch.policy
+        plan, settings = self._job.plan, self._job.plan.settings
         stepping = any(p.step is not None for p in self._watch.last_progress.values())
-        why = settings.origin("stall-timeout" if stepping else "startup-timeout")
-        threshold_s = policy.startup_s
+        threshold = self._watch.threshold() if stepping else self._watch.threshold_without_steps()
+        threshold_s, why = round(threshold.seconds, 1), threshold.why
         if stepping:
-            threshold = self._watch.threshold()
-            threshold_s = round(threshold.seconds, 1)
-            why = f"auto: {threshold.why}" if settings.stall_timeout_s is None else why
+            why = f"auto: {why}" if settings.stall_timeout_s is None else settings.origin("stall-timeout")
+        elif threshold_s == settings.startup_timeout_s:
+            why = f"before the first step: {settings.origin('startup-timeout')}"
         return RunStatus(
             run=self._about.run_dir.name,
             name=plan.run_name,
@@ -140,7 +140,7 @@ class Live:
             world_size=self._watch.world_size,
             watch=self._watch.state.status.value,
             threshold_s=threshold_s,
-            threshold_why=why if stepping else f"before the first step: {why}",
+            threshold_why=why,
             ranks=[
                 *(self._rank(rank, p, now) for rank, p in sorted(self._watch.last_progress.items())),
                 *self._silent(),

@@ -56,10 +56,11 @@ def look_at(targets: Sequence[Target], looks: Looks | None, *, collectives: bool
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
     with _one_at_a_time:  # two py-spies on one process: the second is refused
         look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier)
-    return looks.plus(look, _newest_entries(looks.targets) if collectives else {})
+    return looks.plus(look, newest_entries(looks.targets) if collectives else {})
 
 
-def _newest_entries(targets: Sequence[Target]) -> dict[int, int]:
+def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
+    """rank → the newest entry of its Flight Recorder; without those that do not say so in time."""
     asked = [target for target in targets if target.socket is not None]
     calls = [partial(newest_entry, str(target.socket)) for target in asked]
     answers = gather(calls, deadline_s=ENTRIES_DEADLINE_S)

@@ -58,7 +58,9 @@ class Notices:
         pages = self._watch.roster.pages().values()
         signals = ["collectives"] if any(page.server_up for page in pages) else []
         signals += ["CPU", "I/O and stacks"]
+        limit = self._watch.threshold_without_steps()
+        where = "--startup-timeout" if limit.seconds == self._startup_timeout_s else limit.why
         say(
             f"no step seen so far: watched by {', '.join(signals)}; it is ended only if nothing at all moves for "
-            f"{self._startup_timeout_s:.0f} s (--startup-timeout). safelaunch.step() in its loop tells more."
+            f"{limit.seconds:.0f} s ({where}). safelaunch.step() in its loop tells more."
         )

@@ -90,7 +90,8 @@ class StallCase:
     def _why(self, stall: Stall) -> str:
         if stall.phase and stall.threshold_s != self._watch.policy.stall_s:
             return f"phase {stall.phase!r}"
-        return "before the first step" if stall.before_first_step else self._watch.threshold().why
+        threshold = self._watch.threshold_without_steps() if stall.before_first_step else self._watch.threshold()
+        return threshold.why
 
     def _look(self, looks: Looks | None) -> None:
         targets = self._watch.targets()

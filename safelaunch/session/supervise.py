@@ -27,6 +27,7 @@ from safelaunch.session.incident import Report
 from safelaunch.session.launchinfo import circumstances
 from safelaunch.session.live import Live
 from safelaunch.session.notices import Notices
+from safelaunch.session.pulses import PulseTaker
 from safelaunch.session.stall_case import StallCase
 from safelaunch.settings.config import Settings
 from safelaunch.task import Task
@@ -97,6 +98,7 @@ class Supervisor:
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
+        self._pulse = PulseTaker(self._watch)
         self._notices = Notices(
             self._watch, settings.startup_timeout_s, time.monotonic(), by_torchrun=job.plan.by_torchrun
         )
@@ -182,6 +184,7 @@ class Supervisor:
         if self._cap is not None:
             self._cap.advance(now)
         self._health.advance(now)
+        self._pulse.advance(now)
         self._live.tick(now)
         self._notices.tick(now)
 

@@ -33,7 +33,10 @@ def confirm_after_s(stall_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One rank's progress: when it was claimed and last stepped (None: never). ``exited``: its script has ended."""
+    """One rank's progress: when it last stepped (None: never). ``exited``: its script has ended.
+
+    ``claimed_s``: when it started; of a job that marks no step, when it was last heard of.
+    """
 
     rank: int
     claimed_s: float

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from safelaunch.beacon import layout
 from safelaunch.capture.look import Target
 from safelaunch.launch.process import identify
 from safelaunch.model import Progress
-from safelaunch.watch import rhythm, stall
+from safelaunch.watch import pulse, rhythm, stall
 from safelaunch.watch.progress import AgentEvent, Page, Roster, Worker
 
 
@@ -36,6 +37,8 @@ class Watch:
         self.cap_s: float | None = None
         self.state = stall.started(now)
         self._bounds = bounds
+        self._limits = pulse.Limits(policy.startup_s, policy.stall_s, bounds)
+        self._pulse = pulse.Pulse()
         self._learned = rhythm.Learned()
         self.last_progress: dict[int, Progress] = {}
         self.notes: tuple[str, ...] = ()  # what slows this attempt down, as somebody found who looked closer
@@ -51,6 +54,8 @@ class Watch:
             self._gone.clear()
             self.last_progress.clear()
             self._learned = rhythm.Learned()
+            self._pulse = pulse.Pulse()
+            self.policy = replace(self.policy, startup_s=self._limits.startup_s)
         damaged = self.roster.damaged()
         for rank in damaged:
             self.last_progress.pop(rank, None)
@@ -85,6 +90,29 @@ class Watch:
             return rhythm.Threshold(self.policy.stall_s, "--stall-timeout")
         return rhythm.threshold(self._learned, self._bounds, cap_s=self.cap_s)
 
+    @property
+    def has_pulse_only(self) -> bool:
+        """Whether collectives are all that is to be seen of the job's progress: no rank has marked a step."""
+        return bool(self.last_progress) and all(p.step is None for p in self.last_progress.values())
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether a job that marks no step has called collectives for a good while."""
+        return self.has_pulse_only and pulse.is_in_loop(self._pulse, self._limits)
+
+    @property
+    def pulse_period_s(self) -> float:
+        return self._limits.period_s
+
+    def hear(self, newest: Mapping[int, int], now: float) -> None:
+        """Takes note of how far the ranks' collectives are: rank → the number of the newest."""
+        self._pulse = pulse.heard(self._pulse, newest, now)
+        self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds)
+
+    def threshold_without_steps(self) -> rhythm.Threshold:
+        """How long a job that has not marked a step may go without a sign just now, and why."""
+        return pulse.threshold(self._pulse, self._limits, self.cap_s)
+
     def _use(self, threshold: rhythm.Threshold) -> None:
         if threshold.seconds != self.policy.stall_s:
             self.policy = replace(
@@ -97,7 +125,7 @@ class Watch:
     def _mark(self, progress: Progress, now: float) -> stall.Mark:
         return stall.Mark(
             rank=progress.rank,
-            claimed_s=progress.claimed_ns / 1e9,
+            claimed_s=max(progress.claimed_ns / 1e9, self._pulse.last_s or 0.0),
             last_step_s=progress.last_step_ns / 1e9 if progress.last_step_ns else None,
             step=progress.step,
             exited=self._has_ended(progress, now),

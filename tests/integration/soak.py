@@ -140,7 +140,7 @@ _WAYS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _RHYTHMS = ("steady", "bimodal", "accumulating", "curriculum", "evaluating", "rank-0-saves", "all-save", "one-hiccup")
 
-FROZEN: tuple[Frozen, ...] = tuple(
+_STEPPING = (
     Frozen(
         f"{how}, {way}{', busy thread' if (number + place) % 2 else ''}",
         how,
@@ -152,6 +152,11 @@ FROZEN: tuple[Frozen, ...] = tuple(
     )
     for number, how in enumerate(_RHYTHMS)
     for place, (way, causes) in enumerate(_WAYS)
+)
+FROZEN: tuple[Frozen, ...] = (
+    *_STEPPING,
+    # Without a step: known to be in its loop after a minute, and frozen after ten floors without a collective.
+    Frozen("collectives, no steps", "collectives", "sleep", 1, after=900, causes=("stuck-in-user-code",)),
 )
 
 

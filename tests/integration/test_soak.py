@@ -39,6 +39,17 @@ def test_the_cases_of_the_short_form_exist() -> None:
     assert len(soak.HEALTHY) >= 40 and len(soak.FROZEN) >= 40
 
 
+def test_a_job_without_a_step_is_watched_by_its_collectives(tmp_path: Path) -> None:
+    """--stall-timeout alone: the time before the first step, which never comes, is half an hour by default."""
+    mine = ["--how=collectives", "--freeze=sleep", "--after=70", "--length=0.1", "--culprit=1", f"--scratch={tmp_path}"]
+    with Job(["--stall-timeout=3", "--nproc-per-node=2", soak.SCRIPT, *mine], tmp_path) as job:
+        result = job.wait()
+    assert result.code == 124, result.stderr
+    assert (result.verdict["cause"], [c["rank"] for c in result.verdict["culprits"]]) == ("stuck-in-user-code", [1])
+    watch = result.bundle.json("manifest.json")["watch"]
+    assert watch["threshold_s"] == 3 and "so far a collective came at least every" in watch["why"]
+
+
 def test_the_evidence_is_taken_before_the_process_groups_time_out(tmp_path: Path) -> None:
     """The default floor of 60 s would come too late for a time-out of 24 s."""
     mine = ["--how=steady", "--freeze=sleep", "--after=60", "--culprit=1", "--timeout=24", f"--scratch={tmp_path}"]
