@@ -358,7 +358,19 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
         f"{text}.{tail}",
         tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, loop), meeting.sites[r]) for r in meeting.odd),
         meeting.claims + signs + wait_claims(facts, sorted(meeting.words)),
+        _other_end(facts, meeting),
     )
+
+
+def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
+    """A rank alone in a send or receive, while its peers are in a collective: as likely as that it made one too many is
+    that a peer left out the other end. gloo records neither.
+    """
+    alone = [r for r in meeting.odd if (wait := facts.ranks[r].wait) is not None and wait.kind == "p2p"]
+    if not alone or not meeting.majority:
+        return ()
+    who = small(ranks_word(alone))
+    return (f"a peer that left out the other end of what {who} {'waits' if len(alone) == 1 else 'wait'} in: runner-up",)
 
 
 def _no_majority(facts: Facts, meeting: Meeting) -> tuple[str, tuple[Claim, ...]]:

@@ -304,6 +304,9 @@ def test_nccl_names_the_peers_of_a_receive() -> None:
 def test_one_receive_among_collectives_is_the_odd_one() -> None:
     odd = rank(1, in_c10d("recv", 41), flight=behind())
     assert named(with_culprit(odd, 4)) == ("collective-mismatch", [1])
+    verdict = diagnose(with_culprit(odd, 4))
+    assert verdict.confidence != "high" and verdict.suggestions[0].startswith("The other end of a send")
+    assert any("a peer that left out the other end of what rank 1 waits in" in text for text in verdict.ruled_out)
 
 
 # --- loops and history ------------------------------------------------------------------------------------------------
