@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 ADVICE: dict[str, tuple[str, ...]] = {
     "collective-mismatch": (
-        "The other end of a send or receive may be what is missing: look on the peer for the branch that leaves it out.",
+        "The other end of a send or receive may be what is missing: look on the peer for a branch that leaves it out.",
         "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
         " `if rank == 0`.",
         "To have c10d check op, shape and type of every collective before it starts:"
@@ -120,7 +120,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
 
 
 _ONLY_IF = {
-    "The other end of a send": "waits in a send or receive",
+    "The other end of a send": r"waits in (?:a send|\w*(?:send|recv)\b)",
     "If the worker waits for a lock": "waits for a lock",
     "Out of host memory": "out-of-memory killer took",
     "Whoever sent the SIGKILL": "SIGKILL(?!: the)",
