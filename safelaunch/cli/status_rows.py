@@ -20,7 +20,7 @@ Mood = Literal["good", "behind", "late", "quiet"]
 _WATCH = {
     "watching": "watching",
     "confirming": "suspected: taking a closer look",
-    "undecided": "undecided: no step, but something computes or writes",
+    "undecided": "undecided: no step, but something computes, writes or serves",
     "hung": "hung",
 }
 # What the beacon calls the stages of a rank, as a reader of the table would.

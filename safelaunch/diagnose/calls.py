@@ -166,6 +166,14 @@ def in_event_loop(inner: Sequence[Frame]) -> bool:
     return any("/asyncio/" in normal(f.file) for f in inner)
 
 
+def serves(frames: Sequence[Frame]) -> bool:
+    """A thread of a server: it waits for whoever may want something, and has no work until then."""
+    return any(
+        (_in(f, "/socketserver.py") and short(f.function) == "serve_forever") or "/uvicorn/" in normal(f.file)
+        for f in frames
+    )
+
+
 _LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock", "_PySemaphore", "rlock_acquire")
 _PEER_SYMBOLS = ("c10d::", "gloo::", "nccl", "ProcessGroup")
 _STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")

@@ -142,7 +142,9 @@ class StallCase:
 
         if self._watch.stepped_since(stall):
             return "moving"
-        judged = movement.judge(looks.taken[-2], looks.taken[-1], _outputs())
+        # Where a limit before the first step was given, it holds.
+        without_steps = self._watch.has_pulse_only and self._watch.policy.startup_max_s is None
+        judged = movement.judge(looks.taken[-2], looks.taken[-1], _outputs(), without_steps=without_steps)
         return "active" if judged == "still" and looks.collectives_moved else judged
 
     @staticmethod
@@ -174,7 +176,7 @@ class StallCase:
         until = (
             f"--max-stall, {limit:.0f} s, decides" if limit is not None else "not a reason to act before the first step"
         )
-        say(f"no step for {now - stall.mark_s:.0f} s, but something computes or writes ({until})")
+        say(f"no step for {now - stall.mark_s:.0f} s, but something computes, writes or serves ({until})")
 
 
 def _outputs() -> frozenset[str]:

@@ -8,7 +8,16 @@ An unchanged stack alone proves nothing: an evaluation loop, too, stands at one 
 from __future__ import annotations
 
 from safelaunch.capture.look import Look, ProcessLook, RankLook
-from safelaunch.diagnose.calls import is_loader_worker, loader_wait, torch_wait, waits_for_child, worker_idle
+from safelaunch.diagnose.calls import (
+    in_event_loop,
+    is_loader_worker,
+    loader_wait,
+    lock_wait,
+    serves,
+    torch_wait,
+    waits_for_child,
+    worker_idle,
+)
 from safelaunch.diagnose.frames import user_part
 from safelaunch.model import Thread, ThreadState
 from safelaunch.watch.stall import Movement
@@ -20,8 +29,11 @@ IO_BYTES = 16 * 1024
 TOP_FRAMES = 6
 
 
-def judge(before: Look, after: Look, outputs: frozenset[str] = frozenset()) -> Movement:
+def judge(before: Look, after: Look, outputs: frozenset[str] = frozenset(), *, without_steps: bool = False) -> Movement:
     """The job's movement between two looks; step marks are the caller's to compare.
+
+    ``without_steps``: the job marks none, so it may be a server, whose ranks all wait while nobody calls. That is no
+    hang; a training whose loop stands is one, whatever server runs beside it.
 
     ``outputs``: what the job's own standard output and error lead to (``pipe:[123]``, ``/dev/pts/4``). A rank that
     cannot go on writing there waits for whoever has stopped reading: that is not the job's fault, and may end any time.
@@ -31,7 +43,21 @@ def judge(before: Look, after: Look, outputs: frozenset[str] = frozenset()) -> M
     if verdicts and all(verdict == "stopped" for verdict in verdicts):
         return "stopped"
     unread = outputs and any(_waits_for_reader(after.ranks[rank], outputs) for rank in seen)
-    return "active" if unread or "active" in verdicts else "still"
+    idle = without_steps and any(_waits_for_callers(after.ranks[rank]) for rank in seen)
+    return "active" if unread or idle or "active" in verdicts else "still"
+
+
+def _waits_for_callers(look: RankLook) -> bool:
+    """The main thread serves, or waits in an event loop or at a queue that a serving thread may fill."""
+    thread = main_thread(look.main) if look.main is not None else None
+    if thread is None or look.main is None or look.main.stack.value is None or torch_wait(thread.frames) is not None:
+        return False
+    inner, _ = user_part(thread.frames)
+    if serves(inner) or in_event_loop(inner):
+        return True
+    wait = lock_wait(inner)
+    others = (each for each in look.main.stack.value.threads if each is not thread)
+    return wait is not None and wait.on != "lock" and any(serves(other.frames) for other in others)
 
 
 def _waits_for_reader(look: RankLook, outputs: frozenset[str]) -> bool:

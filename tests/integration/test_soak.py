@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import soak
-from jobs import Job
+from jobs import PROGRAMS, Job
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 
@@ -48,6 +49,18 @@ def test_a_job_without_a_step_is_watched_by_its_collectives(tmp_path: Path) -> N
     assert (result.verdict["cause"], [c["rank"] for c in result.verdict["culprits"]]) == ("stuck-in-user-code", [1])
     watch = result.bundle.json("manifest.json")["watch"]
     assert watch["threshold_s"] == 3 and "so far a collective came at least every" in watch["why"]
+
+
+def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:
+    with Job(
+        ["--stall-floor=1", "--nproc-per-node=2", PROGRAMS / "server.py", "--after=200", f"--scratch={tmp_path}"],
+        tmp_path,
+    ) as job:
+        job.until(lambda: "computes, writes or serves" in job.stderr, "word that nothing moves")
+        url = f"http://127.0.0.1:{(tmp_path / 'port').read_text()}/"
+        assert urllib.request.urlopen(url, timeout=30).status == 200
+        result = job.wait()
+    assert (result.code, result.bundles, result.leftovers) == (0, (), ()), result.stderr
 
 
 def test_the_evidence_is_taken_before_the_process_groups_time_out(tmp_path: Path) -> None:
