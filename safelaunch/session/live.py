@@ -98,7 +98,8 @@ class Live:
         looks = look_at(targets, looks)
         moving = self._moved(before) or _computes(looks)
         known = incident.known_of(self._watch, self._exits())
-        stalled_s = max((_age_s(item.progress) for item in known.ranks.values() if item.progress), default=0.0)
+        pages = [item.progress for item in known.ranks.values() if item.progress]
+        stalled_s = max((self._age_s(page, time.monotonic()) for page in pages), default=0.0)
         about = replace(self._about, bundle_dir=bundle_dir)
         return incident.write("dump", looks, known, about, stall_s=stalled_s, moving=moving)
 
@@ -154,6 +155,8 @@ class Live:
             signals.append("optimizer steps")
         elif progress.step is not None:
             signals.append("safelaunch.step()")
+        if self._watch.heard_s(rank) is not None:
+            signals.append("collectives")
         pages = self._watch.roster.pages()
         if rank in pages and pages[rank].server_up:
             signals.append("worker server")
@@ -163,10 +166,15 @@ class Live:
             state="paused" if progress.paused else progress.state,
             step=progress.step,
             steps_per_s=self._rate(rank, progress, now),
-            age_s=round(_age_s(progress), 3),
+            age_s=round(self._age_s(progress, now), 3),
             phase=progress.phase,
             signals=", ".join(signals),
         )
+
+    def _age_s(self, progress: Progress, now: float) -> float:
+        """How long the rank has shown no progress."""
+        marks_ns = max(progress.last_step_ns, progress.claimed_ns)
+        return now - max(marks_ns / 1e9, self._watch.heard_s(progress.rank) or 0.0)
 
     def _rate(self, rank: int, progress: Progress, now: float) -> float | None:
         then, steps = self._samples[0] if self._samples else (now, {})
@@ -186,10 +194,6 @@ def _server(path: Path) -> Server | None:
     except OSError as error:
         say(f"'safelaunch status' and 'dump' will not see this run: {error.strerror or error}")
         return None
-
-
-def _age_s(progress: Progress) -> float:
-    return time.monotonic() - max(progress.last_step_ns, progress.claimed_ns) / 1e9
 
 
 def _computes(looks: Looks) -> bool:

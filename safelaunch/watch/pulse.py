@@ -21,14 +21,20 @@ PERIOD_S = (0.5, 15.0)
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """``newest``: rank → the number of its newest collective. ``beats``: how many looks found one that was newer, the
-    last of them at ``last_s`` (CLOCK_MONOTONIC; None: no look has). ``longest_s``: the longest wait between two.
+    """``newest``: rank → the number of its newest collective; ``heard_s``: when a look first found that
+    (CLOCK_MONOTONIC). ``beats``: how many looks found a newer one on some rank. ``longest_s``: the longest wait between
+    two such looks.
     """
 
     newest: Mapping[int, int] = field(default_factory=dict)
+    heard_s: Mapping[int, float] = field(default_factory=dict)
     beats: int = 0
-    last_s: float | None = None
     longest_s: float = 0.0
+
+    @property
+    def last_s(self) -> float | None:
+        """When some rank was last found in a new collective; None: no look has found any."""
+        return max(self.heard_s.values(), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +61,13 @@ class Limits:
 
 def heard(pulse: Pulse, newest: Mapping[int, int], now: float) -> Pulse:
     """After one more look, which found ``newest``; ranks that did not answer are left out of it."""
-    if not any(number > pulse.newest.get(rank, -1) for rank, number in newest.items()):
+    news = {rank: number for rank, number in newest.items() if number > pulse.newest.get(rank, -1)}
+    if not news:
         return pulse
-    waited_s = 0.0 if pulse.last_s is None else now - pulse.last_s
-    return Pulse({**pulse.newest, **newest}, pulse.beats + 1, now, max(pulse.longest_s, waited_s))
+    last_s = pulse.last_s
+    waited_s = 0.0 if last_s is None else now - last_s
+    heard_s = {**pulse.heard_s, **dict.fromkeys(news, now)}
+    return Pulse({**pulse.newest, **news}, heard_s, pulse.beats + 1, max(pulse.longest_s, waited_s))
 
 
 def is_in_loop(pulse: Pulse, limits: Limits) -> bool:

@@ -109,6 +109,10 @@ class Watch:
         self._pulse = pulse.heard(self._pulse, newest, now)
         self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds)
 
+    def heard_s(self, rank: int) -> float | None:
+        """When a rank that marks no step was last found in a new collective (CLOCK_MONOTONIC)."""
+        return self._pulse.heard_s.get(rank) if self.has_pulse_only else None
+
     def threshold_without_steps(self) -> rhythm.Threshold:
         """How long a job that has not marked a step may go without a sign just now, and why."""
         return pulse.threshold(self._pulse, self._limits, self.cap_s)
