@@ -93,10 +93,10 @@ class Live:
     def _write_dump(self, bundle_dir: Path) -> Report:
         targets = self._watch.targets()
         before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
-        looks = look_at(targets, None)
+        looks = look_at(targets, None, collectives=True)
         time.sleep(BETWEEN_LOOKS_S)
-        looks = look_at(targets, looks)
-        moving = self._moved(before) or _computes(looks)
+        looks = look_at(targets, looks, collectives=True)
+        moving = self._moved(before) or looks.collectives_moved or _computes(looks)
         known = incident.known_of(self._watch, self._exits())
         pages = [item.progress for item in known.ranks.values() if item.progress]
         stalled_s = max((self._age_s(page, time.monotonic()) for page in pages), default=0.0)

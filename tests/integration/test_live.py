@@ -106,6 +106,33 @@ def test_status_and_dump_of_a_job_that_moves(tmp_path: Path) -> None:
         finish(job)
 
 
+def test_a_job_that_moves_by_its_collectives_alone(tmp_path: Path) -> None:
+    script = tmp_path / "inference.py"
+    script.write_text(
+        "import os, time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "over = torch.zeros(1)\n"
+        "while not over:\n"
+        "    over.fill_(os.path.exists('stop'))\n"
+        "    dist.all_reduce(over)\n"
+        "    time.sleep(0.05)\n"
+        "dist.destroy_process_group()\n"
+    )
+    with Job(["--stall-floor=2", *TWO, script], tmp_path) as job:
+        job.until(lambda: (status(job) or {}).get("threshold_s") == 20, "that the loop is known")
+        run = status(job)
+        assert run is not None
+        assert "a collective came at least every" in run["threshold_why"]
+        assert all("collectives" in rank["signals"] for rank in run["ranks"])
+        dump = asked(job, "dump", str(job.process.pid))
+        assert dump.returncode == 0, dump.stderr
+        bundle = Bundle(Path(dump.stdout.removesuffix("\n")))
+        assert (bundle.verdict["outcome"], bundle.verdict["cause"]) == ("dump", "slow-not-stuck")
+        (tmp_path / "stop").touch()
+        result = job.wait()
+    assert (result.code, result.bundles) == (0, ()), result.stderr
+
+
 def test_a_dump_of_a_job_that_hangs_names_the_sleeper_and_leaves_it_alone(tmp_path: Path) -> None:
     with live(tmp_path, how="sleep") as job:
         job.until(lambda: steps(job), "steps in the status")
