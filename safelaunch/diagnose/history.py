@@ -294,15 +294,21 @@ def _place(entry: Collective, roots: tuple[str, ...]) -> Place:
 class _Offset:
     """One history against another: ``calls`` more (``extra``) or fewer, and how many agree behind them.
 
-    ``novel``: the calls come from places where the other side never was. ``of_first``: it is told of the first of the
-    two histories.
+    ``whole``: all that both have there. ``novel``: the calls come from places where the other side never was.
+    ``of_first``: it is told of the first of the two histories.
     """
 
     extra: bool
     calls: int
     matched: int
+    whole: bool
     novel: bool
     of_first: bool = True
+
+    @property
+    def size(self) -> tuple[int, bool]:
+        """The smaller one explains more."""
+        return self.calls, not self.whole
 
     @property
     def seen_from_there(self) -> _Offset:
@@ -323,23 +329,24 @@ def _offset(mine: _History, theirs: _History, parted: int, *, odd: bool = False)
     ``odd``: it is ``mine`` that is in the minority, so either explanation names it.
 
     In a loop a shift by nearly a whole round the other way agrees as well as the true one: calls from places that the
-    other side does not know decide, else the smaller shift does.
+    other side does not know decide, else the smaller shift does. Where two calls take turns both are by one call: then
+    the one behind which all agrees, to the end of the shorter history, is the true one.
     """
     if _reordered(mine, theirs, parted):
         return None
     more = _smallest(mine, theirs, parted)
     fewer = _smallest(theirs, mine, parted)
     found = [
-        _Offset(extra, calls, matched, _is_novel(longer, shorter, parted, calls))
+        _Offset(extra, calls, matched, whole, _is_novel(longer, shorter, parted, calls))
         for extra, option, longer, shorter in ((True, more, mine, theirs), (False, fewer, theirs, mine))
         if option is not None
-        for calls, matched in (option,)
+        for calls, matched, whole in (option,)
     ]
     novel = [offset for offset in found if offset.novel]
     if len(novel) == 1:
         return novel[0] if novel[0].extra else novel[0].seen_from_there
-    found.sort(key=lambda offset: (offset.calls, offset.extra))
-    return found[0] if found and (odd or len(found) == 1 or found[0].calls < found[1].calls) else None
+    found.sort(key=lambda offset: (offset.size, offset.extra))
+    return found[0] if found and (odd or len(found) == 1 or found[0].size < found[1].size) else None
 
 
 def _reordered(mine: _History, theirs: _History, parted: int) -> bool:
@@ -352,12 +359,12 @@ def _reordered(mine: _History, theirs: _History, parted: int) -> bool:
     return False
 
 
-def _smallest(longer: _History, shorter: _History, parted: int) -> tuple[int, int] | None:
-    """The fewest calls that ``longer`` has more, and how many agree behind them."""
+def _smallest(longer: _History, shorter: _History, parted: int) -> tuple[int, int, bool] | None:
+    """The fewest calls that ``longer`` has more, how many agree behind them, and whether none there disagrees."""
     for calls in range(1, MOST_CALLS + 1):
         matched = _matched(longer, parted + calls, shorter, parted)
         if matched:
-            return calls, matched
+            return calls, matched, matched == _overlap(longer, parted + calls, shorter, parted)
     return None
 
 
@@ -373,12 +380,16 @@ def _branch(stack: Sequence[Frame], other: Place) -> Frame | None:
     return stack[0] if stack else None
 
 
+def _overlap(ahead: _History, begin: int, behind: _History, at: int) -> int:
+    return min(ahead.last - begin, behind.last - at) + 1
+
+
 def _matched(ahead: _History, begin: int, behind: _History, at: int) -> int:
     """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on, without a break.
 
     A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is.
     """
-    overlap = min(ahead.last - begin, behind.last - at) + 1
+    overlap = _overlap(ahead, begin, behind, at)
     if overlap <= 0:
         return 0
     pairs = zip(ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap), strict=True)

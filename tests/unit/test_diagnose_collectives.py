@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from evidence import (
     MODULE,
@@ -241,6 +242,28 @@ def test_where_no_habit_tells_it_is_an_order(count: int, lines: tuple[int, int],
     verdict = _two_groups(1, count, lines, odd_line)
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("group-order", [0, 1]), verdict.summary
     assert verdict.confidence == ("high" if sure else "medium")
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_of_two_calls_that_take_turns_the_one_left_out_long_ago_is_known(odd: int) -> None:
+    """As if rank ``odd`` had made the other call once too often: then, however, the ends of both would not agree."""
+    groups = {"1": (0, 1), "2": (0, 1)}
+    calls = [(group, line) for _ in range(8) for group, line in (("2", 61), ("1", 60))]
+    ranks = []
+    for n in range(2):
+        mine = [*calls[:7], *calls[8:], ("2", 70)] if n == odd else calls
+        counts = {"1": 0, "2": 0}
+        entries = []
+        for place, (group, line) in enumerate(mine, start=1):
+            counts[group] += 1
+            op, done = ("barrier" if line == 70 else "all_reduce"), place < len(mine)
+            one = entry(op, counts[group], done=done, group=group, line=line)
+            entries.append(msgspec.structs.replace(one, record_id=place))
+        ranks.append(rank(n, in_c10d(op, line), flight=record(*entries, groups=groups)))
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [odd]), verdict.summary
+    assert f"Rank {odd} left out all_reduce at train.py:60 (train), which its peer" in verdict.summary
+    assert "number 4 of group '1'" in verdict.summary
 
 
 def test_a_rank_outside_the_stuck_group_is_not_blamed() -> None:
