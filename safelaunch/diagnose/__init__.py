@@ -9,12 +9,13 @@ The order goes from what explains itself to what has to be inferred:
 4. ``stopped_ranks``      a process that may not run (state T, frozen cgroup)
 5. ``init_not_joined``    peers wait in init_process_group for ranks that never came
 6. ``parted_earlier``     peers wait only because of a collective too many or too few, long ago
-7. ``held_up``            peers wait for a rank that waits for nobody: its own state is the cause
-8. ``unseen_peers``       peers wait for ranks that were not seen: nobody is named
-9. ``cycles``             ranks wait for each other: group order, sends and receives, different collectives
-10. ``mispaired``         all have arrived, and earlier met in different operations
-11. ``alone``             nobody waits for a peer: the odd one out, if there is one
-12. ``nobody_stands_out``
+7. ``file_locks``         ranks wait for a file that another rank has locked
+8. ``held_up``            peers wait for a rank that waits for nobody: its own state is the cause
+9. ``unseen_peers``       peers wait for ranks that were not seen: nobody is named
+10. ``cycles``            ranks wait for each other: group order, sends and receives, different collectives
+11. ``mispaired``         all have arrived, and earlier met in different operations
+12. ``alone``             nobody waits for a peer: the odd one out, if there is one
+13. ``nobody_stands_out``
 
 Where a rank is found behind its peers, an exception that it caught there says why: ``with_caught_exception``.
 """
@@ -31,6 +32,7 @@ from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small
 from safelaunch.diagnose.gone import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.loops import ReadSource
 from safelaunch.diagnose.rules_abort import aborted_by_a_peer
+from safelaunch.diagnose.rules_locks import file_locks
 from safelaunch.diagnose.rules_mismatch import mispaired, parted_earlier
 from safelaunch.diagnose.rules_state import (
     alone,
@@ -76,7 +78,7 @@ def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
     for rule in (slow_not_stuck, aborted_by_a_peer, first_failure, stopped_ranks, init_not_joined):
         yield lambda rule=rule: rule(facts)  # type: ignore[misc]
     waits = waits_of(facts)
-    for graph_rule in (parted_earlier, held_up, unseen_peers, cycles, unfit_transfers, mispaired):
+    for graph_rule in (parted_earlier, file_locks, held_up, unseen_peers, cycles, unfit_transfers, mispaired):
         yield lambda rule=graph_rule: rule(facts, waits)  # type: ignore[misc]
     yield lambda: left_by_all(facts)
     yield lambda: alone(facts)
@@ -84,7 +86,7 @@ def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
 
 def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
     named = {c.rank for c in finding.culprits}
-    victims = [r for r in facts.ranks if r not in named and _is_held_up(facts, r)]
+    victims = [r for r in facts.ranks if r not in named and (r in finding.held_up or _is_held_up(facts, r))]
     if finding.cause == "slow-not-stuck":
         victims = []
     return Verdict(

@@ -19,6 +19,7 @@ class Condition:
     """A cause of the catalogue, with the clause that explains it (``is asleep in train.py:41 (load)``).
 
     ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
+    ``locked_by``: it waits for a file lock that this process holds.
     """
 
     cause: str
@@ -29,6 +30,7 @@ class Condition:
     confidence: Confidence = "high"
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None
+    locked_by: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _io_or_sleep(wait: KernelWait, mine: Frame | None) -> Condition | None:
         return Condition("stuck-in-user-code", f"sleeps or waits in select() at {where}", mine, confidence="medium")
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
-        return Condition("blocking-io", f"is blocked in I/O at {where}{call}", mine)
+        return Condition("blocking-io", f"is blocked in I/O at {where}{call}", mine, locked_by=wait.locked_by)
     return None
 
 

@@ -13,7 +13,10 @@ from safelaunch.model import Claim, Confidence, Culprit, Frame, format_ranks
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule's answer. ``culprits`` may be empty: the cause is known, who is at fault is not."""
+    """A rule's answer. ``culprits`` may be empty: the cause is known, who is at fault is not.
+
+    ``held_up``: victims beside those that wait in a collective.
+    """
 
     cause: str
     confidence: Confidence
@@ -21,6 +24,7 @@ class Finding:
     culprits: tuple[Culprit, ...] = ()
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
+    held_up: tuple[int, ...] = ()
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from safelaunch.model import ProcessEvidence, ThreadState
@@ -46,6 +47,12 @@ class KernelWait:
     target: str = ""
     fd: int | None = None
     cpu_share: float | None = None
+
+    @property
+    def locked_by(self) -> int | None:
+        """The process that holds the lock which a ``flock`` or ``fcntl`` waits for (``capture/proc.py``)."""
+        found = re.search(r", locked by pid (\d+)$", self.target)
+        return int(found[1]) if found else None
 
     @property
     def busy(self) -> bool:

@@ -91,6 +91,13 @@ KERNEL: dict[str, dict[str, Any]] = {
     "futex": {"wchan": "futex_do_wait", "syscall": 202, "syscall_name": "futex"},
     "pipe": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 7, "fd_target": "pipe:[1]"},
     "stdin": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 0, "fd_target": "pipe:[1]"},
+    "flock": {
+        "wchan": "locks_lock_inode_wait",
+        "syscall": 73,
+        "syscall_name": "flock",
+        "fd": 8,
+        "fd_target": "/data/.lock, locked by pid 1010",
+    },  # rank 1's
     "fifo": {"wchan": "wait_for_partner", "syscall": 257, "syscall_name": "openat"},
     "connect": {"wchan": "inet_stream_connect", "syscall": 42, "syscall_name": "connect", "fd": 9},
     "poll": {"wchan": "poll_schedule_timeout", "syscall": 7, "syscall_name": "poll"},

@@ -27,7 +27,7 @@ from evidence import (
 from msgspec import structs
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Frame, GilTest, RankExit, Verdict
+from safelaunch.model import Frame, GilTest, RankEvidence, RankExit, Verdict
 
 WORLDS = [(2, 0), (2, 1), (4, 0), (4, 2), (8, 7)]
 
@@ -210,6 +210,42 @@ def test_c_frames_tell_a_lock_from_a_wait_for_peers() -> None:
     waiter = rank(0, in_user(9), native=recv, flight=behind())
     verdict = diagnose(job(waiter, rank(1, in_user(7), "sleep", flight=behind())))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+
+
+# --- file locks between ranks -----------------------------------------------------------------------------------------
+
+
+def _locked_out(number: int) -> RankEvidence:
+    return rank(number, in_user(9, "cache_lock"), "flock", flight=behind())
+
+
+def test_a_collective_with_a_file_locked_that_its_peers_need_is_a_deadlock_of_all() -> None:
+    verdict = diagnose(job(_locked_out(0), waiting(1, "barrier", line=23), _locked_out(2)))
+    assert (verdict.cause, verdict.confidence) == ("lock-deadlock", "high")
+    assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(0, 9), (1, 23), (2, 9)]
+    assert (
+        "Ranks 0,2 wait for a file lock at train.py:9 (cache_lock) that rank 1 holds, while rank 1 waits in barrier"
+        in (verdict.summary)
+    )
+
+
+@pytest.mark.parametrize("peer", [waiting, _locked_out])
+def test_a_rank_that_keeps_a_file_locked_is_named_not_those_who_wait_for_it(peer: Any) -> None:
+    verdict = diagnose(job(_locked_out(0), rank(1, in_user(7), "sleep", flight=behind()), peer(2)))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+    assert verdict.culprits[0].frame == at(7)
+    assert "with a file locked that rank" in verdict.summary and verdict.victims == "0,2"
+
+
+def test_a_lock_that_is_held_outside_the_job_stays_blocking_io() -> None:
+    verdict = diagnose(job(_locked_out(0), waiting(2), world=2))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("blocking-io", [0])
+
+
+def test_a_sleeper_beside_a_lock_comes_first() -> None:
+    asleep = rank(3, in_user(7), "sleep", flight=behind())
+    verdict = diagnose(job(_locked_out(0), waiting(1), waiting(2), asleep))
+    assert 3 in [c.rank for c in verdict.culprits] and 1 not in [c.rank for c in verdict.culprits]
 
 
 # --- data loading -----------------------------------------------------------------------------------------------------
