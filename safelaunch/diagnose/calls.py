@@ -162,6 +162,15 @@ def waits_for_child(inner: Sequence[Frame]) -> bool:
     )
 
 
+def waits_for_message(inner: Sequence[Frame]) -> bool:
+    """A ``multiprocessing`` queue or pipe: another process is to send something."""
+    return any(
+        _in(f, "multiprocessing/queues.py", "multiprocessing/connection.py")
+        and short(f.function) in ("get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait")
+        for f in inner
+    )
+
+
 def in_event_loop(inner: Sequence[Frame]) -> bool:
     return any("/asyncio/" in normal(f.file) for f in inner)
 

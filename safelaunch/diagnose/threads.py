@@ -8,21 +8,47 @@ from dataclasses import replace
 from safelaunch.diagnose import calls
 from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.conditions import Condition, View, thread_condition
+from safelaunch.diagnose.kernel import kernel_wait
 from safelaunch.model import Claim, Thread
+
+_HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 
 
 def process_condition(view: View, children: Sequence[View] = ()) -> Condition:
     """What keeps the process where it is: its main thread's condition, followed through the locks of the process.
 
-    A main thread that waits for a child process is followed into it where one child alone runs user code.
+    A main thread that waits for a child process, or for what one sends, is followed into it where one child alone runs
+    user code.
     """
     own = thread_condition(view, view.main)
     if own.lock is not None:
         return _follow(view, own, own.lock, children)
     inner, _ = fr.user_part(view.frames, view.code_roots)
-    if own.cause == "stuck-in-user-code" and calls.waits_for_child(inner) and (child := _child(children)):
+    for_child = calls.waits_for_child(inner) or kernel_wait(view.process).kind == "child"
+    if own.cause == "stuck-in-user-code" and for_child and (child := _child(children)):
         return _blame(own, child[1], "", child[0])
+    if own.cause == "blocking-io" and calls.waits_for_message(inner):
+        return _follow_message(own, children)
     return own
+
+
+def _follow_message(own: Condition, children: Sequence[View]) -> Condition:
+    """Who was to send it? A child that is blocked itself; one asleep is more likely a timer, and one that waits for a
+    message has perhaps nothing to do. One that is dead will not send anything, and is told.
+    """
+    child = _child(children)
+    if child is not None and child[1].cause != "stuck-in-user-code" and not _awaits_message(child[0]):
+        return replace(_blame(own, child[1], "", child[0]), confidence="medium")
+    dead = [view.process.pid for view in children if kernel_wait(view.process).kind == "dead"]
+    if not dead:
+        return own
+    words = f"its child process {dead[0]} has" if len(dead) == 1 else f"{len(dead)} child processes of its have"
+    claims = tuple(Claim(f"child process {pid}: state Z", f"{children[0].folder}/proc.json") for pid in dead[:4])
+    return replace(own, reason=f"{own.reason}; {words} ended and not been reaped", claims=own.claims + claims)
+
+
+def _awaits_message(view: View) -> bool:
+    return calls.waits_for_message(fr.user_part(view.frames, view.code_roots)[0])
 
 
 def _follow(view: View, own: Condition, lock: calls.LockWait, children: Sequence[View]) -> Condition:
@@ -65,8 +91,15 @@ def _others(view: View) -> list[tuple[Thread, Condition]]:
 
 
 def _child(children: Sequence[View]) -> tuple[View, Condition] | None:
-    """The one child process that is inside user code, when there is exactly one; loader workers serve nobody else."""
-    inside = [v for v in children if v.user_frame is not None and not calls.is_loader_worker(v.frames)]
+    """The one child process that is inside user code, when there is exactly one.
+
+    Loader workers serve nobody else, and the helpers of multiprocessing run no code of the user's.
+    """
+    inside = [
+        v
+        for v in children
+        if v.user_frame is not None and v.process.role not in _HELPERS and not calls.is_loader_worker(v.frames)
+    ]
     return (inside[0], process_condition(inside[0])) if len(inside) == 1 else None
 
 

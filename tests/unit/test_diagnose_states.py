@@ -212,6 +212,51 @@ def test_c_frames_tell_a_lock_from_a_wait_for_peers() -> None:
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
 
 
+# --- child processes --------------------------------------------------------------------------------------------------
+
+IN_CHILD = at(31, "preprocess")
+MESSAGE = (
+    Frame(f"{STDLIB}/multiprocessing/connection.py", 395, "Connection._recv"),
+    Frame(f"{STDLIB}/multiprocessing/queues.py", 103, "Queue.get"),
+)
+TRACKER = process(71, (Frame("<string>", 1, "<module>"),), "pipe", role="resource tracker")
+
+
+def parent(frames: tuple[Frame, ...], kernel: str, *children: Any) -> Verdict:
+    verdict = diagnose(with_culprit(rank(1, frames, kernel, flight=behind(), children=children), 3))
+    assert [c.rank for c in verdict.culprits] == [1]
+    return verdict
+
+
+def test_waitpid_is_followed_into_the_child() -> None:
+    child = process(72, (IN_CHILD, MODULE), "sleep", role="child")
+    (found,) = parent(in_user(7), "wait4", TRACKER, child).culprits
+    assert (found.frame, found.pid, found.process) == (IN_CHILD, 72, "child (pid 72)")
+
+
+@pytest.mark.parametrize(("kernel", "cause"), [("futex", "lock-deadlock"), ("pipe", "blocking-io")])
+def test_a_message_is_followed_to_the_child_that_is_to_send_it(kernel: str, cause: str) -> None:
+    child = process(72, (IN_CHILD, MODULE), kernel, role="child")
+    verdict = parent((*MESSAGE, *in_user(7)), "pipe", TRACKER, child)
+    assert (verdict.cause, verdict.confidence, verdict.culprits[0].frame) == (cause, "medium", IN_CHILD)
+
+
+@pytest.mark.parametrize(("inner", "kernel"), [((), "sleep"), (MESSAGE, "pipe")])
+def test_a_message_is_not_followed_to_a_timer_nor_to_one_that_waits_for_messages(
+    inner: tuple[Frame, ...], kernel: str
+) -> None:
+    child = process(72, (*inner, IN_CHILD, MODULE), kernel, role="child")
+    (found,) = parent((*MESSAGE, *in_user(7)), "pipe", child).culprits
+    assert (found.frame, found.process) == (at(7), "main")
+
+
+def test_a_child_that_is_dead_sends_nothing() -> None:
+    verdict = parent((*MESSAGE, *in_user(7)), "pipe", TRACKER, process(72, (), "zombie", role="child"))
+    assert (verdict.cause, verdict.culprits[0].frame) == ("blocking-io", at(7))
+    assert "its child process 72 has ended and not been reaped" in verdict.summary
+    assert any(claim.claim.endswith("child process 72: state Z") for claim in verdict.evidence)
+
+
 # --- file locks between ranks -----------------------------------------------------------------------------------------
 
 
