@@ -9,7 +9,8 @@ all_reduce(value, group=group)``), and then nothing here tells.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from safelaunch.diagnose import frames as fr
@@ -47,6 +48,25 @@ def broken_by(
         return None
     before = mine[times[-1] - 1]
     return Broken(before, len(times) >= SURE_TIMES and _what(before, roots)[-1] != what[-1])
+
+
+def taken_in_turns(alignment: Alignment, calls: Mapping[int, Collective], roots: Mapping[int, tuple[str, ...]]) -> bool:
+    """Whether the ranks' ``calls`` may be of one round, each made as often as the others as far as records show.
+
+    Ranks that swap two calls make both, in every round. Where a rank has made one of them more often than another, as
+    an all_reduce in each step and one for the log in each tenth, a round has not got both: who is alone in such a call
+    has come to it by another way than by a swap.
+    """
+    wanted = {_what(call, roots.get(rank, ())) for rank, call in calls.items()}
+    for rank in calls:
+        record = alignment.records.get(rank)
+        mine = Entries.of(record.entries) if record is not None else ()
+        counts = Counter(what for entry in mine if (what := _what(entry, roots.get(rank, ()))) in wanted and what[-1])
+        before = [count - (what == _what(calls[rank], roots.get(rank, ()))) for what, count in counts.items()]
+        made = [count for count in before if count]
+        if len(made) > 1 and max(made) - min(made) > 1:
+            return False
+    return True
 
 
 def _what(entry: Collective, roots: tuple[str, ...]) -> tuple[str, str, tuple[tuple[str, int], ...]]:

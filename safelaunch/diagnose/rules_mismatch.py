@@ -19,7 +19,7 @@ from safelaunch.diagnose.collectives import (
 )
 from safelaunch.diagnose.facts import Facts, user_stack_of, view_of
 from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small, wait_claims, waiting_culprit
-from safelaunch.diagnose.habit import Broken, broken_by
+from safelaunch.diagnose.habit import Broken, broken_by, taken_in_turns
 from safelaunch.diagnose.history import Shift, departures, shift_in, shift_of_program
 from safelaunch.diagnose.loops import loop_left
 from safelaunch.diagnose.waits import Key, Waits, members_of, same_op
@@ -161,6 +161,17 @@ def broken_habits(facts: Facts, waits: Waits, circle: Iterable[Key]) -> dict[int
         if now and broken:
             found[rank] = (now, broken)
     return found
+
+
+def calls_in_turns(facts: Facts, waits: Waits, circle: Iterable[Key]) -> bool:
+    """Whether what they wait in may be the calls of one round, in another order on each of them."""
+    found = {}
+    for rank in members_of(waits, circle):
+        wait = facts.ranks[rank].wait
+        now = facts.alignment.entry(rank, str(wait.group), wait.seq) if wait and wait.seq is not None else None
+        if now is not None:
+            found[rank] = now
+    return taken_in_turns(facts.alignment, found, facts.roots)
 
 
 def left_out_between_groups(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding | None:

@@ -20,7 +20,14 @@ from safelaunch.diagnose.findings import (
     waits_words,
 )
 from safelaunch.diagnose.history import may_have_parted_before
-from safelaunch.diagnose.rules_mismatch import broken_habits, departed, left_out_between_groups, mismatch, parted_in
+from safelaunch.diagnose.rules_mismatch import (
+    broken_habits,
+    calls_in_turns,
+    departed,
+    left_out_between_groups,
+    mismatch,
+    parted_in,
+)
 from safelaunch.diagnose.rules_state import small_ranks
 from safelaunch.diagnose.waits import Key, Waits, members_of
 from safelaunch.model import Claim
@@ -183,9 +190,10 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
             r for r in ranks if sum(r in facts.alignment.members(g)[0] for g in _groups_of(waits, circle)) > 1
         ]
         ranks = of_several or ranks
+    in_turns = calls_in_turns(facts, waits, circle) and not broken_habits(facts, waits, circle)
     return Finding(
         "group-order",
-        "high" if known and not early and not broken_habits(facts, waits, circle) else "medium",
+        "high" if known and not early and in_turns else "medium",
         f"{text[:1].upper()}{text[1:]}: they entered the groups in different orders.",
         tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
         wait_claims(facts, ranks, limit=10),

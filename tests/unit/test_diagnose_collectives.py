@@ -244,6 +244,25 @@ def test_where_no_habit_tells_it_is_an_order(count: int, lines: tuple[int, int],
     assert verdict.confidence == ("high" if sure else "medium")
 
 
+@pytest.mark.parametrize(("every", "sure"), [(1, True), (2, False)])
+def test_calls_that_are_not_of_one_round_have_no_order(every: int, sure: bool) -> None:
+    """Group "2" is called in one of ``every`` rounds: a rank alone there may have left out a call, or made one more."""
+    before = [("1", 60), ("2", 61)] * 5 if every == 1 else [*([("1", 60), ("1", 60), ("2", 61)] * 5), ("1", 60)]
+    ranks = []
+    for n, pending in enumerate((("1", 60), ("2", 71 if every == 1 else 61))):
+        counts = {"1": 0, "2": 0}
+        entries = []
+        for place, (group, line) in enumerate((*before, pending), start=1):
+            counts[group] += 1
+            one = entry("all_reduce", counts[group], done=True, group=group, line=line)
+            entries.append(msgspec.structs.replace(one, record_id=place))
+        entries[-1] = msgspec.structs.replace(entries[-1], completed=False)
+        flight = record(*entries, groups={"1": (0, 1), "2": (0, 1)})
+        ranks.append(rank(n, in_c10d("all_reduce", pending[1]), flight=flight))
+    verdict = diagnose(job(*ranks))
+    assert verdict.confidence == ("high" if sure else "medium"), verdict.summary
+
+
 @pytest.mark.parametrize("odd", [0, 1])
 def test_of_two_calls_that_take_turns_the_one_left_out_long_ago_is_known(odd: int) -> None:
     """As if rank ``odd`` had made the other call once too often: then, however, the ends of both would not agree."""
