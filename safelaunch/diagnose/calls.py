@@ -69,6 +69,12 @@ def torch_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> Torch
     return TorchWait("collective", op.lstrip("_"))
 
 
+def under_c10d(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """A call of c10d is under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator."""
+    inner, _ = user_part(frames, code_roots)
+    return any(_in(f, *_C10D_FILES) for f in inner)
+
+
 def in_torch(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
     """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
     inner, _ = user_part(frames, code_roots)

@@ -162,7 +162,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
         said += words
         claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
     where = f" at {fr.place(frame)}" if frame else ""
-    if number == signal.SIGABRT and rank.fatal is not None and calls.torch_wait(rank.fatal.frames, rank.code_roots):
+    if number == signal.SIGABRT and rank.fatal is not None and calls.under_c10d(rank.fatal.frames, rank.code_roots):
         # What a peer sent may be the reason; nothing here can tell.
         confidence, said = "medium", f", by its communication library in the middle of a collective{said}"
     text = f"was killed by {signal_name(rank.exit.returncode)}{where}{said}"

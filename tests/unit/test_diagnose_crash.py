@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import C10D, at, behind, entry, in_c10d, in_user, job, past, rank, record, waiting
+from evidence import C10D, SITE, at, behind, entry, in_c10d, in_user, job, past, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
@@ -213,6 +213,19 @@ def test_an_abort_about_which_the_survivors_agree_stays_with_the_aborted_rank() 
     verdict = diagnose(job(_at_six(0, (16,)), _aborted(1), _at_six(2, (16,)), outcome="crash"))
     assert (verdict.cause, verdict.confidence) == ("rank-killed", "medium")
     assert [c.rank for c in verdict.culprits] == [1]
+    assert any("desync-detail" in text for text in verdict.suggestions)
+
+
+def test_an_abort_in_the_operator_that_waits_for_a_collective_is_one_in_a_collective() -> None:
+    """``DTensor.full_tensor()``: the wait is an operator of torch's, called by c10d's functional collectives."""
+    inner = (
+        Frame(f"{SITE}/torch/_ops.py", 882, "redispatch"),
+        Frame(f"{SITE}/torch/distributed/_functional_collectives.py", 142, "wait_tensor"),
+        Frame(f"{SITE}/torch/distributed/tensor/_api.py", 774, "full_tensor"),
+    )
+    aborted = died(1, -6, fatal=FatalError("Aborted", (*inner, at(41, "save"), at(100, "<module>"))))
+    verdict = diagnose(job(_at_six(0, (16,)), aborted, _at_six(2, (16,)), outcome="crash"))
+    assert (verdict.cause, verdict.confidence, verdict.culprits[0].frame) == ("rank-killed", "medium", at(41, "save"))
     assert any("desync-detail" in text for text in verdict.suggestions)
 
 
