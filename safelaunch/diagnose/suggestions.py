@@ -109,6 +109,8 @@ ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "no-rank-stands-out": (
         "All ranks have arrived: suspect the transport (NIC, NCCL_SOCKET_IFNAME, firewall between nodes) or a GPU.",
+        "A broadcast or reduce whose src or dst differs between ranks looks like this, too, and no backend records it:"
+        " print it on every rank.",
         "To see what the transport does: safelaunch --preset nccl-debug ...",
         "To check that all ranks meant the same collective: safelaunch --preset desync-detail ...",
     ),

@@ -114,6 +114,21 @@ def unequal(alignment: Alignment, rank: int, group: str) -> tuple[Transfer, Tran
     return None
 
 
+def several_roots(alignment: Alignment, group: str, seq: int) -> tuple[int, ...]:
+    """The ranks that all take themselves for the root of a gather or scatter; ``()`` where it is one, or none is known.
+
+    Only the root says where the parts are to go, or come from. That of a broadcast or reduce is not recorded.
+    """
+    entries = {rank: alignment.entry(rank, group, seq) for rank in sorted(alignment.members(group)[0])}
+    roots = tuple(rank for rank, entry in entries.items() if entry is not None and is_root(entry))
+    return roots if len(roots) > 1 else ()
+
+
+def is_root(entry: Collective) -> bool:
+    sizes = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op_name(entry), ())
+    return sum(prod(size) for size in sizes) > 0
+
+
 def unequal_exchange(alignment: Alignment, group: str, seq: int) -> tuple[int, int] | None:
     """``(elements sent, elements expected)`` in an all_to_all of all members, where these differ.
 

@@ -25,7 +25,7 @@ from evidence import (
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.collectives import Alignment, mismatch_at, signature
-from safelaunch.model import Collective, Evidence, FlightRecord, RankEvidence, Verdict
+from safelaunch.model import Collective, Evidence, FlightRecord, RankEvidence, Verdict, format_ranks
 
 MAJORITY = [(3, 0), (3, 2), (4, 0), (4, 1), (8, 7)]
 
@@ -349,6 +349,30 @@ def test_one_receive_among_collectives_is_the_odd_one() -> None:
     verdict = diagnose(with_culprit(odd, 4))
     assert verdict.confidence != "high" and verdict.suggestions[0].startswith("The other end of a send")
     assert any("a peer that left out the other end of what rank 1 waits in" in text for text in verdict.ruled_out)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_two_roots_of_one_gather(culprit: int, before: bool) -> None:
+    """Rank 0 was the root each time; now ``culprit`` is one, too. The third rank has sent its part, and is past it."""
+
+    def gather(number: int, seq: int, *, done: bool) -> Collective:
+        root = number == 0 or (number == culprit and seq == 4)
+        one = entry("gather", seq, done=done, line=8)
+        return msgspec.structs.replace(one, output_sizes=((3, 4),) if root else ())
+
+    ranks = []
+    for n in range(3):
+        calls = [gather(n, seq, done=True) for seq in range(1, 4)] if before else past(3)
+        past_it = n not in (0, culprit)
+        after = [entry("barrier", 5, line=18)] if past_it else []
+        flight = record(*calls, gather(n, 4, done=past_it), *after)
+        ranks.append(rank(n, in_c10d("barrier", 18) if past_it else in_c10d("gather", 8), flight=flight))
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium"), verdict.summary
+    assert [c.rank for c in verdict.culprits] == ([culprit] if before else [0, culprit])
+    assert verdict.culprits[0].frame == at(8)
+    assert f"Ranks {format_ranks([0, culprit])} each take themselves for the root of gather number 4" in verdict.summary
 
 
 # --- loops and history ------------------------------------------------------------------------------------------------
