@@ -159,13 +159,20 @@ def _groups_of(waits: Waits, circle: tuple[Key, ...]) -> set[str]:
 
 
 def _p2p_cycle(facts: Facts, waits: Waits, circle: tuple[Key, ...], ranks: list[int]) -> Finding:
-    """gloo records no peer of a send or receive, so the circle is then inferred: nobody else is left to come."""
+    """gloo records no peer of a send or receive, so the circle is then inferred: nobody else is left to come.
+
+    Unless somebody who waits in a collective has left out his part of the exchange: without peers, nothing tells.
+    """
     known = all("->" in waits.example[k].op or "<-" in waits.example[k].op for k in circle)
     text = waits_words(facts, ranks)
+    text = f"{text[:1].upper()}{text[1:]}: each waits for another, and nobody is left to answer."
+    others = waits_words(facts, [rank for rank in members_of(waits, circle) if rank not in ranks])
+    if others and not known:
+        text += f" Or one of them waits for a peer that has gone on without it: {others}."
     return Finding(
         "p2p-cycle",
         "high" if known else "medium",
-        f"{text[:1].upper()}{text[1:]}: each waits for another, and nobody is left to answer.",
+        text,
         tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
         wait_claims(facts, ranks),
     )

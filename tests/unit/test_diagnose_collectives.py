@@ -326,6 +326,13 @@ def test_sends_and_receives_in_a_circle(ops: tuple[str, ...]) -> None:
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("p2p-cycle", list(range(len(ops))))
 
 
+def test_where_no_peers_are_recorded_one_that_went_on_may_have_left_out_its_send() -> None:
+    receiving = [rank(n, in_c10d("recv", 30), flight=behind()) for n in (1, 2)]
+    verdict = diagnose(job(waiting(0, "barrier", line=70), *receiving))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("p2p-cycle", [1, 2])
+    assert verdict.summary.endswith("gone on without it: rank 0 waits in barrier at train.py:70 (train).")
+
+
 def test_a_receive_from_a_sleeping_rank_is_no_circle() -> None:
     ranks = [rank(0, in_c10d("recv", 30)), rank(1, in_c10d("recv", 30)), rank(2, in_user(7), "sleep")]
     assert named(job(*ranks)) == ("stuck-in-user-code", [2])
