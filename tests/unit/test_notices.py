@@ -10,12 +10,21 @@ import pytest
 from safelaunch.model import Progress
 from safelaunch.session.notices import Notices
 from safelaunch.watch.progress import Worker
+from safelaunch.watch.rhythm import Threshold
 
 FRESH = Progress(0, 0, 1, 0, 10, 1, "torch")
 
 
+START = Threshold(100.0, "before the first step")
+
+
 def said(
-    capfd: pytest.CaptureFixture[str], progress: Progress | None, *, server: bool = True, beacon: bool = True
+    capfd: pytest.CaptureFixture[str],
+    progress: Progress | None,
+    *,
+    server: bool = True,
+    beacon: bool = True,
+    limit: Threshold = START,
 ) -> str:
     worker = Worker(0, 0, 10, 0)
     roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
@@ -23,6 +32,7 @@ def said(
         roster=roster,
         last_progress={0: progress} if progress else {},
         without_beacon=lambda: () if beacon else (worker,),
+        threshold_without_steps=lambda: limit,
     )
     notices = Notices(watch, 100.0, 0.0)
     for now in (1.0, 19.0, 49.0, 51.0, 400.0):
@@ -35,6 +45,8 @@ def test_a_job_without_steps_is_told_what_it_is_watched_by(capfd: pytest.Capture
     assert text.count("no step seen") == 1
     assert "collectives, CPU, I/O and stacks" in text and "100 s (--startup-timeout)" in text
     assert "collectives" not in said(capfd, FRESH, server=False)
+    text = said(capfd, FRESH, limit=Threshold(60.0, "a collective came at least every 15 s"))
+    assert "for 60 s (a collective came at least every 15 s)" in text
 
 
 @pytest.mark.parametrize("marks", [{"step": 3}, {"paused": True}, {"phase": "eval"}])
