@@ -83,10 +83,29 @@ def shift_of_program(alignment: Alignment, roots: Mapping[int, tuple[str, ...]])
     nobody called anything in that group since. Compared are ranks of one role: the stages of a pipeline differ by
     design. Two calls that changed places are no shift.
     """
-    found = [_find("", entries, roots) for entries in programs_by_role(alignment, roots)]
-    # A rank that has no group there never makes such calls, and need not: only what both sides make counts.
-    sure = [shift for shift in found if shift is not None and shift.matched >= 2 and shift.known_to_all]
+    found = [shift for programs in programs_by_role(alignment, roots) for shift in _shifts_of_role(programs, roots)]
+    # A rank that has no group there never makes such calls, and need not: only what both sides make counts. And in a
+    # loop the last few calls agree with some round or other: fewer that agree than are off may be chance.
+    sure = [shift for shift in found if shift.matched >= max(2, shift.calls) and shift.known_to_all]
     return max(sure, key=lambda shift: shift.matched, default=None)
+
+
+def _shifts_of_role(programs: Mapping[int, Window], roots: Mapping[int, tuple[str, ...]]) -> list[Shift]:
+    """Ranks that part and do not come together again run programs of their own, though from the same places (two
+    stages of a pipeline differ in how often they do what): each side is compared for itself.
+    """
+    shift = _find("", programs, roots)
+    if shift is not None and shift.matched >= shift.calls:
+        return [shift]
+    sides = _sides(_histories(programs, roots))
+    if len(sides) < 2:
+        return []
+    return [
+        shift
+        for ranks in sides.values()
+        if len(ranks) > 1
+        for shift in _shifts_of_role({rank: programs[rank] for rank in ranks}, roots)
+    ]
 
 
 def programs_by_role(alignment: Alignment, roots: Mapping[int, tuple[str, ...]]) -> list[dict[int, Window]]:
@@ -190,16 +209,10 @@ def _agreed_to_the_end(ahead: _History, begin: int, behind: _History, at: int) -
 
 def _find(group: str, windows: Mapping[int, Window], roots: Mapping[int, tuple[str, ...]]) -> Shift | None:
     histories = _histories(windows, roots)
-    if len(histories) < 2:
-        return None
-    first = max(history.first for history in histories.values())
-    last = min(history.last for history in histories.values())
-    parted = first_difference([history.column.between(first, last) for history in histories.values()])
-    if parted is None or (parted == first and first > 1):
+    parted = _parted(histories)
+    if parted is None or (parted == (first := _first(histories)) and first > 1):
         return None  # where it began is out of sight
-    sides: dict[Place, list[int]] = {}
-    for rank, history in histories.items():
-        sides.setdefault(history.at(parted), []).append(rank)
+    sides = _sides(histories)
     ranks, majority = vote(sides)
     if majority:
         others = next(others for others in sides.values() if others[0] not in ranks)
@@ -236,6 +249,27 @@ def _find(group: str, windows: Mapping[int, Window], roots: Mapping[int, tuple[s
     )
 
 
+def _first(histories: Mapping[int, _History]) -> int:
+    return max(history.first for history in histories.values())
+
+
+def _parted(histories: Mapping[int, _History]) -> int | None:
+    """The first number under which two of the histories have different places; None for none."""
+    if len(histories) < 2:
+        return None
+    last = min(history.last for history in histories.values())
+    return first_difference([history.column.between(_first(histories), last) for history in histories.values()])
+
+
+def _sides(histories: Mapping[int, _History]) -> dict[Place, list[int]]:
+    """The ranks by where they were when they parted; empty where they did not."""
+    parted = _parted(histories)
+    sides: dict[Place, list[int]] = {}
+    for rank, history in histories.items() if parted is not None else ():
+        sides.setdefault(history.at(cast("int", parted)), []).append(rank)
+    return sides
+
+
 def _known_to_all(histories: Mapping[int, _History], caller: int, parted: int, found: _Offset) -> bool:
     """Whether every rank had been at the places of these calls before ``parted``; where calls were left out, ever.
 
@@ -248,9 +282,10 @@ def _known_to_all(histories: Mapping[int, _History], caller: int, parted: int, f
 class _History:
     """The places from which one rank made its calls, by number, without a gap."""
 
-    def __init__(self, column: Column, places: Numbering) -> None:
+    def __init__(self, column: Column, places: Numbering, window: Window) -> None:
         self.column = column
         self._places = places
+        self._window = window
 
     @property
     def first(self) -> int:
@@ -263,6 +298,10 @@ class _History:
     def at(self, number: int) -> Place:
         """``()`` where the record does not hold that number."""
         return cast("Place", self._places.value(self.column.at(number))) or ()
+
+    def is_over(self, number: int) -> bool:
+        entry = self._window.at(number)
+        return entry is not None and entry.completed
 
     def before(self, number: int) -> set[Place]:
         return self._of(self.column.values[: max(0, number - self.first)])
@@ -280,7 +319,7 @@ def _histories(windows: Mapping[int, Window], roots: Mapping[int, tuple[str, ...
     columns = {rank: places.column(window, roots.get(rank, ())) for rank, window in windows.items()}
     nowhere = places.number_of(())
     return {
-        rank: _History(column, places)
+        rank: _History(column, places, windows[rank])
         for rank, column in columns.items()
         if column.whole and nowhere not in column.values
     }
@@ -387,11 +426,14 @@ def _overlap(ahead: _History, begin: int, behind: _History, at: int) -> int:
 def _matched(ahead: _History, begin: int, behind: _History, at: int) -> int:
     """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on, without a break.
 
-    A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is.
+    A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is; where both
+    have completed what they called there, it is not: they are programs that differ, as those of two pipeline stages do.
     """
     overlap = _overlap(ahead, begin, behind, at)
     if overlap <= 0:
         return 0
     pairs = zip(ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap), strict=True)
     agree = next((number for number, (its, the_others) in enumerate(pairs) if its != the_others), overlap)
+    if agree < overlap and ahead.is_over(begin + agree) and behind.is_over(at + agree):
+        return 0
     return agree if agree == overlap or agree >= SURE_MATCHES else 0

@@ -241,6 +241,38 @@ def test_groups_entered_in_different_orders(layout: Format, tmp_path: Path) -> N
     assert named(verdict_of(tmp_path / "d", recorders)) == ("group-order", [0, 1])
 
 
+def two_stages(layout: Format, steps: int = 4) -> list[Recorder]:
+    """Ranks 2-3, the later stage, make one call more in each step, from the same places as ranks 0-1."""
+    recorders = [Recorder(n, GRID, layout) for n in range(4)]
+    for _ in range(steps):
+        for one in recorders:
+            step(one)
+    return recorders
+
+
+def step(one: Recorder, *states: State, left_out: bool = False) -> None:
+    """``states``: of the calls in order, those that are not completed; all of them, if none is given."""
+    data, pipe = ("1" if one.rank < 2 else "2"), ("3" if one.rank % 2 == 0 else "4")
+    calls = [(data, 41)] * (1 if one.rank < 2 else 2) + [(pipe, 52), (pipe, 63), ("0", 40)]
+    calls = calls[left_out:]
+    done: list[State] = ["completed"] * (len(calls) - len(states))
+    for (group, line), state in zip(calls, (*done, *states), strict=True):
+        one.collective(state=state, group=group, line=line)
+
+
+@by_format
+def test_stages_that_call_differently_often_from_the_same_places(layout: Format, tmp_path: Path) -> None:
+    """No stage has left out what another one does by design; within a stage, a rank that has is found."""
+    recorders = two_stages(layout)
+    step(recorders[0], "started", left_out=True)
+    step(recorders[1], "started", "scheduled", "scheduled", "scheduled")
+    step(recorders[2], "started")
+    step(recorders[3], "started", "scheduled", "scheduled")
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("collective-mismatch", [0])
+    assert "left out all_reduce at train.py:41 (train)" in verdict.summary
+
+
 # --- sends and receives -----------------------------------------------------------------------------------------------
 
 
