@@ -392,9 +392,10 @@ def _reordered(mine: _History, theirs: _History, parted: int) -> bool:
     """The next few calls are the same ones in another order, and what follows, if anything, is the same again."""
     for count in range(2, 5):
         calls = [[history.at(parted + number) for number in range(count)] for history in (mine, theirs)]
-        following = [history.at(parted + count) for history in (mine, theirs)]
         if all(all(side) for side in calls) and sorted(calls[0]) == sorted(calls[1]):
-            return following[0] == following[1] or not all(following)
+            behind = range(parted + count, parted + count + SURE_MATCHES)
+            following = [(mine.at(number), theirs.at(number)) for number in behind]
+            return all(one == other for one, other in following if one and other)
     return False
 
 

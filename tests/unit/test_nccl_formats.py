@@ -273,6 +273,21 @@ def test_stages_that_call_differently_often_from_the_same_places(layout: Format,
     assert "left out all_reduce at train.py:41 (train)" in verdict.summary
 
 
+@by_format
+def test_a_call_left_out_of_a_regular_pattern_is_no_change_of_order(layout: Format, tmp_path: Path) -> None:
+    """Behind it the next three calls are those of the peers in another order, and so is one more by chance."""
+    recorders = ranks(layout, past=0, world=3)
+    for one in recorders:
+        lines = [52, 52, 63, 63] * 4
+        if one.rank == 0:
+            del lines[2]
+        for number, line in enumerate(lines, 1):
+            one.collective(state="completed" if number < 16 else "started", line=line)
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("collective-mismatch", [0])
+    assert "left out all_reduce at train.py:63 (train)" in verdict.summary
+
+
 # --- sends and receives -----------------------------------------------------------------------------------------------
 
 
