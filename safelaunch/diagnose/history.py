@@ -177,6 +177,21 @@ def may_have_parted_before(alignment: Alignment, groups: Iterable[str], roots: M
     return False
 
 
+def called_alike(alignment: Alignment, groups: Iterable[str], roots: Mapping[int, tuple[str, ...]]) -> bool:
+    """Whether the members of each of these groups are known to have called from the same places as far as they came.
+
+    Without frames nobody knows; a call too many or left out would look the same from outside.
+    """
+    for group in groups:
+        members = alignment.members(group)[0] & alignment.records.keys()
+        windows = {rank: alignment.window(rank, group) for rank in members}
+        held = {rank: window for rank, window in windows.items() if window is not None}
+        histories = _histories(held, roots)
+        if not held or len(histories) < len(held) or _parted(histories) is not None:
+            return False
+    return True
+
+
 def left_out_at(
     alignment: Alignment, group: str, rank: int, number: int, roots: Mapping[int, tuple[str, ...]]
 ) -> int | None:

@@ -19,7 +19,7 @@ from safelaunch.diagnose.findings import (
     waiting_culprit,
     waits_words,
 )
-from safelaunch.diagnose.history import may_have_parted_before
+from safelaunch.diagnose.history import called_alike, may_have_parted_before
 from safelaunch.diagnose.rules_mismatch import (
     broken_habits,
     calls_in_turns,
@@ -191,16 +191,16 @@ def _group_order(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding
     more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
     text = " while ".join(words[:3]) + more
     known = all(facts.alignment.members(str(waits.example[k].group))[1] for k in circle)
-    early = may_have_parted_before(facts.alignment, _groups_of(waits, circle), facts.roots)
+    groups = _groups_of(waits, circle)
+    early = may_have_parted_before(facts.alignment, groups, facts.roots)
+    sure = known and not early and called_alike(facts.alignment, groups, facts.roots)
     if known:  # who is in one of the groups only had no order to choose
-        of_several = [
-            r for r in ranks if sum(r in facts.alignment.members(g)[0] for g in _groups_of(waits, circle)) > 1
-        ]
+        of_several = [r for r in ranks if sum(r in facts.alignment.members(g)[0] for g in groups) > 1]
         ranks = of_several or ranks
     in_turns = calls_in_turns(facts, waits, circle) and not broken_habits(facts, waits, circle)
     return Finding(
         "group-order",
-        "high" if known and not early and in_turns else "medium",
+        "high" if sure and in_turns else "medium",
         f"{text[:1].upper()}{text[1:]}: they entered the groups in different orders.",
         tuple(waiting_culprit(facts.ranks[r], _waits_reason(facts, r)) for r in ranks),
         wait_claims(facts, ranks, limit=10),
