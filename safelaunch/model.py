@@ -118,6 +118,9 @@ class ProcessEvidence(Record, frozen=True):
 # --- Flight Recorder --------------------------------------------------------------------------------------------------
 
 
+UNKNOWN_SIZES = ((-1,),)  # of tensors of which a record tells no sizes that can be read
+
+
 class Collective(Record, frozen=True):
     """One Flight Recorder entry. ``group`` is the process group's name as the entry gives it (``"0"``, ...).
 

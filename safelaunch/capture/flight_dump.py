@@ -24,7 +24,7 @@ from msgspec import structs
 
 from safelaunch.entries import Entries, Kinds
 from safelaunch.errors import CaptureError
-from safelaunch.model import Collective, FlightRecord, Frame, GroupStatus
+from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, Frame, GroupStatus
 
 # Backends that ask the device whether an operation is over. What they retire without that has timed out.
 _WITH_EVENTS = ("nccl:", "ncclx:", "rccl:", "rcclx:", "xccl:", "mccl:", "hccl:")
@@ -106,6 +106,7 @@ _KEYS = (
     "input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "frames",
 )  # fmt: skip
 _NUMBERS = ("collective_seq_id", "p2p_seq_id", "record_id", "time_created_ns", "time_discovered_started_ns")
+_STATES = ("scheduled", "started", "completed")
 _CALLED_BEFORE = {"collective_seq_id": "seq_id", "record_id": "id"}  # up to version 2.2
 _Row = tuple[Any, ...]
 
@@ -189,20 +190,21 @@ class _Decoder:
         pair = group if isinstance(group, (list, tuple)) else (pg_id if pg_id is not None else "", "")
         if pair is group and group:
             self.names_by_id[_str(pg_id)] = _str(group[0])
-        state, op, retired = _str(state), _str(op), retired is True
+        state, op, retired = _str(state), op if isinstance(op, str) else "", retired is True
+        watched = op.startswith(_WITH_EVENTS) and state in _STATES
         decoded = _frames(frames)
         return Collective(
             group=_str(pair[0]) if pair else "",
             seq=0,
             op=op,
-            completed=state == "completed" or (retired and not op.startswith(_WITH_EVENTS)),
+            completed=state == "completed" or (retired and not watched),
             state=state,
             description=_str(pair[1]) if len(pair) > 1 else "",
             is_p2p=is_p2p is True,
             input_sizes=_sizes(in_sizes),
-            input_dtypes=_strings(in_types),
+            input_dtypes=_types(in_types),
             output_sizes=_sizes(out_sizes),
-            output_dtypes=_strings(out_types),
+            output_dtypes=_types(out_types),
             started=True if state in ("started", "completed") else None,
             timeout_ms=_int(timeout_ms),
             frames=self._shared.frames.setdefault(decoded, decoded),
@@ -318,11 +320,18 @@ def _frames(frames: object) -> tuple[Frame, ...]:
 
 
 def _sizes(sizes: object) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(_int(n) for n in _items(size)) for size in _items(sizes))
+    """What is no list of lists of counts is unknown, and not empty: nothing can be said of it, nor compared with it."""
+    if sizes is None:
+        return ()
+    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (list, tuple)) for size in sizes):
+        return UNKNOWN_SIZES
+    read = tuple(tuple(_int(n, -1) for n in _items(size)) for size in _items(sizes))
+    return UNKNOWN_SIZES if any(n < 0 for size in read for n in size) else read
 
 
-def _strings(values: object) -> tuple[str, ...]:
-    return tuple(_str(value) for value in _items(values))
+def _types(values: object) -> tuple[str, ...]:
+    """``""`` for one that is not known."""
+    return tuple(value if isinstance(value, str) else "" for value in _items(values))
 
 
 def _items(value: object) -> list[Any]:

@@ -20,7 +20,7 @@ from itertools import groupby
 from msgspec import structs
 
 from safelaunch.entries import Entries
-from safelaunch.model import Collective, FlightRecord
+from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord
 
 BLOCK = "coalesced "  # what the operation of a block begins with; then its operations
 OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
@@ -80,7 +80,8 @@ def _is_end(entry: Collective) -> bool:
     """``coalesced``, or the block's type in capitals; ``allreduce_coalesced`` is one collective of several tensors."""
     name = entry.op.rsplit(":", 1)[-1]
     kind = name.removesuffix("coalesced").rstrip("_")
-    return name.endswith("coalesced") and not entry.is_p2p and kind == kind.upper() and not entry.input_sizes
+    bare = entry.input_sizes in ((), UNKNOWN_SIZES)
+    return name.endswith("coalesced") and not entry.is_p2p and kind == kind.upper() and bare
 
 
 def _belongs(entry: Collective, run: list[Collective]) -> bool:

@@ -20,6 +20,8 @@ from safelaunch.entries import Entries
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
 
 Signature = tuple[object, ...]
+Sizes = tuple[tuple[int, ...], ...]
+_UNKNOWN: Signature = (None,)  # of an operation without a name
 
 # Operations in which every rank has to pass the same number of elements of the same type: as input, or, where only the
 # root has an input, as output. In the others (all_to_all, ragged forms) sizes may differ by design.
@@ -43,19 +45,44 @@ def number_of(entry: Collective) -> int:
 
 
 def signature(entry: Collective) -> Signature:
-    """What has to be equal on all ranks. Shapes count by their number of elements: (4, 1) and (4,) do match."""
+    """What has to fit on all ranks (:func:`fits`); None for what the record does not tell.
+
+    Shapes count by their number of elements: (4, 1) and (4,) do match.
+    """
     op = op_name(entry)
+    if not op:
+        return _UNKNOWN
     if op in _SAME_OUTPUT:
-        return (op, sum(prod(size) for size in entry.output_sizes), entry.output_dtypes)
+        return (op, elements(entry.output_sizes), _types(entry.output_sizes, entry.output_dtypes))
     if op in _SAME_SIZE:
-        return (op, sum(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+        return (op, elements(entry.input_sizes), _types(entry.input_sizes, entry.input_dtypes))
     if (ops := ops_of_block(op)) and ops <= _SAME_SIZE:
-        return (op, tuple(prod(size) for size in entry.input_sizes), entry.input_dtypes)
+        each = tuple(elements((size,)) for size in entry.input_sizes)
+        return (op, None if None in each else each, _types(entry.input_sizes, entry.input_dtypes))
     return (op,)
+
+
+def elements(sizes: Sizes) -> int | None:
+    """How many there are in these tensors; None where that is not known, or no tensor is told of."""
+    return None if not sizes or any(n < 0 for size in sizes for n in size) else sum(prod(size) for size in sizes)
+
+
+def _types(sizes: Sizes, dtypes: tuple[str, ...]) -> tuple[str, ...] | None:
+    """One for each tensor, else they are not known."""
+    return dtypes if dtypes and all(dtypes) and (len(dtypes) == len(sizes) or elements(sizes) is None) else None
+
+
+def fits(one: Signature, other: Signature) -> bool:
+    """What one of the two does not tell is no difference."""
+    if _UNKNOWN in (one, other):
+        return True
+    return len(one) == len(other) and all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
 
 
 def describe(entry: Collective) -> str:
     """``all_reduce of (4,) Float``, for sentences."""
+    if elements(entry.input_sizes) is None:
+        return op_name(entry)
     sizes = ", ".join("(" + ", ".join(map(str, size)) + ")" for size in entry.input_sizes[:3])
     dtypes = ", ".join(dict.fromkeys(entry.input_dtypes))
     of = f" of {sizes}{' ' + dtypes if dtypes else ''}" if sizes else ""
@@ -286,21 +313,37 @@ def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
         entry = alignment.entry(rank, group, seq)
         if entry is not None:
             classes.setdefault(signature(entry), []).append(rank)
+    if any(None in key for key in classes):
+        classes = _told_apart(classes)
     if len(classes) < 2:
         return None
     odd, majority = vote(classes)
     return Mismatch(group, seq, {key: tuple(ranks) for key, ranks in classes.items()}, odd, majority)
 
 
+def _told_apart(classes: Mapping[Signature, list[int]]) -> dict[Signature, list[int]]:
+    """Ranks whose records do not tell it all go with the largest class that they fit."""
+    found = {key: ranks for key, ranks in classes.items() if None not in key}
+    for key in classes.keys() - found.keys():
+        fitting = [known for known in found if fits(key, known)]
+        joined = max(fitting, key=lambda known: len(found[known]), default=key)
+        found[joined] = sorted([*found.get(joined, ()), *classes[key]])
+    return found
+
+
 def first_mismatch(alignment: Alignment) -> Mismatch | None:
     """The oldest mismatch that the windows still hold, over all groups, as far as any rank has come."""
     signatures = Numbering(lambda entry, _: signature(entry))
+    names = Numbering(lambda entry, _: op_name(entry))
     found = []
     front = alignment.front()
     for group in alignment.groups():
         windows = {rank: alignment.window(rank, group) for rank in sorted(alignment.members(group)[0])}
-        columns = [signatures.column(window) for window in windows.values() if window is not None]
-        seq = first_difference(columns)
+        held = [window for window in windows.values() if window is not None]
+        seq = first_difference(map(signatures.column, held))
+        if seq is not None and mismatch_at(alignment, group, seq) is None:  # what differs there, some do not tell
+            seq = first_difference(map(names.column, held))
+            seq = seq if seq is not None and mismatch_at(alignment, group, seq) is not None else None
         if seq is not None and seq <= front.get(group, -1):
             found.append((seq, group))
     return mismatch_at(alignment, min(found)[1], min(found)[0]) if found else None

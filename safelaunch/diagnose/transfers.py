@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from weakref import WeakKeyDictionary
 
-from safelaunch.diagnose.collectives import Alignment, op_name
+from safelaunch.diagnose.collectives import Alignment, elements, op_name
 from safelaunch.model import Collective
 
 _PEER = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
@@ -32,13 +31,20 @@ class Transfer:
         return self.receiver if self.rank == self.sender else self.sender
 
     @property
-    def elements(self) -> int:
-        return sum(prod(size) for size in self.entry.input_sizes)
+    def elements(self) -> int | None:
+        return elements(self.entry.input_sizes)
+
+    def fits(self, other: Transfer) -> bool:
+        """In size and type, as far as both are known."""
+        known = self.elements is not None and other.elements is not None
+        types = [set(one.entry.input_dtypes) - {""} for one in (self, other)]
+        return (not known or self.elements == other.elements) and (not all(types) or types[0] == types[1])
 
     def says(self) -> str:
         """``sends 4 elements of Float to rank 1``."""
         dtypes = ", ".join(dict.fromkeys(self.entry.input_dtypes))
-        of = f"{self.elements} elements{' of ' + dtypes if dtypes else ''}"
+        many = "elements" if self.elements is None else f"{self.elements} elements"
+        of = f"{many}{' of ' + dtypes if dtypes else ''}"
         return (
             f"sends {of} to rank {self.receiver}"
             if self.rank == self.sender
@@ -109,7 +115,7 @@ def peers_missing(alignment: Alignment, rank: int, group: str) -> frozenset[int]
 def unequal(alignment: Alignment, rank: int, group: str) -> tuple[Transfer, Transfer] | None:
     """A send and the receive that it meets, of another size or type: ``(send, receive)``."""
     for one, met in pending(alignment, rank, group) or ():
-        if met is not None and (one.elements, one.entry.input_dtypes) != (met.elements, met.entry.input_dtypes):
+        if met is not None and not one.fits(met):
             return (one, met) if one.rank == one.sender else (met, one)
     return None
 
@@ -138,6 +144,12 @@ def unequal_exchange(alignment: Alignment, group: str, seq: int) -> tuple[int, i
     entries = [alignment.entry(rank, group, seq) for rank in members]
     if not known or any(entry is None or not op_name(entry).startswith("all_to_all") for entry in entries):
         return None
-    sizes = [(entry.input_sizes, entry.output_sizes) for entry in entries if entry is not None]
-    sent, expected = (sum(prod(size) for one in sizes for size in one[side]) for side in (0, 1))
-    return (sent, expected) if sent != expected else None
+    there = [entry for entry in entries if entry is not None]
+    sent = _sum(elements(entry.input_sizes) for entry in there)
+    expected = _sum(elements(entry.output_sizes) for entry in there)
+    return (sent, expected) if sent is not None and expected is not None and sent != expected else None
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    found = list(numbers)
+    return None if None in found else sum(number for number in found if number is not None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from safelaunch.diagnose.collectives import signature
+from safelaunch.diagnose.collectives import fits, signature
 from safelaunch.diagnose.facts import Facts, PeerWait
 from safelaunch.diagnose.transfers import peers_missing
 
@@ -86,7 +86,7 @@ def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) 
         return _same_call(facts, rank, wait)
     entry = facts.alignment.entry(rank, group, seq)
     if entry is not None:
-        return entry.started is not False and signature(entry) == wait.signature
+        return entry.started is not False and fits(signature(entry), wait.signature)
     return facts.alignment.last(rank, group) >= seq
 
 

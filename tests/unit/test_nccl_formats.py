@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nccl_formats import FORMATS, NEWEST, Format, Op, Recorder, State, write
@@ -271,6 +272,36 @@ def test_stages_that_call_differently_often_from_the_same_places(layout: Format,
     verdict = verdict_of(tmp_path / "d", recorders)
     assert named(verdict) == ("collective-mismatch", [0])
     assert "left out all_reduce at train.py:41 (train)" in verdict.summary
+
+
+UNREADABLE: dict[str, dict[str, Any]] = {
+    "no name": {"profiling_name": None},
+    "no sizes": {"input_sizes": None},
+    "sizes in words": {"input_sizes": "[[4]]"},
+    "sizes without lists": {"input_sizes": [4]},
+    "sizes that are no counts": {"input_sizes": [[float("nan")]]},
+    "sizes beyond all memory": {"input_sizes": [[1 << 70]]},
+    "sizes below zero": {"input_sizes": [[-4]]},
+    "no types": {"input_dtypes": None},
+    "types in numbers": {"input_dtypes": [6]},
+    "no state, but retired": {"state": None},
+}
+
+
+@by_format
+@pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE.keys())
+@pytest.mark.parametrize("odd", [None, 1])
+def test_what_cannot_be_read_of_a_call_is_no_difference(
+    layout: Format, change: dict[str, Any], odd: int | None, tmp_path: Path
+) -> None:
+    """Rank 2 has recorded it so; a rank that did differ is found all the same, with what the others tell."""
+    recorders = ranks(layout)
+    for one in recorders:
+        one.collective(state="started", size=(8,) if one.rank == odd == 1 else (4,))
+    for entry in recorders[2].entries:
+        entry.update(change if entry["retired"] or "state" not in change else {})
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == (("collective-mismatch", [1]) if odd == 1 else ("no-rank-stands-out", []))
 
 
 @by_format
