@@ -66,7 +66,7 @@ def _has_blocks(entries: Sequence[Collective]) -> bool:
     for at in range(max(0, len(ring) - _NEWEST), len(ring)):
         kind = kinds[ring.kind_of[at]]
         number = (kind.is_p2p, ring.p2p_seqs[at] if kind.is_p2p else ring.seqs[at])
-        if last.get(kind.group) == number:
+        if last.get(kind.group) == number and number[1] > 0:
             return True
         last[kind.group] = number
     return False
@@ -90,7 +90,7 @@ def _belongs(entry: Collective, run: list[Collective]) -> bool:
     if _is_end(last):
         return False
     if _number(entry) == _number(last):
-        return True
+        return _number(entry)[1] > 0  # c10d counts from 1: these are entries whose numbers nobody can read
     return _is_end(entry) and last.is_p2p and (entry.p2p_seq, entry.seq) == (last.p2p_seq, last.seq)
 
 

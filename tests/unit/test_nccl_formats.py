@@ -305,6 +305,16 @@ def test_what_cannot_be_read_of_a_call_is_no_difference(
 
 
 @by_format
+def test_calls_without_a_number_are_no_block_that_was_not_ended(layout: Format, tmp_path: Path) -> None:
+    recorders = ranks(layout)
+    for one in recorders:
+        one.collective(state="started")
+    for entry in recorders[2].entries:
+        entry["collective_seq_id"] = None
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
+
+
+@by_format
 def test_a_call_left_out_of_a_regular_pattern_is_no_change_of_order(layout: Format, tmp_path: Path) -> None:
     """Behind it the next three calls are those of the peers in another order, and so is one more by chance."""
     recorders = ranks(layout, past=0, world=3)
