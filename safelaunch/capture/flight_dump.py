@@ -15,10 +15,11 @@ import io
 import json
 import pickle
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from itertools import compress, count
 from operator import itemgetter, ne
-from typing import Any
+from typing import Any, TypeGuard
 
 from msgspec import structs
 
@@ -126,6 +127,7 @@ class _Decoder:
         self._shared = shared
         columns = _columns_of(entries)
         self._columns = columns[: len(_KEYS)]
+        self.names_by_id.update(_names(columns[_KEYS.index("process_group")], columns[_KEYS.index("pg_id")]))
         self._values = dict(zip(_NUMBERS, columns[len(_KEYS) :], strict=True))
         self._rows: list[_Row] = []
         self._numbers: list[int] = []  # of the rows: the kind, among those that all records share
@@ -187,9 +189,8 @@ class _Decoder:
 
     def _kind(self, row: _Row) -> Collective:
         state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
-        pair = group if isinstance(group, (list, tuple)) else (pg_id if pg_id is not None else "", "")
-        if pair is group and group:
-            self.names_by_id[_str(pg_id)] = _str(group[0])
+        # Without a name of its own an entry belongs to the group that the others of its number name.
+        pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(_str(pg_id), pg_id), "")
         state, op, retired = _str(state), op if isinstance(op, str) else "", retired is True
         watched = op.startswith(_WITH_EVENTS) and state in _STATES
         decoded = _frames(frames)
@@ -255,6 +256,19 @@ def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
         return list(zip(*map(itemgetter(*keys), entries), strict=True))
     except KeyError:  # another version, or not from c10d
         return list(zip(*(tuple(map(entry.get, keys)) for entry in entries), strict=True))
+
+
+def _names(groups: Sequence[object], ids: Sequence[object]) -> dict[str, str]:
+    """pg_id → name, as the entries tell it."""
+    pairs: Iterable[tuple[object, object]] = zip(groups, ids, strict=True)
+    with suppress(TypeError):  # lists, as JSON has them
+        pairs = dict.fromkeys(zip(groups, ids, strict=True))
+    named = ((_str(number), _str(group[0])) for group, number in pairs if _is_named(group))
+    return {number: name for number, name in named if name}
+
+
+def _is_named(group: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(group, (list, tuple)) and bool(group)
 
 
 def _key_of(row: _Row) -> Hashable:

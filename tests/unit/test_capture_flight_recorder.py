@@ -250,3 +250,16 @@ def test_a_column_of_one_number_is_without_a_gap() -> None:
     assert packed([7]) == range(7, 8)
     assert packed([7, 8, 9]) == range(7, 10)
     assert isinstance(packed([7, 7]), Same)
+
+
+def test_an_entry_without_its_groups_name_belongs_to_the_group_of_its_number() -> None:
+    """The number is the rank's own: ``"2"`` may be the name of another group."""
+    entries = [
+        {"pg_id": 1, "process_group": ["2", "tensor"]},
+        {"pg_id": 2, "process_group": ["5", "data"]},
+        {"pg_id": 2},
+        {"pg_id": 2, "process_group": 7},
+        {"pg_id": 3},
+    ]
+    record = parse_pickle(pickle.dumps({"version": "2.10", "entries": entries}))
+    assert [entry.group for entry in record.entries] == ["2", "5", "5", "5", "3"]
