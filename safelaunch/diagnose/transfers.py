@@ -132,7 +132,7 @@ def several_roots(alignment: Alignment, group: str, seq: int) -> tuple[int, ...]
 
 def is_root(entry: Collective) -> bool:
     sizes = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op_name(entry), ())
-    return sum(prod(size) for size in sizes) > 0
+    return (elements(sizes) or 0) > 0
 
 
 def unequal_exchange(alignment: Alignment, group: str, seq: int) -> tuple[int, int] | None:
