@@ -131,6 +131,11 @@ class LockWait:
     what: str
     on: str = "lock"
 
+    @property
+    def by_processes(self) -> bool:
+        """Whether another process may be the one to end the wait."""
+        return self.on != "lock" or "multiprocessing" in self.what
+
 
 _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
     ("/threading.py", frozenset({"join", "_wait_for_tstate_lock"}), LockWait("Thread.join", on="work")),

@@ -1,7 +1,8 @@
 """Does anything still move? Judged from two looks some seconds apart. Pure.
 
 Movement is judged on the training thread and on what it waits for, never on background threads: a logger's CPU and
-writes say nothing about a frozen loop. A rank that waits for its peers does not move, whatever CPU its wait burns.
+writes say nothing about a frozen loop. What it waits for may be a thread, though, or a process: of a join, a future or
+a pool's result, of a queue or an event. A rank that waits for its peers does not move, whatever CPU its wait burns.
 An unchanged stack alone proves nothing: an evaluation loop, too, stands at one line.
 """
 
@@ -16,9 +17,10 @@ from safelaunch.diagnose.calls import (
     serves,
     torch_wait,
     waits_for_child,
+    waits_for_message,
     worker_idle,
 )
-from safelaunch.diagnose.frames import user_part
+from safelaunch.diagnose.frames import python_frames, user_part
 from safelaunch.model import Thread, ThreadState
 from safelaunch.watch.stall import Movement
 
@@ -27,6 +29,7 @@ CPU_SHARE = 0.03
 # Reading a pipe's poll flag or a few log lines is not a checkpoint being written.
 IO_BYTES = 16 * 1024
 TOP_FRAMES = 6
+CHILD_CALLS = ("wait4", "waitid", "waitpid")
 
 
 def judge(before: Look, after: Look, outputs: frozenset[str] = frozenset(), *, without_steps: bool = False) -> Movement:
@@ -80,16 +83,41 @@ def judge_rank(before: RankLook | None, after: RankLook) -> Movement:
         return "still"
     if _process_moved(earlier, main, main_only=True):
         return "active"
-    if thread is None or _waits_for_others(thread):
+    if thread is not None and _waits_for_threads(thread) and _threads_moved(earlier, main):
+        return "active"
+    if thread is None or _waits_for_processes(thread, main.state.main_thread):
         assert before is not None
         return _children(before, after)
     return "still"
 
 
-def _waits_for_others(thread: Thread) -> bool:
-    """The thread waits for processes of its own: DataLoader workers, a subprocess."""
-    inner, _ = user_part(thread.frames)
-    return loader_wait(thread.frames) or waits_for_child(inner)
+def _waits_for_processes(thread: Thread, kernel: ThreadState | None) -> bool:
+    """The thread waits, or may wait, for processes of its own: DataLoader workers, a subprocess, a pool, an actor."""
+    inner, _ = user_part(python_frames(thread))
+    if loader_wait(thread.frames) or waits_for_child(inner) or waits_for_message(inner):
+        return True
+    lock = lock_wait(inner)
+    return (kernel is not None and kernel.syscall_name in CHILD_CALLS) or (lock is not None and lock.by_processes)
+
+
+def _waits_for_threads(thread: Thread) -> bool:
+    """It waits for what other threads of its own do: for their end, or for what they put into a queue."""
+    lock = lock_wait(user_part(python_frames(thread))[0])
+    return lock is not None and lock.on in ("work", "signal")
+
+
+def _threads_moved(before: ProcessLook, after: ProcessLook) -> bool:
+    """Those that run code of the user's; the library's wake up now and then, and say nothing."""
+    stack = after.stack.value
+    users = {
+        t.os_tid for t in (stack.threads if stack is not None else ()) if user_part(python_frames(t))[1] is not None
+    }
+    if before.state is None or after.state is None:
+        return False
+    elapsed_ms = max(1.0, (after.state.at_s - before.state.at_s) * 1000)
+    old = {thread.tid: thread for thread in before.state.threads}
+    moved = (_thread_moved(old[t.tid], t, elapsed_ms) for t in after.state.threads if t.tid in old and t.tid in users)
+    return any(moved)
 
 
 def working_workers(look: Look) -> tuple[int, ...]:
