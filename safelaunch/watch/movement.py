@@ -94,7 +94,7 @@ def judge_rank(before: RankLook | None, after: RankLook) -> Movement:
 def _waits_for_processes(thread: Thread, kernel: ThreadState | None) -> bool:
     """The thread waits, or may wait, for processes of its own: DataLoader workers, a subprocess, a pool, an actor."""
     inner, _ = user_part(python_frames(thread))
-    if loader_wait(thread.frames) or waits_for_child(inner) or waits_for_message(inner):
+    if loader_wait(thread.frames) or waits_for_child(inner) or waits_for_message(inner) or in_event_loop(inner):
         return True
     lock = lock_wait(inner)
     return (kernel is not None and kernel.syscall_name in CHILD_CALLS) or (lock is not None and lock.by_processes)
@@ -102,8 +102,9 @@ def _waits_for_processes(thread: Thread, kernel: ThreadState | None) -> bool:
 
 def _waits_for_threads(thread: Thread) -> bool:
     """It waits for what other threads of its own do: for their end, or for what they put into a queue."""
-    lock = lock_wait(user_part(python_frames(thread))[0])
-    return lock is not None and lock.on in ("work", "signal")
+    inner, _ = user_part(python_frames(thread))
+    lock = lock_wait(inner)
+    return in_event_loop(inner) or (lock is not None and lock.on in ("work", "signal"))
 
 
 def _threads_moved(before: ProcessLook, after: ProcessLook) -> bool:

@@ -29,6 +29,9 @@ MESSAGE = library(("multiprocessing/connection.py", "Connection._recv"), ("multi
 SHARED_LOCK = library(("multiprocessing/synchronize.py", "Lock.__enter__"))
 
 
+EVENT_LOOP = library(("selectors.py", "EpollSelector.select"), ("asyncio/base_events.py", "BaseEventLoop._run_once"))
+
+
 def _looked(one: ProcessEvidence, number: int) -> ProcessLook:
     return ProcessLook(one.states[number].pid, one.states[number], Result(one.stacks[number], "py-spy", 0.1))
 
@@ -41,7 +44,7 @@ def judged(main: ProcessEvidence, children: Sequence[ProcessEvidence] = ()) -> s
     return judge(before, after)
 
 
-@pytest.mark.parametrize("frames", [FUTURE, JOIN, QUEUE, EVENT])
+@pytest.mark.parametrize("frames", [FUTURE, JOIN, QUEUE, EVENT, EVENT_LOOP])
 def test_a_thread_that_is_waited_for_and_computes_moves(frames: tuple[Frame, ...]) -> None:
     assert judged(process(10, frames, threads=[("pool-0", WORK, "run")])) == "active"
     assert judged(process(10, frames, threads=[("pool-0", WORK, "sleep")])) == "still"
@@ -63,10 +66,11 @@ def test_a_thread_without_code_of_the_users_does_not_move_what_waits_for_a_queue
         (FUTURE, "futex"),
         (MESSAGE, "pipe"),
         (SHARED_LOCK, "futex"),
+        (EVENT_LOOP, "epoll"),
         (in_user(20), "wait4"),
         ((Frame(LOADER, 1, "_MultiProcessingDataLoaderIter._try_get_data"), *in_user(20)), "poll"),
     ],
-    ids=["a pool", "a future", "a message", "a shared lock", "os.waitpid", "a loader"],
+    ids=["a pool", "a future", "a message", "a shared lock", "an event loop", "os.waitpid", "a loader"],
 )
 def test_a_child_that_is_waited_for_and_computes_moves(frames: tuple[Frame, ...], kernel: str) -> None:
     assert judged(process(10, frames, kernel), [process(20, in_user(31), "run")]) == "active"
