@@ -203,6 +203,11 @@ def test_a_queue_is_followed_to_a_blocked_producer_not_to_a_timer() -> None:
     assert culprit_of(frames=frames, threads=[("timer", OTHER, "sleep")])[:2] == ("lock-deadlock", 20)
 
 
+def test_a_thread_that_computes_may_be_what_a_queue_waits_for() -> None:
+    frames = (Frame(f"{STDLIB}/queue.py", 171, "Queue.get"), *in_user(20))
+    assert culprit_of(frames=frames, threads=[("filler", OTHER, "run")]) == ("lock-deadlock", 20, "medium")
+
+
 def test_c_frames_tell_a_lock_from_a_wait_for_peers() -> None:
     lock = [Frame("/usr/lib/libpython3.11.so.1.0", 0, "PyThread_acquire_lock_timed")]
     assert culprit_of(frames=in_user(7), native=lock) == ("lock-deadlock", 7, "high")
