@@ -134,7 +134,7 @@ class LockWait:
     @property
     def by_processes(self) -> bool:
         """Whether another process may be the one to end the wait."""
-        return self.on != "lock" or "multiprocessing" in self.what
+        return self.on == "work" or "multiprocessing" in self.what
 
 
 _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (

@@ -8,6 +8,8 @@ An unchanged stack alone proves nothing: an evaluation loop, too, stands at one 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from safelaunch.capture.look import Look, ProcessLook, RankLook
 from safelaunch.diagnose.calls import (
     in_event_loop,
@@ -28,6 +30,9 @@ from safelaunch.watch.stall import Movement
 CPU_SHARE = 0.03
 # Reading a pipe's poll flag or a few log lines is not a checkpoint being written.
 IO_BYTES = 16 * 1024
+# What a thread does that fills a queue with samples, unlike one that logs.
+WORK_SHARE = 0.25
+WORK_IO_BYTES = 4 << 20
 TOP_FRAMES = 6
 CHILD_CALLS = ("wait4", "waitid", "waitpid")
 
@@ -83,7 +88,7 @@ def judge_rank(before: RankLook | None, after: RankLook) -> Movement:
         return "still"
     if _process_moved(earlier, main, main_only=True):
         return "active"
-    if thread is not None and _waits_for_threads(thread) and _threads_moved(earlier, main):
+    if thread is not None and _threads_moved(thread, earlier, main):
         return "active"
     if thread is None or _waits_for_processes(thread, main.state.main_thread):
         assert before is not None
@@ -100,25 +105,24 @@ def _waits_for_processes(thread: Thread, kernel: ThreadState | None) -> bool:
     return (kernel is not None and kernel.syscall_name in CHILD_CALLS) or (lock is not None and lock.by_processes)
 
 
-def _waits_for_threads(thread: Thread) -> bool:
-    """It waits for what other threads of its own do: for their end, or for what they put into a queue."""
-    inner, _ = user_part(python_frames(thread))
-    lock = lock_wait(inner)
-    return in_event_loop(inner) or (lock is not None and lock.on in ("work", "signal"))
+def _threads_moved(waiting: Thread, before: ProcessLook, after: ProcessLook) -> bool:
+    """Whether the threads move that ``waiting`` waits for: those that run code of the user's, for the library's wake up
+    now and then.
 
-
-def _threads_moved(before: ProcessLook, after: ProcessLook) -> bool:
-    """Those that run code of the user's; the library's wake up now and then, and say nothing."""
-    stack = after.stack.value
-    users = {
-        t.os_tid for t in (stack.threads if stack is not None else ()) if user_part(python_frames(t))[1] is not None
-    }
-    if before.state is None or after.state is None:
+    Of a join or a future one of them is the one. A queue, an event or an event loop is fed by any of them or by none:
+    there only real work counts, for a logger beside a loop that stands writes its lines as well.
+    """
+    inner, _ = user_part(python_frames(waiting))
+    lock, stack = lock_wait(inner), after.stack.value
+    on = lock.on if lock is not None else "signal" if in_event_loop(inner) else "lock"
+    if on == "lock" or stack is None or before.state is None or after.state is None:
         return False
+    users = {t.os_tid for t in stack.threads if t is not waiting and user_part(python_frames(t))[1] is not None}
     elapsed_ms = max(1.0, (after.state.at_s - before.state.at_s) * 1000)
     old = {thread.tid: thread for thread in before.state.threads}
-    moved = (_thread_moved(old[t.tid], t, elapsed_ms) for t in after.state.threads if t.tid in old and t.tid in users)
-    return any(moved)
+    new = [thread for thread in after.state.threads if thread.tid in old and thread.tid in users]
+    least = _Least() if on == "work" else _Least(WORK_SHARE, WORK_IO_BYTES)
+    return any(_thread_moved(old[thread.tid], thread, elapsed_ms, least) for thread in new)
 
 
 def working_workers(look: Look) -> tuple[int, ...]:
@@ -165,9 +169,17 @@ def _process_moved(before: ProcessLook, after: ProcessLook, *, main_only: bool) 
     return first.frames[:TOP_FRAMES] != second.frames[:TOP_FRAMES]
 
 
-def _thread_moved(before: ThreadState, after: ThreadState, elapsed_ms: float) -> bool:
-    if after.cpu_ms - before.cpu_ms > max(CPU_SHARE * elapsed_ms, 20):
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """What a thread must have done between two looks to have moved: one of the two."""
+
+    cpu_share: float = CPU_SHARE
+    io_bytes: int = IO_BYTES
+
+
+def _thread_moved(before: ThreadState, after: ThreadState, elapsed_ms: float, least: _Least = _Least()) -> bool:
+    if after.cpu_ms - before.cpu_ms > max(least.cpu_share * elapsed_ms, 20):
         return True
     if before.io_bytes is None or after.io_bytes is None:
         return False
-    return after.io_bytes - before.io_bytes > IO_BYTES
+    return after.io_bytes - before.io_bytes > least.io_bytes

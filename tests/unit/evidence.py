@@ -105,6 +105,7 @@ KERNEL: dict[str, dict[str, Any]] = {
     "wait4": {"wchan": "do_wait", "syscall": 61, "syscall_name": "wait4"},
     "select": {"wchan": "do_select", "syscall": 23, "syscall_name": "select"},
     "restart_futex": {"wchan": "futex_do_wait", "syscall": 219, "syscall_name": "restart_syscall"},
+    "logs": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep", "cpu": 200},
     "run": {"state": "R", "wchan": "0", "cpu": 2000},
     "disk": {"state": "D", "wchan": "rpc_wait_bit_killable"},
     "stop": {"state": "T", "wchan": "do_signal_stop"},

@@ -1,11 +1,11 @@
-"""Does a rank move? Its main thread, and what that waits for; never a thread beside it."""
+"""Does a rank move? Its main thread, and what that waits for; never a thread beside it. And a server that waits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import pytest
-from evidence import LOADER, STDLIB, at, in_c10d, in_user, process
+from evidence import LOADER, MODULE, STDLIB, at, in_c10d, in_user, process
 
 from safelaunch.capture.look import Look, ProcessLook, RankLook
 from safelaunch.capture.result import Result
@@ -36,18 +36,39 @@ def _looked(one: ProcessEvidence, number: int) -> ProcessLook:
     return ProcessLook(one.states[number].pid, one.states[number], Result(one.stacks[number], "py-spy", 0.1))
 
 
-def judged(main: ProcessEvidence, children: Sequence[ProcessEvidence] = ()) -> str:
+def looks(*ranks: ProcessEvidence, children: Sequence[ProcessEvidence] = ()) -> tuple[Look, Look]:
+    """Two looks; ``children`` are those of every rank."""
     before, after = (
-        Look(2.0 * n, 2.0 * n, {0: RankLook(0, _looked(main, n), tuple(_looked(child, n) for child in children))})
+        Look(
+            2.0 * n,
+            2.0 * n,
+            {
+                rank: RankLook(rank, _looked(main, n), tuple(_looked(child, n) for child in children))
+                for rank, main in enumerate(ranks)
+            },
+        )
         for n in range(2)
     )
-    return judge(before, after)
+    return before, after
+
+
+def judged(main: ProcessEvidence, children: Sequence[ProcessEvidence] = ()) -> str:
+    return judge(*looks(main, children=children))
 
 
 @pytest.mark.parametrize("frames", [FUTURE, JOIN, QUEUE, EVENT, EVENT_LOOP])
 def test_a_thread_that_is_waited_for_and_computes_moves(frames: tuple[Frame, ...]) -> None:
     assert judged(process(10, frames, threads=[("pool-0", WORK, "run")])) == "active"
     assert judged(process(10, frames, threads=[("pool-0", WORK, "sleep")])) == "still"
+
+
+@pytest.mark.parametrize(("frames", "moves"), [(FUTURE, True), (JOIN, True), (QUEUE, False), (EVENT_LOOP, False)])
+def test_a_logger_does_not_move_what_waits_for_a_queue(frames: tuple[Frame, ...], moves: bool) -> None:
+    assert judged(process(10, frames, threads=[("logger", WORK, "logs")])) == ("active" if moves else "still")
+
+
+def test_a_child_that_computes_does_not_move_what_waits_for_a_thread() -> None:
+    assert judged(process(10, QUEUE), [process(20, in_user(31), "run")]) == "still"
 
 
 @pytest.mark.parametrize("frames", [in_user(7), in_c10d("all_reduce", 7)], ids=["a lock", "a collective"])
@@ -80,3 +101,42 @@ def test_a_child_that_is_waited_for_and_computes_moves(frames: tuple[Frame, ...]
 @pytest.mark.parametrize("kernel", ["futex", "sleep", "pipe"])
 def test_a_child_beside_the_loop_does_not_move_it(kernel: str) -> None:
     assert judged(process(10, in_user(7), kernel), [process(20, in_user(31), "run")]) == "still"
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+SELECT = Frame(f"{STDLIB}/selectors.py", 415, "_PollLikeSelector.select")
+SERVING = (SELECT, Frame(f"{STDLIB}/socketserver.py", 235, "BaseServer.serve_forever"), at(30), MODULE)
+AT_A_QUEUE = (
+    Frame(f"{STDLIB}/threading.py", 320, "Condition.wait"),
+    Frame(f"{STDLIB}/queue.py", 171, "Queue.get"),
+    at(30),
+    MODULE,
+)
+IN_A_LOCK = (Frame(f"{STDLIB}/threading.py", 168, "_RLock.acquire"), at(30), MODULE)
+
+
+def with_thread(frames: Sequence[Frame], other: Sequence[Frame] = ()) -> ProcessEvidence:
+    return process(10, frames, "poll", threads=[("http", other, "poll")] if other else [])
+
+
+PEER = process(20, in_c10d("broadcast", 50), "futex")
+
+
+@pytest.mark.parametrize(
+    ("server", "waits_for_callers"),
+    [
+        (with_thread(SERVING), True),
+        (with_thread(EVENT_LOOP), True),
+        (with_thread(AT_A_QUEUE, SERVING), True),
+        (with_thread(AT_A_QUEUE), False),
+        (with_thread(IN_A_LOCK, SERVING), False),
+        (with_thread(in_user(7), SERVING), False),
+        (with_thread(in_c10d("all_reduce", 9), SERVING), False),
+    ],
+    ids=["serves", "event loop", "fed by a server", "a queue alone", "a lock", "own code", "a collective"],
+)
+def test_a_server_without_steps_waits_for_callers(server: ProcessEvidence, waits_for_callers: bool) -> None:
+    before, after = looks(server, PEER)
+    assert judge(before, after, without_steps=True) == ("active" if waits_for_callers else "still")
+    assert judge(before, after) == "still", "a training that stands is a hang, whatever serves beside it"
