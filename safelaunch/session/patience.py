@@ -2,7 +2,8 @@
 
 Between two looks a few seconds apart such a worker has used no CPU and stands at one line. What gives it away is that
 it wakes up at all: a worker that is stuck in a lock, a read or a sleep without end is not scheduled once. Nothing is
-attached to the processes here, so that their being scheduled is their own doing.
+attached to the processes here, so that their being scheduled is their own doing. The same tells a rank that polls a
+child which computes from one that is stuck in a sleep beside such a child.
 """
 
 from __future__ import annotations

@@ -151,8 +151,9 @@ class StallCase:
     def _patience(suspicion: _Suspicion, looks: Looks, now: float) -> Patience | None:
         from safelaunch.watch import movement
 
-        workers = movement.working_workers(looks.taken[-1])
-        return Patience(workers, suspicion.threshold.seconds, now) if workers else None
+        before, after = looks.taken[-2:]
+        pids = (*movement.working_workers(after), *movement.perhaps_polling(before, after))
+        return Patience(pids, suspicion.threshold.seconds, now) if pids else None
 
     def _begin_writing(self, suspicion: _Suspicion, looks: Looks, now: float, timeline: Timeline) -> None:
         stall, threshold = suspicion.stall, suspicion.threshold

@@ -34,6 +34,7 @@ IO_BYTES = 16 * 1024
 WORK_SHARE = 0.25
 WORK_IO_BYTES = 4 << 20
 TOP_FRAMES = 6
+SLEEP_CALLS = ("nanosleep", "clock_nanosleep")
 CHILD_CALLS = ("wait4", "waitid", "waitpid")
 
 
@@ -135,6 +136,21 @@ def working_workers(look: Look) -> tuple[int, ...]:
         thread = main_thread(rank.main) if rank.main is not None else None
         if thread is not None and loader_wait(thread.frames):
             found += [child.pid for child in rank.children if _has_work(child)]
+    return tuple(found)
+
+
+def perhaps_polling(before: Look, after: Look) -> tuple[int, ...]:
+    """The pids of the ranks that sleep while a child of theirs computes: ``while child.poll() is None: sleep(1)``.
+
+    One that polls wakes up, and one that is stuck in a sleep does not: that is for the caller to see.
+    """
+    found: list[int] = []
+    for number, rank in after.ranks.items():
+        kernel = rank.main.state.main_thread if rank.main is not None and rank.main.state is not None else None
+        earlier = before.ranks.get(number)
+        asleep = kernel is not None and kernel.syscall_name in SLEEP_CALLS
+        if rank.main is not None and earlier is not None and asleep and _children(earlier, rank) == "active":
+            found.append(rank.main.pid)
     return tuple(found)
 
 

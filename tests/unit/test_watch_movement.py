@@ -10,7 +10,7 @@ from evidence import LOADER, MODULE, STDLIB, at, in_c10d, in_user, process
 from safelaunch.capture.look import Look, ProcessLook, RankLook
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, ProcessEvidence
-from safelaunch.watch.movement import judge
+from safelaunch.watch.movement import judge, perhaps_polling
 
 WORK = (at(31, "compress"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
 LIBRARY = (Frame(f"{STDLIB}/selectors.py", 415, "select"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
@@ -101,6 +101,14 @@ def test_a_child_that_is_waited_for_and_computes_moves(frames: tuple[Frame, ...]
 @pytest.mark.parametrize("kernel", ["futex", "sleep", "pipe"])
 def test_a_child_beside_the_loop_does_not_move_it(kernel: str) -> None:
     assert judged(process(10, in_user(7), kernel), [process(20, in_user(31), "run")]) == "still"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "child", "polls"), [("sleep", "run", True), ("sleep", "sleep", False), ("futex", "run", False)]
+)
+def test_who_sleeps_while_a_child_computes_may_be_polling_it(kernel: str, child: str, polls: bool) -> None:
+    seen = looks(process(10, in_user(7), kernel), children=[process(20, in_user(31), child)])
+    assert perhaps_polling(*seen) == ((10,) if polls else ())
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
