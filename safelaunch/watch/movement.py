@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from safelaunch.capture.look import Look, ProcessLook, RankLook
 from safelaunch.diagnose.calls import (
+    in_backward,
     in_event_loop,
     is_loader_worker,
     loader_wait,
@@ -34,6 +35,7 @@ IO_BYTES = 16 * 1024
 WORK_SHARE = 0.25
 WORK_IO_BYTES = 4 << 20
 TOP_FRAMES = 6
+ENGINE_THREADS = "pt_autograd"
 SLEEP_CALLS = ("nanosleep", "clock_nanosleep")
 CHILD_CALLS = ("wait4", "waitid", "waitpid")
 
@@ -113,6 +115,8 @@ def _threads_moved(waiting: Thread, before: ProcessLook, after: ProcessLook) -> 
     Of a join or a future one of them is the one. A queue, an event or an event loop is fed by any of them or by none:
     there only real work counts, for a logger beside a loop that stands writes its lines as well.
     """
+    if in_backward(python_frames(waiting)):
+        return _engine_moved(before, after)
     inner, _ = user_part(python_frames(waiting))
     lock, stack = lock_wait(inner), after.stack.value
     on = lock.on if lock is not None else "signal" if in_event_loop(inner) else "lock"
@@ -124,6 +128,18 @@ def _threads_moved(waiting: Thread, before: ProcessLook, after: ProcessLook) -> 
     new = [thread for thread in after.state.threads if thread.tid in old and thread.tid in users]
     least = _Least() if on == "work" else _Least(WORK_SHARE, WORK_IO_BYTES)
     return any(_thread_moved(old[thread.tid], thread, elapsed_ms, least) for thread in new)
+
+
+def _engine_moved(before: ProcessLook, after: ProcessLook) -> bool:
+    """With CUDA ``backward()`` waits for a thread of the autograd engine, which runs what is Python in it: whether that
+    is at another line, as it recomputes or compiles. Its CPU says nothing, for one that waits for its GPU spins.
+    """
+    if before.stack.value is None or after.stack.value is None or after.state is None:
+        return False
+    engine = {thread.tid for thread in after.state.threads if thread.name.startswith(ENGINE_THREADS)}
+    old = {thread.os_tid: python_frames(thread)[:TOP_FRAMES] for thread in before.stack.value.threads}
+    new = {thread.os_tid: python_frames(thread)[:TOP_FRAMES] for thread in after.stack.value.threads}
+    return any(tid in old and tid in new and old[tid] != new[tid] for tid in engine)
 
 
 def working_workers(look: Look) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from evidence import LOADER, MODULE, STDLIB, at, in_c10d, in_user, process
+from evidence import LOADER, MODULE, STDLIB, at, in_backward, in_c10d, in_user, process
+from msgspec.structs import replace
 
 from safelaunch.capture.look import Look, ProcessLook, RankLook
 from safelaunch.capture.result import Result
@@ -60,6 +61,16 @@ def judged(main: ProcessEvidence, children: Sequence[ProcessEvidence] = ()) -> s
 def test_a_thread_that_is_waited_for_and_computes_moves(frames: tuple[Frame, ...]) -> None:
     assert judged(process(10, frames, threads=[("pool-0", WORK, "run")])) == "active"
     assert judged(process(10, frames, threads=[("pool-0", WORK, "sleep")])) == "still"
+
+
+@pytest.mark.parametrize("name", ["pt_autograd_0", "logger"])
+@pytest.mark.parametrize("line", [31, 32])
+def test_a_backward_pass_moves_while_the_engine_runs_python(name: str, line: int) -> None:
+    """As it compiles or recomputes there. The thread that spins at one line waits for its GPU."""
+    first = process(10, in_backward(20), threads=[(name, WORK, "run")])
+    then = process(10, in_backward(20), threads=[(name, (at(line, "compress"), *WORK[1:]), "run")])
+    main = replace(first, stacks=(first.stacks[0], then.stacks[1]))
+    assert judged(main) == ("active" if name.startswith("pt_") and line != 31 else "still")
 
 
 @pytest.mark.parametrize(("frames", "moves"), [(FUTURE, True), (JOIN, True), (QUEUE, False), (EVENT_LOOP, False)])
