@@ -56,9 +56,9 @@ def _follow(view: View, own: Condition, lock: calls.LockWait, children: Sequence
 
     A joined thread or a future (``work``) is somebody's work, so whichever single thread (or, with no thread, child)
     still runs user code is what the main thread waits for. A queue or an event (``signal``) is fed by some thread:
-    it is followed to one that is blocked, not to one asleep, which is more likely a timer; one that computes may be on
-    its way to it, and is told. A plain lock is held by somebody we cannot see: the wait itself is the finding, and the
-    other threads are told as evidence.
+    it is followed to one that is blocked, not to one asleep, which is more likely a timer. A plain lock is held by
+    somebody we cannot see: the wait itself is the finding, and the other threads are told as evidence. A thread that
+    computes may be on its way to end either, so that is told, and less sure.
     """
     others = _others(view)
     waiting = [(t, c) for t, c in others if c.lock is not None]
@@ -74,10 +74,10 @@ def _follow(view: View, own: Condition, lock: calls.LockWait, children: Sequence
         blocked = [(t, c) for t, c in others if c.cause in ("blocking-io", "uninterruptible-io")]
         if len(blocked) == 1:
             return replace(_blame(own, blocked[0][1], blocked[0][0].name), confidence="medium")
-        busy = [f"thread {t.name or t.os_tid!r} {c.reason}" for t, c in others if c.cause == "busy-loop"]
-        if busy:
-            reason = f"{own.reason} while {', '.join(busy[:4])}"
-            return replace(own, reason=reason, confidence="medium", claims=own.claims + claims)
+    busy = [f"thread {t.name or t.os_tid!r} {c.reason}" for t, c in others if c.cause == "busy-loop"]
+    if busy and not waiting and lock.on != "work":
+        reason = f"{own.reason} while {', '.join(busy[:4])}"
+        return replace(own, reason=reason, confidence="medium", claims=own.claims + claims)
     reason = own.reason
     if waiting:
         reason += " while " + ", ".join(f"thread {t.name or t.os_tid!r} {c.reason}" for t, c in waiting[:4])

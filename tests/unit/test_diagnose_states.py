@@ -208,6 +208,11 @@ def test_a_thread_that_computes_may_be_what_a_queue_waits_for() -> None:
     assert culprit_of(frames=frames, threads=[("filler", OTHER, "run")]) == ("lock-deadlock", 20, "medium")
 
 
+def test_a_thread_that_computes_may_hold_the_lock() -> None:
+    frames = (Frame(f"{STDLIB}/threading.py", 1, "_RLock.acquire"), *in_user(20))
+    assert culprit_of(frames=frames, threads=[("indexer", OTHER, "run")]) == ("lock-deadlock", 20, "medium")
+
+
 def test_c_frames_tell_a_lock_from_a_wait_for_peers() -> None:
     lock = [Frame("/usr/lib/libpython3.11.so.1.0", 0, "PyThread_acquire_lock_timed")]
     assert culprit_of(frames=in_user(7), native=lock) == ("lock-deadlock", 7, "high")
