@@ -118,8 +118,8 @@ def test_a_job_that_moves_by_its_collectives_alone(tmp_path: Path) -> None:
         "    time.sleep(0.05)\n"
         "dist.destroy_process_group()\n"
     )
-    with Job(["--stall-floor=2", *TWO, script], tmp_path) as job:
-        job.until(lambda: (status(job) or {}).get("threshold_s") == 20, "that the loop is known")
+    with Job(["--stall-floor=1", *TWO, script], tmp_path) as job:
+        job.until(lambda: (status(job) or {}).get("threshold_s") == 10, "that the loop is known")
         run = status(job)
         assert run is not None
         assert "a collective came at least every" in run["threshold_why"]

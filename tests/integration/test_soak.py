@@ -53,7 +53,7 @@ def test_a_job_without_a_step_is_watched_by_its_collectives(tmp_path: Path) -> N
 
 def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:
     with Job(
-        ["--stall-floor=1", "--nproc-per-node=2", PROGRAMS / "server.py", "--after=200", f"--scratch={tmp_path}"],
+        ["--stall-floor=0.5", "--nproc-per-node=2", PROGRAMS / "server.py", "--after=120", f"--scratch={tmp_path}"],
         tmp_path,
     ) as job:
         job.until(lambda: "computes, writes or serves" in job.stderr, "word that nothing moves")

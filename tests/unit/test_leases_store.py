@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -395,6 +397,12 @@ def test_a_gate_that_stays_shut_is_an_error(store: Store, monkeypatch: pytest.Mo
     lease.release()
 
 
+def _has_open(pid: int, path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # it closes some, meanwhile
+        return path in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
 def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: Store, tmp_path: Path) -> None:
     first = take(store, A)
     assert first is not None
@@ -403,15 +411,22 @@ def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: S
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        lease = take(store, B)
-        os.write(write, b"taken" if lease else b"not")
-        os._exit(0)
+        try:
+            os.close(gate)  # whoever has it holds the lock
+            os.write(write, b"-")
+            os.write(write, b"taken" if take(store, B) else b"not")
+        finally:
+            os._exit(0)
+    os.close(write)
+    assert os.read(read, 1) == b"-"
+    while not _has_open(pid, store.directory):
+        time.sleep(0.001)
     Path(store.directory).rename(tmp_path / "old")
     os.close(gate)
     assert os.read(read, 5) == b"taken"
     os.waitpid(pid, 0)
     assert {path.name.partition(".")[0] for path in Path(store.directory).iterdir()} == {B}
-    os.close(read), os.close(write)
+    os.close(read)
     first.release()
 
 
