@@ -127,7 +127,9 @@ class _Decoder:
         self._shared = shared
         columns = _columns_of(entries)
         self._columns = columns[: len(_KEYS)]
-        self.names_by_id.update(_names(columns[_KEYS.index("process_group")], columns[_KEYS.index("pg_id")]))
+        groups = columns[_KEYS.index("process_group")]
+        if not set(map(type, groups)) <= {list, tuple}:  # some are without: all names first, so that they find theirs
+            self.names_by_id.update(_names(groups, columns[_KEYS.index("pg_id")]))
         self._values = dict(zip(_NUMBERS, columns[len(_KEYS) :], strict=True))
         self._rows: list[_Row] = []
         self._numbers: list[int] = []  # of the rows: the kind, among those that all records share
@@ -191,6 +193,8 @@ class _Decoder:
         state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
         # Without a name of its own an entry belongs to the group that the others of its number name.
         pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(_str(pg_id), pg_id), "")
+        if pair is group and pair and (name := _str(pair[0])):
+            self.names_by_id[_str(pg_id)] = name
         state, op, retired = _str(state), op if isinstance(op, str) else "", retired is True
         watched = op.startswith(_WITH_EVENTS) and state in _STATES
         decoded = _frames(frames)
