@@ -97,12 +97,13 @@ def _shifts_of_role(programs: Mapping[int, Window], roots: Mapping[int, tuple[st
     shift = _find("", programs, roots)
     if shift is not None and shift.matched >= shift.calls:
         return [shift]
-    sides = _sides(_histories(programs, roots))
-    if len(sides) < 2:
+    histories = _histories(programs, roots)
+    parted = _parted(histories)
+    if parted is None:
         return []
     return [
         shift
-        for ranks in sides.values()
+        for ranks in _sides(histories, parted).values()
         if len(ranks) > 1
         for shift in _shifts_of_role({rank: programs[rank] for rank in ranks}, roots)
     ]
@@ -227,7 +228,7 @@ def _find(group: str, windows: Mapping[int, Window], roots: Mapping[int, tuple[s
     parted = _parted(histories)
     if parted is None or (parted == (first := _first(histories)) and first > 1):
         return None  # where it began is out of sight
-    sides = _sides(histories)
+    sides = _sides(histories, parted)
     ranks, majority = vote(sides)
     if majority:
         others = next(others for others in sides.values() if others[0] not in ranks)
@@ -276,12 +277,11 @@ def _parted(histories: Mapping[int, _History]) -> int | None:
     return first_difference([history.column.between(_first(histories), last) for history in histories.values()])
 
 
-def _sides(histories: Mapping[int, _History]) -> dict[Place, list[int]]:
-    """The ranks by where they were when they parted; empty where they did not."""
-    parted = _parted(histories)
+def _sides(histories: Mapping[int, _History], parted: int) -> dict[Place, list[int]]:
+    """The ranks by where they were when they parted."""
     sides: dict[Place, list[int]] = {}
-    for rank, history in histories.items() if parted is not None else ():
-        sides.setdefault(history.at(cast("int", parted)), []).append(rank)
+    for rank, history in histories.items():
+        sides.setdefault(history.at(parted), []).append(rank)
     return sides
 
 

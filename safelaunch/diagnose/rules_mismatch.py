@@ -154,24 +154,27 @@ def broken_habits(facts: Facts, waits: Waits, circle: Iterable[Key]) -> dict[int
     """rank → what it waits in, and the habit it broke by that: of those that wait for each other in several groups."""
     groups = {group for key in circle if (group := waits.example[key].group) is not None}
     found = {}
-    for rank in members_of(waits, circle):
-        wait = facts.ranks[rank].wait
-        now = facts.alignment.entry(rank, str(wait.group), wait.seq) if wait and wait.seq is not None else None
-        broken = now and broken_by(facts.alignment, rank, now, groups, facts.roots.get(rank, ()))
-        if now and broken:
+    for rank, now in _calls_waited_in(facts, waits, circle).items():
+        broken = broken_by(facts.alignment, rank, now, groups, facts.roots.get(rank, ()))
+        if broken is not None:
             found[rank] = (now, broken)
     return found
 
 
 def calls_in_turns(facts: Facts, waits: Waits, circle: Iterable[Key]) -> bool:
     """Whether what they wait in may be the calls of one round, in another order on each of them."""
+    return taken_in_turns(facts.alignment, _calls_waited_in(facts, waits, circle), facts.roots)
+
+
+def _calls_waited_in(facts: Facts, waits: Waits, circle: Iterable[Key]) -> dict[int, Collective]:
+    """rank → the recorded collective that it waits in."""
     found = {}
     for rank in members_of(waits, circle):
         wait = facts.ranks[rank].wait
         now = facts.alignment.entry(rank, str(wait.group), wait.seq) if wait and wait.seq is not None else None
         if now is not None:
             found[rank] = now
-    return taken_in_turns(facts.alignment, found, facts.roots)
+    return found
 
 
 def left_out_between_groups(facts: Facts, waits: Waits, circle: tuple[Key, ...]) -> Finding | None:

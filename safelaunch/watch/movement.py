@@ -8,6 +8,7 @@ An unchanged stack alone proves nothing: an evaluation loop, too, stands at one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from safelaunch.capture.look import Look, ProcessLook, RankLook
@@ -24,7 +25,7 @@ from safelaunch.diagnose.calls import (
     worker_idle,
 )
 from safelaunch.diagnose.frames import python_frames, user_part
-from safelaunch.model import Thread, ThreadState
+from safelaunch.model import ProcessState, Thread, ThreadState
 from safelaunch.watch.stall import Movement
 
 # CPU that a blocked main thread may show: timer wake-ups, and being stopped and read by us. Measured: 0-20 ms in 3 s.
@@ -123,11 +124,8 @@ def _threads_moved(waiting: Thread, before: ProcessLook, after: ProcessLook) -> 
     if on == "lock" or stack is None or before.state is None or after.state is None:
         return False
     users = {t.os_tid for t in stack.threads if t is not waiting and user_part(python_frames(t))[1] is not None}
-    elapsed_ms = max(1.0, (after.state.at_s - before.state.at_s) * 1000)
-    old = {thread.tid: thread for thread in before.state.threads}
-    new = [thread for thread in after.state.threads if thread.tid in old and thread.tid in users]
     least = _Least() if on == "work" else _Least(WORK_SHARE, WORK_IO_BYTES)
-    return any(_thread_moved(old[thread.tid], thread, elapsed_ms, least) for thread in new)
+    return _one_moved(before.state, after.state, lambda tid: tid in users, least)
 
 
 def _engine_moved(before: ProcessLook, after: ProcessLook) -> bool:
@@ -190,10 +188,7 @@ def main_thread(look: ProcessLook) -> Thread | None:
 def _process_moved(before: ProcessLook, after: ProcessLook, *, main_only: bool) -> bool:
     if before.state is None or after.state is None:
         return False
-    elapsed_ms = max(1.0, (after.state.at_s - before.state.at_s) * 1000)
-    old = {thread.tid: thread for thread in before.state.threads}
-    new = [t for t in after.state.threads if t.tid in old and (not main_only or t.tid == after.pid)]
-    if any(_thread_moved(old[thread.tid], thread, elapsed_ms) for thread in new):
+    if _one_moved(before.state, after.state, lambda tid: not main_only or tid == after.pid, _Least()):
         return True
     first, second = main_thread(before), main_thread(after)
     if first is None or second is None:
@@ -209,7 +204,15 @@ class _Least:
     io_bytes: int = IO_BYTES
 
 
-def _thread_moved(before: ThreadState, after: ThreadState, elapsed_ms: float, least: _Least = _Least()) -> bool:
+def _one_moved(before: ProcessState, after: ProcessState, counts: Callable[[int], bool], least: _Least) -> bool:
+    """Whether one of the threads moved whose number ``counts``."""
+    elapsed_ms = max(1.0, (after.at_s - before.at_s) * 1000)
+    old = {thread.tid: thread for thread in before.threads}
+    new = [thread for thread in after.threads if thread.tid in old and counts(thread.tid)]
+    return any(_thread_moved(old[thread.tid], thread, elapsed_ms, least) for thread in new)
+
+
+def _thread_moved(before: ThreadState, after: ThreadState, elapsed_ms: float, least: _Least) -> bool:
     if after.cpu_ms - before.cpu_ms > max(least.cpu_share * elapsed_ms, 20):
         return True
     if before.io_bytes is None or after.io_bytes is None:
