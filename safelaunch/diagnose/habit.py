@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from safelaunch.diagnose import frames as fr
 from safelaunch.diagnose.collectives import Alignment
+from safelaunch.diagnose.history import Place, place_of
 from safelaunch.entries import Entries
 from safelaunch.model import Collective
 
@@ -69,6 +69,6 @@ def taken_in_turns(alignment: Alignment, calls: Mapping[int, Collective], roots:
     return True
 
 
-def _what(entry: Collective, roots: tuple[str, ...]) -> tuple[str, str, tuple[tuple[str, int], ...]]:
-    """Group, operation and place of a call: the user's lines, innermost first."""
-    return entry.group, entry.op, tuple((frame.file, frame.line) for frame in fr.user_stack(entry.frames, roots))
+def _what(entry: Collective, roots: tuple[str, ...]) -> tuple[str, str, Place]:
+    """Group, operation and place of a call."""
+    return entry.group, entry.op, place_of(entry, roots)

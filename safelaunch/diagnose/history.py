@@ -170,7 +170,7 @@ def may_have_parted_before(alignment: Alignment, groups: Iterable[str], roots: M
             continue
         entries = [[alignment.entry(rank, group, first + n) for rank in members] for n in range(SURE_MATCHES)]
         places = [
-            {_place(entry, roots.get(rank, ())) for rank, entry in zip(members, row, strict=True) if entry}
+            {place_of(entry, roots.get(rank, ())) for rank, entry in zip(members, row, strict=True) if entry}
             for row in entries
         ]
         if any(len(row) != 1 or () in row for row in places):
@@ -330,7 +330,7 @@ class _History:
 
 def _histories(windows: Mapping[int, Window], roots: Mapping[int, tuple[str, ...]]) -> dict[int, _History]:
     """Of the ranks whose records hold frames without a gap."""
-    places = Numbering(_place)
+    places = Numbering(place_of)
     columns = {rank: places.column(window, roots.get(rank, ())) for rank, window in windows.items()}
     nowhere = places.number_of(())
     return {
@@ -340,7 +340,7 @@ def _histories(windows: Mapping[int, Window], roots: Mapping[int, tuple[str, ...
     }
 
 
-def _place(entry: Collective, roots: tuple[str, ...]) -> Place:
+def place_of(entry: Collective, roots: tuple[str, ...]) -> Place:
     return tuple((frame.file, frame.line) for frame in fr.user_stack(entry.frames, roots))
 
 
