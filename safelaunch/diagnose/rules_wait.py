@@ -20,14 +20,8 @@ from safelaunch.diagnose.findings import (
     waits_words,
 )
 from safelaunch.diagnose.history import called_alike, may_have_parted_before
-from safelaunch.diagnose.rules_mismatch import (
-    broken_habits,
-    calls_in_turns,
-    departed,
-    left_out_between_groups,
-    mismatch,
-    parted_in,
-)
+from safelaunch.diagnose.rules_groups import broken_habits, calls_in_turns, left_out_between_groups
+from safelaunch.diagnose.rules_mismatch import departed, mismatch, parted_in
 from safelaunch.diagnose.rules_state import small_ranks
 from safelaunch.diagnose.waits import Key, Waits, members_of
 from safelaunch.model import Claim
