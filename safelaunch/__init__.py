@@ -1,6 +1,6 @@
 """safelaunch: torchrun that watches the job, finds out which rank and line hung it, and keeps the evidence.
 
-The functions below are optional hints that a training script may give; outside a safelaunch run they do nothing.
+A training script may call the functions below to help the watchdog. Outside a safelaunch run they do nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys as _sys
 from contextlib import contextmanager as _contextmanager
 
-_TYPE_CHECKING = False  # typing itself would cost a training script a few milliseconds
+_TYPE_CHECKING = False  # importing typing would cost a training script a few milliseconds
 if _TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any as _Any
@@ -18,7 +18,7 @@ __all__ = ["pause", "phase", "step"]
 
 
 def _marks() -> _Any:
-    """The beacon of this rank where there is one: it is loaded before the script, and never by it."""
+    """Returns this rank's beacon, if any. The beacon is loaded before the script, never by it."""
     return _sys.modules.get("_safelaunch_beacon.marks")
 
 
@@ -31,9 +31,9 @@ def step() -> None:
 
 @_contextmanager
 def phase(name: str, timeout: float = 0.0) -> Iterator[None]:
-    """Names what this rank does meanwhile (``with safelaunch.phase("eval", timeout=1800): ...``).
+    """Names what this rank does in the block (``with safelaunch.phase("eval", timeout=1800): ...``).
 
-    ``timeout``: seconds after which the phase counts as stalled; 0 leaves the watchdog's own threshold.
+    ``timeout``: seconds after which the phase counts as stalled. 0 keeps the watchdog's own threshold.
     """
     marks = _marks()
     if marks is None:
@@ -48,7 +48,7 @@ def phase(name: str, timeout: float = 0.0) -> Iterator[None]:
 
 @_contextmanager
 def pause() -> Iterator[None]:
-    """This rank is not watched meanwhile (``with safelaunch.pause(): input()``)."""
+    """Pauses the watch of this rank in the block (``with safelaunch.pause(): input()``)."""
     marks = _marks()
     if marks is None:
         yield

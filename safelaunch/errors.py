@@ -1,24 +1,28 @@
 """Errors that a user can fix.
 
-SafelaunchError                 anything below; the command line prints it and exits
- ├── InterruptedWait            somebody gave up waiting for GPUs; nothing has been started (exit 130)
- ├── UsageError                 our own options, presets, configuration, resources, bundle directory (exit 2)
+SafelaunchError                 base class; the command line prints it and exits
+ ├── InterruptedWait            the user stopped waiting for GPUs; nothing was started (exit 130)
+ ├── UsageError                 safelaunch's options, presets, configuration, resources, bundle directory (exit 2)
  │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
  │    ├── SpecError             a sweep of colaunch: its file, grid, placeholders, names or needs
- │    └── ResourceError         GPUs or ports that are not to be had
- │         └── StoreError       the directory of leases cannot be used
- └── CaptureError               a source of evidence failed; costs that artifact only
+ │    └── ResourceError         GPUs or ports are not available
+ │         └── StoreError       the lease directory cannot be used
+ └── CaptureError               a source of evidence failed; only that artifact is lost
 
 Code raises; only ``safelaunch.cli`` prints and exits.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+Failure = Literal["", "absent", "broken", "denied", "no handler", "not installed", "outdated", "timeout"]
+
 
 class SafelaunchError(Exception):
-    """Base of the errors that are shown as one message, never as a traceback.
+    """Base of the errors that the command line shows as one message, never as a traceback.
 
-    ``message`` says what happened and why it matters, ``fix`` what to do about it.
+    ``message`` says what happened and why it matters; ``fix`` says what to do about it.
     """
 
     exit_code = 1
@@ -33,32 +37,41 @@ class SafelaunchError(Exception):
 
 
 class UsageError(SafelaunchError):
-    """An error in what safelaunch was asked to do; nothing has been started."""
+    """An error in the user's request. Nothing was started."""
 
     exit_code = 2
 
 
 class InterruptedWait(SafelaunchError):
-    """Ctrl-C while waiting for GPUs."""
+    """The user pressed Ctrl-C while waiting for GPUs."""
 
     exit_code = 130
 
 
 class PresetError(UsageError):
-    """A preset or configuration file that cannot be used; the message names file and line."""
+    """A preset or configuration file is invalid. The message names file and line."""
 
 
 class SpecError(UsageError):
-    """A sweep that cannot be run as it is written; the message names file and line, or the word."""
+    """A sweep is invalid. The message names file and line, or the word."""
 
 
 class ResourceError(UsageError):
-    """GPUs or ports that were asked for and are not to be had."""
+    """The requested GPUs or ports are not available."""
 
 
 class StoreError(ResourceError):
-    """No lease can be taken, whatever is free."""
+    """The lease directory is unusable, so nothing can be leased, even if it is free."""
 
 
 class CaptureError(SafelaunchError):
-    """One source of evidence failed; ``message`` is what the manifest says of it."""
+    """A source of evidence failed. ``message`` goes into the manifest. ``kind`` is for code that must decide.
+
+    ``absent``: nothing listens. ``timeout``: the deadline passed. ``denied``: no permission. ``not installed``: no such
+    tool. ``outdated``: the tool does not support what it found. ``no handler``: the worker server lacks one.
+    ``broken``: no usable answer.
+    """
+
+    def __init__(self, message: str, fix: str = "", kind: Failure = "") -> None:
+        super().__init__(message, fix)
+        self.kind: Failure = kind

@@ -1,12 +1,12 @@
-"""What the scheduling of ``safelaunch colaunch`` costs: how much longer a sweep takes than its jobs need.
+"""Measures the scheduling overhead of ``safelaunch colaunch``: how much longer a sweep takes than its jobs need.
 
     python scripts/bench_colaunch.py [--jobs 30] [--seconds 3] [--slots 4] [--ranks 0] [--json FILE]
 
 The ideal makespan is the number of rounds (30 jobs on 4 slots: 8) times the median time of a single launch of the same
-job, measured on its own. With ``--ranks N`` jobs are torchrun jobs of N ranks; 0, the default, takes plain processes
-(``exec``), whose start does not depend on how many others start at the same moment: with torch on few cores, jobs hold
-each other up by importing it, which is not the scheduler's doing. Such a wait is measured as well: ``--slots`` single
-launches at the same moment, without colaunch.
+job, measured on its own. With ``--ranks N``, jobs are torchrun jobs of N ranks. The default 0 runs plain processes
+(``exec``), whose start does not depend on how many others start at the same moment. With torch on few cores, jobs that
+import it at the same time slow each other down, which the scheduler can't help. The script measures that effect as
+well: it starts ``--slots`` single launches at once, without colaunch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ time.sleep(float(sys.argv[1]))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=30, help="jobs of the sweep (30)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="how long each sleeps (3)")
-    parser.add_argument("--slots", type=int, default=4, help="jobs at a time (4)")
-    parser.add_argument("--ranks", type=int, default=0, help="ranks of each job; 0: a plain process (0)")
-    parser.add_argument("--singles", type=int, default=5, help="single launches that are measured (5)")
-    parser.add_argument("--sweeps", type=int, default=1, help="how often the sweep is run (1)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long each job sleeps (3)")
+    parser.add_argument("--slots", type=int, default=4, help="concurrent jobs (4)")
+    parser.add_argument("--ranks", type=int, default=0, help="ranks per job; 0: a plain process (0)")
+    parser.add_argument("--singles", type=int, default=5, help="single launches to measure (5)")
+    parser.add_argument("--sweeps", type=int, default=1, help="runs of the sweep (1)")
     return run_bench("bench_colaunch", parser, measure)
 
 
@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     words += [str(options.seconds)]
     with workplace(job=JOB) as here:
         single = [program("safelaunch"), *words]
-        run(single, here)  # the first fills the disk cache
+        run(single, here)  # the first run fills the disk cache
         progress(f"{options.singles} single launches")
         alone = [run(single, here).wall_s for _ in range(options.singles)]
         progress(f"{options.slots} launches at once")

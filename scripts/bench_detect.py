@@ -1,11 +1,11 @@
-"""How long it takes to notice a hang of 8 gloo ranks, and to have its bundle.
+"""Measures how long safelaunch takes to detect a hang of 8 gloo ranks and to publish its bundle.
 
     python scripts/bench_detect.py [--runs 5] [--stall-timeout 3] [--json FILE]
-    python scripts/bench_detect.py --auto           # the threshold that is learned, with a floor of 5 s and of 60 s
+    python scripts/bench_detect.py --auto           # learned thresholds, with floors of 5 s and 60 s
 
-One rank notes the time and sleeps for ever; another one in each run. When the hang was suspected, looked at and
-confirmed is read from the bundle's ``manifest.json``; that the bundle is there, whole, is seen from outside. All times
-are CLOCK_MONOTONIC, which the ranks, the supervisor and this script share.
+One rank, a different one in each run, records the time and sleeps forever. The bundle's ``manifest.json`` gives the
+times of suspicion, sampling and confirmation. This script polls for the published bundle. All times are
+CLOCK_MONOTONIC, which the ranks, the supervisor and this script share.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ EXIT_HUNG = 124
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One hang. Times in seconds of CLOCK_MONOTONIC; ``named``: the verdict names the sleeper and nobody else.
+    """One hang. Times are seconds of CLOCK_MONOTONIC. ``named``: the verdict names the sleeping rank and no other.
 
-    ``whole``: how many ranks have every file in the bundle.
+    ``whole``: how many ranks have all their files in the bundle.
     """
 
     stopped_s: float
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def measure_auto(runs: int) -> list[Figure]:
-    """With nothing configured but the floor: from the stop to the suspicion, and to the bundle."""
+    """Measures with learned thresholds, for two floors: from the stop to the suspicion and to the bundle."""
     found = []
     for floor_s, suspected_s, published_s in ((5.0, 10, 20), (60.0, 90, 90)):
         words = () if floor_s == 60.0 else ("--stall-floor", str(floor_s))
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def hang(sleeper: int, words: Sequence[str]) -> Run:
-    """Runs the job once until the watchdog has ended it. Raises BenchError when that went another way."""
+    """Runs the job once until the watchdog ends it. Raises BenchError if the run ends any other way."""
     with workplace(hang=HANG) as here, tempfile.TemporaryFile() as stderr:
         argv = [program("safelaunch"), *words, "--startup-timeout", "120"]
         argv += ["--bundle-dir", "bundles", f"--nproc-per-node={RANKS}", "hang.py", str(sleeper)]
@@ -163,7 +163,7 @@ def _follow(process: subprocess.Popen[bytes], here: Path, sleeper: int) -> Run:
 
 
 def _bundle(here: Path) -> Path | None:
-    """The published bundle: it has its final name and its last file."""
+    """Returns the published bundle, which has its final name and its last file, or None."""
     found = [path.parent for path in (here / "bundles").glob("[!.]*-hang/manifest.json")]
     return found[0] if found else None
 

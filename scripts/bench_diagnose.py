@@ -1,12 +1,12 @@
-"""What a verdict from a folder of Flight Recorder dumps costs, beside torchfrtrace and beside unpickling alone.
+"""Measures the cost of a verdict from a folder of Flight Recorder dumps, next to torchfrtrace and plain unpickling.
 
     python scripts/bench_diagnose.py [--ranks 256] [--entries 2000] [--rounds 3] [--json FILE]
-    python scripts/bench_diagnose.py --many 4096     # also so many ranks (1.4 GB in /tmp), by safelaunch alone
+    python scripts/bench_diagnose.py --many 4096     # also 4096 ranks (1.4 GB in /tmp), safelaunch only
     python scripts/bench_diagnose.py --live          # also a live hang of 8 ranks: its diagnosis and reports
 
-The dumps are written as the recorder of NCCL writes them: version 2.10, eight frames an entry, whose dictionaries are
-shared between entries. One rank calls another operation than its peers at the end. CPU times, each program in a process
-of its own.
+The dumps have the form that NCCL's recorder writes: version 2.10, eight frames per entry, frame dictionaries shared
+between entries. One rank's last operation differs from its peers'. Each program runs in its own process; times are
+CPU times.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def measure_live(rounds: int) -> list[Figure]:
 
 
 def write(here: Path, ranks: int, entries: int) -> Path:
-    """A folder of dumps; a third of the way through the ranks is the one that called something else at last."""
+    """Writes a folder of dumps. The rank a third of the way through calls a different operation at the end."""
     folder = here / "dumps"
     folder.mkdir()
     progress(f"writing {ranks} dumps")
@@ -115,7 +115,7 @@ def write(here: Path, ranks: int, entries: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one command took: seconds, and the most resident memory of it and its children in MB."""
+    """The cost of one command: seconds, and the peak resident memory of it and its children in MB."""
 
     wall_s: float
     cpu_s: float
@@ -123,7 +123,7 @@ class Cost:
 
 
 def cost(argv: Sequence[str], here: Path) -> Cost:
-    """Measured by a parent of its own. Raises BenchError when the command fails."""
+    """Measures a command, run by a separate parent process. Raises BenchError if the command fails."""
     script = (
         "import resource, subprocess, sys, time\n"
         "begin = time.monotonic()\n"
@@ -141,7 +141,7 @@ def cost(argv: Sequence[str], here: Path) -> Cost:
 
 
 def make(rank: int, world: int, entries: int, *, odd: bool) -> dict[str, object]:
-    """One rank's dump; ``odd``: its last collective is another one."""
+    """Returns one rank's dump. ``odd``: its last collective differs from the others'."""
     inner = [
         {"name": "all_reduce", "filename": f"{LIBRARY}/distributed_c10d.py", "line": 3245},
         {"name": "wrapper", "filename": f"{LIBRARY}/c10d_logger.py", "line": 83},

@@ -1,9 +1,9 @@
-"""What safelaunch costs a job that does nothing, and what it takes for itself while it watches one.
+"""Measures what safelaunch adds to a job that does nothing, and what the supervisor itself uses while watching a job.
 
     python scripts/bench_launch.py [--pairs 15] [--seconds 30] [--json FILE]
 
-Wall time of ``print("hi")`` on 2 ranks under safelaunch and under torchrun; resident memory and CPU of the supervisor
-(and of helpers of its own, if it has any) while 8 ranks step every 50 ms.
+Measures the wall time of ``print("hi")`` on 2 ranks under safelaunch and under torchrun. Then it measures the resident
+memory and CPU of the supervisor (and of its helpers, if any) while 8 ranks step every 50 ms.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import psutil
 from benchlib import (
@@ -44,13 +43,13 @@ while True:
     time.sleep(0.05)
 """
 RANKS = 8
-SETTLE_S = 5.0  # what the supervisor imports after the start, and does once, is over
+SETTLE_S = 5.0  # by then the supervisor has done its imports and one-time work
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15, help="pairs of runs (15)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long the CPU is measured (30)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long to measure the CPU (30)")
     return run_bench("bench_launch", parser, measure)
 
 
@@ -63,13 +62,13 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def wall_time(pairs: int) -> list[Figure]:
-    """safelaunch against torchrun on a script that ends at once."""
+    """Compares safelaunch with torchrun on a script that ends at once."""
     with workplace(hi=HI) as here:
 
         def launch(name: str) -> Took:
             return run([program(name), "--nproc-per-node=2", "hi.py"], here)
 
-        launch("safelaunch"), launch("torchrun")  # the first fills the disk cache
+        launch("safelaunch"), launch("torchrun")  # the first run fills the disk cache
         ab, aa = interleave(pairs, lambda: launch("safelaunch"), lambda: launch("torchrun"), "hi")
 
     def part(took: Pairs[Took], what: str) -> Pairs[float]:
@@ -86,7 +85,7 @@ def wall_time(pairs: int) -> list[Figure]:
 
 
 def own_needs(seconds: float, options: list[str]) -> list[Figure]:
-    """Memory and CPU of the supervisor while it watches."""
+    """Measures memory and CPU of the supervisor while it watches a job."""
     with workplace(steps=STEPS) as here:
         argv = [program("safelaunch"), *options, f"--nproc-per-node={RANKS}", "steps.py"]
         with started(argv, here) as process:
@@ -112,10 +111,9 @@ def own_needs(seconds: float, options: list[str]) -> list[Figure]:
 
 
 def own_processes(supervisor: int) -> list[psutil.Process]:
-    """The supervisor and its children other than the job, which is what runs torchrun."""
+    """Returns the supervisor and its children. One of them, the guardian, is the parent of the job."""
     parent = psutil.Process(supervisor)
-    helpers = [child for child in parent.children() if "torchrun" not in [Path(w).name for w in child.cmdline()]]
-    return [parent, *helpers]
+    return [parent, *parent.children()]
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:

@@ -1,9 +1,9 @@
-"""What a lease costs: taking one GPU of eight and releasing it, with 50 processes that want one, without NVML.
+"""Measures the cost of a lease: taking one GPU of eight and releasing it, with 50 contenders, without NVML.
 
     python scripts/bench_leases.py [--contenders 50] [--rounds 40] [--hold-ms 20] [--json FILE]
 
-Every contender asks again and again; who gets a GPU holds it for a while. Measured is the time that the successful
-attempt and the release take, waiting at the gate included; the time until a GPU is free is the others' and is not.
+Every contender retries until it gets a GPU, then holds it for a while. The result is the time of the successful attempt
+and of the release, including waits for the lock. It excludes the time until a GPU is free.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ GPUS = [f"GPU-{number:08d}-0000-4000-8000-000000000000" for number in range(8)]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", type=int, default=50, help="processes that want a GPU at once (50)")
-    parser.add_argument("--rounds", type=int, default=40, help="leases that each of them takes (40)")
-    parser.add_argument("--hold-ms", type=float, default=20.0, help="how long each is held, on average (20)")
+    parser.add_argument("--contenders", type=int, default=50, help="processes that compete for a GPU (50)")
+    parser.add_argument("--rounds", type=int, default=40, help="leases per process (40)")
+    parser.add_argument("--hold-ms", type=float, default=20.0, help="mean hold time of a lease (20)")
     return run_bench("bench_leases", parser, measure)
 
 
@@ -50,7 +50,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def contend(contenders: int, rounds: int, hold_s: float) -> list[tuple[float, float, list[float]]]:
-    """``(take, release, attempts in vain)`` in ms for each lease that was taken."""
+    """Returns ``(take, release, failed attempts)`` in ms for each lease."""
     with tempfile.TemporaryDirectory(prefix="bench") as place:
         start_at = time.monotonic() + 0.5 + contenders * 0.02
         children = [_child(Store(f"{place}/leases"), rounds, hold_s, start_at) for _ in range(contenders)]
@@ -94,7 +94,7 @@ def _take_often(store: Store, rounds: int, hold_s: float, start_at: float) -> li
             if lease is not None:
                 break
             vain.append(spent)
-            time.sleep(random.uniform(0.5, 1.5) * 0.1)  # as a waiter does
+            time.sleep(random.uniform(0.5, 1.5) * 0.1)  # the interval of a real waiter
         time.sleep(hold_s * random.uniform(0.5, 1.5))
         begin = time.perf_counter()
         lease.release()

@@ -1,9 +1,9 @@
-"""What the beacon costs inside the ranks: throughput, a step mark, a print, the start.
+"""Measures what the beacon costs inside the ranks: throughput, a step mark, a print, start-up.
 
     python scripts/bench_overhead.py [--pairs 15] [--steps 2000] [--start-pairs 60] [--json FILE]
 
-The parts that need no job (marks, prints, start-up) run in a process with a rank's environment, made by the code that
-makes it for a job; each checks that the beacon did wake. The beacon is a compiled copy, as an installed wheel has it.
+The parts that need no job (marks, prints, start-up) run in a process with a rank's environment, which the product's own
+code creates. Each checks that the beacon started. The beacon is a compiled copy, as in an installed wheel.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ rate = steps / (time.perf_counter() - begin)
 if dist.get_rank() == 0:
     with open("rate", "w") as file:
         file.write(str(rate))
-# What is measured is over, and torch's own shutdown aborts now and then on a busy machine, under torchrun as well.
+# Skip torch's shutdown, which sometimes aborts on a busy machine, also under torchrun. The measurement is over.
 os._exit(0)
 """
 
@@ -122,7 +122,7 @@ with open("result", "w") as file:
     file.write(str(took / 20000 / 1000))
 """
 
-# What the beacon does besides while torch is imported, and at the exit: its calls, each timed where it is called.
+# Times each call that the beacon makes while torch is imported, and at exit.
 TORCH = """
 import json
 from time import perf_counter
@@ -155,9 +155,9 @@ import torch
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15, help="pairs of training and printing runs (15)")
-    parser.add_argument("--steps", type=int, default=2000, help="measured training steps a run (2000)")
-    parser.add_argument("--start-pairs", type=int, default=60, help="pairs of starts of an empty script (60)")
-    parser.add_argument("--torch-pairs", type=int, default=30, help="pairs of starts of one that imports torch (30)")
+    parser.add_argument("--steps", type=int, default=2000, help="measured training steps per run (2000)")
+    parser.add_argument("--start-pairs", type=int, default=60, help="pairs of runs of an empty script (60)")
+    parser.add_argument("--torch-pairs", type=int, default=30, help="pairs of runs of a script that imports torch (30)")
     return run_bench("bench_overhead", parser, measure)
 
 
@@ -176,7 +176,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def throughput(pairs: int, steps: int) -> list[Figure]:
-    """Steps a second of 2 DDP ranks, as rank 0 measures them itself."""
+    """Compares the steps per second of 2 DDP ranks, as rank 0 measures them."""
     with workplace(train=TRAIN) as here:
 
         def train(name: str) -> float:
@@ -197,7 +197,7 @@ def throughput(pairs: int, steps: int) -> list[Figure]:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A process that could be rank 0 of a job that this script supervises: with the beacon and without."""
+    """The environment of rank 0 of a job that this script would supervise, with the beacon and without."""
 
     here: Path
     pages: Path
@@ -205,12 +205,12 @@ class Rank:
     injected: dict[str, str]
 
     def start(self, beacon: bool, *words: str) -> Took:
-        """Runs a Python script to its end; returns what it cost. Raises BenchError if no beacon woke."""
+        """Runs a Python script and returns its cost. ``beacon``: whether it must start, else BenchError."""
         before = len(list(self.pages.iterdir()))
         (self.here / "result").unlink(missing_ok=True)
         took = run([sys.executable, *words], self.here, self.injected if beacon else self.plain)
         if (len(list(self.pages.iterdir())) > before) != beacon:
-            raise BenchError(f"the beacon {'did not wake' if beacon else 'woke without being asked'} in {words[-1]}")
+            raise BenchError(f"the beacon {'did not start' if beacon else 'started unexpectedly'} in {words[-1]}")
         return took
 
     def result(self) -> str:
@@ -219,7 +219,7 @@ class Rank:
 
 @contextmanager
 def rank(**scripts: str) -> Iterator[Rank]:
-    """The environment of a rank whose agent and supervisor is this process, around a compiled copy of the beacon."""
+    """Creates the environment of a rank whose agent and supervisor is this process. Compiles a copy of the beacon."""
     with workplace(**scripts) as here:
         shutil.copytree(PACKAGE / "beacon", here / "beacon", ignore=shutil.ignore_patterns("__pycache__"))
         if not compileall.compile_dir(here / "beacon", quiet=2):
@@ -241,7 +241,7 @@ def rank(**scripts: str) -> Iterator[Rank]:
 
 
 def mark_cost(one: Rank) -> list[Figure]:
-    """A mark's cost with the call that makes it, and the cost of such a call to an empty function beside."""
+    """Measures a mark, including the call, and a call of an empty function for comparison."""
     progress("step marks")
     one.start(True, "marks.py")
     times: dict[str, list[float]] = json.loads(one.result())
@@ -256,7 +256,7 @@ def mark_cost(one: Rank) -> list[Figure]:
 
 
 def print_cost(one: Rank, pairs: int) -> list[Figure]:
-    """What the output ring adds to a print of 52 bytes to the null device."""
+    """Measures what the output ring adds to a print of 52 bytes to the null device."""
     figures = []
     for name, words in (("buffered", ("prints.py",)), ("-u", ("-u", "prints.py"))):
 
@@ -272,7 +272,7 @@ def print_cost(one: Rank, pairs: int) -> list[Figure]:
 
 
 def torch_cost(one: Rank, runs: int, nothing_ms: float) -> list[Figure]:
-    """The same with torch, whose import varies by more than the beacon costs: the beacon's own calls are timed."""
+    """Measures start-up with torch by timing the beacon's own calls: torch's import varies by more than they take."""
     timed: list[dict[str, float]] = []
     for number in range(runs):
         progress(f"start torch_timed.py: {number + 1} of {runs}")
@@ -286,7 +286,7 @@ def torch_cost(one: Rank, runs: int, nothing_ms: float) -> list[Figure]:
 
 
 def start_cost(one: Rank, script: str, pairs: int, name: str, target: str = "") -> list[Figure]:
-    """What the beacon adds to a rank's life from start to end."""
+    """Measures what the beacon adds to a process from start to end."""
 
     def start(beacon: bool) -> Took:
         return one.start(beacon, script)

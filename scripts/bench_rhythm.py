@@ -1,26 +1,28 @@
-"""What the learned threshold does to generated and recorded step histories, beside the best fixed timeout for each.
+"""Compares the learned threshold with the best fixed timeout, on generated and recorded step histories.
 
-    python scripts/bench_rhythm.py [--each 25]
+    python scripts/bench_rhythm.py [--each 25] [--json FILE]
 
-Every history is replayed as the supervisor sees it, with a floor of 5 s. The best fixed timeout is known only
-afterwards: the shortest that would have ended nothing, the history's own longest step. ``delay`` is how long a freeze
-at a random step would have gone unsuspected. A suspicion is a closer look, not an end: what computes or writes is let
-be.
+The script replays every history as the supervisor sees it, with a floor of 5 s. The best fixed timeout is known only in
+hindsight: it is the history's longest step, the shortest timeout that ends no healthy job. ``delay`` is how long a
+freeze at a random step would have gone unsuspected. A suspicion only triggers a closer look: a job that computes or
+writes is left alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
 import histories
-from test_rhythm import BOUNDS, replay
+from test_watch_rhythm import BOUNDS, replay
 
 from safelaunch.watch.rhythm import quantile_s, threshold
 
@@ -28,6 +30,7 @@ from safelaunch.watch.rhythm import quantile_s, threshold
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--each", type=int, default=25, help="histories of each kind (25)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save the table")
     words = parser.parse_args()
     rows: dict[str, list[tuple[int, float, float, float]]] = defaultdict(list)
     for history in (*histories.histories(words.each), *histories.recorded()):
@@ -41,12 +44,27 @@ def main() -> int:
     head = f"{'kind':<40}{'n':>4}{'looked at':>11}{'delay':>9}{'/ allowed':>11}{'/ best fixed':>14}   (medians)"
     print(head)
     every = [row for found in rows.values() for row in found]
-    for kind, found in [*rows.items(), ("all", every)]:
+    table = [_summary(kind, found) for kind, found in [*rows.items(), ("all", every)]]
+    for one in table:
         print(
-            f"{kind:<40}{len(found):>4}{sum(row[0] for row in found):>11}{median(row[1] for row in found):>8.1f}s"
-            f"{median(row[1] / row[2] for row in found):>11.2f}{median(row[1] / row[3] for row in found):>14.2f}"
+            "{kind:<40}{histories:>4}{suspected:>11}{delay_s:>8.1f}s{by_allowed:>11.2f}{by_best_fixed:>14.2f}".format(
+                **one
+            )
         )
+    if words.json is not None:
+        words.json.write_text(json.dumps(table, indent=1) + "\n")
     return 0
+
+
+def _summary(kind: str, found: Sequence[tuple[int, float, float, float]]) -> dict[str, str | int | float]:
+    return {
+        "kind": kind,
+        "histories": len(found),
+        "suspected": sum(row[0] for row in found),
+        "delay_s": median(row[1] for row in found),
+        "by_allowed": median(row[1] / row[2] for row in found),
+        "by_best_fixed": median(row[1] / row[3] for row in found),
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a clean environment, interleaved pairs, processes that do not outlive us, one table."""
+"""Shared code of the benchmarks: a clean environment, interleaved pairs, process cleanup, the table of figures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from typing import IO, NamedTuple, TypeVar
 import psutil
 
 PACKAGE = Path(__file__).resolve().parent.parent / "safelaunch"
-# What would change the measurement, or be an order to safelaunch: the benchmarks run as in a user's fresh shell.
+# Variables that would change the measurement or configure safelaunch: the benchmarks run as in a fresh shell.
 UNWANTED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONFAULTHANDLER")
 UNWANTED_PREFIXES = ("SAFELAUNCH_", "PET_", "TORCHELASTIC_")
 
 
 class BenchError(Exception):
-    """The benchmark itself failed; a missed target is no failure."""
+    """The benchmark itself failed. A missed target is not a failure."""
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something measured several times. ``target`` like ``<= 1.05`` is held against the median; empty: none."""
+    """One quantity, measured several times. ``target``, e.g. ``<= 1.05``, applies to the median. Empty: no target."""
 
     name: str
     values: tuple[float, ...]
@@ -56,14 +56,14 @@ class Figure:
 
 
 def figure(name: str, values: Sequence[float], unit: str = "", target: str = "", note: str = "") -> Figure:
-    """A ``Figure``; raises BenchError when nothing was measured."""
+    """Creates a ``Figure``. Raises BenchError if nothing was measured."""
     if not values:
         raise BenchError(f"nothing was measured for: {name}")
     return Figure(name, tuple(values), unit, target, note)
 
 
 def report(bench: str, figures: Sequence[Figure], save: Path | None) -> None:
-    """Prints the table, and saves everything to ``save``."""
+    """Prints the table, and saves all values to ``save``."""
     about = _about()
     print(f"\n{bench}: {', '.join(f'{key} {value}' for key, value in about.items())}")
     rows = [("figure", "median [min..max]", "n", "target", "met", "")]
@@ -102,10 +102,10 @@ def _about() -> dict[str, str]:
 def run_bench(
     bench: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], list[Figure]]
 ) -> int:
-    """Parses, measures, reports. Returns 0, missed targets or not; 1 when the benchmark itself failed."""
+    """Parses, measures, reports. Returns 1 if the benchmark itself failed, else 0, even if it missed targets."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="save every measured value")
     options = parser.parse_args()
-    compileall.compile_dir(PACKAGE, quiet=2)  # as an installed wheel has it
+    compileall.compile_dir(PACKAGE, quiet=2)  # as in an installed wheel
     try:
         report(bench, measure(options), options.json)
     except BenchError as error:
@@ -115,7 +115,7 @@ def run_bench(
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits, on stderr."""
+    """Prints a progress line on stderr."""
     print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -123,7 +123,7 @@ def progress(text: str) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without what would change the measurement, one OpenMP thread a rank, and ``more``."""
+    """Returns this process's environment, cleaned, with one OpenMP thread per rank, and with ``more``."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -133,7 +133,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """``torchrun`` or ``safelaunch`` as installed beside this interpreter. Raises BenchError."""
+    """Returns the path of ``torchrun`` or ``safelaunch`` next to this interpreter. Raises BenchError without one."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise BenchError(f"{name} is not installed beside {sys.executable}")
@@ -141,14 +141,14 @@ def program(name: str) -> str:
 
 
 class Took(NamedTuple):
-    """What a command cost: wall time, and CPU of it and of all its children that were waited for."""
+    """The cost of a command: wall time, and CPU time of it and of all its reaped children."""
 
     wall_s: float
     cpu_s: float
 
 
 def run(argv: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, *, timeout_s: float = 300.0) -> Took:
-    """Runs a command, output thrown away; returns what it cost. Raises BenchError unless it returns 0."""
+    """Runs a command, discards its output, and returns its cost. Raises BenchError unless it returns 0."""
     with tempfile.TemporaryFile() as stderr:
         begin, cpu = time.perf_counter(), _children_cpu_s()
         with started(argv, cwd, env, stderr=stderr) as process:
@@ -164,7 +164,7 @@ def run(argv: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, *,
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Waits without looking again and again, as ``Popen.wait(timeout)`` does: that rounds 18 ms up to 31.5."""
+    """Waits for a process without polling. ``Popen.wait(timeout)`` polls, which rounds 18 ms up to 31.5."""
     descriptor = os.pidfd_open(pid)
     try:
         return bool(select.select([descriptor], [], [], timeout_s)[0])
@@ -185,7 +185,7 @@ def started(
     *,
     stderr: int | IO[bytes] = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that runs meanwhile; it, and what it started, has ended afterwards."""
+    """Runs a command during the block, and ends it and everything that it started afterwards."""
     process = subprocess.Popen(
         argv,
         cwd=cwd,
@@ -201,7 +201,7 @@ def started(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, some seconds, SIGKILL, for a process and what is below it."""
+    """Sends SIGTERM and, some seconds later, SIGKILL to a process and its descendants."""
     if process.poll() is not None:
         return
     below = psutil.Process(process.pid).children(recursive=True)
@@ -212,13 +212,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
     _, alive = psutil.wait_procs(below, timeout=5)
-    for left in alive:  # psutil compares start times: a pid that now belongs to somebody else is left alone
+    for left in alive:  # psutil compares start times, so a reused pid is left alone
         left.kill()
 
 
 @contextmanager
 def workplace(**files: str) -> Iterator[Path]:
-    """A temporary directory with ``files`` (name without ``.py`` → source), gone afterwards."""
+    """Creates a temporary directory with ``files`` (name without ``.py`` → source), and removes it afterwards."""
     with tempfile.TemporaryDirectory(prefix="bench") as name:
         for stem, source in files.items():
             (Path(name) / f"{stem}.py").write_text(source)
@@ -226,7 +226,7 @@ def workplace(**files: str) -> Iterator[Path]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], what: str, *, timeout_s: float) -> None:
-    """Polls until ``condition``. Raises BenchError when ``process`` ends first or it takes too long."""
+    """Polls until ``condition``. Raises BenchError if ``process`` ends first or after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if process.poll() is not None:
@@ -240,15 +240,15 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], wh
 
 T = TypeVar("T")
 Pairs = list[tuple[T, T]]
-"""Two runs right after each other: what is tested, and the baseline. In A/A pairs both are the baseline."""
+"""Two consecutive runs: the tested program and the baseline. In A/A pairs, both are the baseline."""
 
 
 def interleave(
     count: int, tested: Callable[[], T], baseline: Callable[[], T], what: str = ""
 ) -> tuple[Pairs[T], Pairs[T]]:
-    """``count`` pairs of tested and baseline and as many of the baseline against itself, in turn.
+    """Runs ``count`` pairs of tested and baseline, alternating with as many pairs of baseline and baseline.
 
-    Who goes first alternates, in both kinds: a drift of the machine falls on both sides alike.
+    The order within a pair alternates, so a drift of the machine affects both sides equally.
     """
     ab: Pairs[T] = []
     aa: Pairs[T] = []
@@ -270,7 +270,7 @@ def _pair(tested: Callable[[], T], baseline: Callable[[], T], swapped: bool) -> 
 
 
 def ratios(name: str, ab: Pairs[float], aa: Pairs[float], target: str = "") -> list[Figure]:
-    """tested / baseline, with the baseline against itself beside."""
+    """Figures of tested / baseline, and of the baseline against itself."""
     with_ours, alone = [a / b for a, b in ab], [a / b for a, b in aa]
     return [
         figure(name, with_ours, "", target, f"middle half {_middle(with_ours)}"),
@@ -279,7 +279,7 @@ def ratios(name: str, ab: Pairs[float], aa: Pairs[float], target: str = "") -> l
 
 
 def differences(name: str, ab: Pairs[float], aa: Pairs[float], unit: str, target: str = "") -> list[Figure]:
-    """tested - baseline, with the baseline against itself beside."""
+    """Figures of tested - baseline, and of the baseline against itself."""
     with_ours, alone = [a - b for a, b in ab], [a - b for a, b in aa]
     return [
         figure(name, with_ours, unit, target, f"middle half {_middle(with_ours)}"),

@@ -1,11 +1,11 @@
-"""Runs a smoke set under several versions of torch, each in a virtual environment of its own, and prints a table.
+"""Runs a smoke set under several versions of torch, each in its own virtual environment, and prints a table.
 
     python scripts/compat.py                            # 2.6.0, 2.9.1 and 2.13.0
-    python scripts/compat.py --torch 2.7.1 --keep DIR   # one version; environments stay in DIR for the next time
+    python scripts/compat.py --torch 2.7.1 --keep DIR   # one version; keep its environment in DIR
 
-What is installed is the wheel, as a user would have it, and the tests run from a copy in which there is no other
-safelaunch. The builds of older versions take gigabytes: not for CI. Where pip finds a build without CUDA, that does as
-well: ``PIP_INDEX_URL`` and ``PIP_EXTRA_INDEX_URL`` count as ever.
+Each environment installs the wheel, as a user would, and runs a copy of the tests that contains no other safelaunch.
+Older builds of torch take gigabytes, too much for CI. Builds without CUDA work as well: pip follows ``PIP_INDEX_URL``
+and ``PIP_EXTRA_INDEX_URL``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("2.6.0", "2.9.1", "2.13.0")
 
-# What differs between versions: torchrun's options, elastic's internals that the agent's beacon wraps, the worker
-# server and the Flight Recorder, the names of c10d's frames. One test of each kind, or all of a quick file.
+# The tests cover what differs between versions: torchrun's options, elastic's internals that the agent's beacon wraps,
+# the worker server, the Flight Recorder, the names of c10d's frames. One test of each kind, or all of a quick file.
 SMOKE = (
-    "tests/unit/test_argv.py",
-    "tests/unit/test_torchrun_options.py",
+    "tests/unit/test_launch_argv.py",
+    "tests/unit/test_launch_torchrun.py",
     "tests/integration/test_differential.py",
     "tests/integration/test_beacon.py",
     "tests/integration/test_healthy_exit.py",
@@ -42,8 +42,9 @@ HANGS = (
     "asleep", "read-fifo", "busy-python", "stops-itself", "gil", "all-gather", "barrier", "init-asleep",
     "loader-asleep", "loader-lock", "lock-order", "group-order", "recv-recv", "uneven-barrier", "symmetric",
 )  # fmt: skip
-# What a rank of this torch offers: who tells of a gloo collective, C++ threads or only Python? The recorder is switched
-# on by both its names, as the preset hang-debug does; it is off by itself in 2.6 and 2.9.
+# Finds out what a rank of this torch offers: whether the recorder lists gloo collectives, and whether C++ threads or
+# only Python can read it. Both of the recorder's variables are set, as in the preset hang-debug. It is off by default
+# in 2.6 and 2.9.
 PROBE = """
 import json, os, pickle, socket, sys, tempfile
 os.environ |= {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"}
@@ -76,7 +77,7 @@ print(json.dumps({
 __import__("shutil").rmtree(scratch)
 os._exit(0)
 """
-# Beside the tests: they test what is installed, or nothing.
+# Next to the tests: makes sure that they import the installed safelaunch.
 CONFTEST = """
 import sys
 from pathlib import Path
@@ -89,7 +90,7 @@ if not Path(safelaunch.__file__).is_relative_to(Path(sys.prefix, "lib")):
 
 @dataclass
 class Outcome:
-    """One version: what torch can, and how the smoke set went. ``problem``: why it could not be run."""
+    """One version: what torch offers, and the result of the smoke set. ``problem``: why it could not run."""
 
     version: str
     features: dict[str, str] = field(default_factory=dict)
@@ -104,11 +105,13 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--torch", action="append", metavar="VERSION", help=f"one version ({', '.join(VERSIONS)})")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="make the environments here, and leave them")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that makes the environments")
-    parser.add_argument("--all-hangs", action="store_true", help="the whole zoo of hangs, not a choice of it")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="files of tests at once (%(default)s)")
-    parser.add_argument("--only", default="", metavar="EXPRESSION", help="a choice of the tests, as pytest's -k")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="create the environments in this directory and keep them"
+    )
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that creates the environments")
+    parser.add_argument("--all-hangs", action="store_true", help="run the whole zoo of hangs, not a selection")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="concurrent test files (%(default)s)")
+    parser.add_argument("--only", default="", metavar="EXPRESSION", help="run only matching tests, like pytest's -k")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the outcomes")
     words = parser.parse_args()
     outcomes = []
@@ -141,7 +144,7 @@ def build_wheel(python: str, scratch: Path) -> Path:
 
 
 def copy_tests(apart: Path) -> Path:
-    """The tests and their settings, in a directory without the package: nothing of the checkout can be imported."""
+    """Copies the tests and their settings to a directory without the package: they can't import the checkout's."""
     shutil.copytree(ROOT / "tests", apart / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", apart)
     (apart / "tests" / "conftest.py").write_text(CONFTEST)
@@ -149,7 +152,7 @@ def copy_tests(apart: Path) -> Path:
 
 
 def prepare(version: str, wheel: Path, place: Path, python: str) -> Path:
-    """The interpreter of the environment of this version: made where it is not there yet, and with the new wheel."""
+    """Returns the interpreter of this version's environment. Creates it if missing, and installs the new wheel."""
     home = place / f"torch-{version}"
     inside = home / "bin" / "python"
     if not inside.exists():
@@ -163,7 +166,7 @@ def prepare(version: str, wheel: Path, place: Path, python: str) -> Path:
 
 
 def smoke(python: Path, tests: Path, words: argparse.Namespace, outcome: Outcome, log: Path) -> None:
-    """pytest over the smoke set; what it says is kept in ``log``."""
+    """Runs pytest on the smoke set and saves its output to ``log``."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadfile"]

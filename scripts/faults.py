@@ -1,8 +1,8 @@
-"""Runs the fault matrix, one row at a time, and prints what became of each job, its processes and its bundle.
+"""Runs the fault matrix, one row at a time, and prints what happened to each job, its processes and its bundle.
 
 python scripts/faults.py                          # every row
 python scripts/faults.py --short                  # the rows that run with the tests
-python scripts/faults.py --only "kill -9, writing"  # rows whose name has these words
+python scripts/faults.py --only "kill -9, writing"  # rows whose name contains both
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORDS", help="comma-separated; all have to be in a row's name")
-    parser.add_argument("--short", action="store_true", help="the shorter form")
-    parser.add_argument("--list", action="store_true", help="print the rows' names and run nothing")
-    parser.add_argument("--verbose", action="store_true", help="show what a job said where a promise was not kept")
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="comma-separated words that a row's name must contain"
+    )
+    parser.add_argument("--short", action="store_true", help="run the shorter form")
+    parser.add_argument("--list", action="store_true", help="print the rows' names and exit")
+    parser.add_argument("--verbose", action="store_true", help="print the output of jobs that broke a promise")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Records when the slowest rank of a real job took its steps, for tests/unit/recorded.
 
-python scripts/record_history.py NAME -- --nproc-per-node=2 train.py ...   # what safelaunch would be given
+python scripts/record_history.py NAME -- --nproc-per-node=2 train.py ...   # the arguments of safelaunch
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from jobs import Job
 
 from safelaunch.launch.paths import RunPaths
-from safelaunch.watch.progress import Roster
+from safelaunch.roster.progress import Roster
 
 RECORDED = Path(__file__).parents[1] / "tests" / "unit" / "recorded"
 LOOK_EVERY_S = 0.002
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _steps(job: Job):  # type: ignore[no-untyped-def]
-    """When each step of the slowest rank was made; several in one look are spread evenly."""
+    """Returns the time of each step of the slowest rank. Spreads several steps in one poll evenly."""
     roster = Roster(RunPaths(job.runtime / "safelaunch" / f"r{job.process.pid}"))
     step, at_s = 0, 0.0
     while job.process.poll() is None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment .venv (or $VENV) with torch, safelaunch (editable) and the tools for tests and lint.
+# Makes the virtual environment .venv (or $VENV) with torch, safelaunch (editable) and the tools for tests, lint and docs.
 # Takes the first python3 that is at least 3.10 ($PYTHON to choose another). Run again at will: it only adds what is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,4 +19,4 @@ if [ ! -x "$VENV/bin/python" ]; then
   "$PYTHON" -m venv "$VENV"
 fi
 "$VENV/bin/python" -c 'import torch' 2>/dev/null || "$VENV/bin/python" -m pip install -q "$TORCH"
-"$VENV/bin/python" -m pip install -q -e '.[test,lint]'
+"$VENV/bin/python" -m pip install -q -e '.[test,lint,docs]'

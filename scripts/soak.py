@@ -1,8 +1,8 @@
-"""Runs healthy jobs of every rhythm (none may be ended) and frozen ones (none may be missed), and prints the table.
+"""Runs healthy jobs of every rhythm (none may be ended) and frozen ones (none may be missed), and prints a table.
 
-python scripts/soak.py                        # everything: three at once, about half an hour on 2 cores
+python scripts/soak.py                        # everything, three jobs at a time: half an hour on 2 cores
 python scripts/soak.py --only healthy --at-once 2
-python scripts/soak.py --name "slow disk"     # those whose name contains it
+python scripts/soak.py --name "slow disk"     # cases whose name contains this
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import soak
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", choices=("healthy", "frozen"), help="one half")
-    parser.add_argument("--name", default="", help="cases whose name contains this")
-    parser.add_argument("--at-once", type=int, default=3, help="jobs at a time (3)")
+    parser.add_argument("--only", choices=("healthy", "frozen"), help="run only this half")
+    parser.add_argument("--name", default="", help="run only cases whose name contains this")
+    parser.add_argument("--at-once", type=int, default=3, help="concurrent jobs (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the table")
     words = parser.parse_args()
     cases: list[soak.Healthy | soak.Frozen] = []
@@ -64,7 +64,9 @@ def _run(case: soak.Healthy | soak.Frozen) -> dict[str, object]:
         print(f"  kept: {scratch}", flush=True)
     else:
         shutil.rmtree(scratch, ignore_errors=True)
-    return {"name": case.name, "seconds": round(seconds, 1), "threshold": threshold, "outcome": outcome, "wrong": wrong}
+    kind = "healthy" if isinstance(case, soak.Healthy) else "frozen"
+    row = {"name": case.name, "kind": kind, "seconds": round(seconds, 1), "threshold": threshold}
+    return {**row, "outcome": outcome, "wrong": wrong}
 
 
 if __name__ == "__main__":

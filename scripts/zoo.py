@@ -1,4 +1,4 @@
-"""Runs the hang zoo, every class with every rank as the culprit, and prints what the verdicts were.
+"""Runs the hang zoo, every class with every rank as the culprit, and prints the verdicts.
 
 python scripts/zoo.py                       # the whole matrix
 python scripts/zoo.py --only asleep,gil     # some classes
@@ -29,10 +29,12 @@ def main() -> int:
         print(f"no such class: {', '.join(unknown)}; there are {', '.join(zoo.BY_NAME)}", file=sys.stderr)
         return 2
     cases = []
+    absent: list[dict[str, object]] = []
     for name in names:
         specimen = zoo.BY_NAME[name]
         if specimen.unavailable():
             print(f"{name:<18} not run: {specimen.unavailable()}")
+            absent.append({"class": name, "not run": specimen.unavailable()})
             continue
         world = words.ranks or specimen.ranks
         culprits = range(world) if words.culprit is None else [words.culprit]
@@ -51,16 +53,16 @@ def main() -> int:
     right = sum(not row["wrong"] for row in rows)
     print(f"{right} of {len(rows)} right, {time.monotonic() - begin:.0f} s")
     if words.json:
-        Path(words.json).write_text(json.dumps(rows, indent=1) + "\n")
+        Path(words.json).write_text(json.dumps([*rows, *absent], indent=1) + "\n")
     return 0 if right == len(rows) else 1
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="CLASSES", help="comma-separated; all by default")
-    parser.add_argument("--ranks", type=int, help="size of each job; by default what the class needs")
-    parser.add_argument("--culprit", type=int, help="this rank only; by default each in turn")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time [2]")
+    parser.add_argument("--ranks", type=int, help="ranks of each job; by default what the class needs")
+    parser.add_argument("--culprit", type=int, help="only this culprit; by default each rank in turn")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent jobs [2]")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--keep", metavar="DIR", help="keep bundles and output below DIR")
     return parser.parse_args()
@@ -81,7 +83,7 @@ def _one(specimen: zoo.Specimen, culprit: int, world: int, keep: Path | None) ->
         verdict = result.verdict if len(result.bundles) == 1 else {}
         wrong = zoo.judge(specimen, culprit, result, ranks=world)
         seconds = result.seconds
-    except AssertionError as error:  # it did not end; what it said is in the message
+    except AssertionError as error:  # the job did not end; the message contains its output
         verdict, wrong, seconds = {}, [str(error).splitlines()[0]], job.seconds
     row |= {"seconds": round(seconds, 1), "cause": verdict.get("cause", "-")}
     row |= {"confidence": verdict.get("confidence", "-"), "summary": verdict.get("summary", ""), "wrong": wrong}

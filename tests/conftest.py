@@ -1,6 +1,6 @@
-"""``--whole`` runs every row of the fault matrix (``tests/faults``), without it the shorter form; prints the table.
+"""Adds ``--whole``, which runs every row of the fault matrix (``tests/faults``) instead of a selection, and its table.
 
-Here rather than beside the matrix: where tests run in several processes, the one that prints loads no other conftest.
+This is not in ``tests/faults``: under pytest-xdist, the process that prints loads no other conftest.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 for folder in ("integration", "faults", "nvml"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-# A shell starts what it runs in the background with these ignored, and children would inherit that.
+# A shell starts background processes with these signals ignored, and children inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-# Of torch (2.13, issue 190489): a thread of gloo that drops the last collective's tensors wants the GIL, and aborts the
-# process where Python is shutting down by then. Under plain torchrun as well: up to a third of short jobs.
+# A bug of torch (2.13, issue 190489): a gloo thread that frees the last collective's tensors needs the GIL, and aborts
+# the process if Python is shutting down. It affects up to a third of short jobs, under plain torchrun as well.
 TORCH_ABORTS_AT_EXIT = "terminate called without an active exception"
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Runs a test that failed for that, and for nothing else, once more."""
+    """Repeats a test once if it failed for that reason and no other."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
     if any(report.failed and TORCH_ABORTS_AT_EXIT in report.longreprtext for report in reports):
@@ -44,7 +44,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture
 def node(tmp_path: Path) -> stub.Node:
-    """A node of eight idle GPUs, with leases of its own: what its ``environ`` shows to a process."""
+    """A simulated node of eight idle GPUs with its own leases. Its ``environ`` shows it to a process."""
     import stub
 
     if stub.library() is None:
@@ -55,7 +55,7 @@ def node(tmp_path: Path) -> stub.Node:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="every row of the fault matrix (the better part of an hour)")
+    parser.addoption("--whole", action="store_true", help="run every row of the fault matrix (most of an hour)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -67,7 +67,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The rows come as properties of the reports."""
+    """Prints the table of the rows, which the reports carry as properties."""
     import row
 
     found = [each for reports in terminalreporter.stats.values() for each in reports]

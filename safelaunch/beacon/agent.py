@@ -1,20 +1,19 @@
-"""The beacon of the torchrun agent, which knows what nobody else does: its workers' pids and how they ended.
+"""The beacon of the torchrun agent. Only the agent knows its workers' pids and exit codes.
 
-It appends one JSON object a line to ``agent.events``:
-``{"event": "agent", "pid"}``, ``{"event": "started", "attempt", "master_port", "workers": {rank: [local_rank, pid,
-start_ticks]}}``,
-``{"event": "failing", "attempt", "exits": {rank: returncode}}`` before the peers of a failed rank are ended, and
-``{"event": "closed", "attempt", "exits"}`` after. Each carries ``time_unix_s``.
+The beacon appends one JSON object per line to ``agent.events``. Each has a ``time_unix_s``:
+
+- ``{"event": "started", "attempt", "master_port", "workers": {rank: [local_rank, pid, start_ticks]}}``
+- ``{"event": "failing", "attempt", "exits": {rank: returncode}}``, before the agent ends the peers of a failed rank
+- ``{"event": "closed", "attempt", "exits"}``, after all workers have ended
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from time import time
 
-from . import imports, layout, log, marks, page
+from . import imports, layout, lifeline, log, marks, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,20 +25,23 @@ _supervisor = 0
 
 @log.guarded
 def start(run_dir: str, role: str) -> None:
-    """Wakes the beacon in the torchrun agent; from here on its children know whose they are."""
+    """Starts the beacon in the torchrun agent."""
     global _words, _supervisor
     log.run_dir = run_dir
     _supervisor = int(os.environ.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
-    os.environ["SAFELAUNCH_AGENT_PID"] = str(os.getpid())
+    lifeline.watch(run_dir, layout.AGENT_ROLE)
     _, _words = page.create(os.path.join(run_dir, layout.AGENT_PAGE))
     _words[layout.READY] = layout.MAGIC
-    _hush_our_own_stop()
+    _hide_traceback_of_own_sigterm()
     imports.after_import("torch.distributed.elastic.multiprocessing.api", _wrap_context)
 
 
 @log.guarded
-def may_become_one(module: Any) -> None:
-    """Under ``safelaunch exec`` a launcher is known by what it does: it starts torch's elastic workers."""
+def start_with_first_workers(module: Any) -> None:
+    """Starts the beacon when this process first starts torch's elastic workers.
+
+    Under ``safelaunch exec``, that call is what identifies a launcher.
+    """
     global _supervisor
     _supervisor = int(os.environ.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     context = module.PContext
@@ -47,23 +49,27 @@ def may_become_one(module: Any) -> None:
 
     def start(self: Any) -> None:
         context.start = original
-        _become(module)
+        _become_launcher(module)
         context.start(self)
 
     context.start = start
 
 
 @log.guarded
-def _become(module: Any) -> None:
+def _become_launcher(module: Any) -> None:
     global _words
-    marks.is_launcher()
+    marks.set_launcher()
+    lifeline.watch(log.run_dir, "launcher")
     _, _words = page.create(os.path.join(log.run_dir, layout.AGENT_PAGE))
     _words[layout.READY] = layout.MAGIC
     _wrap_context(module)
 
 
-def _hush_our_own_stop() -> None:
-    """When the supervisor ends a hung job, torchrun's traceback of our SIGTERM says nothing and hides the verdict."""
+def _hide_traceback_of_own_sigterm() -> None:
+    """Suppresses torchrun's traceback when the supervisor ends a hung job by SIGTERM.
+
+    The traceback says nothing about the hang and pushes the verdict off the screen.
+    """
     original = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, traceback: Any) -> None:
@@ -74,7 +80,7 @@ def _hush_our_own_stop() -> None:
 
 
 @log.guarded
-def _tell(event: str, **values: object) -> None:
+def _append_event(event: str, **values: object) -> None:
     import json
 
     line = json.dumps({"event": event, "time_unix_s": time(), **values}) + "\n"
@@ -88,7 +94,6 @@ def _tell(event: str, **values: object) -> None:
 
 @log.guarded
 def _wrap_context(module: Any) -> None:
-    log.guarded(page.die_with_parent)(_supervisor, signal.SIGTERM)
     context = module.PContext
     original_start, original_close = context.start, context.close
 
@@ -97,7 +102,7 @@ def _wrap_context(module: Any) -> None:
         _started(self)
 
     def close(self: Any, death_sig: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if death_sig is None:  # not because somebody stops the job
+        if death_sig is None:  # otherwise a signal is stopping the job
             _failing(self)
         try:
             return original_close(self, death_sig, *args, **kwargs)
@@ -118,7 +123,7 @@ def _attempt(context: Any) -> int:
 
 
 def _master_port(context: Any) -> str:
-    """MASTER_PORT as the ranks have it: torchrun may have let the kernel choose it."""
+    """Returns MASTER_PORT as the ranks have it. The kernel may have chosen the port for torchrun."""
     for env in context.envs.values():
         return str(env.get("MASTER_PORT", ""))
     return ""
@@ -128,11 +133,11 @@ def _master_port(context: Any) -> str:
 def _started(context: Any) -> None:
     workers = {_rank(context, local): [local, pid, page.start_ticks(pid)] for local, pid in context.pids().items()}
     _words[layout.ACK] = 0
-    _tell("started", attempt=_attempt(context), master_port=_master_port(context), workers=workers)
+    _append_event("started", attempt=_attempt(context), master_port=_master_port(context), workers=workers)
 
 
 def _exits(context: Any) -> dict[str, int]:
-    """Return codes known so far by rank; ``poll`` of a subprocess that the agent owns is what the agent does itself."""
+    """Returns the return codes known so far, by rank. It polls the subprocesses as the agent itself does."""
     codes = {}
     for local, handler in getattr(context, "subprocess_handlers", {}).items():
         codes[_rank(context, local)] = handler.proc.poll()
@@ -146,10 +151,10 @@ def _exits(context: Any) -> dict[str, int]:
 def _failing(context: Any) -> None:
     exits = _exits(context)
     if any(exits.values()):
-        _tell("failing", attempt=_attempt(context), exits=exits)
+        _append_event("failing", attempt=_attempt(context), exits=exits)
         page.wait_for_ack(_words, _supervisor)
 
 
 @log.guarded
 def _closed(context: Any) -> None:
-    _tell("closed", attempt=_attempt(context), exits=_exits(context))
+    _append_event("closed", attempt=_attempt(context), exits=_exits(context))

@@ -1,7 +1,7 @@
-"""A script that closes every descriptor, as daemons do, spares the worker server's socket, and the locks of its GPUs.
+"""Protects the worker server's socket and the GPU lease locks from scripts that close every descriptor, as daemons do.
 
-The server's C++ threads use the socket by its number, which may be a connection of the script's own by then: both would
-read from it, and at the rank's exit the process would abort.
+The server's C++ threads use the socket by its number. If the script closed it, one of its own connections could get the
+same number. Both would then read from that connection, and the process would abort at exit.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-_spared: dict[int, int] = {}  # descriptor → inode
+_protected: dict[int, int] = {}  # descriptor → inode
 _owner = 0
 _real_close = os.close
 _real_closerange = os.closerange
 
 
-def sparing(make: Callable[[], T]) -> T:
-    """Calls ``make``; the sockets that are open after it and were not before are spared from now on."""
+def protect_new_sockets(make: Callable[[], T]) -> T:
+    """Calls ``make``, protects the sockets that it opened, and returns its result."""
     before = _sockets()
     made = make()
-    _spared.update(_sockets().items() - before.items())
-    _guard()
+    _protected.update(_sockets().items() - before.items())
+    _install()
     return made
 
 
-def spare(descriptor: int) -> None:
-    """The script cannot close ``descriptor`` from now on, not knowing that it is there."""
-    _spared[descriptor] = os.fstat(descriptor).st_ino
-    _guard()
+def protect(descriptor: int) -> None:
+    """Makes ``os.close`` and ``os.closerange`` ignore ``descriptor``, which the script does not know about."""
+    _protected[descriptor] = os.fstat(descriptor).st_ino
+    _install()
 
 
-def _guard() -> None:
+def _install() -> None:
     global _owner, _real_close, _real_closerange
     _owner = os.getpid()
     if os.close is not _close:
@@ -46,8 +46,8 @@ def _guard() -> None:
 
 
 def detach() -> None:
-    """In a forked child, which may close what it likes: the server is its parent's."""
-    _spared.clear()
+    """Removes the protection in a forked child, which may close anything: the server belongs to its parent."""
+    _protected.clear()
     if os.close is _close:
         os.close = _real_close
     if os.closerange is _closerange:
@@ -60,17 +60,20 @@ def _sockets() -> dict[int, int]:
         try:
             info = os.fstat(int(name))
         except OSError:
-            continue  # that of the listing itself
+            continue  # the descriptor of the listing itself
         if stat.S_ISSOCK(info.st_mode):
             found[int(name)] = info.st_ino
     return found
 
 
-def _is_spared(descriptor: object) -> bool:
-    """Whether it is still the server's: somebody may have closed it by other means, and the number be his own."""
+def _is_protected(descriptor: object) -> bool:
+    """Whether the descriptor is still the protected file.
+
+    C code may have closed it, and the number may now belong to a file of the script. The inode tells them apart.
+    """
     if not isinstance(descriptor, int) or os.getpid() != _owner:
         return False
-    inode = _spared.get(descriptor)
+    inode = _protected.get(descriptor)
     if inode is None:
         return False
     try:
@@ -80,13 +83,13 @@ def _is_spared(descriptor: object) -> bool:
 
 
 def _close(fd: int) -> None:
-    if not _is_spared(fd):
+    if not _is_protected(fd):
         _real_close(fd)
 
 
 def _closerange(fd_low: int, fd_high: int, /) -> None:
-    for descriptor in sorted(_spared):
-        if fd_low <= descriptor < fd_high and _is_spared(descriptor):
+    for descriptor in sorted(_protected):
+        if fd_low <= descriptor < fd_high and _is_protected(descriptor):
             _real_closerange(fd_low, descriptor)
             fd_low = descriptor + 1
     _real_closerange(fd_low, fd_high)

@@ -1,7 +1,7 @@
-"""Which line of the rank called ``sys.exit`` or ``os._exit``: neither leaves a traceback, and the latter no farewell.
+"""Records which line of the rank called ``sys.exit`` or ``os._exit``. Neither leaves a traceback.
 
-Both are wrapped: what they do is unchanged, but for a note in the run directory before it happens. The last one counts
-(a ``SystemExit`` may be caught), and only where its code is the one that the process really ended with.
+Both functions are wrapped. They behave as before, but first write the caller's stack to the run directory. A script may
+catch ``SystemExit``, so only the last call counts, and only if the process ended with that call's code.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ MAX_FRAMES = 64
 _owner = 0
 _path = ""
 _real_exit = sys.exit
-_real_now = os._exit
+_real_os_exit = os._exit
 
 
 def install(path: str) -> None:
-    """From now on the calls of this process are noted in the file ``path``."""
-    global _owner, _path, _real_exit, _real_now
+    """Records the exit calls of this process in the file ``path``."""
+    global _owner, _path, _real_exit, _real_os_exit
     _owner, _path = os.getpid(), path
     _real_exit, sys.exit = sys.exit, _exit
-    _real_now, os._exit = os._exit, _exit_now
+    _real_os_exit, os._exit = os._exit, _os_exit
 
 
 def detach() -> None:
-    """In a forked child, whose exit is not the rank's."""
+    """Restores both functions in a forked child, whose exit is not the rank's."""
     if sys.exit is _exit:
         sys.exit = _real_exit
-    if os._exit is _exit_now:
-        os._exit = _real_now
+    if os._exit is _os_exit:
+        os._exit = _real_os_exit
 
 
 def _exit(status: object = None, /) -> NoReturn:
@@ -46,14 +46,14 @@ def _exit(status: object = None, /) -> NoReturn:
     _real_exit(status)  # type: ignore[arg-type]
 
 
-def _exit_now(status: int) -> NoReturn:
+def _os_exit(status: int) -> NoReturn:
     if os.getpid() == _owner and isinstance(status, int):
         _note("os._exit", status & 0xFF, sys._getframe(1))
-    _real_now(status)
+    _real_os_exit(status)
 
 
 def _code_of(status: object) -> int:
-    """As the interpreter maps it: None is success, a number is itself, anything else is printed and means 1."""
+    """Returns the exit code for an argument of ``sys.exit``: None is 0, a number is itself, anything else is 1."""
     if status is None:
         return 0
     return status & 0xFF if isinstance(status, int) else 1
@@ -61,7 +61,10 @@ def _code_of(status: object) -> int:
 
 @log.guarded
 def _note(call: str, code: int, frame: FrameType | None) -> None:
-    """``call TAB code``, then ``line TAB function TAB file`` for each frame, innermost first (json is not imported)."""
+    """Writes ``call TAB code``, then ``line TAB function TAB file`` for each frame, innermost first.
+
+    The format is plain text because importing json costs too much.
+    """
     lines = [f"{call}\t{code}"]
     while frame is not None and len(lines) <= MAX_FRAMES:
         made = frame.f_code

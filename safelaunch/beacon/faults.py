@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it ends: fatal-signal stacks, its first uncaught exception, the way it exited."""
+"""Records how a rank fails: its stacks at a fatal signal, its first uncaught exception, the time of its exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 PR_SET_PTRACER = 0x59616D61
-SIGTERM = 15  # the signal module costs a rank 2 ms
+SIGTERM = 15  # importing signal costs a rank 2 ms
 YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 
 _owner = 0
@@ -29,7 +29,7 @@ _fault_file = (0, 0)
 
 
 def install(base: str, words: memoryview, supervisor: int) -> None:
-    """Sets the handlers of this rank up; ``base`` is its page's path, ``supervisor`` the pid that may trace it."""
+    """Installs the handlers of this rank. ``base``: its page's path. ``supervisor``: the pid that may trace it."""
     global _owner, _supervisor, _words, _exception_path, _previous_hook
     _owner, _supervisor, _words = os.getpid(), supervisor, words
     _exception_path = base + layout.EXCEPTION_SUFFIX
@@ -45,15 +45,15 @@ def _install_faulthandler(path: str) -> None:
     import fcntl
 
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    # A high number: a script that closes and reopens its low descriptors must not find ours under one of them.
+    # A high number keeps the file out of the way of scripts that close and reopen their low descriptors.
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 240)
         os.close(fd)
         fd = high
     except OSError:
-        pass  # few descriptors allowed: the low one serves as well
+        pass  # the limit on descriptors is low: keep the low number
     _fault_fd, _fault_file = fd, _identity(fd)
-    if not faulthandler.is_enabled():  # PYTHONFAULTHANDLER: the user wants it on stderr, and keeps it there
+    if not faulthandler.is_enabled():  # else PYTHONFAULTHANDLER is set: the user wants stderr
         faulthandler.enable(file=fd, all_threads=True)
         _enabled_ours = True
     faulthandler.register(SIGTERM, file=fd, all_threads=True, chain=True)
@@ -65,7 +65,10 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def allow_tracing() -> None:
-    """Under Yama's ptrace_scope=1 only ancestors may trace: names the supervisor, whose descendants then may, too."""
+    """Lets the supervisor and its descendants trace this process.
+
+    Under Yama's ptrace_scope=1, only ancestors may trace a process that has not named another tracer.
+    """
     if not _supervisor or not os.path.exists(YAMA):
         return
     import ctypes
@@ -74,7 +77,7 @@ def allow_tracing() -> None:
 
 
 def detach() -> None:
-    """In a forked child: its fatal signals and its SIGTERM must not write into its parent's file."""
+    """Removes the handlers in a forked child, whose fatal signals must not write to its parent's file."""
     global _enabled_ours
     faulthandler.unregister(SIGTERM)
     if _enabled_ours:
@@ -93,7 +96,7 @@ def detach() -> None:
 def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
     _note_exception(kind, value, traceback)
     _previous_hook(kind, value, traceback)
-    # The peers are looked at while this rank still holds its connections: once it is gone they fail, too.
+    # Wait until the supervisor has looked at the peers: once this rank closes its connections, they fail as well.
     if os.getpid() == _owner and issubclass(kind, Exception):
         log.guarded(page.wait_for_ack)(_words, _supervisor)
 
@@ -101,8 +104,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
 @log.guarded
 def _note_exception(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
     if os.getpid() != _owner or _words[layout.EXCEPTION_NS] or issubclass(kind, KeyboardInterrupt):
-        # The interpreter ends itself by SIGINT after a KeyboardInterrupt, unless a string of code has been run since
-        # (importing json or traceback does that). And that a rank was interrupted is no fault of its code.
+        # After a KeyboardInterrupt the interpreter ends itself by SIGINT, unless a string of code has run in between.
+        # Importing json or traceback runs one. Besides, an interrupt is not a fault of the rank's code.
         return
     _words[layout.EXCEPTION_NS] = monotonic_ns()
     frames: list[str] = []
@@ -128,13 +131,13 @@ def _formatted(value: BaseException) -> str:
         from traceback import format_exception
 
         return "".join(format_exception(type(value), value, value.__traceback__))
-    except Exception:  # a script's own re.py or token.py, say, in place of the library's: the frames have to do
+    except Exception:  # the script's own re.py or token.py may shadow the library's: the frames have to do
         return ""
 
 
 def _quoted(text: str) -> str:
-    """As JSON writes a string. The json module would be imported for it, and may be shadowed by the very script."""
-    raw = text.encode("utf-16-be", "replace")  # in pairs of surrogates, as JSON has them
+    """Returns ``text`` as a JSON string. The json module is slow to import, and the script may shadow it."""
+    raw = text.encode("utf-16-be", "replace")  # surrogate pairs, as in JSON
     units = (raw[n] << 8 | raw[n + 1] for n in range(0, len(raw), 2))
     plain = (chr(u) if 32 <= u < 127 and u not in (34, 92) else f"\\u{u:04x}" for u in units)
     return f'"{"".join(plain)}"'
@@ -143,7 +146,7 @@ def _quoted(text: str) -> str:
 def _text_of(value: BaseException) -> str:
     try:
         return str(value)
-    except Exception as error:  # the exception's own __str__ failed; the traceback module copes, and so do we
+    except Exception as error:  # the exception's own __str__ failed
         return f"<unprintable: {type(error).__name__}>"
 
 
@@ -151,7 +154,7 @@ def _text_of(value: BaseException) -> str:
 def _at_exit() -> None:
     if os.getpid() != _owner:
         return
-    # A script that put its own sys.excepthook in place of ours: the interpreter has noted the exception all the same.
+    # The script may have replaced our sys.excepthook. The interpreter still sets sys.last_value.
     value = getattr(sys, "last_value", None)
     if value is not None and not _words[layout.EXCEPTION_NS]:
         _note_exception(type(value), value, value.__traceback__)

@@ -1,7 +1,7 @@
-"""Post-import hooks: a function called once, right after a named module has been executed.
+"""Post-import hooks: call a function once, right after a named module has been executed.
 
-A process that never imports the module pays for one dictionary look-up per import. The module's loader is put back
-before it is executed, so that ``inspect`` and ``linecache`` see the real one.
+A process that never imports the module pays one dictionary lookup per import. The hook restores the module's loader
+before the module runs, so ``inspect`` and ``linecache`` see the real one.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class _Finder:
         return None
 
     def invalidate_caches(self) -> None:
-        """Called by ``importlib.invalidate_caches``; there is nothing to forget."""
+        """Called by ``importlib.invalidate_caches``. This finder caches nothing."""
 
 
 _finder = _Finder()
 
 
 def after_import(name: str, callback: Callback) -> None:
-    """Calls ``callback(module)`` after ``name`` was imported; at once when it already is. It must not raise."""
+    """Calls ``callback(module)`` after the import of ``name``, or at once if it is imported. It must not raise."""
     module = sys.modules.get(name)
     if module is not None:
         callback(module)

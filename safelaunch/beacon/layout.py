@@ -1,8 +1,7 @@
-"""The progress page: 64-bit words in a shared file, written by one rank with plain stores, read by the supervisor.
+"""The layout of the progress page: 64-bit words in a shared file, which one rank writes and the supervisor reads.
 
-A word is written by one process only and aligned stores of 8 bytes are not torn on the supported machines, so neither
-side needs a lock. ``MAGIC`` is stored last: a page without it is not ready. Times are CLOCK_MONOTONIC in nanoseconds,
-0 = never.
+Neither side needs a lock: each word has a single writer, and the supported machines do not tear aligned 8-byte stores.
+The rank stores ``MAGIC`` last, so a page without it is not ready. Times are CLOCK_MONOTONIC in nanoseconds, 0 = never.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ EXCEPTION_NS = 16
 EXIT_NS = 17
 SERVER_NS = 18
 OPTIMIZERS = 19
-ACK = 20  # written by the supervisor: it has looked at the peers
-KIND = 22  # EXPLICIT, IMPLICIT (nobody said that it is a rank) or LAUNCHER (it turned out not to be one)
-ENDING = 21  # written by the supervisor, in the agent's page: it is about to end this job
+ACK = 20  # written by the supervisor once it has looked at the peers
+KIND = 22  # EXPLICIT, IMPLICIT (the environment does not say that it is a rank) or LAUNCHER (it starts ranks)
+ENDING = 21  # written by the supervisor in the agent's page before it ends this job
 FIRST_OPTIMIZER = 32
 MAX_OPTIMIZERS = 32
 
@@ -47,14 +46,14 @@ STARTED, TORCH, EXCEPTION, EXITED = range(4)
 
 
 def page_name(attempt: int, rank: int, pid: int) -> str:
-    """File name of a rank's page below ``pages/``; its companions append a suffix to it."""
+    """Returns the file name of a rank's page below ``pages/``. Companion files append a suffix to it."""
     return f"{attempt}-{rank}-{pid}"
 
 
 def parse_page_name(name: str) -> tuple[int, int, int] | None:
-    """``(attempt, rank, pid)`` of a page's file name, or None for any other file."""
+    """Parses a page's file name to ``(attempt, rank, pid)``. Returns None for any other file."""
     parts = name.split("-")
-    if len(parts) != 3 or not all(part.isdigit() for part in parts):
+    if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
         return None
     return int(parts[0]), int(parts[1]), int(parts[2])
 
@@ -69,6 +68,15 @@ EXIT_SUFFIX = ".exit"
 CAUGHT_SUFFIX = ".caught"
 EVENTS = "agent.events"
 LOG = "beacon.log"
-ASKING = 23  # written by the supervisor: it asks, or has asked without an answer, a handler that needs the GIL
-LAST_ANSWER_S = 2.0  # the longest that an exiting rank waits for such a handler
-HOLD_S = 3.0  # the longest that a dying rank, or the agent ending its peers, waits for the supervisor's ACK
+LIFE = "life"
+KEEPERS = "keepers"
+RESCUE = "rescue"
+MEMBERS = "members"
+# The guardian's interpreter runs code from an environment variable, so that its command line does not name its owner.
+GUARDIAN_CODE = "SL_GUARDIAN"
+GUARDIAN_ARGUMENTS = ("-E", "-S", "-c", f"import os; exec(os.environ.pop('{GUARDIAN_CODE}'))")
+GUARDIAN_STARTER = "SL_GUARDIAN_STARTER"  # AGENT_ROLE if torchrun's beacon starts it
+AGENT_ROLE = "agent"
+ASKING = 23  # written by the supervisor while a question to a handler that needs the GIL is unanswered
+LAST_ANSWER_S = 2.0  # longest wait of an exiting rank for such a handler
+HOLD_S = 3.0  # longest wait for ACK, by a failing rank or by the agent before it ends the peers

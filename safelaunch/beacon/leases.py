@@ -1,7 +1,7 @@
-"""A rank's share in the leases of its job: as long as one rank lives, its GPUs are not free, supervisor or not.
+"""Holds a job's GPU leases in each rank, so that the GPUs stay leased while any rank lives, even without a supervisor.
 
-The lock goes with the process, and with the children that it forks (DataLoader workers), which keep the GPU's memory
-as well; a program that it executes does not have it.
+The lock lasts as long as the process and the children that it forks (DataLoader workers), which hold GPU memory as
+well. Programs that the process executes do not inherit it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _TRIES = 50
 
 
 def hold(paths: str) -> None:
-    """Locks the files ``paths`` (joined by ``os.pathsep``), shared, until this process ends. Best effort."""
+    """Locks a byte of each file in ``paths`` (joined by ``os.pathsep``) until this process ends. Best effort."""
     for path in filter(None, paths.split(os.pathsep)):
         fd = _open(path)
         if fd >= 0:
@@ -22,26 +22,30 @@ def hold(paths: str) -> None:
         from . import descriptors
 
         for fd in _held:
-            descriptors.spare(fd)
+            descriptors.protect(fd)
 
 
 def _open(path: str) -> int:
-    """A descriptor that holds a shared lock on ``path``, or -1."""
+    """Opens ``path`` and locks a random byte of it. Returns the descriptor that holds the lock, or -1.
+
+    The lock is an exclusive lock of the open file description, which takes write permission (see ``leases.files``).
+    Each rank locks a different byte, so all of them can hold the file.
+    """
     import fcntl
     import stat
-    from time import sleep
+    import struct
 
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return -1
     if stat.S_ISREG(os.fstat(fd).st_mode):
-        # Whoever asks what is free locks each file for a moment. Not to wait for ever: he may be stopped right there.
         for _ in range(_TRIES):
+            byte = int.from_bytes(os.urandom(5), "little")
             try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
                 return fd
             except OSError:
-                sleep(0.002)
+                continue  # another rank holds this byte
     os.close(fd)
     return -1

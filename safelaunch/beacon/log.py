@@ -1,4 +1,4 @@
-"""Where the beacon's own faults go: a file in the run directory, never the job's output."""
+"""The log of the beacon's own errors: a file in the run directory. They never reach the job's output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ run_dir = ""
 
 
 def fault(where: str) -> None:
-    """Notes the exception being handled. Costs the evidence that depended on it, nothing else."""
+    """Logs the exception being handled. The job loses only the evidence that depended on the failed step."""
     try:
         import traceback
 
@@ -30,11 +30,11 @@ def fault(where: str) -> None:
         finally:
             os.close(fd)
     except Exception:
-        return  # the run directory is gone or full: there is nowhere left to say it but the job's own output
+        return  # the run directory is gone or full, and the job's own output must stay untouched
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorator: an exception of ``function`` (safelaunch's own fault) is noted and does not reach the script."""
+    """Decorator: logs an exception of ``function``, which is safelaunch's own fault, and keeps it from the script."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
@@ -47,12 +47,12 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def private(path: str, flags: int) -> int:
-    """An ``opener`` for files that are nobody else's to read."""
+    """An ``opener`` for files that only their owner may read."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def absolute(path: str) -> str:
-    """``os.path.abspath``, where there is a working directory: it may have been removed."""
+    """Returns ``os.path.abspath(path)``, or ``path`` if the working directory has been removed."""
     try:
         return os.path.abspath(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Step, phase and state marks: plain stores into the progress page. Nothing here makes a system call."""
+"""Step, phase and state marks: plain stores to the progress page, without a system call."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from . import layout
 
 LONGEST_S = 1e9
 
-# Before a page is claimed, and in a forked child, the marks go to a page that nobody reads.
+# Before a page is claimed, and in a forked child, marks go to a private buffer.
 _bytes: bytearray | mmap.mmap = bytearray(layout.SIZE)
 _words = memoryview(_bytes).cast("Q")
 _slots: dict[int, int] = {}
 
 
 def _nothing() -> None:
-    """The first step of a process that is known to be a rank needs no preparation."""
+    """Default of ``before_first_step``: a process that is known to be a rank needs no preparation."""
 
 
 before_first_step = _nothing
 
 
 def use(buffer: bytearray | mmap.mmap, words: memoryview) -> None:
-    """Directs all marks to ``buffer`` (bytes) and ``words`` (the same as 64-bit words)."""
+    """Directs all marks to ``buffer`` (bytes) and ``words`` (the same memory as 64-bit words)."""
     global _bytes, _words
     _bytes, _words = buffer, words
 
 
 def detach() -> None:
-    """Directs all marks to nowhere: the page belongs to the parent of this process."""
+    """Discards all further marks, in a forked child: the page belongs to its parent."""
     use(bytearray(layout.SIZE), memoryview(bytearray(layout.SIZE)).cast("Q"))
 
 
 def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
-    """torch's optimizer step post hook: counts per optimizer, so that a GAN's two are not one twice as fast."""
+    """torch's optimizer step post hook. It counts per optimizer, so a GAN's two don't look like one twice as fast."""
     slot = _slots.get(id(optimizer))
     if slot is None:
         slot = _new_slot(optimizer)
@@ -43,16 +43,16 @@ def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
         words[slot] += 1
         words[layout.LAST_STEP_NS] = monotonic_ns()
     except ValueError:
-        detach()  # somebody has overwritten the page; the script goes on unmarked
+        detach()  # the page was overwritten: stop marking
 
 
 def _new_slot(optimizer: object) -> int:
-    """The word that counts this optimizer; those past the last word only mark the time."""
+    """Returns the word that counts this optimizer. Optimizers past the last word share one that nobody reads."""
     number = len(_slots)
     if not number:
         before_first_step()
     if number >= layout.MAX_OPTIMIZERS:
-        slot = layout.FIRST_OPTIMIZER + layout.MAX_OPTIMIZERS  # a word that no reader looks at
+        slot = layout.FIRST_OPTIMIZER + layout.MAX_OPTIMIZERS  # no reader looks at this word
     else:
         slot = layout.FIRST_OPTIMIZER + number
         _words[layout.OPTIMIZERS] = number + 1
@@ -63,7 +63,7 @@ def _new_slot(optimizer: object) -> int:
 
 
 def user_stepped() -> None:
-    """``safelaunch.step()``."""
+    """Implements ``safelaunch.step()``."""
     if not _words[layout.FIRST_STEP_NS]:
         before_first_step()
         _words[layout.FIRST_STEP_NS] = monotonic_ns()
@@ -76,30 +76,30 @@ def user_stepped() -> None:
 
 
 def set_state(state: int) -> None:
-    """One of ``layout.STARTED`` ... ``layout.EXITED``; a state never goes back."""
+    """Sets one of ``layout.STARTED`` ... ``layout.EXITED``. A state never goes back."""
     if state > _words[layout.STATE]:
         _words[layout.STATE] = state
 
 
 def renumber(rank: int, world_size: int) -> None:
-    """What torch.distributed says of a rank that nobody had numbered."""
+    """Sets rank and world size of a process whose environment gave no number, once torch.distributed has them."""
     _words[layout.RANK], _words[layout.LOCAL_RANK], _words[layout.WORLD_SIZE] = rank, rank, world_size
 
 
-def is_launcher() -> None:
-    """This process starts ranks and is none."""
+def set_launcher() -> None:
+    """Marks this process as one that starts ranks and is not a rank itself."""
     _words[layout.KIND] = layout.LAUNCHER
 
 
-def server_is_up() -> None:
+def set_server_up() -> None:
     _words[layout.SERVER_NS] = monotonic_ns()
 
 
 def set_phase(name: str, timeout_s: float) -> tuple[str, float]:
-    """``safelaunch.phase()``: ``timeout_s`` 0 = the watchdog's own threshold. Returns the phase before."""
+    """Implements ``safelaunch.phase()``. ``timeout_s`` 0 = the watchdog's own threshold. Returns the previous phase."""
     before = get_phase()
     data = str(name).encode("utf-8", "replace")[: layout.PHASE_MAX]
-    _words[layout.PHASE_LENGTH] = 0  # a reader never sees the new length with the old text
+    _words[layout.PHASE_LENGTH] = 0  # so that a reader never combines the new length with the old text
     _bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + len(data)] = data
     _words[layout.PHASE_TIMEOUT_NS] = int(_timeout(timeout_s) * 1e9)
     _words[layout.PHASE_SINCE_NS] = monotonic_ns()
@@ -108,7 +108,7 @@ def set_phase(name: str, timeout_s: float) -> tuple[str, float]:
 
 
 def _timeout(given: float) -> float:
-    """Seconds that a word can hold. Outside a run any argument passes, so none may raise here either."""
+    """Returns seconds that fit a word. Never raises: outside a run, any argument is accepted."""
     try:
         seconds = float(given)
     except (TypeError, ValueError):
@@ -117,13 +117,13 @@ def _timeout(given: float) -> float:
 
 
 def get_phase() -> tuple[str, float]:
-    """``(name, timeout_s)`` of the current phase; ``("", 0.0)`` outside any."""
+    """Returns ``(name, timeout_s)`` of the current phase, ``("", 0.0)`` outside any."""
     length = _words[layout.PHASE_LENGTH]
     text = bytes(_bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length])
     return text.decode("utf-8", "replace"), _words[layout.PHASE_TIMEOUT_NS] / 1e9
 
 
 def pause(delta: int) -> None:
-    """+1 pauses the watch of this rank, -1 undoes it; both count as progress."""
+    """Implements ``safelaunch.pause()``: +1 pauses the watch of this rank, -1 resumes it. Both count as progress."""
     _words[layout.PHASE_SINCE_NS] = monotonic_ns()
     _words[layout.PAUSED] = min(max(0, _words[layout.PAUSED] + delta), 1 << 32)

@@ -1,4 +1,4 @@
-"""The beacon of one rank: everything that is set up before the user's script runs, and undone after a fork.
+"""The beacon of one rank. It installs every hook before the user's script runs, and removes them after a fork.
 
 Nothing here may raise into the script, print, change an exit code, or keep the rank from ending.
 """
@@ -8,22 +8,36 @@ from __future__ import annotations
 import os
 import sys
 
-from . import caught, descriptors, exits, faults, imports, layout, leases, log, marks, page, ring, streams
+from . import (
+    caught_exceptions,
+    descriptors,
+    exits,
+    faults,
+    imports,
+    layout,
+    leases,
+    lifeline,
+    log,
+    marks,
+    page,
+    ring,
+    streams,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-_owner = 0  # pid of the process that set the beacon up; a forked child's differs
+_owner = 0  # pid of the process that installed the beacon; a forked child's differs
 
 
 @log.guarded
 def start(run_dir: str, role: str) -> None:
-    """Wakes the beacon in this process. ``role`` is ``rank``, or ``spawned`` when the rank's number arrives later."""
+    """Starts the beacon in this process. ``role``: ``rank``, or ``spawned`` if the rank's number arrives later."""
     log.run_dir = run_dir
     if role == "spawned":
-        imports.after_import("torch.distributed.elastic.multiprocessing.api", _claim_when_told)
+        imports.after_import("torch.distributed.elastic.multiprocessing.api", _claim_when_spawned)
         return
     claim(run_dir, os.environ)
 
@@ -33,8 +47,8 @@ def is_claimed() -> bool:
 
 
 @log.guarded
-def _claim_when_told(module: Any) -> None:
-    """``torchrun --run-path``: the spawned child learns its rank as it enters ``_wrap``, which we enter first."""
+def _claim_when_spawned(module: Any) -> None:
+    """Wraps torch's ``_wrap``, whose arguments give a child of ``torchrun --run-path`` its rank."""
     original = module._wrap
 
     def _wrap(local_rank: int, fn: Any, args: Any, envs: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -46,7 +60,10 @@ def _claim_when_told(module: Any) -> None:
 
 @log.guarded
 def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> None:
-    """Makes this process the rank that ``env`` describes: its page first, then everything else, each for itself."""
+    """Makes this process the rank that ``env`` describes.
+
+    The page comes first. Each later step is guarded separately, so one that fails costs no other.
+    """
     global _owner
     attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank = int(env["RANK"])
@@ -64,16 +81,36 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     supervisor = int(env.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     for step in (
         lambda: leases.hold(env.get("SAFELAUNCH_LEASES", "")),
+        lambda: _end_with_job(run_dir, env),
         lambda: _keep_output(base),
         lambda: faults.install(base, words, supervisor),
         lambda: exits.install(base + layout.EXIT_SUFFIX),
-        lambda: caught.install(base + layout.CAUGHT_SUFFIX),
+        lambda: caught_exceptions.install(base + layout.CAUGHT_SUFFIX),
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
         lambda: imports.after_import("torch.distributed.distributed_c10d", lambda _: _torch_distributed(base)),
+        lambda: _watch_under_exec(run_dir, env),
     ):
         log.guarded(step)()
+
+
+def _end_with_job(run_dir: str, env: Mapping[str, str]) -> None:
+    """Ties this process to the keepers if the job waits for it: the job's first process and that one's children.
+
+    A rank further down may outlive the job as a daemon.
+    """
+    if env.get("SAFELAUNCH_AGENT_PID") in (str(os.getpid()), str(os.getppid())):
+        lifeline.end_with_keepers(run_dir)
+
+
+def _watch_under_exec(run_dir: str, env: Mapping[str, str]) -> None:
+    """Starts ``lifeline.watch`` under ``safelaunch exec``, where the parent may have no beacon to do it.
+
+    It waits for the import of torch, after which a process has threads anyway.
+    """
+    if env.get("SAFELAUNCH_MODE") == "exec":
+        imports.after_import("torch.distributed", lambda _: lifeline.watch(run_dir, "rank"))
 
 
 def _keep_output(base: str) -> None:
@@ -95,11 +132,11 @@ def _torch_distributed(base: str) -> None:
     from . import server
 
     if server.start(base + layout.SERVER_SUFFIX):
-        marks.server_is_up()
+        marks.set_server_up()
 
 
 def _write_meta(base: str) -> None:
-    """What only this interpreter knows of itself: key TAB value lines (json is not imported yet)."""
+    """Writes facts that only this interpreter knows, as key TAB value lines (json is not imported yet)."""
     roots = [os.path.dirname(os.__file__)]
     roots += [entry for entry in sys.path if "site-packages" in entry or "dist-packages" in entry]
     lines = [f"executable\t{sys.executable}", f"python\t{sys.version.split()[0]}", f"cwd\t{os.getcwd()}"]
@@ -111,12 +148,12 @@ def _write_meta(base: str) -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child (a DataLoader worker, say): let go of everything that is the rank's own."""
+    """Removes the hooks in a forked child (a DataLoader worker, for example), which is not the rank."""
     if os.getpid() == _owner:
         return
     log.guarded(marks.detach)()
     log.guarded(streams.detach)()
     log.guarded(faults.detach)()
     log.guarded(exits.detach)()
-    log.guarded(caught.detach)()
+    log.guarded(caught_exceptions.detach)()
     log.guarded(descriptors.detach)()

@@ -1,8 +1,8 @@
-"""The last bytes that a rank wrote, with times, in a shared file that outlives it.
+"""A ring buffer of a rank's latest output, with times, in a shared file that outlives the rank.
 
-Layout: a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of records, written
-around. ``head`` and ``tail`` count bytes since the start: a record begins at ``tail``, the next is written at ``head``.
- A record is its time (CLOCK_REALTIME, ns), its length and its stream, then the data.
+Layout: a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of records, which
+wrap around. ``head`` and ``tail`` count bytes since the start: the oldest record begins at ``tail``, the next one is
+written at ``head``. A record consists of its time (CLOCK_REALTIME, ns), its length, its stream, and the data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STDOUT, STDERR = 1, 2
 
 
 class Ring:
-    """Writer of one ring file. ``append`` never blocks, nor fails on a full disk: the space is allocated first."""
+    """Writes one ring file. ``append`` never blocks and never fails on a full disk: the file is allocated first."""
 
     def __init__(self, path: str, capacity: int = CAPACITY) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -38,9 +38,8 @@ class Ring:
         HEADER.pack_into(self._map, 0, MAGIC, self._capacity, self._head, self._tail)
 
     def append(self, stream: int, data: bytes | memoryview) -> None:
-        # A writer that is interrupted by another thread or by a signal handler that prints: the second one's bytes
-        # are left out of the ring rather than waited for (the flag is checked and set without a release of the GIL
-        # in between often enough, and the reader survives a torn record).
+        # If another thread, or a signal handler that prints, interrupts a writer, the ring drops the second one's bytes
+        # instead of waiting. Checking and setting the flag is not atomic, but the reader survives a torn record.
         if self._busy:
             return
         self._busy = True
@@ -51,7 +50,7 @@ class Ring:
             need = RECORD.size + len(data)
             while self._head + need - self._tail > self._capacity:
                 self._tail += RECORD.size + RECORD.unpack(self._read(self._tail, RECORD.size))[1]
-            # The tail is published before its bytes are overwritten, the head after the new ones are there.
+            # Publish the tail before overwriting its bytes, and the head after writing the new ones.
             self._store()
             self._write(self._head, RECORD.pack(time_ns(), len(data), stream) + bytes(data))
             self._head += need
@@ -60,7 +59,7 @@ class Ring:
             self._busy = False
 
     def _read(self, at: int, size: int) -> bytes:
-        return _around(self._map, self._capacity, at, size)
+        return _read_wrapped(self._map, self._capacity, at, size)
 
     def _write(self, at: int, data: bytes) -> None:
         start = at % self._capacity
@@ -70,7 +69,7 @@ class Ring:
             self._map[HEADER.size : HEADER.size + len(data) - first] = data[first:]
 
 
-def _around(buffer: bytes | mmap.mmap, capacity: int, at: int, size: int) -> bytes:
+def _read_wrapped(buffer: bytes | mmap.mmap, capacity: int, at: int, size: int) -> bytes:
     start = at % capacity
     first = min(size, capacity - start)
     part = bytes(buffer[HEADER.size + start : HEADER.size + start + first])
@@ -78,10 +77,10 @@ def _around(buffer: bytes | mmap.mmap, capacity: int, at: int, size: int) -> byt
 
 
 def read(path: str | os.PathLike[str]) -> list[tuple[int, int, bytes]]:
-    """Records of the ring at ``path``, oldest first: ``[(time_ns, stream, data)]``; stream is STDOUT or STDERR.
+    """Returns the records of the ring at ``path``, oldest first: ``[(time_ns, stream, data)]``.
 
-    The writer may be writing: a record that does not make sense ends the reading. Raises OSError when the file cannot
-    be read, ValueError when it is not a ring.
+    ``stream`` is STDOUT or STDERR. The rank may write at the same time, so reading stops at the first invalid record.
+    Raises OSError if the file cannot be read, ValueError if it is not a ring.
     """
     with open(path, "rb") as file:
         content = file.read(HEADER.size + 16 * CAPACITY)
@@ -92,9 +91,9 @@ def read(path: str | os.PathLike[str]) -> list[tuple[int, int, bytes]]:
         raise ValueError("not a ring, or a damaged one")
     records = []
     while head - tail >= RECORD.size:
-        time, length, stream = RECORD.unpack(_around(content, capacity, tail, RECORD.size))
+        time, length, stream = RECORD.unpack(_read_wrapped(content, capacity, tail, RECORD.size))
         if length > head - tail - RECORD.size or stream not in (STDOUT, STDERR):
             break
-        records.append((time, stream, _around(content, capacity, tail + RECORD.size, length)))
+        records.append((time, stream, _read_wrapped(content, capacity, tail + RECORD.size, length)))
         tail += RECORD.size + length
     return records

@@ -1,7 +1,7 @@
-"""c10d's worker server: an HTTP server on a unix socket, run by C++ threads, that answers while Python hangs.
+"""Starts c10d's worker server: an HTTP server on a unix socket whose C++ threads answer while Python hangs.
 
-It is started before any process group exists and never stopped: destroying it in a forked child shuts the listener of
-the parent down, which then aborts.
+The server starts before any process group exists, and its object is never destroyed. Destroying it in a forked child
+would shut down the parent's listener and abort the parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 
 
 def start(path: str) -> bool:
-    """Starts the server on ``path``. Returns False where this torch has none."""
+    """Starts the server on the socket ``path``. Returns False if this torch has none."""
     try:
         from torch._C import _distributed_c10d as c10d
 
@@ -33,11 +33,11 @@ def start(path: str) -> bool:
     register = getattr(c10d, "_register_handler", None)
     if register is not None:
         for name, handler in ((GIL_HANDLER, _answer_gil), (FLIGHT_RECORD_HANDLER, _answer_flight_record)):
-            # C++ drops its reference after the interpreter is gone; were it the last one, the process would abort.
+            # C++ drops its reference after the interpreter is gone. If that were the last one, the process would abort.
             _never_destroy(handler)
             register(name, handler)
     global _server
-    _server = _without_its_words(lambda: descriptors.sparing(lambda: server_class(path)))
+    _server = _without_server_log(lambda: descriptors.protect_new_sockets(lambda: server_class(path)))
     _never_destroy(_server)
     return True
 
@@ -58,8 +58,8 @@ def _answer_flight_record(request: Any, response: Any) -> None:
 def _without_inductor(dump: Callable[[], bytes]) -> bytes:
     """Calls ``dump`` while ``torch._inductor`` looks absent to this thread, unless it is imported already.
 
-    To name the frames of compiled code, torch asks whether it has ``_inductor``, and the question imports it: 800
-    modules, a second of CPU in every rank at once, and a wait without end where the rank hangs in an import.
+    To name the frames of compiled code, torch checks for ``torch._inductor``, and the check imports it. That loads 800
+    modules and costs a second of CPU in every rank at once. It also waits forever if the rank hangs in an import.
     """
     torch = sys.modules["torch"]
     if "_inductor" in vars(torch):
@@ -74,7 +74,7 @@ def _without_inductor(dump: Callable[[], bytes]) -> bytes:
 
 
 class _NotImported:
-    """``torch._inductor``: without attributes for thread ``owner``, the real one, imported now, for all others."""
+    """Stands in for ``torch._inductor``: has no attributes for thread ``owner``, imports the real module for others."""
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
@@ -94,21 +94,21 @@ def _never_destroy(thing: object) -> None:
 
 
 def stop() -> None:
-    """Ends the server, in the process that started it, at its exit: left running, it sometimes aborts the rank.
+    """Stops the server at the exit of the process that started it. Left running, it sometimes aborts the rank.
 
-    Not to be called while a handler that needs the GIL may be under way: ``shutdown`` waits for it with the GIL held.
+    Do not call it while a handler that needs the GIL may be running: ``shutdown`` waits for it while holding the GIL.
     """
     if _server is not None:
-        _without_its_words(_server.shutdown)
+        _without_server_log(_server.shutdown)
 
 
-def _without_its_words(make: Callable[[], object]) -> object:
-    """Calls ``make`` while descriptor 2 leads to memory; puts back on stderr what is not the server's."""
+def _without_server_log(make: Callable[[], object]) -> object:
+    """Calls ``make`` with descriptor 2 redirected to memory, then writes all lines but the server's own to stderr."""
     try:
         sys.stderr.flush()
         kept = os.memfd_create("safelaunch-stderr", os.MFD_CLOEXEC)
         real = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # no stderr, or no descriptor left: a line too many is no harm
+    except (OSError, ValueError, AttributeError):  # no stderr, or no free descriptor: the server's lines are harmless
         return make()
     try:
         os.dup2(kept, 2, inheritable=True)
@@ -116,8 +116,8 @@ def _without_its_words(make: Callable[[], object]) -> object:
             return make()
         finally:
             os.dup2(real, 2, inheritable=True)
-            said = os.pread(kept, 1 << 20, 0)
-            for line in said.splitlines(keepends=True):
+            written = os.pread(kept, 1 << 20, 0)
+            for line in written.splitlines(keepends=True):
                 if b"WorkerServer.cpp" not in line:
                     os.write(2, line)
     finally:

@@ -1,9 +1,8 @@
-"""Keeps what Python writes to stdout and stderr in the ring, without changing the streams' observable nature.
+"""Copies what Python writes to stdout and stderr to the ring, without changing how the streams behave.
 
-The raw layer under ``sys.stdout`` is replaced by a ``FileIO`` subclass on the same descriptor; the text layer is made
-again with the same encoding, error handler, newline translation and buffering, so that ``fileno``, ``isatty``,
-``tqdm``, ``subprocess`` and ``dup2`` see what they saw before. What C++ code or ``os.write`` puts on the descriptor is
-not seen.
+A ``FileIO`` subclass on the same descriptor replaces the raw layer under ``sys.stdout``. The text layer is rebuilt with
+the same encoding, error handler, newline translation and buffering. So ``fileno``, ``isatty``, ``tqdm``, ``subprocess``
+and ``dup2`` work as before. Output that C++ code or ``os.write`` sends to the descriptor is not copied.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import sys
 from . import ring as rings
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # the typing module is not loaded for it: a rank pays for every import
+if TYPE_CHECKING:  # a rank does not import typing: it pays for every import
     from typing import Any
 
 _ring: rings.Ring | None = None
 
 
 class _Tee(io.FileIO):
-    """Writes to the descriptor as before; what was accepted also goes to the ring."""
+    """Writes to the descriptor as before, and copies the bytes that it accepted to the ring."""
 
     def __init__(self, fd: int, name: str, stream: int) -> None:
         super().__init__(fd, "w", closefd=False)
@@ -34,12 +33,12 @@ class _Tee(io.FileIO):
             try:
                 _ring.append(self._stream, memoryview(data).cast("B")[:written])
             except Exception:
-                detach()  # a damaged ring must never cost the rank a line of its output
+                detach()  # a damaged ring must never cost the rank any output
         return written
 
 
 def attach(ring: rings.Ring) -> None:
-    """Replaces ``sys.stdout`` and ``sys.stderr`` where they are the interpreter's own."""
+    """Replaces ``sys.stdout`` and ``sys.stderr`` if they are still the interpreter's own."""
     global _ring
     _ring = ring
     for name, stream in (("stdout", rings.STDOUT), ("stderr", rings.STDERR)):
@@ -51,7 +50,7 @@ def attach(ring: rings.Ring) -> None:
 
 
 def detach() -> None:
-    """Stops keeping output (in a forked child, or when the ring is damaged); the streams go on as before."""
+    """Stops copying output, in a forked child or when the ring is damaged. The streams keep working."""
     global _ring
     _ring = None
 

@@ -1,1 +1,1 @@
-"""The bundle: assembled privately, published whole, shown as a report."""
+"""Assembles a bundle privately, and publishes it whole."""

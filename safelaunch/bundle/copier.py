@@ -1,12 +1,15 @@
-"""Run as a program: copies a staged bundle into the bundle directory, whole or not at all. Standard library only.
+"""A program that copies a staged bundle into the bundle directory, whole or not at all. Standard library only.
 
 ``copier.py STAGED DIRECTORY NAME KEEP ARCHIVE_S`` writes the final path and a NUL byte to stdout as soon as the bundle
-is there. Then, where KEEP is not 0, all but the KEEP newest bundles are removed; where ARCHIVE_S is not 0, an archive
-is written beside, in at most so many seconds. What goes wrong with these two follows the NUL byte, a line each.
+is in place. Then, unless KEEP is 0, it removes all but the KEEP newest bundles. Unless ARCHIVE_S is 0, it writes an
+archive beside the bundle, in at most that many seconds. Problems with these two follow the NUL byte, one per line.
 
-It is a process of its own so that it can be given up when the directory is on a disk that does not answer.
+It is a separate process, so that the supervisor can abandon it if the disk does not answer. It makes the directory its
+working directory: whatever others do to the name, the files go there. Others who may write there (a project's group)
+can still rename what they find, so at the end it checks what is at the names.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -20,79 +23,227 @@ if TYPE_CHECKING:
 
 BUNDLE = re.compile(r".+-(?P<time>\d{8}T\d{6}Z)-(?:hang|crash|dump)(?:-(?P<number>\d{1,3}))?")
 STALE_S = 24 * 3600
+REPLACED = "another user who may write there has replaced the bundle"
 WHOLE = ("verdict.json", "manifest.json")
 
 
-def main(staged: str, directory: str, name: str, keep: str, archive_s: str) -> int:
-    """Publishes one bundle; 1, with the reason on stderr, when it could not be."""
-    partial = os.path.join(directory, f".{name}.{os.getpid()}-{time.time_ns()}.partial")
+def main(staged: str, directory: str, name: str, keep: str, archive_s: str, whole: str = "") -> int:
+    """Publishes one bundle; returns 1, with the reason on stderr, if that fails.
+
+    ``whole``: the name of the bundle that this one is a part of; if that is in the directory, it becomes the latest.
+    """
+    staged, directory = os.path.abspath(staged), os.path.abspath(directory)
+    partial = f".{name}.{os.getpid()}-{time.time_ns()}.partial"
+    written = -1
     parent = os.getppid()
     try:
-        os.makedirs(directory, mode=0o755, exist_ok=True)
+        _make_directory(directory)
+        os.chdir(directory)
+        if reason := why_unsafe(os.stat(".")):
+            raise OSError(None, reason)
         os.umask(0o077)
         os.mkdir(partial, 0o700)
-        shutil.copytree(staged, partial, copy_function=shutil.copyfile, dirs_exist_ok=True)
-        for folder, _, files in os.walk(partial):
-            os.chmod(folder, 0o700)
-            for file in files:
-                os.chmod(os.path.join(folder, file), 0o600)
-        if os.getppid() != parent:  # and with safelaunch goes what it had staged, perhaps while we copied it
-            raise OSError(None, "safelaunch was killed")
-        if _files(partial) != _files(staged):
-            raise OSError(None, "what had been written was removed meanwhile")
-        final = _rename(partial, os.path.join(directory, name))
+        written = _open_new(partial, _owner_of_what_is_made())
+        _inside(written, lambda: _copy(staged, parent))
+        final = _rename(partial, name)
+        if not (_is(final, os.fstat(written)) and _is(os.path.realpath(directory), os.stat("."))):
+            raise OSError(None, REPLACED)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        if written >= 0:
+            _remove_directory(partial, written)
         print(f"{directory}: {error.strerror or error}", file=sys.stderr)
         return 1
-    _link_latest(directory, os.path.basename(final))
-    sys.stdout.buffer.write(os.fsencode(final) + b"\0")
+    _link_latest(".", whole if whole and os.path.isdir(whole) else final)
+    sys.stdout.buffer.write(os.fsencode(os.path.join(directory, final)) + b"\0")
     sys.stdout.buffer.flush()
-    _report("what a copy has left is still there", lambda: _remove_stale(directory))
+    _report("the remains of an earlier copy could not be removed", lambda: _remove_stale("."))
     if float(archive_s):
-        _report("no archive of the bundle", lambda: _archive(final, time.monotonic() + float(archive_s)))
+        _report(
+            "the archive could not be written", lambda: _archive(final, written, time.monotonic() + float(archive_s))
+        )
     if int(keep):
-        _report("old bundles are still there", lambda: _remove_old(directory, int(keep), os.path.basename(final)))
+        _report("old bundles could not be removed", lambda: _remove_old(int(keep), final))
     return 0
 
 
+def _make_directory(directory: str) -> None:
+    try:
+        os.makedirs(directory, mode=0o755, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, FileNotFoundError):
+        while directory != os.path.dirname(directory):
+            if os.path.lexists(directory) and not os.path.isdir(directory):
+                raise OSError(None, what_is_in_the_way(directory)) from None
+            directory = os.path.dirname(directory)
+        raise
+
+
+def what_is_in_the_way(path: str) -> str:
+    """What ``path``, which is not a directory, is instead, and what to do about it."""
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode) and not os.path.exists(path):
+        target = os.readlink(path)
+        if len(target) > 200:
+            return f"{path} is a link that leads nowhere: remove it, or choose another --bundle-dir"
+        return f"{path} is a link to {target}, which does not exist: create {target} or remove the link"
+    mode = os.stat(path).st_mode
+    kinds = {stat.S_IFREG: "a file", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    kind = kinds.get(stat.S_IFMT(mode), "a device")
+    return f"{path} is {kind}, not a directory: move it away, or choose another --bundle-dir"
+
+
+def why_unsafe(directory: os.stat_result) -> str:
+    """Why any user could replace a bundle in this directory; empty if only its owner or a group can."""
+    if not directory.st_mode & stat.S_IWOTH:
+        return ""
+    if not directory.st_mode & stat.S_ISVTX:
+        return f"every user may replace files in it (mode {stat.S_IMODE(directory.st_mode):o})"
+    if directory.st_uid not in (0, os.geteuid()):
+        return f"every user may write to it, and its owner, user {directory.st_uid}, may replace files in it"
+    return ""
+
+
+def _owner_of_what_is_made() -> int:
+    """The owner of files that we create here: on some network disks, not us. Nobody can swap an open file."""
+    name = f".{os.getpid()}-{time.time_ns()}.owner"
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        try:
+            os.unlink(name)
+        except OSError:
+            pass  # another user took it away; it was empty
+
+
+def _open_new(name: str, uid: int) -> int:
+    """Opens a directory that we, ``uid``, just created. Raises OSError if somebody has replaced it."""
+    try:
+        descriptor = _open(name)
+    except OSError as error:
+        raise OSError(None, REPLACED) from error
+    if os.fstat(descriptor).st_uid != uid:
+        os.close(descriptor)
+        raise OSError(None, REPLACED)
+    return descriptor
+
+
+def _open(name: str) -> int:
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _is(name: str, known: os.stat_result) -> bool:
+    try:
+        found = os.stat(name, follow_symlinks=False)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (known.st_dev, known.st_ino)
+
+
+def _inside(directory: int, work: "Callable[[], None]") -> None:
+    """Runs ``what`` with the open directory as the working directory."""
+    here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fchdir(directory)
+        work()
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
+def _copy(staged: str, parent: int) -> None:
+    """Copies ``staged`` into the working directory, private. Raises OSError if anything is missing."""
+    os.chmod(".", 0o700)
+    copy_tree(staged, ".")
+    if os.getppid() != parent:  # its staged files go with it, perhaps while we copied them
+        raise OSError(None, "safelaunch was killed")
+    if not _files(staged) or _files(".") != _files(staged):
+        raise OSError(None, "the staged bundle was removed during the copy")
+
+
+def copy_tree(source: str, target: str) -> None:
+    """Copies the files below ``source`` into ``target``, private whatever the umask and ACLs.
+
+    Raises the first OSError, whose text is one line.
+    """
+    for folder, folders, files in os.walk(source):
+        there = os.path.join(target, folder[len(source) + 1 :])
+        for name in folders:
+            made = os.path.join(there, name)
+            os.mkdir(made, 0o700)
+            os.chmod(made, 0o700)
+        for name in files:
+            made = os.path.join(there, name)
+            shutil.copyfile(os.path.join(folder, name), made, follow_symlinks=False)
+            os.chmod(made, 0o600)
+
+
+def _remove_directory(name: str, descriptor: int) -> None:
+    """Empties the open directory, and removes its name if that still refers to it. Best effort."""
+
+    def empty() -> None:
+        for entry in list(os.scandir(".")):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.name, ignore_errors=True)
+            else:
+                os.unlink(entry.name)
+
+    try:
+        _inside(descriptor, empty)
+        if _is(name, os.fstat(descriptor)):
+            os.rmdir(name)
+    except OSError:
+        return
+
+
 def _files(root: str) -> "list[str]":
-    return sorted(
-        os.path.relpath(os.path.join(folder, file), root) for folder, _, files in os.walk(root) for file in files
-    )
+    """The files below ``root``, relative to it. Its own path is not used, because it may just be renamed."""
+    return sorted(os.path.join(folder, file)[len(root) + 1 :] for folder, _, files in os.walk(root) for file in files)
 
 
 def _rename(partial: str, wanted: str) -> str:
-    """Renames to ``wanted``, or to ``wanted-2``, ... where another run has taken that name."""
+    """Renames to ``wanted``, or to ``wanted-2``, ... if another run has that name."""
     for number in range(1, 1000):
         final = wanted if number == 1 else f"{wanted}-{number}"
         try:
-            os.mkdir(final, 0o700)  # reserves the name: rename would replace another's empty directory only
+            os.mkdir(final, 0o700)  # reserves the name: rename can replace only an empty directory
         except FileExistsError:
             continue
         try:
             os.rename(partial, final)
-        except OSError:
+        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+            raise OSError(None, REPLACED) from error
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                raise OSError(None, REPLACED) from error
             os.rmdir(final)
             raise
         return final
-    raise FileExistsError(f"{wanted} exists a thousand times")
+    raise FileExistsError(f"{wanted} and a thousand numbered names exist already")
 
 
 def _link_latest(directory: str, name: str) -> None:
     link = os.path.join(directory, "latest")
     partial = os.path.join(directory, f".latest.{os.getpid()}-{time.time_ns()}")
     if os.path.lexists(link) and not os.path.islink(link):
-        return  # somebody's own file or folder of that name stays
+        return  # a file or folder of the user with that name stays
     try:
         os.symlink(name, partial)
         os.replace(partial, link)
     except OSError:
-        return  # a disk without links: the bundle itself is there
+        return  # a disk without links: the bundle itself is in place
+
+
+def is_ours_alone(directory: os.stat_result) -> bool:
+    """Whether nobody else can rename our files in it. If others can, any of our directories may have any name."""
+    shared = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
+    return directory.st_uid in (0, os.geteuid()) and not shared
 
 
 def _remove_stale(directory: str) -> None:
-    """Copies that were given up on a dead disk and could not be removed then: ours, and older than a day."""
+    """Removes our copies that were abandoned on a dead disk more than a day ago."""
+    if not is_ours_alone(os.stat(directory)):
+        return
     for entry in list(os.scandir(directory)):
         if not (entry.name.startswith(".") and entry.name.endswith(".partial")):
             continue
@@ -105,13 +256,13 @@ def _remove_stale(directory: str) -> None:
             else:
                 os.unlink(entry.path)
         except FileNotFoundError:
-            continue  # its own copy has just ended, and that is no leftover
+            continue  # our own copy has just ended: it is not a leftover
 
 
 def _report(what: str, work: "Callable[[], None]") -> None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - the bundle is there; its copy and the room that it takes are not worth more
+    except Exception as error:  # noqa: BLE001 - the bundle is in place; archive and retention are best effort
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         sys.stdout.buffer.write(f"{what}: {reason}\n".encode("utf-8", "replace"))
 
@@ -119,25 +270,27 @@ def _report(what: str, work: "Callable[[], None]") -> None:
 # --- the archive ------------------------------------------------------------------------------------------------------
 
 
-def _archive(bundle: str, deadline_s: float) -> None:
-    """``<bundle>.tar.gz``: relative names, nobody's files; whole or not at all, and never in place of another's."""
+def _archive(name: str, bundle: int, deadline_s: float) -> None:
+    """Writes ``<name>.tar.gz`` of the open directory ``bundle``, with relative names and without owners.
+
+    Whole or not at all, and never over another file.
+    """
     import tarfile
 
     def anonymous(member: tarfile.TarInfo) -> "tarfile.TarInfo | None":
         if time.monotonic() > deadline_s:
-            raise TimeoutError(None, "there was no time left to write it")
+            raise TimeoutError(None, "no time was left to write it")
         member.uid = member.gid = 0
         member.uname = member.gname = ""
         return member if member.isreg() or member.isdir() else None
 
-    final = f"{bundle}.tar.gz"
-    directory, name = os.path.split(bundle)
-    partial = os.path.join(directory, f".{name}.tar.gz.{os.getpid()}-{time.time_ns()}.partial")
+    final = f"{name}.tar.gz"
+    partial = f".{name}.tar.gz.{os.getpid()}-{time.time_ns()}.partial"
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
             os.fchmod(file.fileno(), 0o600)
             with tarfile.open(fileobj=file, mode="w:gz", compresslevel=6, format=tarfile.PAX_FORMAT) as tar:
-                tar.add(bundle, arcname=name, filter=anonymous)
+                tar.add(f"/proc/self/fd/{bundle}/.", arcname=name, filter=anonymous)
         os.close(os.open(final, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # reserves the name
         os.replace(partial, final)
     except BaseException:
@@ -151,24 +304,23 @@ def _archive(bundle: str, deadline_s: float) -> None:
 # --- retention --------------------------------------------------------------------------------------------------------
 
 
-def _remove_old(directory: str, keep: int, just_written: str) -> None:
-    """Removes all but the ``keep`` newest bundles of this user; never the new one, nor that which ``latest`` names."""
-    names = sorted((name for name in os.listdir(directory) if _is_bundle(directory, name)), key=_age)
+def _remove_old(keep: int, just_written: str) -> None:
+    """Removes all but the ``keep`` newest bundles of this user, but never the new one or the target of ``latest``."""
+    names = sorted((name for name in os.listdir(".") if _is_bundle(name)), key=_age)
     try:
-        spared = {just_written, os.path.basename(os.readlink(os.path.join(directory, "latest")))}
+        spared = {just_written, os.path.basename(os.readlink("latest"))}
     except OSError:
         spared = {just_written}
     for name in names[: max(0, len(names) - keep)]:
         if name not in spared:
-            _remove(directory, name)
+            _remove(name)
 
 
-def _is_bundle(directory: str, name: str) -> bool:
-    """A directory, not a link to one, named as we name them, whole, and of this user."""
-    path = os.path.join(directory, name)
+def _is_bundle(name: str) -> bool:
+    """Whether it is a complete bundle of this user: a directory, not a link, with a bundle's name."""
     try:
-        info = os.lstat(path)
-        files = [os.lstat(os.path.join(path, file)) for file in WHOLE]
+        info = os.lstat(name)
+        files = [os.lstat(os.path.join(name, file)) for file in WHOLE]
     except OSError:
         return False
     ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not name.startswith(".")
@@ -181,18 +333,27 @@ def _age(name: str) -> tuple[str, int]:
     return match["time"], int(match["number"] or 1)
 
 
-def _remove(directory: str, name: str) -> None:
-    """First renamed, so that nobody finds half of it. ``rmtree`` follows no links."""
-    path = os.path.join(directory, name)
-    doomed = os.path.join(directory, f".{name}.{os.getpid()}-{time.time_ns()}.removed")
+def _remove(name: str) -> None:
+    """Removes a bundle; renames it first, so that nobody finds half of it."""
+    doomed = f".{name}.{os.getpid()}-{time.time_ns()}.removed"
     try:
-        os.rename(path, doomed)
+        bundle = _open(name)
     except FileNotFoundError:
         return  # another run was faster
-    shutil.rmtree(doomed)
     try:
-        if stat.S_ISREG(os.lstat(f"{path}.tar.gz").st_mode):
-            os.unlink(f"{path}.tar.gz")
+        if not _is_bundle(name) or not _is(name, os.fstat(bundle)):
+            return
+        os.rename(name, doomed)
+        _remove_directory(doomed, bundle)
+        if os.path.lexists(doomed):
+            raise OSError(None, f"{doomed} could not be removed")
+    except FileNotFoundError:
+        return
+    finally:
+        os.close(bundle)
+    try:
+        if stat.S_ISREG(os.lstat(f"{name}.tar.gz").st_mode):
+            os.unlink(f"{name}.tar.gz")
     except FileNotFoundError:
         pass
 

@@ -1,8 +1,8 @@
-"""``--on-bundle COMMAND``: the user's own command, told of each bundle as soon as it is there.
+"""``--on-bundle COMMAND``: runs the user's command for each bundle.
 
-It runs beside the watch, which never waits for it; only the end of the job does. ``posix_spawn`` starts it: that opens
-the signals that the supervisor blocks again, in the child alone and without a wrapper. A process group of its own, so
-that all of it can be ended; but our session, by which what we start ourselves is told from the job.
+The watch never waits for the command; only the end of the job does. ``posix_spawn`` starts it, which unblocks the
+supervisor's signals in the child without a wrapper. It gets its own process group, so that all of it can be killed, but
+stays in our session, which distinguishes our own processes from the job's.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from safelaunch.console import say
 from safelaunch.model import Verdict
-from safelaunch.task import Task
+from safelaunch.system.console import say
+from safelaunch.system.task import Task
 
 DEADLINE_S = 30.0
 SHELL = "/bin/sh"
 _LAST_BYTES = 4096
 _LAST_LINES = 3
-_REAP_S = 1.0  # for what was killed to be gone; one that is stuck in the kernel is left to it
+_REAP_S = 1.0  # for a killed command to be gone, unless it is stuck in the kernel
 
 
 class Notifier:
-    """Runs ``command`` (None: nothing) in a thread for each bundle; a failure costs a line on stderr."""
+    """Runs ``command`` (None: nothing) in a thread for each bundle; a failure prints a line on stderr."""
 
     def __init__(
         self, command: str | None = None, *, deadline_s: float = DEADLINE_S, tell_user: Callable[[str], None] = say
@@ -39,7 +39,7 @@ class Notifier:
 
     @property
     def patience_s(self) -> float:
-        """How long a command that was started just now may keep us."""
+        """The longest time, in seconds, that a command started now may take."""
         return self._deadline_s + 2 * _REAP_S
 
     @property
@@ -47,14 +47,14 @@ class Notifier:
         return any(not task.done for task in self._under_way)
 
     def tell(self, verdict: Verdict, bundle: Path, run_name: str) -> None:
-        """Starts the command for a bundle, in its own time."""
+        """Starts the command for a bundle, in its own thread."""
         if self._command is None or self._ended:
             return
         command, env = self._command, {**os.environ, **variables(verdict, bundle, run_name)}
         self._under_way.append(Task("on-bundle", lambda: self._run(command, env)))
 
     def end(self) -> None:
-        """Ends what is still under way: somebody stops the job and does not want to wait."""
+        """Ends running commands: somebody stops the job and does not want to wait."""
         self._ended = True
         for task in self._under_way:
             task.wait(2 * _REAP_S)
@@ -69,7 +69,7 @@ class Notifier:
 
 
 def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
-    """What the command learns of a bundle. Text comes from the job: a variable holds no NUL."""
+    """The command's variables for a bundle. Text comes from the job, so NUL characters are removed."""
     return {
         name: value.replace("\0", "")
         for name, value in {
@@ -86,10 +86,10 @@ def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
 
 
 def run(command: str, env: Mapping[str, str], *, deadline_s: float, given_up: Callable[[], bool]) -> str:
-    """Runs ``command`` in the shell; returns why it failed, or an empty string. Raises OSError if it cannot start.
+    """Runs ``command`` in the shell; returns why it failed, or an empty string. Raises OSError if it can't start.
 
-    After ``deadline_s`` seconds, or when ``given_up`` says so, its process group is ended. What it prints is shown only
-    where it fails. It counts as ended when the shell has ended: what that left in the background may go on.
+    After ``deadline_s`` seconds, or when ``given_up`` says so, its process group is killed. Its output is shown only if
+    it fails. It has ended when the shell has; processes in the background may continue.
     """
     read, write = os.pipe()
     try:
@@ -108,7 +108,7 @@ def run(command: str, env: Mapping[str, str], *, deadline_s: float, given_up: Ca
             if done:
                 break
             if time.monotonic() > deadline or given_up():
-                os.killpg(pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+                os.killpg(pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
                 _reap(pid)
                 return f"did not end within {deadline_s:g} s and was killed{_last_words(said)}"
         said += _output(read, 0.0)
@@ -144,7 +144,7 @@ def _reap(pid: int) -> None:
 
 
 def _output(pipe: int, patience_s: float) -> bytes:
-    """What has been written meanwhile. Waits a moment, also when nobody can write any more."""
+    """The output since the last call. Waits a moment, even if nobody can write any more."""
     ready, _, _ = select.select([pipe], [], [], patience_s)
     data = os.read(pipe, 65536) if ready else b""
     if ready and not data:

@@ -1,14 +1,16 @@
-"""Publishing a bundle, whole or not at all.
+"""Publishes a bundle, whole or not at all.
 
-The bundle directory may be a slow or dead network disk: a helper process does the copying, under a deadline, and when
-it fails the bundle stays in a local place that is named.
+The bundle directory may be on a slow or dead network disk, so a helper process copies the bundle under a deadline. If
+it fails, the bundle stays in a local directory, which the message names.
 """
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,8 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from safelaunch.bundle import copier
 from safelaunch.bundle.staging import make_private
 from safelaunch.model import Outcome
+from safelaunch.system import untrusted_paths
 
 PUBLISH_DEADLINE_S = 60.0
 ARCHIVE_SHARE = 0.5  # of the deadline
@@ -28,19 +32,32 @@ CHECK_DEADLINE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What is kept of bundles: the ``newest`` so many (0: all), with an ``archive`` (.tar.gz) beside each."""
+    """Which bundles to keep: the ``newest`` ones (0: all), with an ``archive`` (.tar.gz) beside each.
+
+    ``whole``: the name of the bundle that has every rank, if this one has those of its node only.
+    """
 
     newest: int = 0
     archive: bool = False
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Where the bundle is. ``problem``: why it is not where it was wanted; ``note``: what else could not be done."""
+    """Where the bundle is. ``problem``: why it is not in the requested directory; ``note``: other failures.
+
+    ``lost``: the bundle is gone, because somebody removed the staged files.
+    """
 
     path: Path
     problem: str = ""
     note: str = ""
+    lost: bool = False
+
+    @property
+    def shown(self) -> str:
+        """Its path, for people."""
+        return "lost" if self.lost else str(self.path)
 
 
 def name_of(run_name: str, unix_s: float, outcome: Outcome) -> str:
@@ -51,14 +68,15 @@ def name_of(run_name: str, unix_s: float, outcome: Outcome) -> str:
 def publish(
     staged: Path, directory: Path, name: str, fallback: Path, keeping: Keeping | None = None, *, deadline_s: float
 ) -> Published:
-    """Copies the staged bundle to ``directory/name``; never takes longer than ``deadline_s`` seconds, never raises.
+    """Copies the staged bundle to ``directory/name``; takes at most ``deadline_s`` seconds and never raises.
 
-    It is written beside under a hidden name and then renamed. When that fails, the staged bundle moves to ``fallback``,
-    where nothing is archived or removed.
+    The copy has a hidden name until it is complete. If it fails, the staged bundle moves to ``fallback``, without
+    archive and retention.
     """
     keeping = keeping or Keeping()
     helper = [sys.executable, "-I", "-S", os.fspath(Path(__file__).parent / "copier.py")]
     limits = [str(keeping.newest), str(deadline_s * ARCHIVE_SHARE if keeping.archive else 0)]
+    limits += [keeping.whole] if keeping.whole else []
     try:
         process = subprocess.Popen(
             [*helper, os.fspath(staged), os.fspath(directory), name, *limits],
@@ -70,7 +88,7 @@ def publish(
         return _keep_locally(staged, fallback, name, f"the copy could not be started: {error.strerror or error}")
     try:
         out, err = process.communicate(timeout=deadline_s)
-        problem = err.decode("utf-8", "replace").strip() or f"the copy ended with {process.returncode}"
+        problem = err.decode("utf-8", "replace").strip() or f"the copy failed with exit code {process.returncode}"
     except subprocess.TimeoutExpired as error:
         _give_up(process)
         problem = f"no answer from {directory} within {deadline_s:g} s"
@@ -84,7 +102,7 @@ def publish(
 
 
 def _give_up(process: subprocess.Popen[bytes]) -> None:
-    """Kills the helper; a thread waits for it: a write to a dead disk ends when the kernel lets it."""
+    """Kills the helper. A thread waits for it, because a write to a dead disk may take for ever."""
     process.kill()
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
@@ -93,10 +111,15 @@ def _give_up(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove_partial(directory: Path, name: str, pid: int) -> None:
-    """What a copy that was killed has left; in a thread, as the disk may not answer."""
+    """Removes the remains of a killed copy, in a thread, because the disk may not answer.
+
+    It does nothing if others may rename files there: they could give that name to any of our files.
+    """
 
     def remove() -> None:
         with suppress(OSError):
+            if not copier.is_ours_alone(directory.stat()):
+                return
             for partial in directory.glob(f".{glob.escape(name)}.{pid}-*.partial"):
                 shutil.rmtree(partial, ignore_errors=True)
 
@@ -106,8 +129,10 @@ def _remove_partial(directory: Path, name: str, pid: int) -> None:
 
 
 def _keep_locally(staged: Path, fallback: Path, name: str, problem: str) -> Published:
-    """In ``fallback``, or where that cannot be (somebody else's, full) in a new directory in $TMPDIR."""
+    """Moves the bundle to ``fallback``, or to a new directory in $TMPDIR if that fails (another user's, full)."""
     for place in (fallback, None):
+        if not staged.is_dir():
+            return Published(staged, "something removed the staged bundle before it could be copied", lost=True)
         try:
             return Published(_move(staged, place or Path(tempfile.mkdtemp(prefix="safelaunch-")), name), problem)
         except OSError as error:
@@ -117,21 +142,45 @@ def _keep_locally(staged: Path, fallback: Path, name: str, problem: str) -> Publ
 
 def _move(staged: Path, directory: Path, name: str) -> Path:
     make_private(directory)
+    if directory.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user")
     names = (name if number == 1 else f"{name}-{number}" for number in range(1, 1000))
     target = next(directory / one for one in names if not (directory / one).exists())
     try:
-        shutil.move(staged, target)
-    except OSError:
-        shutil.rmtree(target, ignore_errors=True)  # what fitted of a copy to another disk
-        raise
+        staged.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _copy_to_other_disk(staged, target)
     return target
 
 
-def check_directory(directory: Path) -> str:
-    """Why a bundle could not be written to ``directory``, or an empty string. Leaves nothing behind.
+def _copy_to_other_disk(staged: Path, target: Path) -> None:
+    try:
+        make_private(target)
+        copier.copy_tree(os.fspath(staged), os.fspath(target))
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    shutil.rmtree(staged, ignore_errors=True)
 
-    Tried, not asked for: to root, and on file systems of the kernel's, every directory looks writable. A disk that does
-    not answer is given up after ``CHECK_DEADLINE_S`` seconds.
+
+def _why_unsafe(directory: Path) -> str:
+    """Like ``copier.why_unsafe``, but also rejects another user's directory where anybody may create one."""
+    info, above = directory.stat(), directory.resolve().parent.stat()
+    if info.st_uid not in (0, os.geteuid()) and above.st_mode & stat.S_IWOTH:
+        return f"it belongs to user {info.st_uid}, who may replace files in it"
+    link, beside = directory.lstat(), directory.parent.stat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()) and beside.st_mode & stat.S_IWOTH:
+        return f"it is a link of user {link.st_uid}, who may point it anywhere"
+    return copier.why_unsafe(info)
+
+
+def check_directory(directory: Path) -> str:
+    """Why a bundle can't be written to ``directory``, or an empty string. Leaves nothing behind.
+
+    It tries a write: to root, and on the kernel's own file systems, every directory looks writable. It gives up after
+    ``CHECK_DEADLINE_S`` seconds if the disk does not answer.
     """
     problems: list[str] = []
     thread = threading.Thread(target=lambda: problems.append(_try_directory(directory)), daemon=True)
@@ -142,13 +191,15 @@ def check_directory(directory: Path) -> str:
 
 def _try_directory(directory: Path) -> str:
     existing = directory
-    while not existing.exists() and existing != existing.parent:
+    while not untrusted_paths.lexists(existing) and existing != existing.parent:
         existing = existing.parent
-    if not existing.is_dir():
-        return f"{existing} is not a directory"
+    if not untrusted_paths.is_dir(existing):
+        return copier.what_is_in_the_way(os.fspath(existing))
     try:
+        if existing == directory and (reason := _why_unsafe(directory)):
+            return reason
         trial = tempfile.mkdtemp(prefix=".safelaunch-", dir=existing)
         Path(trial).rmdir()
     except OSError as error:
-        return f"{existing} cannot be written: {error.strerror or error}"
+        return f"{existing} is not writable: {error.strerror or error}"
     return ""

@@ -1,4 +1,4 @@
-"""A bundle being assembled on the local disk: every file private, without secrets, of bounded size, and listed."""
+"""A bundle in progress on the local disk: every file is private, without secrets, of bounded size, and listed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.capture.job_secrets import Redactor
 from safelaunch.model import Artifact
+from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.printable import clean_json
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 ENOUGH_BYTES = 64 << 20  # Flight Recorders of a node's ranks, with frames, are the largest part
 LIMIT_BYTES = 64 << 20
-LOG_BYTES = 8 << 20  # looking for secrets takes a quarter of a second for each megabyte
-OURS = "safelaunch"  # verdict, reports, launch: small, and what the rest is for
+LOG_BYTES = 8 << 20  # the search for secrets takes a quarter of a second per megabyte
+OURS = "safelaunch"  # verdict, reports, launch: small, and the purpose of the rest
 _TAILS = ("log_tail.txt", "kernel_log.txt", ".log")
 
 
 def make_private(directory: Path) -> None:
-    """Makes a directory and those of its parents that are missing, all of them 0700. Raises OSError."""
+    """Creates a directory and its missing parents, all with mode 0700. Raises OSError."""
     if not directory.parent.exists():
         make_private(directory.parent)  # mkdir(parents=True) would leave them open to others
     _mkdir(directory)
@@ -33,11 +34,11 @@ def _mkdir(directory: Path) -> None:
         directory.mkdir(mode=DIRECTORY_MODE)
     except FileExistsError:
         return
-    directory.chmod(DIRECTORY_MODE)  # whatever the umask takes away
+    directory.chmod(DIRECTORY_MODE)  # whatever the umask removes
 
 
 def roomier(wanted: Path, other: Path, *, enough_bytes: int = ENOUGH_BYTES) -> Path:
-    """``wanted`` where its disk has room for a bundle, else whichever of the two has more. They need not exist."""
+    """``wanted`` if its disk has room for a bundle, else the one of the two with more room. They need not exist."""
     room = _free_bytes(wanted)
     return wanted if room >= enough_bytes or room >= _free_bytes(other) else other
 
@@ -53,10 +54,10 @@ def _free_bytes(path: Path) -> int:
 
 
 class Staging:
-    """A bundle being assembled: every file is written as soon as it is there, and every artifact is listed.
+    """A bundle in progress: writes every file as soon as it arrives, and lists every artifact.
 
-    All text passes ``redactor``. An artifact of more than ``limit_bytes`` is cut where it is text (a log keeps its end,
-    anything else its beginning), and left out where a part of it is of no use.
+    Everything written goes through ``redactor``, and nothing else writes. An artifact of more than ``limit_bytes`` is
+    cut if it is text (a log keeps its end, other text its beginning), and left out if a part of it is useless.
     """
 
     def __init__(self, root: Path, redactor: Redactor | None = None, *, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -65,10 +66,10 @@ class Staging:
         self.redactor = redactor or Redactor()
         self._limit = limit_bytes
         with suppress(OSError):
-            make_private(root)  # else each file says so; what is done about the job does not depend on it
+            make_private(root)  # otherwise each file reports it; the action on the job does not depend on it
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None:
-        """Writes ``data`` to ``artifact.path``; None lists it as missing. A full disk costs this file only."""
+        """Writes ``data`` to ``artifact.path``; None lists it as missing. A full disk costs only this file."""
         if isinstance(data, str):
             content = self.redactor.text(data).encode("utf-8", "backslashreplace")
             if len(content) > self._limit and artifact.how != OURS:
@@ -77,7 +78,7 @@ class Staging:
                 return
             self._put(artifact, content)
         else:
-            self._add_whole(artifact, self.redactor.binary(data) if data is not None else None)
+            self._add_whole(artifact, self.redactor.data(data) if data is not None else None)
 
     def add_json(self, artifact: Artifact, value: object) -> None:
         """``value``: records, lists, dicts; None lists the artifact as missing."""
@@ -85,19 +86,20 @@ class Staging:
             self._put(artifact, None)
             return
         tree = self.redactor.tree(msgspec.to_builtins(value))
-        self._add_whole(artifact, msgspec.json.format(msgspec.json.encode(tree), indent=1))
+        text = msgspec.json.format(msgspec.json.encode(tree), indent=1).decode()
+        self._add_whole(artifact, clean_json(text).encode())
 
     def add_report(self, artifact: Artifact, text: str | None) -> None:
-        """Markdown or HTML, made of evidence without secrets: to replace more than that would damage it."""
+        """Adds Markdown or HTML made of evidence without secrets: a search for assignments would damage it."""
         content = self.redactor.markup(text).encode("utf-8", "backslashreplace") if text is not None else None
         self._put(artifact, content)
 
     def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None:
-        """A copy of a file that the job wrote: a ``dump`` whole or not at all, of a log the end."""
+        """Copies a file that the job wrote: a ``dump`` whole or not at all, a log's end."""
         try:
             info = source.lstat()
             if not stat.S_ISREG(info.st_mode):
-                raise OSError(None, "not a regular file")  # to open a FIFO would take for ever
+                raise OSError(None, "not a regular file")  # opening a FIFO would block
             with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
                 dump = dump or _is_binary(file.read(4096))
                 most = self._limit if dump else min(self._limit, LOG_BYTES)
@@ -111,17 +113,27 @@ class Staging:
             self._put(_missing(artifact, f"{source.name}: {error.strerror or error}"), None)
             return
         if dump:
-            self._add_whole(artifact, self.redactor.binary(data))
+            self._add_whole(artifact, self.redactor.data(data))
             return
         if len(data) > most:
             artifact = _noted(artifact, _cut_note(True, size, most))
             data = cut(data, most, tail=True)
-        self.add(artifact, data.decode("utf-8", "backslashreplace"))
+        self.add(artifact, self.redactor.said(data.decode("utf-8", "backslashreplace")))
 
-    def write(self, path: str, content: bytes) -> str:
-        """Writes one file below the root; returns why it could not, or an empty string."""
+    def finish(self, manifest: object) -> None:
+        """Writes ``manifest.json``, which lists all other files; if that fails, it counts as missing."""
+        tree = self.redactor.tree(msgspec.to_builtins(manifest))
+        text = clean_json(msgspec.json.format(msgspec.json.encode(tree), indent=1).decode())
+        problem = self._write("manifest.json", text.encode())
+        if problem:
+            self.artifacts.append(Artifact("manifest.json", OURS, 0.0, problem))
+
+    def _write(self, path: str, content: bytes) -> str:
+        """Writes one file below the root; returns why that failed, or an empty string."""
         target = self.root / path
         try:
+            if not self.root.is_dir():
+                make_private(self.root)  # a cleaner removed it: keep what comes now
             for parent in reversed(target.relative_to(self.root).parents[:-1]):
                 _mkdir(self.root / parent)
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
@@ -134,20 +146,33 @@ class Staging:
             return f"could not be written: {error.strerror or error}"
         return ""
 
+    def settle(self) -> tuple[Artifact, ...]:
+        """Lists every artifact once, by path; a file that was removed since counts as missing."""
+        by_path = {artifact.path: self._checked(artifact) for artifact in self.artifacts}
+        self.artifacts = [by_path[path] for path in sorted(by_path)]
+        return tuple(self.artifacts)
+
+    def _checked(self, artifact: Artifact) -> Artifact:
+        if artifact.missing or (self.root / artifact.path).is_file():
+            return artifact
+        reason = "something removed it while the bundle was being assembled"
+        return msgspec.structs.replace(artifact, missing=reason, bytes=0)
+
     def _add_whole(self, artifact: Artifact, content: bytes | None) -> None:
         if content is not None and len(content) > self._limit and artifact.how != OURS:
             artifact, content = _missing(artifact, self._too_large(len(content))), None
         self._put(artifact, content)
 
     def _put(self, artifact: Artifact, content: bytes | None) -> None:
+        artifact = msgspec.structs.replace(artifact, path=self.redactor.text(artifact.path))  # the job names its files
         if content is not None:
-            problem = self.write(artifact.path, content)
+            problem = self._write(artifact.path, content)
             size = 0 if problem else len(content)
             artifact = msgspec.structs.replace(artifact, bytes=size, missing=artifact.missing or problem)
         self.artifacts.append(self._listed(artifact))
 
     def _listed(self, artifact: Artifact) -> Artifact:
-        """Its line of the manifest; the reason why something is missing may quote anything."""
+        """Its manifest entry, redacted: the reason for a missing artifact may quote anything."""
         text = self.redactor.text
         return msgspec.structs.replace(artifact, missing=text(artifact.missing), note=text(artifact.note))
 
@@ -156,7 +181,7 @@ class Staging:
 
 
 def cut(content: bytes, limit: int, tail: bool) -> bytes:
-    """The last (or first) whole lines of UTF-8 text, at most ``limit`` bytes; part of a line where one is longer."""
+    """The last (or first) whole lines of UTF-8 text, at most ``limit`` bytes; part of a line if one is longer."""
     part = content[-limit:] if tail else content[:limit]
     if b"\n" in part[:-1]:
         return part[part.index(b"\n") + 1 :] if tail else part[: part.rindex(b"\n") + 1]

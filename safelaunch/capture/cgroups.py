@@ -1,4 +1,4 @@
-"""What the control groups of a process say: whether it is frozen, and its limits (cgroups(7))."""
+"""The control groups of a process: whether it is frozen or throttled, and its limits (cgroups(7))."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def parse_membership(text: str) -> dict[str, str]:
 
 
 def membership(pid: int) -> dict[str, str]:
-    """The control groups of a process; empty when it is gone."""
-    return parse_membership(_text(Path(f"/proc/{pid}/cgroup")))
+    """The control groups of a process; empty if it is gone."""
+    return parse_membership(text_of(Path(f"/proc/{pid}/cgroup")))
 
 
 def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
@@ -31,20 +31,48 @@ def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
     mounts = [root / controller] if controller else [root, root / "unified"]
     for mount in mounts:
         if controller or (mount / "cgroup.controllers").exists():
-            # Inside a container the path may be the host's, and the mount already the container's own group.
+            # Inside a container, the path may be the host's, while the mount is already the container's own group.
             found = next((d for d in (mount / path.lstrip("/"), mount) if d.is_dir()), None)
             if found:
                 return found
     return None
 
 
+def nearest(group: Path, name: str, root: Path = ROOT) -> str:
+    """The text of ``name`` in ``group``, or in the closest group above it that has it; empty where none has.
+
+    A group without a controller is under that of a group above it: the job's own, which safelaunch makes, has none.
+    """
+    places = (place for place in (group, *group.parents) if place.is_relative_to(root))
+    return next((text for place in places if (text := text_of(place / name))), "")
+
+
 def is_frozen(pid: int) -> bool:
-    """Whether the process is held by a cgroup freezer, v2 (``frozen 1``) or v1 (``FROZEN``)."""
+    """Whether a cgroup freezer holds the process, v2 (``frozen 1``) or v1 (``FROZEN``)."""
     unified = directory(pid)
-    if unified and "frozen 1" in _text(unified / "cgroup.events").splitlines():
+    if unified and "frozen 1" in text_of(unified / "cgroup.events").splitlines():
         return True
     freezer = directory(pid, "freezer")
-    return freezer is not None and _text(freezer / "freezer.state") == "FROZEN"
+    return freezer is not None and text_of(freezer / "freezer.state") == "FROZEN"
+
+
+def throttled_ms(pid: int) -> int:
+    """Milliseconds for which CPU limits (v2 ``cpu.max``, v1 ``cpu.cfs_quota_us``) have stopped the process's groups.
+
+    Each group counts only its own limit, so the groups above it are read as well. 0 without a limit.
+    """
+    total_us = 0
+    for group in {directory(pid), directory(pid, "cpu")} - {None}:
+        assert group is not None
+        places = [place for place in (group, *group.parents) if place.is_relative_to(ROOT)]
+        total_us += sum(parse_throttled_us(text_of(place / "cpu.stat")) for place in places)
+    return total_us // 1000
+
+
+def parse_throttled_us(text: str) -> int:
+    """``throttled_usec`` (v2) or ``throttled_time`` (v1, nanoseconds) of ``cpu.stat``, in microseconds."""
+    counts = dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
+    return int(counts.get("throttled_usec", 0)) or int(counts.get("throttled_time", 0)) // 1000
 
 
 def limits(pid: int) -> dict[str, str]:
@@ -67,13 +95,13 @@ def limits(pid: int) -> dict[str, str]:
     for controller, names in wanted.items():
         group = directory(pid, controller)
         for name in names if group else ():
-            text = _text(group / name) if group else ""
+            text = nearest(group, name) if group else ""
             if text:
                 found[name] = "; ".join(text.splitlines())
     return found
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,6 +1,6 @@
-"""Everything about each rank, written into the bundle as it comes: from the looks already taken to the logs.
+"""Collects everything about each rank, from the looks already taken to the logs, and writes it as it arrives.
 
-The order is that of intrusiveness: what needs nothing of the rank, then what needs no GIL, then what needs it.
+The least intrusive sources come first: those that need nothing of the rank, those without the GIL, then the rest.
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ from typing import Protocol
 import msgspec
 
 from safelaunch.model import Artifact, GilTest, Progress, RankEvidence, RankExit
+from safelaunch.redaction.evidence import without_secrets
+from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.printable import is_clean
 
-from . import flight_recorder, last_words, stacks, worker_server
+from . import flight_dump, flight_recorder, last_words, stacks, worker_server
 from .flight_recorder import FlightCapture
 from .last_words import LastWords
 from .look import Look, RankLook, Target, evidence_of
 from .parallel import gather
 
 RANK_DEADLINE_S = 8.0
+RAW_OUTPUT = "contains the job's terminal sequences: read it with less or vim, not with cat"
 
 
 class Sink(Protocol):
-    """Takes artifacts: the bundle being assembled."""
+    """The bundle in progress, which takes artifacts. ``redactor`` removes secrets."""
+
+    @property
+    def redactor(self) -> Redactor: ...
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
 
@@ -33,14 +40,14 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the supervisor knows of a rank without asking it."""
+    """What the supervisor knows about a rank without asking it."""
 
     progress: Progress | None = None
     pid: int = 0
     page_name: str = ""
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
-    flight: FlightCapture | None = None  # asked for before the rank was let go
+    flight: FlightCapture | None = None  # read before the rank was released
 
 
 def ranks(
@@ -53,9 +60,9 @@ def ranks(
     *,
     ask: bool = True,
 ) -> tuple[RankEvidence, ...]:
-    """The evidence of all ``targets``, in parallel; every file or its absence goes to ``sink``.
+    """The evidence of all ``targets``, collected in parallel; every file, or its absence, goes to ``sink``.
 
-    ``ask`` False: the ranks are gone, or about to be: their worker servers are not asked.
+    ``ask`` False: the ranks are gone or about to end, so their worker servers are not asked.
     """
 
     def one(target: Target) -> RankEvidence:
@@ -89,12 +96,13 @@ def _rank(
         _write_flight_record(target.rank, known.flight, sink)
     elif ask and target.socket is not None:
         gil, capture = ask_server(target)
+        capture = without_secrets(capture, sink.redactor)
         record = capture.record.value
         _write_flight_record(target.rank, capture, sink)
     else:
         reason = "not asked: the rank is ending" if not ask else _no_server(target)
         sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
-    words = _last_words(pages, target.page_name or known.page_name)
+    words = without_secrets(_last_words(pages, target.page_name or known.page_name), sink.redactor)
     _write_last_words(folder, words, sink)
     return RankEvidence(
         rank=target.rank,
@@ -118,9 +126,9 @@ def _rank(
 
 
 def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
-    """The newest look at a rank that has its stack; where none has, the newest that has anything of it.
+    """The newest look at a rank that has its stack; if none has, the newest that has anything about it.
 
-    On a busy machine a look may miss its deadline after an earlier one had succeeded.
+    On a busy machine, a look may miss its deadline after an earlier one succeeded.
     """
     seen = [look.ranks[rank] for look in looks if rank in look.ranks]
     with_main = [look for look in seen if look.main is not None]
@@ -129,14 +137,14 @@ def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
 
 
 def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> RankEvidence:
-    """What is left of a rank that had ended before anybody could look: what it wrote down itself."""
+    """The evidence of a rank that ended before a look at it: what it recorded itself."""
     folder, progress = f"ranks/{rank}", known.progress
-    gone = "the rank had ended before it could be looked at"
+    gone = "the rank ended before safelaunch could look at it"
     sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, gone), None)
     sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, gone), None)
     if progress is not None:
         sink.add_json(Artifact(f"{folder}/progress.json", "progress page", 0.0), progress)
-    words = _last_words(pages, known.page_name)
+    words = without_secrets(_last_words(pages, known.page_name), sink.redactor)
     _write_last_words(folder, words, sink)
     return RankEvidence(
         rank=rank,
@@ -155,8 +163,39 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
     )
 
 
+def of_another_node(side: RankEvidence, sink: Sink) -> None:
+    """The files of a rank whose evidence came from its own node: what they are made from is in ``side``."""
+    folder, how = f"ranks/{side.rank}", f"from {side.host}"
+    main, children = side.main, side.children
+    seen = {"main": main, "children": children} if main is not None else None
+    sink.add_json(Artifact(f"{folder}/proc.json", how, 0.0, "" if main else "its node has sent none"), seen)
+    processes = [one for one in (main, *children) if one is not None]
+    samples = [one.stacks[-1] for one in processes if one.stacks]
+    missing = "" if samples else "its node has sent none"
+    sink.add_json(Artifact(f"{folder}/stack.json", how, 0.0, missing), samples or None)
+    texts = [
+        stacks.to_text(one.stacks[-1] if one.stacks else None, one.states[-1] if one.states else None)
+        for one in processes
+    ]
+    sink.add(Artifact(f"{folder}/stack.txt", how, 0.0, "" if texts else missing), "\n".join(texts) if texts else None)
+    record = flight_dump.to_json(side.flight_record) if side.flight_record is not None else None
+    missing = "" if record else "its node has sent none"
+    sink.add(Artifact(f"{folder}/flight_recorder.json", how, 0.0, missing), record)
+    for name, value in (
+        ("progress", side.progress),
+        ("exception", side.exception),
+        ("exit_call", side.exit_call),
+        ("caught", side.caught or None),
+    ):
+        if value is not None:
+            sink.add_json(Artifact(f"{folder}/{name}.json", how, 0.0), value)
+    if side.log_tail:
+        note = RAW_OUTPUT if not is_clean(side.log_tail) else ""
+        sink.add(Artifact(f"{folder}/log_tail.txt", how, 0.0, note=note), side.log_tail)
+
+
 def ask_server(target: Target, *, deadline_s: float = 2.0) -> tuple[GilTest, FlightCapture]:
-    """The GIL test and the Flight Recorder; what needs the GIL is not asked of a rank that is exiting."""
+    """The GIL test and the Flight Recorder of a rank. A rank that is exiting gets no question that needs the GIL."""
     path = str(target.socket)
     if target.questions is None or not target.questions.begin_question():
         record = flight_recorder.flight_record_of(path, json_deadline_s=deadline_s, ask_python=False)
@@ -168,7 +207,7 @@ def ask_server(target: Target, *, deadline_s: float = 2.0) -> tuple[GilTest, Fli
         record = flight_recorder.flight_record_of(
             path, json_deadline_s=deadline_s, pickle_deadline_s=deadline_s, ask_python=asked
         )
-        answered = asked and (record.pickle.value is not None or "no handler" in record.pickle.missing)
+        answered = asked and (record.pickle.value is not None or record.pickle.kind == "no handler")
     finally:
         target.questions.end_question(answered)
     return gil, record
@@ -177,17 +216,17 @@ def ask_server(target: Target, *, deadline_s: float = 2.0) -> tuple[GilTest, Fli
 def _no_server(target: Target) -> str:
     if not target.has_beacon:
         return "this rank has no beacon (python -I, or PYTHONPATH was replaced)"
-    return "the worker server is not up: torch.distributed was not imported yet, or this torch has none"
+    return "the worker server is not running: torch.distributed was not imported yet, or this torch has none"
 
 
 def _from_proc(path: str, there: bool) -> Artifact:
-    return Artifact(path, "/proc", 0.0, "" if there else "the process had ended")
+    return Artifact(path, "/proc", 0.0, "" if there else "the process has ended")
 
 
 def _write_stacks(folder: str, look: RankLook | None, sink: Sink) -> None:
     main = look.main if look is not None else None
     if look is None or main is None:
-        sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, "the rank could not be looked at"), None)
+        sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, "safelaunch could not look at the rank"), None)
         return
     texts = [stacks.to_text(main.stack.value, main.state, missing=main.stack.missing)]
     for child in look.children:
@@ -211,8 +250,11 @@ def _last_words(pages: Path, page_name: str) -> LastWords:
 
 
 def _write_last_words(folder: str, words: LastWords, sink: Sink) -> None:
-    """The end of the output, and the rest where there is any."""
-    sink.add(words.log.artifact(f"{folder}/log_tail.txt"), words.log.value)
+    """Writes the end of the rank's output, and its other records if they exist."""
+    log = words.log.artifact(f"{folder}/log_tail.txt")
+    if words.log.value and not is_clean(words.log.value):
+        log = msgspec.structs.replace(log, note=RAW_OUTPUT)
+    sink.add(log, words.log.value)
     if words.fault_text:
         sink.add(Artifact(f"{folder}/fault.txt", "faulthandler", 0.0), words.fault_text)
     if words.exception is not None:

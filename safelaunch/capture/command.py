@@ -16,16 +16,33 @@ from typing import Any
 from safelaunch.errors import CaptureError
 
 MAX_OUTPUT_BYTES = 64 << 20
-GRACE_S = 0.5  # for a killed helper to be reaped; one that is stuck in the kernel is left to a thread
+GRACE_S = 0.5  # to reap a killed helper; a thread waits for one that is stuck in the kernel
 
-# Told of each helper's pid at its start. The supervisor tells its guardian: when we are killed, nobody else keeps the
-# deadline of a helper that hangs.
-tell_guardian: Callable[[int], None] = lambda pid: None  # noqa: E731
+
+class HelperReports:
+    """Reports the pid of each helper as it starts.
+
+    The supervisor passes the pids to its guardian. If the supervisor is killed, only the guardian can still end a
+    helper that hangs.
+    """
+
+    def __init__(self) -> None:
+        self._report: Callable[[int], None] = lambda pid: None
+
+    def send_to(self, report: Callable[[int], None]) -> None:
+        """Calls ``report(pid)`` for every helper that starts from here on."""
+        self._report = report
+
+    def started(self, pid: int) -> None:
+        self._report(pid)
+
+
+helper_reports = HelperReports()
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a program left: ``returncode`` as in ``subprocess``; ``timed_out`` when the deadline ended it."""
+    """A program's result: ``returncode`` as in ``subprocess``; ``timed_out`` if it missed its deadline."""
 
     returncode: int | None
     stdout: bytes
@@ -34,10 +51,9 @@ class Output:
 
 
 def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Output:
-    """Run ``argv`` without stdin for at most ``deadline_s`` seconds, then SIGKILL it and its process group.
+    """Runs ``argv`` without stdin for at most ``deadline_s`` seconds, then sends SIGKILL to its process group.
 
-    Never waits for a helper that the kernel does not let die. Raises ``CaptureError`` when it cannot be
-    started.
+    Never waits for a helper that the kernel does not let die. Raises ``CaptureError`` if it can't be started.
     """
     begin = time.monotonic()
     try:
@@ -51,11 +67,11 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
         )
     except OSError as error:
         raise CaptureError(f"cannot start {argv[0]}: {error.strerror or error}") from error
-    tell_guardian(process.pid)
+    helper_reports.started(process.pid)
     readers = [_Reader(process.stdout), _Reader(process.stderr)]
-    for reader in readers:  # the ends of the pipes come first: waiting for them, unlike for a pid, needs no polling
+    for reader in readers:  # the pipes first: unlike waiting for a pid, this needs no polling
         reader.thread.join(_left(begin, deadline_s))
-    timed_out = any(reader.thread.is_alive() for reader in readers)  # also a child that holds them beyond its end
+    timed_out = any(reader.thread.is_alive() for reader in readers)  # or a child of the helper keeps them open
     try:
         process.wait(_left(begin, deadline_s))
     except subprocess.TimeoutExpired:
@@ -68,12 +84,12 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
     return Output(process.returncode, stdout, stderr.decode("utf-8", "replace"), timed_out)
 
 
-# A group of its own, not a session: by its session the supervisor tells what it started itself from the job's orphans.
+# A new group, not a session: the session distinguishes the supervisor's own helpers from the job's orphans.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 
 
 class _Reader:
-    """Drains one pipe in a daemon thread, up to ``MAX_OUTPUT_BYTES``; the rest is read and dropped."""
+    """Drains one pipe in a daemon thread; keeps ``MAX_OUTPUT_BYTES`` and drops the rest."""
 
     def __init__(self, pipe: object) -> None:
         self.data = bytearray()
@@ -91,7 +107,7 @@ class _Reader:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     try:
         if _OWN_GROUP:
-            os.killpg(process.pid, signal.SIGKILL)  # the number is its pid as long as a member lives
+            os.killpg(process.pid, signal.SIGKILL)  # the group id stays its pid while a member is alive
         else:
             process.kill()
     except (ProcessLookupError, PermissionError):

@@ -1,38 +1,88 @@
-"""Who holds the lock that a blocked flock() or fcntl() waits for: ``/proc/locks`` (proc(5))."""
+"""Who holds a lock on a file: ``/proc/locks`` (proc(5))."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from safelaunch.model import FileLock
 
 CALLS = ("flock", "fcntl")
 
 
-def holder(pid: int, fd: int) -> int | None:
-    """The process that holds a lock on what ``pid``'s descriptor ``fd`` points at, other than itself; None if unknown.
+@dataclass(frozen=True)
+class Held:
+    """A line of ``/proc/locks``: ``place`` is (major, minor, inode) of the file."""
 
-    May block on a file system that does not answer: to be called under a deadline.
+    pid: int
+    place: tuple[int, int, int]
+    exclusive: bool
+
+
+def holder(pid: int, fd: int) -> int | None:
+    """Another process that holds a lock on the file behind ``pid``'s descriptor ``fd``; None if unknown.
+
+    May block on a file system that does not answer, so call it under a deadline.
     """
     try:
-        status = Path(f"/proc/{pid}/fd/{fd}").stat()
-        lines = Path("/proc/locks").read_text()
+        place = _place(Path(f"/proc/{pid}/fd/{fd}"))
     except OSError:
         return None
-    return parse(lines, os.major(status.st_dev), os.minor(status.st_dev), status.st_ino, pid)
+    return next((held.pid for held in parse(_table()) if held.place == place and held.pid != pid), None)
 
 
-def parse(text: str, major: int, minor: int, inode: int, waiter: int) -> int | None:
-    """``1: FLOCK  ADVISORY  WRITE 4711 08:02:131 0 EOF``; those who wait have ``->`` behind the number."""
+def locks_of(pid: int, *, of_others: bool) -> tuple[FileLock, ...]:
+    """The exclusive locks on files that ``pid`` has open: its own, with ``of_others`` those of other processes too.
+
+    Not those that it shares: a child has its parent's file, and the lock on it. May block as :func:`holder` may, on a
+    file that somebody has locked; the other files are not touched.
+    """
+    table = {held for held in parse(_table()) if held.exclusive and (of_others or held.pid == pid)}
+    inodes = {held.place[2] for held in table}
+    found: dict[Held, str] = {}
+    shared: set[Held] = set()
+    for path in Path(f"/proc/{pid}/fdinfo").iterdir() if inodes else ():
+        try:
+            text = path.read_text()
+            inode = re.search(r"^ino:\s*(\d+)$", text, re.MULTILINE)  # Linux 5.14 and newer
+            if inode is None or int(inode[1]) not in inodes:
+                continue
+            link = Path(f"/proc/{pid}/fd/{path.name}")
+            name, place = str(link.readlink()), _place(link)
+        except OSError:
+            continue  # closed meanwhile
+        found |= {held: name for held in table if held.place == place}
+        shared |= {held for held in parse(text.replace("lock:", "")) if held.pid != pid}
+    return tuple(FileLock(name, held.pid) for held, name in found.items() if held not in shared)
+
+
+def parse(text: str) -> Iterator[Held]:
+    """``1: FLOCK  ADVISORY  WRITE 4711 08:02:131 0 EOF``; those who wait have ``->`` behind the number, and are left
+    out, as are those of another container, who have no number here."""
     for line in text.splitlines():
         fields = line.split()
         if len(fields) < 6 or fields[1] == "->":
             continue
-        pid, place = fields[4], fields[5]
+        major, _, rest = fields[5].partition(":")
+        minor, _, inode = rest.partition(":")
         try:
-            found = [int(place.split(":")[0], 16), int(place.split(":")[1], 16), int(place.split(":")[2])]
-            number = int(pid)
-        except (ValueError, IndexError):
+            held = Held(int(fields[4]), (int(major, 16), int(minor, 16), int(inode)), fields[3] == "WRITE")
+        except ValueError:
             continue  # a line of another kernel
-        if found == [major, minor, inode] and number > 0 and number != waiter:
-            return number
-    return None
+        if held.pid > 0:
+            yield held
+
+
+def _table() -> str:
+    try:
+        return Path("/proc/locks").read_text()
+    except OSError:
+        return ""
+
+
+def _place(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return os.major(status.st_dev), os.minor(status.st_dev), status.st_ino

@@ -1,42 +1,53 @@
 """Flight Recorder dumps: c10d's record of the last collectives of a rank, versions 2.0 to 2.10.
 
-Two forms of the same thing: JSON from the worker server, which needs no GIL and has no frames, and a pickle
-with frames. Both are untrusted: the pickle is read by an unpickler that knows no classes, and every value is
-checked.
+A dump has two forms: JSON from the worker server, which needs no GIL and has no frames, and a pickle with frames. Both
+are untrusted. The unpickler knows no classes, and no value is hashed, shown or compared before its type and size are
+known. A value that c10d would not write counts as unknown, and ``FlightRecord.damaged`` names it: a verdict from such a
+record is less certain.
 
-What gloo does differently (torch 2.13): ``state`` stays ``"scheduled"`` for ever (``retired`` tells),
-``pg_config`` is keyed ``""`` where entries say ``"0"``, and the numbers of ``pg_status`` are strings in the
-JSON.
+A pickle with a hostile *structure* can still kill the process that reads it, because reading hashes a dictionary's
+keys. So a child reads strangers' files (``postmortem/guard.py``).
+
+gloo differs (torch 2.13): ``state`` stays ``"scheduled"`` for ever (``retired`` says more), ``pg_config`` has the key
+``""`` where entries say ``"0"``, and the numbers of ``pg_status`` are strings in the JSON.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import suppress
-from itertools import compress, count
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain, compress, count
 from operator import itemgetter, ne
-from typing import Any, TypeGuard
+from typing import Any
 
 from msgspec import structs
 
-from safelaunch.entries import Entries, Kinds
 from safelaunch.errors import CaptureError
 from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, Frame, GroupStatus
+from safelaunch.model.entries import Entries, Kinds, Same, packed
+from safelaunch.system.pickles import load_pickle
 
-# Backends that ask the device whether an operation is over. What they retire without that has timed out.
+# Backends that ask the device whether an operation has finished. One that they retire otherwise has timed out.
 _WITH_EVENTS = ("nccl:", "ncclx:", "rccl:", "rcclx:", "xccl:", "mccl:", "hccl:")
 
 MAX_DUMP_BYTES = 256 << 20
 MAX_ENTRIES = 200_000
+MAX_RANKS = 65_536
+_MAX_GROUPS = 16_384  # of one rank
 _MAX_ITEMS = 4096  # tensors of one collective, frames of one stack
+_MAX_LEAVES = 1 << 16  # texts and numbers of one entry
+_MAX_LOOKED_AT = 1 << 25  # tensors, sizes and frames of one dump
+_MAX_TEXT = 4096
+_MAX_COUNT = 1 << 48  # of sequence numbers
+_SCALARS = frozenset({str, int, bool, type(None)})
+_LISTS_OR_NONE = frozenset({list, tuple, type(None)})
+_NUMBERS_OR_NONE = frozenset({int, type(None)})
+_LISTS = frozenset({list, tuple})
 
 
 class Shared:
-    """What dumps of one job have in common and is kept once: kinds of entry, stacks, members of groups."""
+    """The common parts of a job's dumps, kept once: kinds of entry, stacks, members of groups."""
 
     def __init__(self) -> None:
         self.kinds = Kinds()
@@ -49,56 +60,81 @@ def parse_json(data: bytes, shared: Shared | None = None) -> FlightRecord:
     _check_size(data)
     try:
         dump = json.loads(data)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more than 4300 digits
         raise CaptureError(f"Flight Recorder JSON is damaged: {error}") from error
     return record_of(dump, shared)
 
 
 def parse_pickle(data: bytes, shared: Shared | None = None) -> FlightRecord:
-    """A dump as ``_dump_fr_trace()`` returns and NCCL writes it, by a restricted unpickler. Raises ``CaptureError``."""
+    """A dump from ``_dump_fr_trace()`` or NCCL. Raises ``CaptureError``."""
     _check_size(data)
-    try:
-        # With a buffer that can be peeked into, the unpickler reads ahead: half the time.
-        dump = _Primitives(io.BufferedReader(io.BytesIO(data), 1 << 16)).load()
-    except Exception as error:  # the unpickler raises nearly any type on damaged input
-        raise CaptureError(f"Flight Recorder pickle is damaged: {type(error).__name__}: {error}") from error
-    return record_of(dump, shared)
+    return record_of(load_pickle(data), shared)
+
+
+def to_json(record: FlightRecord) -> bytes:
+    """A dump that says what the record says: ``parse_json`` makes the same of it."""
+    groups = {name: {"name": name, "ranks": json.dumps(list(ranks))} for name, ranks in record.groups.items()}
+    status = {
+        name: {
+            "last_enqueued_collective": one.last_enqueued,
+            "last_started_collective": one.last_started,
+            "last_completed_collective": one.last_completed,
+        }
+        for name, one in record.status.items()
+    }
+    dump = {"version": record.version, "pg_config": groups, "pg_status": status}
+    entries = list(record.entries)
+    timed = any(entry.started is False for entry in entries)
+    return json.dumps({**dump, "entries": [_entry(entry, timed=timed) for entry in entries]}).encode()
+
+
+def _entry(entry: Collective, *, timed: bool) -> dict[str, object]:
+    """As c10d writes it; a group's name stands for its running number on the rank. ``timed``: starts are noticed."""
+    noticed = entry.started is True and (timed or entry.state == "scheduled")
+    return {
+        "state": entry.state,
+        "retired": entry.completed,
+        "profiling_name": entry.op,
+        "process_group": [entry.group, entry.description],
+        "pg_id": entry.group,
+        "is_p2p": entry.is_p2p,
+        "timeout_ms": entry.timeout_ms,
+        "input_sizes": entry.input_sizes,
+        "input_dtypes": entry.input_dtypes,
+        "output_sizes": entry.output_sizes,
+        "output_dtypes": entry.output_dtypes,
+        "frames": [{"filename": f.file, "line": f.line, "name": f.function} for f in entry.frames],
+        "collective_seq_id": entry.seq,
+        "p2p_seq_id": entry.p2p_seq,
+        "record_id": entry.record_id,
+        "time_created_ns": entry.created_ns,
+        "time_discovered_started_ns": int(noticed),
+    }
 
 
 def record_of(dump: object, shared: Shared | None = None) -> FlightRecord:
-    """The record in a decoded dump; keys that are missing or of another type are left at their defaults.
+    """The record in a decoded dump. Missing keys, and values of another type, keep their defaults.
 
-    ``shared``: of the other dumps of the same job. Raises ``CaptureError`` when it is not a Flight Recorder dump.
+    ``shared``: from the other dumps of the same job. Raises ``CaptureError`` if it is not a Flight Recorder dump.
     """
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list) or not _marks(dump):
-        raise CaptureError("not a Flight Recorder dump: neither version nor entries")
+        raise CaptureError("not a Flight Recorder dump: it has no version and no entries")
     entries = dump.get("entries", [])
     if len(entries) > MAX_ENTRIES:
-        raise CaptureError(f"a Flight Recorder dump of {len(entries)} entries, too many")
+        raise CaptureError(f"a Flight Recorder dump with too many entries: {len(entries)}")
     shared = shared or Shared()
-    if set(map(type, entries)) != {dict}:
+    damaged: set[str] = set()
+    if not {dict}.issuperset(map(type, entries)):
         entries = [entry for entry in entries if isinstance(entry, dict)]
-    decoder = _Decoder(entries, shared)
-    try:
-        ring = decoder.entries()
-    except RecursionError as error:
-        raise CaptureError("Flight Recorder entries are damaged: lists within lists without an end") from error
+        damaged.add("entries")
+    decoder = _Decoder(entries, shared, damaged)
     return FlightRecord(
         version=_str(dump.get("version")),
-        entries=ring,
-        groups=_groups(dump.get("pg_config"), shared.ranks),
-        status=_status(dump.get("pg_status"), decoder.names_by_id),
+        entries=decoder.entries(),
+        groups=_groups(dump.get("pg_config"), shared.ranks, damaged),
+        status=_status(dump.get("pg_status"), decoder.names_by_id, damaged),
+        damaged=tuple(sorted(damaged)),
     )
-
-
-class _Primitives(pickle.Unpickler):
-    """Builds dicts, lists, tuples, strings, numbers; anything that would run code is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no dump does")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to a persistent object, which no dump does")
 
 
 # What makes a kind of entry: all that is no number of its own.
@@ -113,22 +149,25 @@ _Row = tuple[Any, ...]
 
 
 class _Decoder:
-    """The entries of one dump, of which a loop makes the same ones again and again.
+    """Decodes the entries of one dump. A training loop writes the same ones over and over.
 
-    What makes an entry's kind is its row. A row that was there before is taken for the beginning of another round: the
-    rows that follow are compared with those that followed then, at the speed of C, and looked up again only where they
-    differ; only a row that is new is decoded. Comparing is cheap: c10d's pickler shares the dictionaries of the frames
-    between entries, and what is identical is equal.
+    An entry's row decides its kind. A known row may begin another round of the loop: the rows that follow are compared
+    with those that followed then, at the speed of C, and looked up only where they differ. Only new rows are decoded.
+    Comparing is cheap, because c10d's pickler shares the frames' dictionaries between entries, and identical objects
+    are equal. It is safe, because an unchecked value is compared only with a checked one, or with one equal to it, and
+    so no deeper than that one goes.
     """
 
-    def __init__(self, entries: list[dict[Any, Any]], shared: Shared) -> None:
+    def __init__(self, entries: list[dict[Any, Any]], shared: Shared, damaged: set[str]) -> None:
         self.names_by_id = {"0": "0"}  # pg_id → name; the default group is the first on every rank
         self._entries = entries
         self._shared = shared
+        self._damaged = damaged
+        self._looked_at = 0
         columns = _columns_of(entries)
         self._columns = columns[: len(_KEYS)]
         groups = columns[_KEYS.index("process_group")]
-        if not set(map(type, groups)) <= {list, tuple}:  # some are without: all names first, so that they find theirs
+        if not _LISTS.issuperset(map(type, groups)):  # some entries have no name: read all names first
             self.names_by_id.update(_names(groups, columns[_KEYS.index("pg_id")]))
         self._values = dict(zip(_NUMBERS, columns[len(_KEYS) :], strict=True))
         self._rows: list[_Row] = []
@@ -141,9 +180,9 @@ class _Decoder:
         return Entries(
             self._shared.kinds,
             self._begun(row_of) or array("I", map(numbers.__getitem__, row_of)),
-            seqs=self._numbers_called("collective_seq_id"),
-            p2p_seqs=self._numbers_called("p2p_seq_id"),
-            record_ids=self._numbers_called("record_id"),
+            seqs=self._counts("collective_seq_id"),
+            p2p_seqs=self._counts("p2p_seq_id"),
+            record_ids=self._counts("record_id"),
             created_ns=self._numbers_called("time_created_ns"),
         )
 
@@ -163,7 +202,7 @@ class _Decoder:
         return row_of
 
     def _go_round(self, row_of: list[int], period: int) -> None:
-        """Adds to ``row_of`` as many entries as are those of ``period`` entries before."""
+        """Adds to ``row_of`` the entries that equal those ``period`` entries before."""
         most = 16  # so many at once, and twice as many each time: in an irregular program the first one differs
         while len(row_of) < len(self._entries):
             now = len(row_of)
@@ -182,6 +221,12 @@ class _Decoder:
 
     def _look_up(self, row: _Row) -> int:
         key = _key_of(row)
+        if key is None:
+            row = self._mended(row)
+            key = _key_of(row)
+        self._looked_at += len(key[0]) + len(key[2]) if key is not None else 0
+        if key is None or self._looked_at > _MAX_LOOKED_AT:
+            raise CaptureError(f"a Flight Recorder dump with too many sizes and frames: more than {_MAX_LOOKED_AT}")
         number = self._found.get(key, -1)
         if number < 0:
             number = self._found[key] = len(self._rows)
@@ -189,13 +234,24 @@ class _Decoder:
             self._numbers.append(self._shared.kinds.number_of(self._kind(row)))
         return number
 
+    def _mended(self, row: _Row) -> _Row:
+        """The row, with each value that c10d does not write as unknown; adds their names to ``damaged``."""
+        mended = []
+        for name, value, mend in zip(_KEYS, row, _MEND, strict=True):
+            plain, is_whole = mend(value)
+            mended.append(plain)
+            if not is_whole:
+                self._damaged.add(name)
+        return tuple(mended)
+
     def _kind(self, row: _Row) -> Collective:
         state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
-        # Without a name of its own an entry belongs to the group that the others of its number name.
+        # An entry without a group name belongs to the group that other entries with its number name.
         pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(_str(pg_id), pg_id), "")
         if pair is group and pair and (name := _str(pair[0])):
             self.names_by_id[_str(pg_id)] = name
-        state, op, retired = _str(state), op if isinstance(op, str) else "", retired is True
+        self._damaged.update(name for name, value, fits in zip(_KEYS, row, _FITS, strict=True) if not fits(value))
+        state, op, retired = _str(state), _str(op) if isinstance(op, str) else "", retired is True
         watched = op.startswith(_WITH_EVENTS) and state in _STATES
         decoded = _frames(frames)
         return Collective(
@@ -216,12 +272,14 @@ class _Decoder:
         )
 
     def _begun(self, row_of: list[int]) -> array[int] | None:
-        """The kinds where some entries say when the device was seen to begin; None where none does.
+        """The kind of each entry, with ``started`` set by whether the device was seen to start it; None if none says.
 
-        gloo does not say; nor does an NCCL entry that was retired unseen, nor a whole record in which no start was ever
+        gloo never says. Neither does an NCCL entry that was retired unseen, nor a record in which no start was ever
         noticed (TORCH_NCCL_ENABLE_TIMING is off).
         """
         seen = self._values["time_discovered_started_ns"]
+        if not _NUMBERS_OR_NONE.issuperset(map(type, seen)):
+            self._damaged.add("time_discovered_started_ns")
         if not any(_int(value) > 0 for value in seen if value):
             return None
         kinds = self._shared.kinds
@@ -240,6 +298,15 @@ class _Decoder:
                 made[position] = (begun if _int(seen[position]) > 0 else waiting)[row]
         return made
 
+    def _counts(self, name: str) -> Sequence[int]:
+        """Numbers that count from 0."""
+        values = packed(self._numbers_called(name))
+        ends = (values[0], values[-1]) if isinstance(values, (range, Same)) and values else values
+        if min(ends, default=0) >= 0 and max(ends, default=0) < _MAX_COUNT:
+            return values
+        self._damaged.add(name)
+        return [value if 0 <= value < _MAX_COUNT else 0 for value in values]
+
     def _numbers_called(self, name: str) -> Sequence[int]:
         values = self._values[name]
         try:
@@ -247,14 +314,17 @@ class _Decoder:
         except (TypeError, OverflowError):  # missing in some, or none that c10d would write
             former = _CALLED_BEFORE.get(name, name)
             pairs = zip(values, self._entries, strict=True)
-            return [_int(entry.get(former) if value is None else value) for value, entry in pairs]
+            values = tuple(entry.get(former) if value is None else value for value, entry in pairs)
+            if not all(map(_is_number, values)):
+                self._damaged.add(name)
+            return [_int(value) for value in values]
 
 
 def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
-    """The values under ``_KEYS`` and ``_NUMBERS``, entry by entry; None where an entry has none."""
+    """The values under ``_KEYS`` and ``_NUMBERS``, entry by entry; None where an entry lacks one."""
     if not entries:
         return [()] * (len(_KEYS) + len(_NUMBERS))
-    own = {key: key for key in entries[0]}  # the dump's own strings: identical ones are found without comparing
+    own = {key: key for key in entries[0] if type(key) is str}  # the dump's own objects: identical ones are equal
     keys = [own.get(key, key) for key in (*_KEYS, *_NUMBERS)]
     try:
         return list(zip(*map(itemgetter(*keys), entries), strict=True))
@@ -263,70 +333,186 @@ def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
 
 
 def _names(groups: Sequence[object], ids: Sequence[object]) -> dict[str, str]:
-    """pg_id → name, as the entries tell it."""
-    pairs: Iterable[tuple[object, object]] = zip(groups, ids, strict=True)
-    with suppress(TypeError):  # lists, as JSON has them
-        pairs = dict.fromkeys(zip(groups, ids, strict=True))
-    named = ((_str(number), _str(group[0])) for group, number in pairs if _is_named(group))
-    return {number: name for number, name in named if name}
+    """pg_id → group name, according to the entries."""
+    found = {}
+    for group, number in zip(groups, ids, strict=True):
+        if isinstance(group, (list, tuple)) and group and (name := _str(group[0])):
+            found[_str(number)] = name
+    return found
 
 
-def _is_named(group: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(group, (list, tuple)) and bool(group)
+def _key_of(row: _Row) -> tuple[_Row, _Row, _Row] | None:
+    """A key that is equal for equal rows; None if a value is not a text, a number or a short list of them.
 
-
-def _key_of(row: _Row) -> Hashable:
-    """Equal where rows are equal; frames count by their identity, for the dump holds them."""
+    Frames count by identity, because the dump keeps them alive.
+    """
     state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
-    stack = tuple(map(id, frames)) if isinstance(frames, (list, tuple)) else None
-    try:
-        key = (
-            state, retired, op, tuple(group), pg_id, is_p2p, timeout_ms, tuple(map(tuple, in_sizes)), tuple(in_types),
-            tuple(map(tuple, out_sizes)), tuple(out_types), stack,
-        )  # fmt: skip
-        hash(key)
-    except TypeError:  # not as c10d writes it
-        return repr((row[:-1], stack))
-    return key
+    lists = (group, in_types, out_types, in_sizes, out_sizes, frames)
+    if not _LISTS_OR_NONE.issuperset(map(type, lists)):
+        return None
+    group, in_types, out_types, in_sizes, out_sizes, frames = (value or () for value in lists)
+    sizes = (*in_sizes, *out_sizes)
+    if len(sizes) > _MAX_ITEMS or len(frames) > _MAX_ITEMS or not _LISTS.issuperset(map(type, sizes)):
+        return None
+    shape = (row[3] is None, *map(len, (group, in_types, out_types, in_sizes)), *map(len, sizes))
+    if sum(shape) > _MAX_LEAVES:
+        return None
+    numbers = chain.from_iterable(sizes)
+    leaves = (state, retired, op, pg_id, is_p2p, timeout_ms, *group, *in_types, *out_types, *numbers)
+    return (leaves, shape, tuple(map(id, frames))) if _SCALARS.issuperset(map(type, leaves)) else None
 
 
-def _groups(config: object, known: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """``known``: text → ranks, of the other dumps: thousands of ranks say the same."""
+# --- values that c10d does not write ----------------------------------------------------------------------------------
+
+
+def _scalar(value: object) -> tuple[object, bool]:
+    """The value and True, or None and False, like the other checks."""
+    plain = type(value) in _SCALARS
+    return (value if plain else None), plain
+
+
+def _list_of(value: object) -> tuple[object, bool]:
+    if value is None:
+        return None, True
+    if type(value) not in _LISTS:
+        return None, False
+    items = _items(value)
+    mended = [item if type(item) in _SCALARS else None for item in items]
+    return mended, len(items) == len(value) and all(type(item) in _SCALARS for item in items)  # type: ignore[arg-type]
+
+
+def _list_of_frames(value: object) -> tuple[object, bool]:
+    if value is None:
+        return None, True
+    items = _items(value)
+    return items, type(value) in _LISTS and len(items) == len(value)  # type: ignore[arg-type]
+
+
+def _list_of_sizes(value: object) -> tuple[object, bool]:
+    if value is None:
+        return None, True
+    whole = isinstance(value, (list, tuple)) and len(value) <= _MAX_ITEMS and all(map(_is_size, value))
+    whole = whole and sum(map(len, _items(value))) < _MAX_LEAVES // 4
+    return (value if whole else UNKNOWN_SIZES), whole
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, (list, tuple)) and len(size) <= _MAX_ITEMS and {int}.issuperset(map(type, size))
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_state(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value in _STATES)
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or value is True or value is False or (type(value) is int and value in (0, 1))
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (_int(value, -2) != -2 and type(value) is not bool)
+
+
+def _is_id(value: object) -> bool:
+    return value is None or _str(value) != ""
+
+
+def _is_group(value: object) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and {str}.issuperset(map(type, value)))
+
+
+def _is_sizes(value: object) -> bool:
+    return _sizes(value) is not UNKNOWN_SIZES
+
+
+def _is_types(value: object) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and {str}.issuperset(map(type, value)))
+
+
+def _is_stack(value: object) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and all(map(_is_frame, value)))
+
+
+def _is_frame(frame: object) -> bool:
+    if not isinstance(frame, dict):
+        return False
+    return _is_text(frame.get("filename")) and _is_text(frame.get("name")) and _is_number(frame.get("line"))
+
+
+# In the order of _KEYS: what makes a value safe to handle, and whether it says what it should.
+_MEND: tuple[Callable[[Any], tuple[object, bool]], ...] = (
+    _scalar, _scalar, _scalar, _list_of, _scalar, _scalar, _scalar,
+    _list_of_sizes, _list_of, _list_of_sizes, _list_of, _list_of_frames,
+)  # fmt: skip
+_FITS: tuple[Callable[[Any], bool], ...] = (
+    _is_state, _is_flag, _is_text, _is_group, _is_id, _is_flag, _is_number,
+    _is_sizes, _is_types, _is_sizes, _is_types, _is_stack,
+)  # fmt: skip
+
+
+# --- groups, and single values ----------------------------------------------------------------------------------------
+
+
+def _groups(config: object, known: dict[str, tuple[int, ...]], damaged: set[str]) -> dict[str, tuple[int, ...]]:
+    """The groups of ``pg_config``. ``known``: text → ranks of the other dumps: thousands of ranks have the same."""
+    if not _is_table(config, _MAX_GROUPS):
+        damaged.add("pg_config")
     groups: dict[str, tuple[int, ...]] = {}
-    for key, value in config.items() if isinstance(config, dict) else ():
+    by_list: dict[int, tuple[int, ...] | None] = {}  # a pickle may refer to one list many times
+    for key, value in list(config.items())[:_MAX_GROUPS] if isinstance(config, dict) else ():
         ranks = value.get("ranks") if isinstance(value, dict) else None
-        text = ranks if isinstance(ranks, str) else repr(ranks) if isinstance(ranks, (list, tuple)) else ""
-        if text not in known:
-            known[text] = _ranks(ranks)
-        if known[text]:
-            groups[_str(key)] = known[text]
+        if isinstance(ranks, str) and ranks in known:
+            members: tuple[int, ...] | None = known[ranks]
+        else:
+            members = by_list[id(ranks)] = by_list[id(ranks)] if id(ranks) in by_list else _ranks(ranks)
+        if members is None:
+            damaged.add("pg_config")
+        elif isinstance(ranks, str):
+            known[ranks] = members
+        if members:
+            groups[_str(key)] = members
     return groups
 
 
-def _ranks(ranks: object) -> tuple[int, ...]:
+def _is_table(value: object, most: int) -> bool:
+    return value is None or (isinstance(value, dict) and len(value) <= most)
+
+
+def _ranks(ranks: object) -> tuple[int, ...] | None:
+    """The ranks; None if that is not a list of ranks."""
+    if ranks is None:
+        return ()
     if isinstance(ranks, str):
         try:
             ranks = json.loads(ranks) if len(ranks) < 1 << 20 else None
         except (ValueError, RecursionError):
-            ranks = None
-    whole = isinstance(ranks, (list, tuple)) and all(type(rank) is int for rank in ranks)
-    return tuple(ranks) if whole and isinstance(ranks, (list, tuple)) else ()
+            return None
+    if not isinstance(ranks, (list, tuple)) or len(ranks) > MAX_RANKS or not {int}.issuperset(map(type, ranks)):
+        return None
+    return tuple(ranks) if min(ranks, default=0) >= 0 and max(ranks, default=0) < MAX_RANKS else None
 
 
-def _status(status: object, names: dict[str, str]) -> dict[str, GroupStatus]:
-    """By the groups' names, for a ``pg_id`` is the rank's own running number of the group: another one on each rank.
+def _status(status: object, names: dict[str, str], damaged: set[str]) -> dict[str, GroupStatus]:
+    """The status by group name: a ``pg_id`` is the rank's own number of the group, different on each rank.
 
-    Of a group without an entry only that number is known, which says nothing.
+    A group without an entry has only that number, which says nothing.
     """
-    return {
-        names[_str(key)]: GroupStatus(
-            last_enqueued=_int(value.get("last_enqueued_collective"), -1),
-            last_started=_int(value.get("last_started_collective"), -1),
-            last_completed=_int(value.get("last_completed_collective"), -1),
-        )
-        for key, value in (status.items() if isinstance(status, dict) else ())
-        if isinstance(value, dict) and _str(key) in names
-    }
+    found = {}
+    for key, value in list(status.items())[:_MAX_GROUPS] if isinstance(status, dict) else ():
+        if not isinstance(value, dict):
+            damaged.add("pg_status")
+        elif _str(key) in names:
+            numbers = [value.get(f"last_{what}_collective") for what in ("enqueued", "started", "completed")]
+            if not all(-1 <= _int(number, -1) < _MAX_COUNT and _is_number(number) for number in numbers):
+                damaged.add("pg_status")
+                continue
+            found[names[_str(key)]] = GroupStatus(*(_int(number, -1) for number in numbers))
+    if not _is_table(status, _MAX_GROUPS):
+        damaged.add("pg_status")
+    return found
 
 
 def _frames(frames: object) -> tuple[Frame, ...]:
@@ -338,7 +524,7 @@ def _frames(frames: object) -> tuple[Frame, ...]:
 
 
 def _sizes(sizes: object) -> tuple[tuple[int, ...], ...]:
-    """What is no list of lists of counts is unknown, and not empty: nothing can be said of it, nor compared with it."""
+    """Sizes. Anything but a list of lists of counts is unknown, not empty: it must not be compared."""
     if sizes is None:
         return ()
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (list, tuple)) for size in sizes):
@@ -348,8 +534,8 @@ def _sizes(sizes: object) -> tuple[tuple[int, ...], ...]:
 
 
 def _types(values: object) -> tuple[str, ...]:
-    """``""`` for one that is not known."""
-    return tuple(value if isinstance(value, str) else "" for value in _items(values))
+    """Data types; ``""`` for an unknown one."""
+    return tuple(_str(value) if isinstance(value, str) else "" for value in _items(values))
 
 
 def _items(value: object) -> list[Any]:
@@ -365,7 +551,11 @@ def _int(value: object, default: int = 0) -> int:
 
 
 def _str(value: object) -> str:
-    return value if isinstance(value, str) else str(value) if type(value) is int else ""
+    """A text of bounded length that is valid UTF-8; ``""`` for anything else."""
+    if not isinstance(value, str):
+        return str(value) if type(value) is int and -(1 << 63) <= value < 1 << 63 else ""
+    text = value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT]
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _marks(dump: dict[Any, Any]) -> bool:
@@ -374,6 +564,6 @@ def _marks(dump: dict[Any, Any]) -> bool:
 
 def _check_size(data: bytes) -> None:
     if len(data) > MAX_DUMP_BYTES:
-        raise CaptureError(f"a Flight Recorder dump of {len(data)} bytes, too large")
+        raise CaptureError(f"a Flight Recorder dump that is too large: {len(data)} bytes")
     if not data:
         raise CaptureError("an empty Flight Recorder dump")

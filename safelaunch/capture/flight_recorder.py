@@ -1,15 +1,16 @@
-"""The Flight Recorder of a live rank, asked through its worker server; what it answers is read by ``flight_dump``."""
+"""Reads the Flight Recorder of a live rank through its worker server; ``flight_dump`` parses the answer."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
 from safelaunch.capture.flight_dump import parse_json, parse_pickle
 from safelaunch.capture.result import Result, attempt
-from safelaunch.capture.worker_server import Unanswered, post
+from safelaunch.capture.worker_server import post
 from safelaunch.model import FlightRecord
 
 _TIMEOUT_MS = re.compile(rb'"timeout_ms": ?(\d{1,12})\b')
@@ -17,12 +18,12 @@ _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 
 JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 PICKLE_HANDLERS = ("safelaunch_flight_record", "dump_nccl_trace_pickle")
-NCCL_ONLY = "this torch tells of NCCL's collectives only, and there are none (2.13 tells of gloo's, too)"
+NCCL_ONLY = "this torch records only NCCL's collectives, and there are none (torch 2.13 records gloo's too)"
 
 
 @dataclass(frozen=True)
 class FlightCapture:
-    """What one rank's recorder gave: the best record, and both raw dumps for the bundle."""
+    """One rank's Flight Recorder: the best record, and both raw dumps for the bundle."""
 
     record: Result[FlightRecord]
     json: Result[bytes]
@@ -36,17 +37,16 @@ def flight_record_of(
     pickle_deadline_s: float = 2.0,
     ask_python: bool = True,
 ) -> FlightCapture:
-    """The Flight Recorder of a live rank: JSON first, then the pickle unless ``ask_python`` is False; never
-    raises.
+    """The Flight Recorder of a live rank: JSON first, then the pickle unless ``ask_python`` is False; never raises.
 
-    The record is that of the pickle, which has frames, when it could be had and read, else that of the JSON. The
-    handlers of torch 2.6 and 2.9 know no gloo: what they give where NCCL has no group is no record of anything.
+    The record comes from the pickle, which has frames, if it is readable, else from the JSON. The handlers of torch 2.6
+    and 2.9 don't know gloo: without an NCCL group, their answer is not a record.
     """
     as_json = _first_of(socket_path, JSON_HANDLERS, json_deadline_s)
     if ask_python:
         as_pickle = _first_of(socket_path, PICKLE_HANDLERS, pickle_deadline_s)
     else:
-        as_pickle = Result(None, PICKLE_HANDLERS[0], 0.0, missing="not asked: the GIL is not free")
+        as_pickle = Result(None, PICKLE_HANDLERS[0], 0.0, missing="not asked, because the GIL is not free")
     reasons: list[str] = []
     for raw, parse in ((as_pickle, parse_pickle), (as_json, parse_json)):
         if raw.value is None:
@@ -68,9 +68,9 @@ def flight_record_of(
 
 
 def smallest_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | None:
-    """The shortest time-out of the collectives on record, without the rank's GIL; None where nobody says.
+    """The shortest timeout of the recorded collectives, in seconds, without the rank's GIL; None if unknown.
 
-    Looked for in the text: a full record has thousands of entries, and this is asked of healthy jobs.
+    It searches the text without decoding it: a full record has thousands of entries, and healthy jobs are asked too.
     """
     text = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b""
     found = {int(number) for number in _TIMEOUT_MS.findall(text)} - {0}
@@ -78,7 +78,7 @@ def smallest_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | 
 
 
 def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
-    """The number of the newest entry on record, without the rank's GIL: it grows with every collective entered."""
+    """The number of the newest recorded entry, without the rank's GIL; it grows with every collective."""
     text = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b""
     return max(map(int, _RECORD_ID.findall(text)), default=None)
 
@@ -97,13 +97,13 @@ class _Arrivals(msgspec.Struct):
 def arrivals_of(socket_path: str, *, deadline_s: float = 2.0) -> dict[tuple[str, int], int]:
     """(group, number) → when the rank entered that collective, CLOCK_REALTIME in nanoseconds; without its GIL.
 
-    Empty where nobody says. Only the four fields are decoded: this is asked of healthy jobs.
+    Empty if unknown. It decodes only the four necessary fields, because healthy jobs are asked too.
     """
     answer = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b"{}"
     try:
         entries = msgspec.json.decode(answer, type=_Arrivals).entries
     except msgspec.DecodeError:
-        return {}  # another version's form: no news of this kind
+        return {}  # another version's format
     return {
         (entry.process_group[0], entry.collective_seq_id): entry.time_created_ns
         for entry in entries
@@ -115,18 +115,8 @@ def _first_of(socket_path: str, handlers: tuple[str, ...], deadline_s: float) ->
     """The answer of the first handler that this torch has."""
     result: Result[bytes] | None = None
     for handler in handlers:
-        unknown = False
-
-        def ask(handler: str = handler) -> bytes:
-            nonlocal unknown
-            try:
-                return post(socket_path, handler, deadline_s=deadline_s)
-            except Unanswered as error:
-                unknown = error.reason == "no handler"
-                raise
-
-        result = attempt(f"worker server: {handler}", ask)
-        if not unknown:
+        result = attempt(f"worker server: {handler}", partial(post, socket_path, handler, deadline_s=deadline_s))
+        if result.kind != "no handler":
             return result
     assert result is not None
     return result

@@ -1,6 +1,6 @@
-"""What the GPU driver says: NVML and ``nvidia-smi``.
+"""Asks the GPU driver: NVML and ``nvidia-smi``.
 
-A driver in trouble blocks its callers for ever, so NVML is asked from a process of its own that can be killed:
+A broken driver blocks its callers for ever, so a separate process asks NVML, which can be killed:
 ``python -m safelaunch.capture.gpu`` prints one JSON document.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safelaunch.asknvml import ask, processes, text
 from safelaunch.capture import command
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
+from safelaunch.system.nvml import ask, processes, text
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,19 +26,19 @@ def gpus_json(*, deadline_s: float = 5.0, python: str = sys.executable) -> Resul
     """The GPUs of this node as JSON (see ``query``) through NVML; never raises."""
 
     def read() -> bytes:
-        # With -m the working directory comes first on the module path: make it ours, not the user's.
+        # With -m, the working directory comes first on the module path: use ours, not the user's.
         argv = [python, "-m", "safelaunch.capture.gpu"]
         output = command.run(argv, deadline_s=deadline_s, cwd=_PACKAGE_ROOT)
         if output.timed_out:
-            raise CaptureError(f"NVML: no answer within {deadline_s:g} s: the driver itself may be stuck")
+            raise CaptureError(f"NVML: no answer within {deadline_s:g} s: the driver may be stuck", kind="timeout")
         try:
             document = json.loads(output.stdout)
-            reason = document.get("missing", "")
+            reason, installed = document.get("missing", ""), document.get("installed", True)
         except (ValueError, AttributeError) as error:
             said = output.stderr.strip().splitlines()
             raise CaptureError(f"NVML: {said[-1] if said else error}") from error
         if reason:
-            raise CaptureError(str(reason))
+            raise CaptureError(str(reason), kind="" if installed else "not installed")
         return output.stdout
 
     return attempt("NVML", read)
@@ -50,10 +50,11 @@ def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
     def read() -> str:
         program = shutil.which("nvidia-smi")
         if not program:
-            raise CaptureError("nvidia-smi is not installed here")
+            raise CaptureError("nvidia-smi is not installed on this node")
         output = command.run([program], deadline_s=deadline_s)
         if output.timed_out:
-            raise CaptureError(f"nvidia-smi: no answer within {deadline_s:g} s: the driver itself may be stuck")
+            stuck = f"nvidia-smi: no answer within {deadline_s:g} s: the driver may be stuck"
+            raise CaptureError(stuck, kind="timeout")
         text = output.stdout.decode("utf-8", "replace")
         if output.returncode != 0:
             raise CaptureError(f"nvidia-smi: exit status {output.returncode}: {(output.stderr or text).strip()[:300]}")
@@ -66,14 +67,14 @@ def query(nvml: Any) -> dict[str, Any]:
     """Driver and GPUs by the module ``pynvml``, or ``{"missing": reason}``.
 
     ``gpus``: index, uuid, name, utilisation_percent, memory_used_bytes, memory_total_bytes, power_w, temperature_c,
-    sm_clock_mhz, ecc_errors (uncorrected, since the driver was loaded) and processes (pid, memory_bytes). What a GPU
-    does not tell is null.
+    sm_clock_mhz, ecc_errors (uncorrected, since the driver was loaded) and processes (pid, memory_bytes). A value that
+    a GPU does not report is null.
     """
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-            return {"missing": "no NVIDIA driver here (libnvidia-ml.so.1 not found)"}
+            return {"missing": "no NVIDIA driver on this node (libnvidia-ml.so.1 not found)"}
         return {"missing": f"NVML: {error}"}
     try:
         count = nvml.nvmlDeviceGetCount()
@@ -91,7 +92,7 @@ def query(nvml: Any) -> dict[str, Any]:
 def _gpu(nvml: Any, index: int) -> dict[str, Any]:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    except nvml.NVMLError as error:  # fallen off the bus: the most interesting one
+    except nvml.NVMLError as error:  # fallen off the bus: the most interesting GPU
         return {"index": index, "error": str(error)}
 
     def told(function: Callable[[], Any]) -> Any:
@@ -122,7 +123,7 @@ def _main() -> int:
     try:
         import pynvml
     except ImportError:
-        document: dict[str, Any] = {"missing": "the Python package nvidia-ml-py is not installed"}
+        document: dict[str, Any] = {"missing": "the Python package nvidia-ml-py is not installed", "installed": False}
     else:
         document = query(pynvml)
     print(json.dumps(document, indent=1))

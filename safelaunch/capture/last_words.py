@@ -1,4 +1,4 @@
-"""What a rank left in the run directory before it ended: exception, faulthandler's stacks, its call of exit, output."""
+"""Reads what a rank left in the run directory: exception, faulthandler's stacks, its call of exit, and output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.beacon import caught, layout, ring
+from safelaunch.beacon import caught_exceptions, layout, ring
 from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, RankException
 
 from . import logs
@@ -27,7 +27,9 @@ _NO_RING: Result[str] = Result(None, "output ring", 0.0, missing="this rank has 
 
 @dataclass(frozen=True, slots=True)
 class LastWords:
-    """``fault_text``: everything faulthandler wrote, also for a SIGTERM. ``log``: the end of the output, decoded."""
+    """A rank's records. ``fault_text``: all of faulthandler's output, also for a SIGTERM; ``log``: the end of the
+    rank's output, decoded.
+    """
 
     exception: RankException | None = None
     fault_text: str = ""
@@ -38,7 +40,7 @@ class LastWords:
 
 
 def read(base: Path) -> LastWords:
-    """Everything that lies beside the page ``base``; what cannot be read is not there."""
+    """All records beside the page ``base``; unreadable ones are left out."""
 
     def companion(suffix: str) -> Path:
         return base.with_name(base.name + suffix)
@@ -57,15 +59,15 @@ def read(base: Path) -> LastWords:
 def read_exception(path: Path) -> RankException | None:
     """The uncaught exception that a rank recorded, if any."""
     try:
-        return msgspec.json.decode(path.read_bytes()[:MAX_BYTES], type=RankException)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(_bytes(path), type=RankException)
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
 def parse_fatal(text: str) -> FatalError | None:
-    """The last fatal error in faulthandler's output; None where there are only the stacks that it leaves at a SIGTERM.
+    """The last fatal error in faulthandler's output; None if it has only the stacks that a SIGTERM leaves.
 
-    A thread of a C library that aborts has no Python frames; then the main thread, the last in the list, has to say
+    If a thread of a C library aborts, it has no Python frames. Then the main thread, the last one in the list, shows
     where the program was.
     """
     found = list(_FATAL.finditer(text))
@@ -84,26 +86,31 @@ def parse_fatal(text: str) -> FatalError | None:
 
 def _frames(text: str) -> tuple[Frame, ...]:
     found = _FRAME.finditer(text)
-    return tuple(Frame(m["file"], int(m["line"]) if m["line"].isdigit() else 0, m["function"]) for m in found)
+    return tuple(Frame(m["file"], int(m["line"]) if _is_number(m["line"]) else 0, m["function"]) for m in found)
 
 
 def parse_exit_call(text: str) -> ExitCall | None:
-    """The note of ``beacon/exits.py``; None where there is none, or only a part of one."""
+    """The note of ``beacon/exits.py``; None if it is missing or incomplete."""
     head, *lines = text.split("\n")
     call, _, code = head.partition("\t")
-    if not call or not code.isdigit():
+    if not call or not _is_number(code):
         return None
     parts = [line.split("\t", 2) for line in lines]
-    frames = (Frame(part[2], int(part[0]), part[1]) for part in parts if len(part) == 3 and part[0].isdigit())
+    frames = (Frame(part[2], int(part[0]), part[1]) for part in parts if len(part) == 3 and _is_number(part[0]))
     return ExitCall(call, int(code), tuple(frames))
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20
+
+
 def parse_caught(slots: bytes) -> tuple[CaughtException, ...]:
-    """The notes of ``beacon/caught.py``, by time; a slot that was being written is left out."""
+    """The notes of ``beacon/caught_exceptions.py``, by time; half-written slots are left out."""
     found = []
-    for begin in range(0, len(slots), caught.SLOT_BYTES):
-        fields = slots[begin : begin + caught.SLOT_BYTES].rstrip(b"\0").decode("utf-8", "replace").split("\t")
-        if len(fields) == 9 and all(fields[at].isdecimal() for at in (0, 3, 6)):
+    for begin in range(0, len(slots), caught_exceptions.SLOT_BYTES):
+        slot = slots[begin : begin + caught_exceptions.SLOT_BYTES].rstrip(b"\0")
+        fields = slot.decode("utf-8", "replace").split("\t")
+        if len(fields) == 9 and all(_is_number(fields[at]) for at in (0, 3, 6)):
             raised = Frame(fields[5], int(fields[3]), fields[4])
             handler = Frame(fields[8], int(fields[6]), fields[7])
             found.append(CaughtException(fields[1], fields[2], int(fields[0]) / 1e9, raised, handler))

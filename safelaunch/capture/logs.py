@@ -1,4 +1,4 @@
-"""What a rank wrote and what the kernel wrote, as text for the bundle."""
+"""The output of a rank and the kernel log, as text for the bundle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable
 
 from safelaunch.capture import command
-from safelaunch.capture.redact import redact_text
 from safelaunch.capture.result import Result, attempt, within
 from safelaunch.errors import CaptureError
 
@@ -18,7 +17,7 @@ STREAMS = {1: "out", 2: "err"}
 MAX_KERNEL_LINES = 200
 _MAX_KMSG_BYTES = 8 << 20
 
-# What explains a hang or a killed rank: memory, GPUs, stuck tasks, storage, network, hardware.
+# Kernel messages that explain a hang or a killed rank: memory, GPUs, stuck tasks, storage, network, hardware.
 _RELEVANT = re.compile(
     r"out of memory|oom[-_ ]?kill|killed process|memory cgroup|\bnvrm\b|\bxid\b|nvidia|nvlink|nvswitch"
     r"|gpu has fallen|hung task|blocked for more than|soft lockup|hard lockup|rcu.*stall|segfault"
@@ -32,9 +31,9 @@ _RELEVANT = re.compile(
 
 
 def log_tail(records: Iterable[tuple[int, int, bytes]]) -> str:
-    """The records of a rank's ring (CLOCK_REALTIME ns, stream, bytes) as ``log_tail.txt``, secrets redacted.
+    """The records of a rank's ring (CLOCK_REALTIME ns, stream, bytes) as ``log_tail.txt``, not yet redacted.
 
-    One line per line written, ``HH:MM:SS.mmm out| text`` in UTC, at the time its first part was written. A line that a
+    Each line of output becomes ``HH:MM:SS.mmm out| text``, in UTC, with the time of its first part. A line that a
     progress bar rewrote with carriage returns shows its last state.
     """
     lines: list[tuple[int, str, bytes]] = []
@@ -49,8 +48,7 @@ def log_tail(records: Iterable[tuple[int, int, bytes]]) -> str:
             open_lines[name] = (time_ns if whole else begun, rest)
     lines += [(begun, name, rest) for name, (begun, rest) in open_lines.items()]
     lines.sort(key=lambda line: line[0])
-    text = "".join(f"{clock_text(begun)} {name}| {_visible(line)}\n" for begun, name, line in lines)
-    return redact_text(text)
+    return "".join(f"{clock_text(begun)} {name}| {_visible(line)}\n" for begun, name, line in lines)
 
 
 def clock_text(time_ns: int) -> str:
@@ -60,9 +58,9 @@ def clock_text(time_ns: int) -> str:
 
 
 def kernel_log(*, deadline_s: float = 3.0) -> Result[str]:
-    """The last lines of the kernel's log that bear on a hang, newest last; never raises.
+    """The last lines of the kernel log that may explain a hang, newest last; never raises.
 
-    From ``/dev/kmsg``, else ``journalctl -k``: many systems keep the former for root (``kernel.dmesg_restrict``).
+    From ``/dev/kmsg``, else ``journalctl -k``: many systems reserve the former for root (``kernel.dmesg_restrict``).
     """
 
     def read() -> str:
@@ -78,7 +76,7 @@ def kernel_log(*, deadline_s: float = 3.0) -> Result[str]:
 
 
 def relevant(lines: Iterable[str]) -> list[str]:
-    """Those lines that may explain a hang or a killed process, the last ``MAX_KERNEL_LINES`` of them."""
+    """The last ``MAX_KERNEL_LINES`` lines that may explain a hang or a killed process."""
     return [line for line in lines if _RELEVANT.search(line)][-MAX_KERNEL_LINES:]
 
 
@@ -89,7 +87,7 @@ def parse_kmsg(record: str, boot_unix_s: float) -> str:
     if not separator or len(fields) < 3 or not fields[2].isdigit():
         return ""
     moment = dt.datetime.fromtimestamp(boot_unix_s + int(fields[2]) / 1e6, dt.timezone.utc)
-    first = text.split("\n", 1)[0]  # what follows are KEY=value lines of the device
+    first = text.split("\n", 1)[0]  # KEY=value lines of the device follow
     return f"{moment:%Y-%m-%d %H:%M:%S} {first}"
 
 
@@ -105,7 +103,7 @@ def _kmsg() -> list[str]:
             except BlockingIOError:
                 break  # the end
             except BrokenPipeError:
-                continue  # overwritten while reading: the next read goes on behind the gap
+                continue  # overwritten while reading: the next read continues after the gap
             size += len(record)
             lines.append(parse_kmsg(record.decode("utf-8", "replace"), boot))
     finally:

@@ -18,11 +18,11 @@ from . import proc, stacks
 from .parallel import gather
 from .result import Result
 
-MAX_CHILDREN = 48  # per rank; more than that is not a loader's worker pool, and the look must stay short
+MAX_CHILDREN = 48  # per rank: a loader's worker pool is smaller, and the look must stay short
 
 
 class Questions(Protocol):
-    """The rank's page, as far as asking its Python handlers goes; see ``progress.Page``."""
+    """The part of a rank's page that its Python handlers need; see ``progress.Page``."""
 
     def begin_question(self) -> bool: ...
 
@@ -31,8 +31,8 @@ class Questions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A rank to look at. ``socket``: its worker server's path, None when it is not up. ``start_ticks`` with
-    ``pid`` identifies the process."""
+    """A rank to look at. ``socket``: its worker server's path, None if that is not running. ``pid`` and
+    ``start_ticks`` identify the process."""
 
     rank: int
     local_rank: int
@@ -77,7 +77,7 @@ class Look:
 def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None = None, native: bool = False) -> Look:
     """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; never raises.
 
-    ``earlier`` settles which D states last, so that py-spy is not made to wait for them.
+    ``earlier`` shows which D states last, so that py-spy does not wait for those.
     """
     begin = time.monotonic()
     table = proc.process_table()

@@ -1,7 +1,7 @@
-"""Was it the kernel's out-of-memory killer? What it counts, and what it writes to the kernel's log.
+"""Evidence of the kernel's out-of-memory killer: its counters and its messages in the kernel log.
 
-The counts are compared with those at the job's start: they tell that it struck, the log tells whom. In a container the
-log, where it can be read at all, may give pids of the host; then the counts are all there is.
+A counter that has grown since the job's start shows that it killed something; the log shows what. In a container, the
+log may be unreadable or give pids of the host. Then only the counters help.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ VMSTAT = Path("/proc/vmstat")
 
 @dataclass(frozen=True, slots=True)
 class KillCounts:
-    """Processes that the out-of-memory killer has taken so far; None where the kernel does not say.
+    """The number of processes that the out-of-memory killer has killed so far; None if unknown.
 
-    ``cgroup``: in the control group of one process and below it (``memory.events`` of cgroup v2,
+    ``cgroup``: in the control group that accounts for one process, and below it (``memory.events`` of cgroup v2,
     ``memory.oom_control`` of v1). ``node``: since boot (``/proc/vmstat``).
     """
 
@@ -32,26 +32,24 @@ class KillCounts:
 
 
 def kill_counts(pid: int | None = None) -> KillCounts:
-    """The counts as they are now, for the control group of ``pid`` (None: of this process). Never raises."""
+    """The current counts, for the control group of ``pid`` (None: this process). Never raises."""
     pid = os.getpid() if pid is None else pid
     cgroup = None
     for controller, name in (("", "memory.events"), ("memory", "memory.oom_control")):
         group = cgroups.directory(pid, controller)
-        cgroup = count_in(group / name) if group is not None and cgroup is None else cgroup
-    return KillCounts(cgroup, count_in(VMSTAT))
+        if group is not None and cgroup is None:
+            cgroup = count_in(cgroups.nearest(group, name))
+    return KillCounts(cgroup, count_in(cgroups.text_of(VMSTAT)))
 
 
-def count_in(path: Path) -> int | None:
-    """The number after ``oom_kill`` in one of the kernel's files; None without one."""
-    try:
-        found = _COUNT.search(path.read_text())
-    except OSError:
-        return None
+def count_in(text: str) -> int | None:
+    """The number after ``oom_kill`` in the text of one of the kernel's files; None without one."""
+    found = _COUNT.search(text)
     return int(found[1]) if found else None
 
 
 def kills_of(pid: int, before: KillCounts, now: KillCounts, kernel_log: str) -> MemoryKills:
-    """The signs that process ``pid`` was taken by the out-of-memory killer."""
+    """The signs that the out-of-memory killer killed process ``pid``."""
     named = re.compile(rf"Killed process {pid}\b|oom-kill:.*\bpid={pid}\b")
     line = next((line for line in reversed(kernel_log.splitlines()) if named.search(line)), "")
     return MemoryKills(line.strip(), _more(before.cgroup, now.cgroup), _more(before.node, now.node))

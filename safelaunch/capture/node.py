@@ -1,6 +1,6 @@
-"""The circumstances of a job on this node: environment, versions, resources.
+"""A job's environment on this node: variables, versions, resources.
 
-Everything is read from files; nothing is imported into this process and no interpreter of the job is run.
+All of it comes from files. This process imports nothing of the job, and runs none of its interpreters.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from safelaunch.capture import cgroups
-from safelaunch.capture.redact import redact_env
 from safelaunch.capture.result import Result, attempt, within
 from safelaunch.errors import CaptureError
+from safelaunch.redaction.redact import shown_env
 
-# Packages whose versions matter to a hang, where installed.
+# Packages whose versions matter for a hang, if installed.
 PACKAGES = (
     "torch", "triton", "numpy", "nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13", "accelerate", "apex", "datasets", "deepspeed", "lightning", "megatron-core", "mpi4py",
@@ -31,7 +31,7 @@ PACKAGES = (
 
 
 def environment_of(pid: int, *, deadline_s: float = 2.0) -> Result[dict[str, str]]:
-    """The environment ``pid`` was started with (what it set later is not in ``/proc``), redacted; never raises."""
+    """The environment that ``pid`` started with (``/proc`` does not show later changes), redacted; never raises."""
 
     def read() -> dict[str, str]:
         try:
@@ -40,13 +40,13 @@ def environment_of(pid: int, *, deadline_s: float = 2.0) -> Result[dict[str, str
             raise CaptureError(f"process {pid} is gone") from error
         except PermissionError as error:
             raise CaptureError(f"/proc/{pid}/environ: permission denied (needs the same user)") from error
-        return redact_env(parse_environ(raw))
+        return shown_env(parse_environ(raw))
 
     return attempt(f"/proc/{pid}/environ", read)
 
 
 def parse_environ(raw: bytes) -> dict[str, str]:
-    """``NAME=value`` separated by NUL; what has no ``=`` (a process that rewrote its title) is left out."""
+    """``NAME=value`` entries separated by NUL; skips those without ``=`` (of a process that rewrote its title)."""
     entries = (entry.partition("=") for entry in raw.decode("utf-8", "replace").split("\0"))
     return {name: value for name, equals, value in entries if equals and name}
 
@@ -56,8 +56,8 @@ def versions(
 ) -> Result[dict[str, str]]:
     """Versions of Python, torch and its companions, NCCL, driver, kernel, safelaunch; never raises.
 
-    ``code_roots``: the rank's package directories, as its beacon saw them; ``pid``: the rank, whose ``exe`` link names
-    its interpreter. Without roots, those of this process.
+    ``code_roots``: the rank's package directories according to its beacon; empty: those of this process. ``pid``: the
+    rank, whose ``exe`` link names its interpreter.
     """
 
     def read() -> dict[str, str]:
@@ -69,8 +69,8 @@ def versions(
 def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: float = 3.0) -> Result[dict[str, Any]]:
     """Memory, load, pressure, disks and limits of this node and of ``pid``'s cgroup; never raises.
 
-    ``disks`` holds ``/dev/shm``, ``/tmp`` and ``cwd`` with total, used and free bytes, or the reason why not: a dead
-    network mount answers no question at all.
+    ``disks`` holds ``/dev/shm``, ``/tmp`` and ``cwd`` with total, used and free bytes, or the reason for having none: a
+    dead network mount never answers.
     """
 
     def read() -> dict[str, Any]:
@@ -91,7 +91,7 @@ def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: flo
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
-    """The lines of ``/proc/meminfo`` that matter, in bytes."""
+    """The relevant lines of ``/proc/meminfo``, in bytes."""
     wanted = ("MemTotal", "MemFree", "MemAvailable", "SwapTotal", "SwapFree", "Shmem", "Dirty", "Writeback")
     found = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     return {name: int(kilobytes) * 1024 for name, kilobytes in found if name in wanted}

@@ -1,4 +1,4 @@
-"""Runs several looks at once in daemon threads; one that never returns costs its own result, not the others'."""
+"""Runs several looks at once in daemon threads. One that never returns costs only its own result."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from safelaunch.console import say
+from safelaunch.system.console import say
 
 T = TypeVar("T")
 
 
 def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int = 16) -> list[T | None]:
-    """The results of ``calls`` in their order; None for one that did not return within ``deadline_s`` seconds
-    in all.
+    """The results of ``calls`` in order; None for one that did not return within ``deadline_s`` seconds in all.
 
-    The calls must not raise (sources return their failures); one that does counts as not returned, and says so.
+    Calls must not raise (sources return their failures). One that does gives None and prints a message.
     """
     waiting: SimpleQueue[int] = SimpleQueue()
     done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
@@ -33,7 +32,7 @@ def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int 
             result: T | None = None
             try:
                 result = calls[index]()
-            except Exception as error:  # noqa: BLE001 - a fault of ours costs this look only
+            except Exception as error:  # noqa: BLE001 - an internal error costs only this look
                 say(f"a source of evidence failed ({type(error).__name__}: {error})")
             finally:
                 done.put((index, result))

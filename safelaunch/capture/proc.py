@@ -1,8 +1,7 @@
-"""What the kernel says of a process: ``/proc/<pid>``, read directly (proc(5)).
+"""The kernel's view of a process: ``/proc/<pid>``, read directly (proc(5)).
 
-Works on processes that answer nothing else: stopped, frozen, in D state, or gone (zombie). Files behind locks
-that a stuck process may hold for ever (``cmdline``, ``syscall``, ``io``) are read under a deadline of their
-own.
+Works on processes that answer nothing else: stopped, frozen, in D state, or gone (zombie). Files behind locks that a
+stuck process may hold for ever (``cmdline``, ``syscall``, ``io``) are read under their own deadline.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from pathlib import Path
 
 from msgspec import structs
 
-from safelaunch import procstat
-from safelaunch.capture import filelocks, redact, sockets, syscalls
-from safelaunch.capture.cgroups import is_frozen
+from safelaunch.capture import filelocks, sockets, syscalls
+from safelaunch.capture.cgroups import is_frozen, throttled_ms
 from safelaunch.capture.result import within
 from safelaunch.errors import CaptureError
-from safelaunch.model import ProcessState, StackSample, ThreadState
+from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
+from safelaunch.reading.kernel import kind_of
+from safelaunch.system import procstat
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PATH = 4096
@@ -29,43 +29,51 @@ MAX_THREADS = 4096
 
 
 def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
-    """``/proc/<pid>/syscall`` as number and arguments; None when running or blocked outside a call."""
+    """``/proc/<pid>/syscall`` as number and arguments; None if the process runs, or blocks outside a call."""
     fields = text.split()
     if len(fields) < 7 or fields[0] in ("running", "-1"):
         return None
     return int(fields[0]), tuple(int(field, 16) for field in fields[1:7])
 
 
-def parse_io(text: str) -> int | None:
-    """``rchar + wchar`` of ``/proc/<pid>/io`` in bytes, or None."""
+def parse_io(text: str) -> tuple[int, int] | None:
+    """``rchar`` and ``wchar`` of ``/proc/<pid>/io`` in bytes, or None."""
     counts = [int(n) for n in re.findall(r"^[rw]char: (\d+)$", text, re.MULTILINE)]
-    return sum(counts) if len(counts) == 2 else None
+    return (counts[0], counts[1]) if len(counts) == 2 else None
+
+
+def parse_schedstat(text: str) -> tuple[int, int] | None:
+    """``/proc/<pid>/task/<tid>/schedstat``: milliseconds spent runnable, waiting for a core; times it was given one."""
+    fields = text.split()
+    if len(fields) != 3 or not (fields[1].isdigit() and fields[2].isdigit()):
+        return None
+    return int(fields[1]) // 1_000_000, int(fields[2])
 
 
 def read_process(pid: int, *, clock: Callable[[], float] = time.monotonic, deadline_s: float = 2.0) -> ProcessState:
-    """The state of a process and of its threads now; at most ``deadline_s`` seconds.
+    """The current state of a process and its threads; takes at most ``deadline_s`` seconds.
 
-    What may not be read (another user's process) or does not answer is left out and said in ``note``. The
-    command line is redacted. Raises ``CaptureError`` only when there is no such process.
+    ``note`` names what is left out: files that may not be read (another user's process) or that do not answer.
+    Raises ``CaptureError`` only if the process does not exist.
     """
     quick = read_quick(pid, clock=clock)
     if quick.state in "ZX":
-        return structs.replace(quick, note="zombie: it has ended and nobody has reaped it")
+        return structs.replace(quick, note="zombie: it has ended, but its parent has not reaped it")
     try:
-        threads, cmdline, notes = within(deadline_s, f"/proc/{pid}", lambda: _details(pid, quick.state))
+        threads, cmdline, locks, notes = within(deadline_s, f"/proc/{pid}", lambda: _details(pid, quick.state))
     except CaptureError as error:
         return structs.replace(quick, note=error.message)
-    except Exception as error:  # noqa: BLE001 - the boundary: what was read without blocking still counts
+    except Exception as error:  # noqa: BLE001 - the boundary: everything read so far still counts
         return structs.replace(quick, note=f"details of /proc/{pid}: {type(error).__name__}: {error}")
     threads = threads or quick.threads
     letter = next((t.state for t in threads if t.tid == pid), quick.state)  # of the same moment as the rest
-    return structs.replace(quick, state=letter, threads=threads, cmdline=cmdline, note="; ".join(notes))
+    return structs.replace(quick, state=letter, threads=threads, cmdline=cmdline, locks=locks, note="; ".join(notes))
 
 
 def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> ProcessState:
-    """The part of ``read_process`` that never blocks and any user may read: states, names, CPU time, memory.
+    """The part of ``read_process`` that never blocks and that any user may read: states, names, CPU time, memory.
 
-    Raises ``CaptureError`` when there is no such process.
+    Raises ``CaptureError`` if the process does not exist.
     """
     stat = procstat.read(pid)
     if stat is None:
@@ -81,17 +89,18 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
         threads=_threads(pid, _quick_thread),
         rss_bytes=stat.rss_bytes,
         frozen=is_frozen(pid),
+        throttled_ms=throttled_ms(pid),
     )
 
 
 def state_letter(pid: int) -> str:
-    """The state of the process (R S D T t Z X), ``""`` when it is gone."""
+    """The state of the process (R S D T t Z X); ``""`` if it is gone."""
     stat = procstat.read(pid)
     return stat.state if stat is not None else ""
 
 
 def process_table() -> dict[int, tuple[int, int]]:
-    """Every process now: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
+    """All current processes: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
     table: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := procstat.read(int(entry.name))) is not None:  # not vanished meanwhile
@@ -100,7 +109,7 @@ def process_table() -> dict[int, tuple[int, int]]:
 
 
 def process_tree(pid: int, table: dict[int, tuple[int, int]] | None = None) -> list[tuple[int, int]]:
-    """The descendants of ``pid`` (without itself) as (pid, start_ticks), parents before children."""
+    """The descendants of ``pid`` as (pid, start_ticks), parents before children."""
     table = process_table() if table is None else table
     children: dict[int, list[int]] = {}
     for child, (ppid, _) in table.items():
@@ -118,11 +127,10 @@ def process_tree(pid: int, table: dict[int, tuple[int, int]] | None = None) -> l
 
 
 def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) -> str:
-    """What a child of a rank is: ``dataloader worker``, ``resource tracker``, ``forkserver`` or ``child``.
+    """The role of a rank's child: ``dataloader worker``, ``resource tracker``, ``forkserver`` or ``child``.
 
-    A loader worker is known by its stack (``_worker_loop`` of ``torch/utils/data/_utils/worker.py``),
-    whatever start method made it; the helpers of multiprocessing by their command line, which their forked
-    children share.
+    The stack identifies a loader worker (``_worker_loop`` of ``torch/utils/data/_utils/worker.py``), whatever its start
+    method. The command line, which forked children share, identifies the helpers of multiprocessing.
     """
     frames = [frame for sample in stacks for thread in sample.threads for frame in thread.frames]
     if any(f.function == "_worker_loop" and f.file.endswith("utils/data/_utils/worker.py") for f in frames):
@@ -136,8 +144,8 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
     return "child"
 
 
-def _details(pid: int, letter: str) -> tuple[tuple[ThreadState, ...], tuple[str, ...], list[str]]:
-    """Threads, command line and notes: the part that may block."""
+def _details(pid: int, letter: str) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
+    """Threads, command line, file locks and notes: the part that may block."""
     notes: list[str] = []
     denied: set[str] = set()
     threads = _threads(pid, lambda pid, tid: _full_thread(pid, tid, denied))
@@ -149,13 +157,22 @@ def _details(pid: int, letter: str) -> tuple[tuple[ThreadState, ...], tuple[str,
     cmdline: tuple[str, ...] = ()
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0")
-        cmdline = tuple(redact.redact_argv(raw.decode("utf-8", "replace").split("\0"))) if raw else ()
+        cmdline = tuple(raw.decode("utf-8", "replace").split("\0")) if raw else ()
         if letter in "Tt":
             tracer = re.search(r"^TracerPid:\s*([1-9]\d*)", _text(Path(f"/proc/{pid}/status")), re.MULTILINE)
             notes += [f"traced by process {tracer[1]}"] if tracer else []
     except OSError as error:
         notes.append(f"command line: {error.strerror}")
-    return threads, cmdline, notes
+    return threads, cmdline, _locks(pid, threads), notes
+
+
+def _locks(pid: int, threads: tuple[ThreadState, ...]) -> tuple[FileLock, ...]:
+    """Those of others only of a process whose main thread sleeps: it may be asking for one again and again."""
+    asleep = any(thread.tid == pid and kind_of(thread) in ("sleep", "select") for thread in threads)
+    try:
+        return filelocks.locks_of(pid, of_others=asleep)
+    except OSError:
+        return ()  # another user's process
 
 
 def _threads(pid: int, read: Callable[[int, int], ThreadState]) -> tuple[ThreadState, ...]:
@@ -202,6 +219,8 @@ def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
     number, arguments = call if call else (None, ())
     name = syscalls.name_of(number) if number is not None else ""
     fd, target = _target(pid, name, arguments)
+    ends_s = syscalls.ends_s(name, arguments, lambda address, size: _memory(pid, address, size))
+    io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
     return ThreadState(
         tid=tid,
         name=stat.name,
@@ -212,12 +231,16 @@ def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
         fd=fd,
         fd_target=target,
         cpu_ms=stat.cpu_ms,
-        io_bytes=parse_io(optional("io")),
+        io_bytes=sum(io) if io is not None else None,
+        written_bytes=io[1] if io is not None else None,
+        queued_ms=scheduled[0] if scheduled is not None else None,
+        slices=scheduled[1] if scheduled is not None else None,
+        ends_s=ends_s,
     )
 
 
 def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None, str]:
-    """The descriptor a call works on and what it points at; for a call that names a path, the path."""
+    """The descriptor that a call works on and its target; for a call that names a path, the path."""
     fd: int | None = None
     if name in syscalls.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
@@ -226,7 +249,7 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
     elif name in syscalls.PATH_ARGUMENT:
         raw, ended, _ = _memory(pid, arguments[syscalls.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
-        return None, redact.redact_text(raw.decode("utf-8", "replace")) if ended else ""
+        return None, raw.decode("utf-8", "replace") if ended else ""
     if fd is None or not 0 <= fd < 1 << 24:
         return None, ""
     try:
@@ -236,11 +259,11 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None
     if name in filelocks.CALLS and (holder := filelocks.holder(pid, fd)) is not None:
         target += f", locked by pid {holder}"
     inode = re.fullmatch(r"socket:\[(\d+)\]", target)
-    return fd, redact.redact_text(sockets.describe(pid, int(inode[1])) if inode else target)
+    return fd, sockets.describe(pid, int(inode[1])) if inode else target
 
 
 def _memory(pid: int, address: int, size: int) -> bytes:
-    """Up to ``size`` bytes of the process's memory; a string near the end of a mapping gives fewer."""
+    """Up to ``size`` bytes of the process's memory; fewer near the end of a mapping."""
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
             first = min(size, _PAGE - address % _PAGE)
@@ -262,9 +285,9 @@ def _text(path: Path) -> str:
 
 
 def times_scheduled(pid: int) -> int:
-    """How often the kernel has put the process's main thread on a CPU (the third number of ``schedstat``); 0 if gone.
+    """How often the kernel has scheduled the process's main thread (the third number of ``schedstat``); 0 if gone.
 
-    Changes whenever it wakes up, be it for a moment; none of its other threads counts.
+    The number changes whenever that thread wakes up, however briefly. Other threads don't count.
     """
     try:
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[2])

@@ -1,7 +1,6 @@
-"""What a source of evidence returns, and the two guards every source stands behind.
+"""The result of a source of evidence, and the two guards around every source.
 
-``attempt`` turns any failure into a result that says why; ``within`` bounds code that may block in the
-kernel.
+``attempt`` turns any failure into a result with the reason. ``within`` bounds code that may block in the kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from safelaunch.errors import CaptureError
+from safelaunch.errors import CaptureError, Failure
 from safelaunch.model import Artifact
 
 T = TypeVar("T")
@@ -22,8 +21,8 @@ T = TypeVar("T")
 class Result(Generic[T]):
     """One look at one source: ``value``, or None and the reason in ``missing``.
 
-    ``how`` names the source as the manifest shows it (``py-spy dump --json``), ``note`` what qualifies the
-    value.
+    ``how`` names the source as the manifest shows it (``py-spy dump --json``); ``note`` qualifies the value; ``kind``
+    is the reason for code that must decide.
     """
 
     value: T | None
@@ -31,30 +30,31 @@ class Result(Generic[T]):
     duration_s: float
     missing: str = ""
     note: str = ""
+    kind: Failure = ""
 
     def artifact(self, path: str, size: int = 0) -> Artifact:
-        """The manifest's line for the file ``path`` of ``size`` bytes that this result was written to."""
+        """The manifest's entry for the file ``path`` of ``size`` bytes that holds this result."""
         return Artifact(path, self.how, round(self.duration_s, 6), self.missing, size, self.note)
 
 
 def attempt(how: str, source: Callable[[], T]) -> Result[T]:
-    """Call ``source``; a ``CaptureError`` is the reason as it stands, others are named with their type."""
+    """Calls ``source``. A ``CaptureError`` gives its message as the reason, any other error its type and text."""
     begin = time.monotonic()
     try:
         value = source()
     except CaptureError as error:
-        return Result(None, how, time.monotonic() - begin, missing=_one_line(error))
+        return Result(None, how, time.monotonic() - begin, missing=_one_line(error), kind=error.kind)
     except Exception as error:  # noqa: BLE001 - the boundary: one source that fails costs only itself
         return Result(None, how, time.monotonic() - begin, missing=f"{type(error).__name__}: {error}")
     return Result(value, how, time.monotonic() - begin)
 
 
 def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
-    """``source()`` from a daemon thread, given up after ``deadline_s`` seconds.
+    """Runs ``source`` in a daemon thread, and abandons it after ``deadline_s`` seconds.
 
     For reads that the kernel may not finish: files of ``/proc`` behind a lock of a process in D state, a dead
-    mount. The abandoned thread stays until the kernel lets go. Raises ``CaptureError`` on the deadline, and
-    whatever ``source`` raised.
+    mount. The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind ``timeout``) on the
+    deadline, and whatever ``source`` raises.
     """
     values: list[T] = []
     errors: list[BaseException] = []
@@ -71,7 +71,7 @@ def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not values:
-        raise CaptureError(f"{what}: no answer from the kernel within {deadline_s:g} s")
+        raise CaptureError(f"{what}: no answer from the kernel within {deadline_s:g} s", kind="timeout")
     return values[0]
 
 

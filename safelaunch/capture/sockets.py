@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-MAX_TABLE_BYTES = 4 << 20  # a node with tens of thousands of connections: do without rather than read for seconds
+MAX_TABLE_BYTES = 4 << 20  # on a node with tens of thousands of connections, stop rather than read for seconds
 
 _TCP_STATES = {
     1: "established", 2: "connecting", 3: "syn received", 4: "fin wait 1", 5: "fin wait 2", 6: "time wait",

@@ -1,8 +1,7 @@
-"""Stacks of a process, read from outside by py-spy (``py-spy dump --json``).
+"""Reads the stacks of a process from outside, with py-spy (``py-spy dump --json``).
 
-py-spy stops its target with ptrace while it reads; on a stopped process that fails, on one in D state it
-never returns. Hence ``stack_of``: look at the state first, give every call a deadline, fall back to
-``--nonblocking``.
+py-spy stops its target with ptrace while it reads. On a stopped process that fails; on one in D state it never returns.
+So ``stack_of`` looks at the state first, gives every call a deadline, and falls back to ``--nonblocking``.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from safelaunch.capture import command, proc, tracing
-from safelaunch.capture.redact import redact_text
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
 NATIVE_DEADLINE_S = 20.0  # it reads the symbols of every loaded library
@@ -49,7 +49,7 @@ _DECODER = msgspec.json.Decoder(list[_SpyThread])
 def find_py_spy(given: str | None = None) -> str:
     """The py-spy to use: ``given``, else the one installed beside this Python, else the one on ``PATH``.
 
-    Raises ``CaptureError`` when there is none.
+    Raises ``CaptureError`` if there is none.
     """
     if given:
         return given
@@ -61,7 +61,7 @@ def find_py_spy(given: str | None = None) -> str:
 
 
 def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False) -> StackSample:
-    """The output of ``py-spy dump --json``. Raises ``CaptureError`` when it is not that."""
+    """Parses the output of ``py-spy dump --json``. Raises ``CaptureError`` for anything else."""
     try:
         threads = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -74,7 +74,7 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
         threads=tuple(
             Thread(
                 frames=tuple(Frame(frame.filename, frame.line, frame.name) for frame in thread.frames),
-                name=redact_text(thread.thread_name or ""),
+                name=thread.thread_name or "",
                 os_tid=thread.os_thread_id,
                 active=thread.active,
                 owns_gil=thread.owns_gil,
@@ -94,10 +94,10 @@ def dump(
     py_spy: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result[StackSample]:
-    """One run of py-spy on ``pid``, killed after ``deadline_s`` seconds; never raises.
+    """Runs py-spy once on ``pid``, for at most ``deadline_s`` seconds; never raises.
 
-    A target that a killed py-spy would leave stopped is set running again. ``native`` adds C frames and
-    cannot be combined with ``nonblocking``, which then wins.
+    If a killed py-spy leaves its target stopped, the target is continued. ``native`` adds C frames; ``nonblocking``
+    wins over it.
     """
     native = native and not nonblocking
     options = ["--nonblocking"] * nonblocking + ["--native"] * native
@@ -112,10 +112,10 @@ def dump(
         )
         if output.timed_out:
             resumed = "" if was_stopped or nonblocking else _set_running(pid, begun)
-            raise CaptureError(f"{how}: no answer within {deadline_s:g} s{resumed}")
+            raise CaptureError(f"{how}: no answer within {deadline_s:g} s{resumed}", kind="timeout")
         if output.returncode != 0:
-            facts = tracing.look(pid)
-            raise CaptureError(f"{how}: {tracing.explain(output.stderr, facts)}")
+            why = tracing.explain(output.stderr, tracing.look(pid))
+            raise CaptureError(f"{how}: {why.message}", why.fix, why.kind)
         return parse(output.stdout, pid=pid, at_s=at_s, how=how, native=native)
 
     return attempt(how, read)
@@ -130,10 +130,10 @@ def stack_of(
     py_spy: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result[StackSample]:
-    """The stacks of ``pid`` by the least intrusive way that works in its state; never raises.
+    """The stacks of ``pid``, read in the least intrusive way that works in its state; never raises.
 
-    ``state``: an earlier look at the process; it settles whether a D state lasts, and that the pid was not
-    reused. Takes at most ``deadline_s`` seconds, half as much again where the first way had to be given up.
+    ``state``: an earlier look at the process. It shows whether a D state lasts, and whether the pid was reused. Takes
+    at most ``deadline_s`` seconds, or 1.5 times that if the first way times out.
     """
     begin = time.monotonic()
 
@@ -145,12 +145,12 @@ def stack_of(
     except CaptureError as error:
         return missing(error.message)
     if state is not None and state.start_ticks != now.start_ticks:
-        return missing(f"process {pid} is gone, its number was given to another")
+        return missing(f"process {pid} is gone, and another process has its pid")
     if now.state in "ZX":
-        return missing(f"process {pid} is a zombie: it has ended, only its exit status is left")
+        return missing(f"process {pid} is a zombie: it has ended, and only its exit status is left")
     why = why_nonblocking(now, state)
     first = dump(pid, deadline_s=deadline_s, nonblocking=bool(why), native=native, py_spy=py_spy, clock=clock)
-    if why or first.value is not None or "no answer within" not in first.missing:
+    if why or first.value is not None or first.kind != "timeout":
         return _noted(first, why, begin)
     second = dump(pid, deadline_s=deadline_s / 2, nonblocking=True, py_spy=py_spy, clock=clock)
     if second.value is None:
@@ -184,7 +184,7 @@ def to_text(sample: StackSample | None, state: ProcessState | None = None, *, mi
     if sample is None:
         lines += [f"No Python stacks: {missing or 'not taken'}", ""]
         lines += [f"Kernel thread {t.tid} {t.name!r}{_kernel(t)}" for t in kernel.values()]
-        return "\n".join(lines) + "\n"
+        return _shown(lines)
     lines += [f"Read by {sample.how}", ""]
     for thread in sorted(sample.threads, key=lambda t: t.os_tid != sample.pid):  # the main thread first
         known = kernel.get(thread.os_tid or 0)
@@ -192,7 +192,12 @@ def to_text(sample: StackSample | None, state: ProcessState | None = None, *, mi
         name = thread.name or (known.name if known else "")
         lines.append(f'Thread {thread.os_tid or "?"} ({flags}): "{name}"{_kernel(known)}')
         lines += [f"    {_frame(frame)}" for frame in thread.frames]
-    return "\n".join(lines) + "\n"
+    return _shown(lines)
+
+
+def _shown(lines: Iterable[str]) -> str:
+    """The lines as text. Names and arguments come from the job, so control characters are replaced."""
+    return "".join(f"{clean(line)}\n" for line in lines)
 
 
 _STATE_WORDS = {
@@ -217,22 +222,21 @@ def _frame(frame: Frame) -> str:
 
 
 def _noted(result: Result[StackSample], why: str, begin: float) -> Result[StackSample]:
-    note = f"--nonblocking, may be inexact: {why}" if why else ""
-    return Result(result.value, result.how, time.monotonic() - begin, result.missing, note)
+    note = f"read with --nonblocking, so it may be inexact: {why}" if why else ""
+    return replace(result, duration_s=time.monotonic() - begin, note=note)
 
 
 def _set_running(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:
-    """See to it that a target is not left stopped by the tracer that was just killed; says what was done.
+    """Makes sure that a killed tracer does not leave its target stopped; returns what it did, in words.
 
-    The kernel detaches a dead tracer's targets and lets them run. Where a stop that the tracer caused
-    lingers, SIGCONT ends it.
+    The kernel detaches a dead tracer's targets and lets them run. If a stop by the tracer remains, SIGCONT ends it.
     """
     until = time.monotonic() + patience_s
     while (letter := proc.state_letter(pid)) in ("t", "T"):
         if time.monotonic() >= until:
             if letter == "T" and begun is not None and identify(pid) == begun:
                 os.kill(pid, signal.SIGCONT)
-                return "; it left the process stopped, which was continued"
+                return "; py-spy left the process stopped, so safelaunch continued it"
             return "; the process is still traced"
         time.sleep(0.01)
     return ""

@@ -1,4 +1,4 @@
-"""System call numbers to names, for the calls that a hung process is found in.
+"""The system calls in which processes hang: their names, and when they end by themselves.
 
 Numbers: Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and ``include/uapi/asm-generic/unistd.h`` (aarch64).
 """
@@ -6,6 +6,9 @@ Numbers: Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and ``include/uapi/asm
 from __future__ import annotations
 
 import platform
+import struct
+import time
+from collections.abc import Callable, Sequence
 
 X86_64 = {
     0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 7: "poll", 8: "lseek",
@@ -69,3 +72,69 @@ def name_of(number: int, machine: str | None = None) -> str:
     if machine == "aarch64":
         return AARCH64.get(number, "")
     return ""
+
+
+# --- time limits ------------------------------------------------------------------------------------------------------
+
+UNREADABLE_S = 0.0  # it has an unknown limit: it may end at any time
+
+Memory = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if they can't be read
+
+_MONOTONIC, _REALTIME = 1, 0
+_TIMER_ABSTIME = 1
+_FUTEX_COMMANDS = 0x7F
+_FUTEX_WAIT, _FUTEX_CLOCK_REALTIME = 0, 256
+
+# Calls with a limit in milliseconds (negative: none) → the argument that holds it.
+_MILLISECONDS = {"poll": 2, "epoll_wait": 3, "epoll_pwait": 3}
+# Calls with a pointer to a relative timespec or timeval (null: none) → that argument.
+_RELATIVE = {"ppoll": 2, "pselect6": 4, "select": 4, "epoll_pwait2": 3, "rt_sigtimedwait": 2, "semtimedop": 3}
+_PER_SECOND = {"select": 1e6}  # a timeval; the others are timespecs
+
+
+def ends_s(name: str, arguments: Sequence[int], memory: Memory, *, now: float | None = None) -> float | None:
+    """The latest time at which the call ends by itself (CLOCK_MONOTONIC, seconds); None if it has no limit.
+
+    A thread that sleeps for a day is stuck; one that sleeps for a second may be polling. A relative limit is counted
+    from ``now``, because the start of the call is unknown.
+    """
+    now = time.monotonic() if now is None else now
+    if name in _MILLISECONDS:
+        milliseconds = arguments[_MILLISECONDS[name]] & 0xFFFFFFFF
+        return None if milliseconds >= 1 << 31 else now + milliseconds / 1000
+    if name in _RELATIVE:
+        return _relative(arguments[_RELATIVE[name]], memory, now, _PER_SECOND.get(name, 1e9))
+    if name == "nanosleep":
+        return _relative(arguments[0], memory, now) or UNREADABLE_S
+    if name == "clock_nanosleep":
+        clock = arguments[0] if arguments[1] & _TIMER_ABSTIME else None
+        return _absolute(arguments[2], memory, now, clock) or UNREADABLE_S
+    if name == "futex":
+        operation = arguments[1]
+        clock = _REALTIME if operation & _FUTEX_CLOCK_REALTIME else _MONOTONIC
+        return _absolute(arguments[3], memory, now, None if operation & _FUTEX_COMMANDS == _FUTEX_WAIT else clock)
+    return None
+
+
+def _relative(address: int, memory: Memory, now: float, per_second: float = 1e9) -> float | None:
+    if not address:
+        return None
+    seconds = _seconds(memory(address, 16), per_second)
+    return UNREADABLE_S if seconds is None else now + seconds
+
+
+def _absolute(address: int, memory: Memory, now: float, clock: int | None) -> float | None:
+    """The time on CLOCK_MONOTONIC, in seconds. ``clock`` None: it is relative to now."""
+    if clock is None or not address:
+        return _relative(address, memory, now)
+    seconds = _seconds(memory(address, 16), 1e9)
+    if seconds is None or clock not in (_MONOTONIC, _REALTIME):
+        return UNREADABLE_S
+    return seconds if clock == _MONOTONIC else now + seconds - time.time()
+
+
+def _seconds(data: bytes, per_second: float) -> float | None:
+    if len(data) < 16:
+        return None
+    whole, part = struct.unpack("=qq", data[:16])
+    return whole + part / per_second if whole >= 0 and 0 <= part < per_second else None

@@ -1,7 +1,7 @@
-"""Why a process could not be traced, in words that lead to a remedy.
+"""Explains why a process could not be traced, with the fix.
 
-py-spy's own messages name the system call that failed, seldom the cause: a container without CAP_SYS_PTRACE
-reads ``Failed to get process executable name. Check that the process is running``.
+py-spy's messages name the failed system call, but rarely the cause: in a container without CAP_SYS_PTRACE, it prints
+``Failed to get process executable name. Check that the process is running``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from safelaunch.errors import CaptureError
+
 _CAP_SYS_PTRACE = 1 << 19
 _DENIED = ("permission denied", "os error 13", "operation not permitted", "os error 1)", "eperm")
 _ADD_CAPABILITY = "docker run --cap-add=SYS_PTRACE, or securityContext.capabilities.add: [SYS_PTRACE] in Kubernetes"
@@ -18,7 +20,7 @@ _ADD_CAPABILITY = "docker run --cap-add=SYS_PTRACE, or securityContext.capabilit
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides whether we may trace a process. ``yama``: kernel.yama.ptrace_scope, None = off."""
+    """The facts that decide whether we may trace a process. ``yama``: kernel.yama.ptrace_scope, None = off."""
 
     alive: bool
     same_user: bool
@@ -29,7 +31,7 @@ class Facts:
 
 
 def look(pid: int) -> Facts:
-    """The facts for ``pid`` as of now; never raises."""
+    """The current facts for ``pid``; never raises."""
     status = _text(Path("/proc/self/status"))
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     target = re.search(r"^Uid:\s*\d+\s+(\d+)", _text(Path(f"/proc/{pid}/status")), re.MULTILINE)
@@ -49,22 +51,25 @@ def look(pid: int) -> Facts:
     )
 
 
-def explain(stderr: str, facts: Facts) -> str:
-    """py-spy's complaint as cause and remedy."""
+def explain(stderr: str, facts: Facts) -> CaptureError:
+    """py-spy's error message as cause, remedy and kind of failure."""
     said = stderr.lower()
     if not facts.alive:
-        return "the process is gone"
+        return CaptureError("the process is gone")
     if "failed to suspend" in said:
-        return "the process is stopped or in a state in which it cannot be suspended"
+        return CaptureError("the process is stopped, or in a state in which it cannot be suspended")
     if any(phrase in said for phrase in _DENIED):
         return _denied(facts)
     if "python version from target" in said or "not a python" in said:
-        return f"not a Python process, or one that was stripped ({facts.executable or 'executable unknown'})"
+        executable = facts.executable or "executable unknown"
+        return CaptureError(f"this is not a Python process, or its interpreter was stripped ({executable})")
     if "unsupported" in said and "version" in said:
-        return f"this py-spy does not know the target's Python ({summary(stderr)}); upgrade py-spy"
+        return CaptureError(
+            f"this py-spy does not know the target's Python: {summary(stderr)}", "upgrade py-spy", "outdated"
+        )
     if "interpreter" in said:
-        return f"no Python interpreter found in it: still starting or already ending ({summary(stderr)})"
-    return summary(stderr) or "it failed without a message"
+        return CaptureError(f"no Python interpreter found: the process is starting or ending ({summary(stderr)})")
+    return CaptureError(summary(stderr) or "py-spy failed without a message")
 
 
 def summary(stderr: str) -> str:
@@ -78,19 +83,20 @@ def summary(stderr: str) -> str:
     return ": ".join(parts)[:300]
 
 
-def _denied(facts: Facts) -> str:
+def _denied(facts: Facts) -> CaptureError:
     if not facts.same_user and not facts.capable:
-        return "permission denied: it runs as another user; run safelaunch as that user" + (
-            f", or with CAP_SYS_PTRACE ({_ADD_CAPABILITY})" if facts.container else ", or as root"
-        )
+        other = f"with CAP_SYS_PTRACE: {_ADD_CAPABILITY}" if facts.container else "as root"
+        fix = f"run safelaunch as that user, or {other}"
+        return CaptureError("permission denied: the process runs as another user", fix, "denied")
+    by_yama = f"permission denied by Yama (kernel.yama.ptrace_scope={facts.yama})"
     if facts.yama in (1, 2) and not facts.capable:
-        return (
-            f"permission denied by Yama (kernel.yama.ptrace_scope={facts.yama}): "
-            f"sysctl kernel.yama.ptrace_scope=0 as root, or CAP_SYS_PTRACE ({_ADD_CAPABILITY})"
-        )
+        fix = f"as root, sysctl kernel.yama.ptrace_scope=0; or grant CAP_SYS_PTRACE: {_ADD_CAPABILITY}"
+        return CaptureError(by_yama, fix, "denied")
     if facts.yama == 3:
-        return "permission denied by Yama (kernel.yama.ptrace_scope=3): nobody may trace until the next reboot"
-    return f"permission denied: no ptrace here (seccomp, or CAP_SYS_PTRACE missing): {_ADD_CAPABILITY}"
+        fix = "no process may trace another until the next reboot: set it to 1 in /etc/sysctl.d and reboot"
+        return CaptureError(by_yama, fix, "denied")
+    why = "permission denied: a seccomp filter forbids ptrace, or CAP_SYS_PTRACE is missing"
+    return CaptureError(why, _ADD_CAPABILITY, "denied")
 
 
 def _text(path: Path) -> str:

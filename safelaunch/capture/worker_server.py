@@ -1,7 +1,7 @@
-"""Questions to c10d's worker server: HTTP over a unix socket, answered from C++ even while the rank hangs.
+"""Asks c10d's worker server: HTTP over a unix socket, which C++ code serves even while the rank hangs.
 
-It wants ``POST /handler/<name>`` with a Content-Length (torch 2.6 and 2.9 wait for one until they time out),
-and answers with a Content-Length and, unless told otherwise, an open connection.
+It expects ``POST /handler/<name>`` with a Content-Length (without one, torch 2.6 and 2.9 wait until they time out). Its
+answer has a Content-Length, and it keeps the connection open unless the request says otherwise.
 """
 
 from __future__ import annotations
@@ -9,27 +9,19 @@ from __future__ import annotations
 import re
 import socket
 import time
-from typing import Literal
 
-from safelaunch.errors import CaptureError
+from safelaunch.errors import CaptureError, Failure
 from safelaunch.model import GilTest
 
 MAX_RESPONSE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 64 << 10
 
-Reason = Literal["absent", "timeout", "no handler", "broken"]
-
 
 class Unanswered(CaptureError):
-    """A question that got no usable answer; ``reason`` says which way.
+    """A question that got no usable answer: its ``kind`` is absent, timeout, no handler or broken."""
 
-    ``absent``: nobody listens. ``timeout``: the deadline passed. ``no handler``: the server does not know the
-    name. ``broken``: anything else.
-    """
-
-    def __init__(self, reason: Reason, message: str) -> None:
-        super().__init__(message)
-        self.reason: Reason = reason
+    def __init__(self, kind: Failure, message: str) -> None:
+        super().__init__(message, kind=kind)
 
 
 def post(socket_path: str, handler: str, *, deadline_s: float) -> bytes:
@@ -46,7 +38,7 @@ def post(socket_path: str, handler: str, *, deadline_s: float) -> bytes:
             connection.sendall(request.encode("ascii"))
             return _answer(connection, handler, until)
         except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise Unanswered("absent", "the worker server is not up") from error
+            raise Unanswered("absent", "the worker server is not running") from error
         except TimeoutError as error:
             raise Unanswered("timeout", f"worker server: {handler}: no answer within {deadline_s:g} s") from error
         except BlockingIOError as error:  # the queue of connections is full: a stopped process accepts none
@@ -56,22 +48,21 @@ def post(socket_path: str, handler: str, *, deadline_s: float) -> bytes:
 
 
 def gil_test(socket_path: str, *, deadline_s: float = 1.0, handler: str = "safelaunch_gil") -> GilTest:
-    """Whether the rank's C++ side answers, and whether Python code gets to run in it; never raises.
+    """Whether the rank's C++ side answers, and whether Python code can run in it; never raises.
 
-    ``handler`` needs the GIL and is asked twice, ``deadline_s`` seconds each: a busy Python loop gives the
-    GIL up often enough to answer. Both stay None when the server is not up, ``python`` when the handler is
-    not there.
+    ``handler`` needs the GIL. It is asked twice, ``deadline_s`` seconds each: a busy Python loop releases the GIL often
+    enough to answer. Both stay None if the server is not running; ``python`` does if the handler is missing.
     """
     try:
         post(socket_path, "ping", deadline_s=deadline_s)
     except Unanswered as error:
-        return GilTest(ping=False if error.reason == "timeout" else None)
+        return GilTest(ping=False if error.kind == "timeout" else None)
     for _ in range(2):
         try:
             post(socket_path, handler, deadline_s=deadline_s)
             return GilTest(ping=True, python=True)
         except Unanswered as error:
-            if error.reason != "timeout":
+            if error.kind != "timeout":
                 return GilTest(ping=True)
     return GilTest(ping=True, python=False)
 
@@ -92,7 +83,7 @@ def _answer(connection: socket.socket, handler: str, until: float) -> bytes:
     data = bytearray()
     while (end := data.find(b"\r\n\r\n")) < 0:
         if len(data) > _MAX_HEADER_BYTES:
-            raise Unanswered("broken", f"worker server: {handler}: endless header")
+            raise Unanswered("broken", f"worker server: {handler}: the header does not end")
         _receive(connection, data, until, handler)
     try:
         status, length = parse_head(bytes(data[:end]))
@@ -100,12 +91,12 @@ def _answer(connection: socket.socket, handler: str, until: float) -> bytes:
         raise Unanswered("broken", f"worker server: {handler}: {error}") from error
     del data[: end + 4]
     if length is not None and length > MAX_RESPONSE_BYTES:
-        raise Unanswered("broken", f"worker server: {handler}: an answer of {length} bytes, too large")
+        raise Unanswered("broken", f"worker server: {handler}: the answer is too large ({length} bytes)")
     while length is None or len(data) < length:
         if not _receive(connection, data, until, handler, may_end=length is None):
             break
         if len(data) > MAX_RESPONSE_BYTES:
-            raise Unanswered("broken", f"worker server: {handler}: an answer without end")
+            raise Unanswered("broken", f"worker server: {handler}: the answer does not end")
     body = bytes(data if length is None else data[:length])
     if status == 404:
         raise Unanswered("no handler", f"this torch's worker server has no handler {handler}")

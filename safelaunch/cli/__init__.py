@@ -25,36 +25,54 @@ def main(argv: list[str] | None = None) -> int:
     """Runs safelaunch; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     from safelaunch.errors import SafelaunchError
+    from safelaunch.system.console import redact
 
+    redact.use(_without_secrets)
     try:
         return _dispatch(words)
     except SafelaunchError as error:
-        from safelaunch.console import say
+        from safelaunch.system.console import say
 
         say(str(error))
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read our output has gone; say nothing more to it, and end as other programs do.
+        # The reader of our output is gone: print nothing more, and exit as other programs do.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 
 
+def _without_secrets(text: str) -> str:
+    """Removes secrets by the general rules; a job's own secrets are known later. Imported only to print something."""
+    from safelaunch.redaction.redact import redact_text
+
+    return redact_text(text)
+
+
+def program() -> list[str]:
+    """The command that starts another safelaunch. It keeps the working directory off its module path, where ``-m``
+    would put it first: it may hold anybody's modules.
+    """
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", "safelaunch"]
+    return [sys.executable, "-c", "import sys; del sys.path[0]; from safelaunch.cli import entry; entry()"]
+
+
 def entry() -> NoReturn:
-    """The console script: as ``main``, but leaves at once, without taking the interpreter down module by module."""
+    """The console script: like ``main``, but exits at once, without the interpreter's slow shutdown."""
     code = main()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
-            code = code or 1  # what was printed has not arrived
+            code = code or 1  # the reader did not get our output
     _leave_word(code)
     os._exit(code)
 
 
 def _leave_word(code: int) -> None:
-    """Leaves the exit code where colaunch asked for it: when that has been killed, nobody else would know of it.
+    """Writes the exit code to the file that colaunch named, so that it survives a kill of colaunch.
 
-    The variable names the process that is meant: a run inside the job inherits it.
+    The variable also names the process it is for, because a run inside the job inherits the variable.
     """
     pid, _, path = os.environ.get("SAFELAUNCH_EXIT_FILE", "").partition(":")
     if pid != str(os.getpid()):
@@ -63,7 +81,7 @@ def _leave_word(code: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.write(descriptor, f"{code}\n".encode())
     except OSError:
-        return  # colaunch hears of it in the usual way, or runs the job again
+        return  # colaunch gets it from the process itself, or runs the job again
 
 
 def _dispatch(words: list[str]) -> int:

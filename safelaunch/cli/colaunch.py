@@ -1,18 +1,31 @@
-"""``safelaunch colaunch``: many jobs on one node, each on GPUs or cores of its own, each an ordinary safelaunch run."""
+"""``safelaunch colaunch``: many jobs on one node, each with its own GPUs or cores, each an ordinary safelaunch run."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from safelaunch.cli.colaunch_check import check_jobs, make_pool
+from safelaunch.cli import program
 from safelaunch.cli.colaunch_options import Options, parse
-from safelaunch.cli.colaunch_rows import describe, many, summary_lines
-from safelaunch.cli.colaunch_screen import open_screen
+from safelaunch.cli.colaunch_rows import (
+    COLUMNS,
+    GAP,
+    cells,
+    choose,
+    columns,
+    describe,
+    headline,
+    many,
+    summary_lines,
+    typical_s,
+)
 from safelaunch.colaunch import summary
 from safelaunch.colaunch.expand import Places, expand
 from safelaunch.colaunch.grid import Matrix
@@ -20,34 +33,43 @@ from safelaunch.colaunch.jobs import Job
 from safelaunch.colaunch.journal import Attempt, Journal, attempts
 from safelaunch.colaunch.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.pool import Pool
+from safelaunch.colaunch.pool import Gpus, Pool, Slots, by_topology, check_fits, default_slots
 from safelaunch.colaunch.resume import History, history, recovered, wait_for_remains
 from safelaunch.colaunch.runner import Place, Runner
 from safelaunch.colaunch.signals import Signals
-from safelaunch.colaunch.spec import Extra, templates_of
+from safelaunch.colaunch.spec import Extra, Template, templates_of
 from safelaunch.colaunch.sweep import Rules, Sweep
-from safelaunch.colaunch.templates import Template
-from safelaunch.console import say
+from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.errors import PresetError, SpecError, UsageError
+from safelaunch.launch import torchrun
+from safelaunch.launch.argv import split
 from safelaunch.launch.paths import working_directory
+from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
+from safelaunch.redaction.job_secrets import secret_values
+from safelaunch.redaction.redactor import Redactor
+from safelaunch.settings.config import options_of, resolve
 from safelaunch.settings.yamlfile import read_yaml
+from safelaunch.system.console import PREFIX, redact, say, show
+from safelaunch.system.deadline import at_most
+from safelaunch.system.printable import clean_text
 
 INTERRUPTED = 130
 YAML_HINT = "within {...} and [...], text that holds a {placeholder} needs quotes"
 
 
 def main(argv: list[str]) -> int:
-    """0 when every job succeeded, 1 when not, 2 when nothing was started; 128 + N when signal N stopped it."""
+    """Returns 0 if every job succeeded, 1 if not, 2 if nothing was started, 128 + N if signal N stopped it."""
     options = parse(argv)
     cwd, environ = working_directory(), dict(os.environ)
+    redact.use(Redactor(secret_values(environ, argv, [os.fspath(cwd)])).text)
     templates = _templates(options, cwd)
     paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
     jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
     pool = make_pool(jobs, options.slots, options.max_parallel, environ)
     check_jobs(jobs, pool, environ)
     if options.dry_run:
-        print("\n".join(describe(jobs, paths, pool)))
+        show("\n".join(describe(jobs, paths, pool)))
         return 0
     try:
         return _run(options, jobs, pool, paths, environ)
@@ -82,7 +104,7 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
 
 
 def _sweep_name(options: Options) -> str:
-    """The file's name; for a grid one made from what it says, so that the same line finds the same sweep again."""
+    """The file's name; for a grid, a name derived from its command line, so the same line finds its sweep again."""
     if options.spec is not None:
         return Path(options.spec).stem
     said = repr([(axis.name, axis.values) for axis in options.grid] + [*options.command])
@@ -90,7 +112,7 @@ def _sweep_name(options: Options) -> str:
 
 
 def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, environ: dict[str, str]) -> int:
-    pool.free()  # where no lease can be taken, that is said before anything is kept of the sweep
+    pool.free()  # raises if nothing can be leased, before the sweep writes anything
     journal = Journal(paths.journal)
     known = _history(options, journal, jobs, paths)
     try:
@@ -101,22 +123,21 @@ def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, e
     units = {job.name: pool.units(job.gpus) for job in jobs}
     sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
     say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
-    program = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "safelaunch"]
     with Signals() as signals, open_screen() as screen:
-        runner = Runner(sweep, Place(paths, pool, store_of(environ), journal, environ, program), screen)
+        runner = Runner(sweep, Place(paths, pool, store_of(environ), journal, environ, program()), screen)
         runner.run(signals)
-        problem = _write_summary(sweep, paths)  # before the last word to a terminal that may have stopped reading
+        problem = _write_summary(sweep, paths)  # before the last update: the terminal may have stopped reading
     return _finish(sweep, paths, problem, runner.stopped_by)
 
 
 def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> History:
-    """What was before, of which nothing lives any more. Raises UsageError where nobody said that the sweep goes on."""
+    """The earlier attempts, once all their processes have ended. Without --resume, raises UsageError if any exist."""
     found = attempts(journal.records)
     known = history(found, jobs)
     if found and not options.resume:
         raise UsageError(
-            f"{paths.root} holds a sweep that was run before ({known.done} of {len(jobs)} jobs have succeeded).",
-            "--resume runs what has not; --sweep-dir names another directory for a new sweep",
+            f"{paths.root} holds an earlier sweep ({known.done} of {len(jobs)} jobs have succeeded).",
+            "--resume runs the remaining jobs; --sweep-dir puts a new sweep elsewhere",
         )
     if not found:
         return known
@@ -124,14 +145,14 @@ def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: Swe
     found = tuple(_with_word(attempt, journal, jobs, paths) for attempt in found)
     known = history(found, jobs)
     left = "running the others" if known.done < len(jobs) else "there is nothing left to run"
-    say(f"{known.done} of {len(jobs)} jobs have succeeded before; {left}")
+    say(f"{known.done} of {len(jobs)} jobs have already succeeded; {left}")
     if known.changed:
-        say(f"not what they were when they succeeded, so they run again: {', '.join(known.changed)}")
+        say(f"these jobs changed since they succeeded and run again: {', '.join(known.changed)}")
     return known
 
 
 def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> Attempt:
-    """The attempt with the outcome that only its own safelaunch had noted, which the journal learns now."""
+    """The attempt with the outcome that its own safelaunch wrote down; adds it to the journal."""
     ended = recovered(attempt, jobs, paths) if attempt.outcome is None else None
     if ended is None:
         return attempt
@@ -140,7 +161,7 @@ def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[Job], paths: S
 
 
 def _write_summary(sweep: Sweep, paths: SweepPaths) -> str:
-    """Returns why it could not be written, or an empty string."""
+    """Writes the summary; returns why that failed, or an empty string."""
     try:
         summary.write(tuple(sweep.tracks.values()), paths)
     except OSError as error:
@@ -150,7 +171,7 @@ def _write_summary(sweep: Sweep, paths: SweepPaths) -> str:
 
 def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> int:
     tracks = tuple(sweep.tracks.values())
-    print("\n".join(summary_lines(tracks)), flush=True)
+    show("\n".join(summary_lines(tracks)))
     if problem:
         say(f"the summary cannot be written to {paths.root}: {problem}")
     else:
@@ -158,3 +179,179 @@ def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> i
     if all(track.state == "succeeded" for track in tracks):
         return 0
     return 128 + stopped_by if stopped_by else 1
+
+
+# Options that colaunch sets itself, and what to use instead.
+OURS = {
+    "--run-name": "the run has the job's name; use the key 'name'",
+    "--bundle-dir": "bundles go into the job's directory in the sweep",
+    "--gpus": "colaunch assigns the GPUs: use 'gpus: N' or --gpus-per-job N",
+    "--wait": "colaunch waits by itself",
+    "--wait-timeout": "colaunch waits by itself",
+    "--no-lease": "colaunch leases the GPUs it assigns",
+    "--gpu-busy-memory": "it applies to all jobs: set SAFELAUNCH_GPU_BUSY_MEMORY, or put it into safelaunch.yaml",
+    "--dry-run": "give it to colaunch",
+}
+
+
+# --- before anything starts -------------------------------------------------------------------------------------------
+
+
+def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, environ: Mapping[str, str]) -> Pool:
+    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
+    pool: Pool | None = None
+    if slots is None:
+        node = NodeGpus(environ, resolve((), environ, working_directory(), lambda: None).gpu_busy_memory_bytes)
+        pool = Gpus(node) if node.pool.gpus else None
+        if pool is None:
+            say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
+    if pool is None:
+        cores = by_topology(sorted(os.sched_getaffinity(0)))
+        units = [max(1, job.gpus) for job in jobs]
+        pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
+    check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
+    return pool
+
+
+def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> None:
+    """Raises SpecError for a job that safelaunch would reject, or whose working directory does not exist."""
+    try:
+        torch: torchrun.Torch | None = torchrun.find(environ)
+    except UsageError:
+        if not all(job.words[:1] == ("exec",) for job in jobs):
+            raise
+        torch = None  # an exec may have its own
+    table = torchrun.LazyOptions(torch.package) if torch is not None else {}
+    seen: set[object] = set()
+    for job in jobs:
+        try:
+            _check(job.with_ports(range(20000, 20000 + job.ports)), pool, table, torch, environ, seen)
+        except UsageError as error:
+            raise SpecError(f"{job.where}: job {job.name}: {error.message}", error.fix) from error
+
+
+def _check(
+    job: Job,
+    pool: Pool,
+    table: Mapping[str, bool],
+    torch: torchrun.Torch | None,
+    environ: Mapping[str, str],
+    seen: set[object],
+) -> None:
+    kind, words = ("exec", job.words[1:]) if job.words[0] == "exec" else ("run", job.words)
+    own = {option.flag: option.takes_value for option in options_of(kind)}
+    command = split(words, own, table if kind == "run" else {})
+    for flag, _ in command.own:
+        if flag in OURS:
+            raise UsageError(f"{flag} cannot be given here", OURS[flag])
+    if not command.script:
+        raise UsageError("the command names no script", "write the command as you would for safelaunch")
+    if pool.kind == "GPU" and "CUDA_VISIBLE_DEVICES" in dict(job.env):
+        raise UsageError("env: CUDA_VISIBLE_DEVICES cannot be set here", OURS["--gpus"])
+    if not Path(job.cwd).is_dir():
+        raise UsageError(f"cwd: directory {job.cwd} does not exist", "it is relative to colaunch's working directory")
+    key = (command.own, job.env, job.cwd)
+    if key not in seen:
+        seen.add(key)
+        version = torch.version if torch else None
+        settings = resolve(command.own, {**environ, **dict(job.env)}, Path(job.cwd), lambda: version)
+        for name in ("gpus", "wait", "dry-run"):
+            if settings.is_explicit(name):
+                raise UsageError(f"{name} is set ({settings.origin(name)})", OURS[f"--{name}"])
+
+
+REFRESH_S = 0.5
+WRITE_DEADLINE_S = 0.3
+STUCK_RETRY_S = 5.0
+PLAIN_REFRESH_S = 60.0
+_RIGHT = {"step", "rate", "elapsed", "estimate"}
+_STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "red", "timed-out": "red"}
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_screen() -> Iterator[Screen]:
+    """The screen that fits stdout. Restores the terminal at the end."""
+    if not sys.stdout.isatty():
+        yield PlainScreen()
+        return
+    from rich.live import Live
+
+    live = Live(auto_refresh=False, vertical_overflow="crop")
+    live.start()
+    try:
+        yield TerminalScreen(live)
+    finally:
+        with suppress(OSError):  # the terminal may be gone
+            live.stop()
+
+
+class PlainScreen:
+    """One line on stderr per event, and the overall progress once a minute."""
+
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + PLAIN_REFRESH_S
+
+    def note(self, text: str) -> None:
+        say(text)
+
+    def show(self, snapshot: Callable[[], Snapshot]) -> None:
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + PLAIN_REFRESH_S
+            say(headline(snapshot()))
+
+
+class TerminalScreen:
+    """A live table below the events.
+
+    If the terminal stops reading (Ctrl-S, a dead connection), the sweep continues, and the screen retries briefly.
+    """
+
+    def __init__(self, live: Any) -> None:
+        self._live = live
+        self._next_s = 0.0
+        self._notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+
+    def show(self, snapshot: Callable[[], Snapshot]) -> None:
+        now = time.monotonic()
+        if now < self._next_s:
+            return
+        self._next_s = now + REFRESH_S
+        from rich.text import Text
+
+        try:
+            with at_most(WRITE_DEADLINE_S):
+                for text in self._notes:
+                    self._live.console.print(Text(PREFIX + clean_text(redact(text))))
+                self._notes.clear()
+                size = self._live.console.size
+                self._live.update(picture(snapshot(), size.height, size.width), refresh=True)
+        except OSError:  # the terminal is gone, or does not read
+            self._next_s = time.monotonic() + STUCK_RETRY_S
+
+
+def picture(snapshot: Snapshot, height: int, width: int) -> Any:
+    """As much of the table as fits, and a summary line."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = choose(snapshot, max(3, height - 5))
+    typical = typical_s(snapshot)
+    rows = [cells(job, typical.get(job.job.group)) for job in shown]
+    kept = columns(rows, width)
+    table = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), header_style="dim")
+    for name in kept:
+        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
+    for job, row in zip(shown, rows, strict=True):
+        said = dict(zip(COLUMNS, row, strict=True))
+        table.add_row(*(Text(redact(said[name])) for name in kept), style=_STYLES.get(job.state, "dim"))
+    more = len(snapshot.jobs) - len(shown)
+    rest = [Text(f"... and {more} more", style="dim")] if more else []
+    return Group(table, *rest, Text(redact(headline(snapshot)), style="bold"))

@@ -16,21 +16,22 @@ T = TypeVar("T")
 
 USAGE = """safelaunch colaunch SPEC.yaml [options]
        safelaunch colaunch --grid NAME=VALUES ... [options] -- [safelaunch and torchrun options] script.py [args]"""
-DESCRIPTION = """Runs many jobs on this node, each on GPUs of its own (on a node without GPUs: on CPU cores of its own),
-as many at a time as there is room for. Each job is an ordinary safelaunch run: watched, with its bundle if it hangs or
-crashes. A job that fails disturbs no other."""
+DESCRIPTION = """\
+Runs many jobs on this node, each on its own GPUs (on a node without GPUs: its own CPU cores), as many at a time as fit.
+Each job is an ordinary safelaunch run: watched, with a bundle if it hangs or crashes. A job that fails does not disturb
+the others."""
 EPILOG = """\
-the one-liner: after -- stands what one would give safelaunch for a single run
+on one line: after --, write what you would give safelaunch for a single run
   safelaunch colaunch --grid lr=1e-3,3e-4 --grid seed=0..4 --gpus-per-job 1 \\
       -- --nproc-per-node=1 train.py --lr {lr} --seed {seed}
 
-the same as a file, with more to say
+the same sweep as a file, which has more keys
   defaults:                      # for all jobs; a job's own keys win, env variable by variable
     command: --nproc-per-node=1 train.py --lr {lr} --seed {seed} --out {job_dir}
     gpus: 1                      # on a node without GPUs: slots
     preset: hang-debug           # also stall-timeout, startup-timeout, max-stall, on-stall
     env: {WANDB_NAME: "{name}"}
-    timeout: 2h                  # in all; a job that takes longer is ended (timed-out)
+    timeout: 2h                  # colaunch ends a job that takes longer (timed-out)
     retries: 1
     metric: val_loss=([0-9.]+)
   matrix:                        # every combination is a job, called e.g. train_lr-1e-3_seed-0
@@ -38,22 +39,22 @@ the same as a file, with more to say
     seed: 0..4
     exclude: [{lr: 1e-3, seed: 4}]
     include: [{lr: 1e-2, seed: 0}]
-  jobs:                          # optional: several kinds of jobs, with that matrix or one of their own
+  jobs:                          # optional: several kinds of jobs, with that matrix or their own
     prepare: {command: exec -- bash prepare.sh, matrix: {}, gpus: 0}
-    train: {needs: prepare}      # all of prepare must have succeeded; else train is skipped
-  more keys of a job: name (with placeholders), cwd, metric-file, and ports: 2, which leases two for it, to be used as
-  {port} and {port2} in its command and env
+    train: {needs: prepare}      # runs after all of prepare has succeeded; else it is skipped
+  more keys of a job: name (with placeholders), cwd, metric-file, and ports. 'ports: 2' leases two ports for the job;
+  use them as {port} and {port2} in its command and env
 
-placeholders, in command, env, cwd, needs, name and metric-file: {PARAMETER}; {name}, {job_dir}, {sweep_dir} are the
-job's name, its own directory, the sweep's; in command and env also {port}, {port2}, ..., its ports. {{ and }} stand for
-braces. One that is unknown, or a parameter or port that nothing uses, is an error, and nothing is started.
+placeholders, in command, env, cwd, needs, name and metric-file: {PARAMETER}; {name}, {job_dir} and {sweep_dir} are
+the job's name, its directory and the sweep's. In command and env, {port}, {port2}, ... are the job's ports. For braces,
+write {{ and }}. An unknown placeholder, or a parameter or port that nothing uses, is an error: nothing starts.
 
-the sweep directory: journal.jsonl (what --resume goes by), summary.json, summary.csv, and for each job jobs/NAME/ with
-attempt-1.log (all that it wrote) and bundles/.
+the sweep directory: journal.jsonl (read by --resume), summary.json, summary.csv, and for each job jobs/NAME/ with
+attempt-1.log (the job's output) and bundles/.
 
-Ctrl-C once: nothing more is started, running jobs are asked to end; twice: they are killed. When colaunch itself is
-killed, its jobs end, too; --resume runs what has not succeeded. Exit code: 0 when every job has succeeded, 1 when not,
-2 for an error in the sweep (nothing started), 128+N when signal N stopped it.
+Ctrl-C once: colaunch starts no more jobs, and asks running jobs to end. Twice: it kills them. If colaunch itself is
+killed, its jobs end too; --resume runs the jobs that have not succeeded. Exit code: 0 if every job succeeded, 1 if not,
+2 for an error in the sweep (nothing started), 128+N if signal N stopped it.
 """
 
 
@@ -79,16 +80,16 @@ class Options:
 
 
 def parse(argv: list[str]) -> Options:
-    """Raises UsageError; ends the process for ``--help`` and for what argparse rejects (exit code 2)."""
+    """Parses the command line. Raises UsageError; argparse itself exits for ``--help`` and its own errors (code 2)."""
     split = argv.index("--") if "--" in argv else len(argv)
     command = tuple(argv[split + 1 :])
-    words = _parser().parse_args(argv[:split])
+    words = parser().parse_args(argv[:split])
     _check_kind(words, command, has_command=split < len(argv))
     axes = tuple(parse_grid(word) for word in words.grid)
     names = [axis.name for axis in axes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UsageError(f"--grid {twice} is given twice.", "Give all its values in one: --grid NAME=1,2,3")
+        raise UsageError(f"--grid {twice} occurs twice.", "Give all its values at once: --grid NAME=1,2,3")
     for pattern in words.metric:
         check_pattern(pattern)
     return Options(
@@ -112,23 +113,24 @@ def parse(argv: list[str]) -> Options:
 
 def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_command: bool) -> None:
     if words.spec is None and not command:
-        what = "nothing stands behind --" if has_command else "neither a file nor a command was given"
-        raise UsageError(f"colaunch: {what}.", "safelaunch colaunch SPEC.yaml, or --grid ... -- script.py {lr}")
+        what = "the command after -- is missing" if has_command else "a file or a command is missing"
+        raise UsageError(f"colaunch: {what}.", "Use safelaunch colaunch SPEC.yaml, or --grid ... -- script.py {lr}")
     if words.spec is None:
         return
     if has_command or words.grid:
-        raise UsageError("colaunch: a file and a grid with a command exclude each other.", "See --help.")
+        raise UsageError("colaunch: give either a file or a grid with a command, not both.", "See --help.")
     for name in ("gpus_per_job", "ports_per_job", "timeout", "retries"):
         if getattr(words, name) is not None:
             flag = "--" + name.replace("_", "-")
             key = name.removesuffix("_per_job")
             raise UsageError(
-                f"colaunch: {flag} goes with --grid.", f"In a file, say '{key}' in 'defaults' or in a job."
+                f"colaunch: {flag} works only with --grid.", f"In a file, set '{key}' in 'defaults' or in a job."
             )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``safelaunch colaunch`` up to ``--``."""
+    found = argparse.ArgumentParser(
         prog="safelaunch colaunch",
         usage=USAGE,
         description=DESCRIPTION,
@@ -136,27 +138,27 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = found.add_argument
     add("spec", nargs="?", metavar="SPEC.yaml", help="the sweep as a file")
     add("--grid", action="append", default=[], metavar="NAME=VALUES", help="a parameter: lr=1e-3,3e-4 or seed=0..4")
-    add("--gpus-per-job", type=_number(parse_count), metavar="N", help="GPUs (else slots) for each job of a grid [1]")
+    add("--gpus-per-job", type=_number(parse_count), metavar="N", help="GPUs (or slots) for each job of a grid [1]")
     add(
         "--ports-per-job",
         type=_number(parse_count),
         metavar="N",
         help="ports for each job of a grid: {port}, {port2}",
     )
-    add("--timeout", type=_number(parse_seconds), metavar="SECONDS", help="end a job of a grid after so long (90s, 2h)")
-    add("--retries", type=_number(parse_count), metavar="N", help="try a job of a grid again, so often [0]")
-    add("--slots", type=_number(_positive), metavar="N", help="give out N shares of the CPU cores instead of GPUs")
-    add("--max-parallel", type=_number(_positive), metavar="N", help="never run more than N jobs at a time")
-    add("--fail-fast", action="store_true", help="stop everything when a job has failed")
-    add("--resume", action="store_true", help="go on with this sweep: run what has not succeeded")
-    add("--sweep-dir", metavar="DIR", help="where it is kept [./safelaunch-sweeps/NAME]")
-    add("--metric", action="append", default=[], metavar="REGEX", help="a column from each job's output (its last)")
+    add("--timeout", type=_number(parse_seconds), metavar="SECONDS", help="time limit for each job of a grid (90s, 2h)")
+    add("--retries", type=_number(parse_count), metavar="N", help="run a failed job of a grid again, up to N times [0]")
+    add("--slots", type=_number(_positive), metavar="N", help="assign N shares of the CPU cores instead of GPUs")
+    add("--max-parallel", type=_number(_positive), metavar="N", help="run at most N jobs at a time")
+    add("--fail-fast", action="store_true", help="stop everything when a job fails")
+    add("--resume", action="store_true", help="continue this sweep: run the jobs that have not succeeded")
+    add("--sweep-dir", metavar="DIR", help="where the sweep's files go [./safelaunch-sweeps/NAME]")
+    add("--metric", action="append", default=[], metavar="REGEX", help="a column: the last match in each job's output")
     add("--metric-file", metavar="FILE", help="columns from a JSON file that each job writes, e.g. {job_dir}/m.json")
-    add("--dry-run", action="store_true", help="show the jobs, start nothing")
-    return parser
+    add("--dry-run", action="store_true", help="show the jobs; start nothing")
+    return found
 
 
 def _positive(text: str) -> int:

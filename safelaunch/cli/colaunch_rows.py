@@ -1,4 +1,4 @@
-"""The lines and cells in which ``safelaunch colaunch`` shows a sweep. Values in, values out."""
+"""The lines and cells that show a sweep in ``safelaunch colaunch``. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from statistics import median
 
-from safelaunch.bundle.report import clean
 from safelaunch.cli.status_rows import rate, since
 from safelaunch.colaunch.jobs import Job, Track, port_names
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
+from safelaunch.system.printable import clean
 
 GAP = "  "
 COLUMNS = ("job", "parameters", "state", "on", "port", "step", "rate", "elapsed", "estimate", "bundle")
-# What goes first where a terminal is too narrow for all columns.
+# The columns to drop first if the terminal is too narrow.
 _LESS_WANTED = ("bundle", "parameters", "rate", "estimate", "port", "step")
-# What is shown first where not everything has room.
+# The jobs to show first if not all fit.
 _ORDER = ("running", "hung", "failed", "timed-out", "waiting", "skipped", "cancelled", "succeeded")
 
 
@@ -38,13 +38,13 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def choose(snapshot: Snapshot, room: int) -> tuple[JobView, ...]:
-    """At most ``room`` jobs, the ones that matter most, in their order."""
+    """At most ``room`` jobs: those that matter most, in their order."""
     ranked = sorted(range(len(snapshot.jobs)), key=lambda index: (_ORDER.index(snapshot.jobs[index].state), index))
     return tuple(snapshot.jobs[index] for index in sorted(ranked[: max(0, room)]))
 
 
 def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
-    """One row, in the order of ``COLUMNS``. ``typical_s``: how long jobs like it took."""
+    """One row, in the order of ``COLUMNS``. ``typical_s``: the time that similar jobs took, in seconds."""
     ended = job.outcome if job.state != "running" else None
     step = job.step if job.state == "running" else ended.last_step if ended else None
     elapsed_s = job.elapsed_s if job.state == "running" else ended.duration_s if ended else None
@@ -66,7 +66,7 @@ def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
 
 
 def columns(rows: Sequence[Sequence[str]], width: int) -> tuple[str, ...]:
-    """Those of ``COLUMNS`` that have room in ``width`` with these rows; what says nothing goes first."""
+    """The columns that fit into ``width`` with these rows; empty ones are dropped first."""
     kept = {name: [name, *(row[index] for row in rows)] for index, name in enumerate(COLUMNS)}
     silent = [name for name in _LESS_WANTED if set(kept[name][1:]) <= {"-"}]
     for name in dict.fromkeys((*silent, *_LESS_WANTED)):
@@ -90,7 +90,7 @@ def typical_s(snapshot: Snapshot) -> dict[str, float]:
 
 
 def time_left_s(snapshot: Snapshot) -> float | None:
-    """Until all jobs have ended, as many at a time as now; None while there is nothing to go by."""
+    """Estimated time until all jobs have ended, with as many at a time as now; None if no job has ended yet."""
     typical = typical_s(snapshot)
     left = []
     for job in snapshot.jobs:
@@ -111,7 +111,7 @@ def many(number: int, what: str) -> str:
 
 
 def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
-    """For --dry-run: every job as it would be started."""
+    """For --dry-run: every job as colaunch would start it."""
     lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
     for one in jobs:
         job = one.with_ports([f"{{{name}}}" for name in port_names(one.ports)])
@@ -129,7 +129,7 @@ def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
 
 
 def summary_lines(tracks: Sequence[Track]) -> list[str]:
-    """The table at the end: one line for each job, then what became of them in all."""
+    """The table at the end: one line per job, then the totals."""
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
     rows = [("job", "parameters", "state", "exit", "took", "attempts", "step", *metrics)]
     rows += [_summary_row(track, metrics) for track in tracks]
@@ -141,7 +141,7 @@ def summary_lines(tracks: Sequence[Track]) -> list[str]:
 
 
 def _remarks(tracks: Sequence[Track]) -> list[str]:
-    """Bundles, and why jobs were not run: too long for a column."""
+    """Bundles, and why jobs did not run: both are too long for a column."""
     found = []
     for track in tracks:
         bundle = track.outcome.bundle if track.outcome is not None else ""

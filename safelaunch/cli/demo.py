@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.bundle.publishing import check_directory
-from safelaunch.console import say
+from safelaunch.cli import program
 from safelaunch.errors import UsageError
 from safelaunch.model import Verdict
+from safelaunch.system.console import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,34 +44,42 @@ STALL_TIMEOUT_S = "3"
 
 
 def main(argv: list[str]) -> int:
-    """Runs one demo; 0 when its verdict is the expected one, 1 when not, 2 for an error in the options."""
-    parser = argparse.ArgumentParser(
+    """Runs one demo; returns 0 if its verdict is the expected one, 1 if not, 2 for an error in the options."""
+    words = parser().parse_args(argv)
+    demo = DEMOS.get(words.name)
+    if demo is None:
+        raise UsageError(f"unknown demo {words.name!r}.", f"The demos are: {', '.join(DEMOS)}.")
+    problem = check_directory(Path(words.bundle_dir).absolute())
+    if problem:
+        raise UsageError(
+            f"--bundle-dir {words.bundle_dir} cannot hold bundles: {problem}.",
+            "Name a directory that you can write to.",
+        )
+    return _run(demo, words.bundle_dir, words.preset)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``safelaunch demo``."""
+    found = argparse.ArgumentParser(
         prog="safelaunch demo",
-        description="Runs a small training script that hangs, and shows what safelaunch makes of it. Needs no GPU.",
+        description="Runs a small script that hangs, under the watchdog, and checks the verdict. Needs no GPU.",
         epilog="demos:\n" + "\n".join(f"  {demo.name:<12}{demo.about}" for demo in DEMOS.values()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", nargs="?", default="collective", metavar="NAME", help="which one [collective]")
-    parser.add_argument("--bundle-dir", default="safelaunch-bundles", metavar="DIR", help="where the bundle goes")
-    parser.add_argument("--preset", action="append", default=[], metavar="NAME|FILE", help="a preset to run it under")
-    words = parser.parse_args(argv)
-    demo = DEMOS.get(words.name)
-    if demo is None:
-        raise UsageError(f"there is no demo {words.name!r}.", f"There are: {', '.join(DEMOS)}.")
-    problem = check_directory(Path(words.bundle_dir).absolute())
-    if problem:
-        raise UsageError(f"--bundle-dir {words.bundle_dir}: {problem}.", "Name a directory that you can write.")
-    return _run(demo, words.bundle_dir, words.preset)
+    found.add_argument("name", nargs="?", default="collective", metavar="NAME", help="the demo to run [collective]")
+    found.add_argument("--bundle-dir", default="safelaunch-bundles", metavar="DIR", help="where the bundle goes")
+    found.add_argument("--preset", action="append", default=[], metavar="NAME|FILE", help="run it under a preset")
+    return found
 
 
 def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
     script = Path(__file__).parents[1] / "demos" / f"{demo.name}.py"
-    command = [sys.executable, "-m", "safelaunch", f"--stall-timeout={STALL_TIMEOUT_S}", f"--bundle-dir={bundle_dir}"]
+    command = [*program(), f"--stall-timeout={STALL_TIMEOUT_S}", f"--bundle-dir={bundle_dir}"]
     command += [f"--run-name=demo-{demo.name}", "--gpus=none"]
     command += [word for preset in presets for word in ("--preset", preset)]
     command += [f"--nproc-per-node={demo.ranks}", os.fspath(script)]
     say(f"demo {demo.name}: {demo.about}")
-    say(f"running {script} on {demo.ranks} ranks; it will hang after a few steps")
+    say(f"running {script} on {demo.ranks} ranks; it hangs after a few steps")
     begin = time.monotonic()
     process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stderr=subprocess.PIPE)
     bundle = _follow(process)
@@ -79,7 +88,7 @@ def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
 
 
 def _follow(process: subprocess.Popen[bytes]) -> Path | None:
-    """Shows the run's stderr as it comes; returns the bundle that its last lines name."""
+    """Shows the run's stderr as it arrives; returns the bundle that its last lines name."""
     assert process.stderr is not None
     bundle = None
     for line in process.stderr:
@@ -93,7 +102,7 @@ def _follow(process: subprocess.Popen[bytes]) -> Path | None:
 
 
 def _judge(demo: Demo, code: int, bundle: Path | None, seconds: float) -> int:
-    """Compares the verdict with what this demo must get."""
+    """Compares the verdict with the expected one; returns the exit code."""
     if bundle is None:
         say(f"FAILED: no bundle was written (exit code {code} after {seconds:.0f} s)")
         return 1
@@ -105,5 +114,5 @@ def _judge(demo: Demo, code: int, bundle: Path | None, seconds: float) -> int:
     if found != expected or first is None or not first.process.startswith(demo.process):
         say(f"FAILED: expected {expected}, the verdict is {found}")
         return 1
-    say(f"the verdict is the right one, {seconds:.0f} s after the start; exit code {code} as in a real run")
+    say(f"the verdict is right, {seconds:.0f} s after the start; exit code {code}, as in a real run")
     return 0

@@ -1,32 +1,47 @@
-"""``safelaunch diagnose PATH``: a verdict from files, later and elsewhere. With ``--json``, the document alone."""
+"""``safelaunch diagnose PATH``: a verdict from files, at any time and on any machine."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from safelaunch.bundle import report
-from safelaunch.console import PREFIX, say
 from safelaunch.errors import UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.model import Claim, Verdict
 from safelaunch.postmortem.found import Found, Unreadable
+from safelaunch.report import report
+from safelaunch.system.console import PREFIX, json_text, say, terminal_safe
+from safelaunch.system.printable import clean
 
 REACHED, NOT_ENOUGH = 0, 1
 _SHOWN_PROBLEMS = 5
+_LISTED_PROBLEMS = 1000
+
+
+@dataclass(frozen=True)
+class _Told:
+    """The output and exit code; ``notes`` go to stderr."""
+
+    code: int
+    out: str
+    notes: tuple[str, ...] = ()
 
 
 def main(argv: list[str]) -> int:
-    """Prints the verdict; 0 when one was reached, 1 when the evidence does not suffice, 2 when PATH holds none."""
+    """Prints the verdict; returns 0 if it reached one, 1 if the evidence does not suffice, 2 if PATH holds none."""
     parser = argparse.ArgumentParser(
         prog="safelaunch diagnose",
         description="Reads a bundle (or its .tar.gz), a folder of bundles from several nodes, a run directory, or a "
-        "plain folder of Flight Recorder dumps of any job, and says which rank and line hung it. Needs no GPU.",
-        epilog="Exit code: 0 with a verdict, 1 where the evidence does not suffice, 2 where PATH holds none.",
+        "plain folder of Flight Recorder dumps of any job, and names the rank and line that hung it. Needs no GPU. "
+        "PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, and limits the memory and "
+        "time of the process that reads it.",
+        epilog="Exit code: 0 with a verdict, 1 if the evidence does not suffice, 2 if PATH holds none.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="a directory, or a bundle's .tar.gz")
@@ -43,32 +58,58 @@ def main(argv: list[str]) -> int:
 
 
 def _diagnose(path: Path, called: str, *, as_json: bool) -> int:
-    from safelaunch.diagnose import diagnose
+    # Before the fork of the child, which would import them again for each archive.
     from safelaunch.postmortem import locate
-    from safelaunch.session import sources
+    from safelaunch.postmortem.guard import in_child
 
     try:
-        found = locate.read(path)
+        with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
+            folder = locate.folder_of(path, Path(scratch))
+            work = lambda: _read(folder, Path(scratch), path, as_json=as_json)  # noqa: E731 - what the child does
+            told = in_child(work, locate.bounds_of(folder))
     except Unreadable as error:
-        raise UsageError(f"diagnose: {report.clean(called)}: {error.message}.") from error
-    verdict = diagnose(found.evidence, read_source=sources.text)
+        raise UsageError(f"diagnose: {clean(called)}: {clean(error.message)}.") from error
+    for note in told.notes:
+        say(note)
+    print(told.out)
+    return told.code
+
+
+def _read(folder: Path, scratch: Path, path: Path, *, as_json: bool) -> _Told:
+    """Reads PATH, in the child."""
+    from safelaunch.capture import sources
+    from safelaunch.diagnose import diagnose
+    from safelaunch.postmortem import locate
+
+    found = locate.read_folder(folder, scratch)
+    verdict = diagnose(found.evidence, read_source=sources.text_for_stranger)
     verdict = _pointing_at(verdict, found)
+    code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(verdict), indent=1).decode())
-    else:
-        _show(verdict, found, path)
-    return REACHED if was_reached(verdict) else NOT_ENOUGH
+        return _Told(code, json_text(msgspec.to_builtins(verdict)))
+    return _Told(code, terminal_safe(_screen(verdict, path)), tuple(_notes(found)))
 
 
 def was_reached(verdict: Verdict) -> bool:
-    """Somebody or something is named; "all have arrived" is a verdict too, where all were seen to have."""
+    """Whether the verdict names a rank, or is certain that none is at fault: that is a verdict too."""
     return bool(verdict.culprits) or verdict.confidence != "low"
 
 
 def _pointing_at(verdict: Verdict, found: Found) -> Verdict:
-    """With the names that the files have where they lie, and what could not be read among what is missing."""
-    claims = tuple(Claim(claim.claim, _real_name(claim.file, found.files)) for claim in verdict.evidence)
-    return msgspec.structs.replace(verdict, evidence=claims, missing=(*verdict.missing, *found.problems))
+    """The verdict with the files' present paths, and with the unreadable files in ``missing``."""
+    claims = tuple(Claim(claim.claim, _utf8(_real_name(claim.file, found.files))) for claim in verdict.evidence)
+    problems = [_utf8(problem) for problem in found.problems[:_LISTED_PROBLEMS]]
+    problems += _more(len(found.problems) - _LISTED_PROBLEMS)
+    return msgspec.structs.replace(verdict, evidence=claims, missing=(*verdict.missing, *problems))
+
+
+def _utf8(name: str) -> str:
+    """Text without undecodable bytes: a file name may contain any."""
+    return name.encode("utf-8", "replace").decode()
+
+
+def _more(count: int) -> list[str]:
+    return [f"and {count} more unreadable files"] if count > 0 else []
 
 
 def _real_name(name: str, files: Mapping[str, str]) -> str:
@@ -82,13 +123,14 @@ def _is_folder(name: str) -> bool:
     return name == "" or name.endswith("/")
 
 
-def _show(verdict: Verdict, found: Found, path: Path) -> None:
-    from safelaunch.session import sources
+def _notes(found: Found) -> list[str]:
+    read = f"{clean(found.what)}: {len(found.evidence.ranks)} of {found.evidence.world_size} ranks"
+    problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
+    return [read, *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 
-    say(f"{report.clean(found.what)}: {len(found.evidence.ranks)} of {found.evidence.world_size} ranks")
-    for problem in found.problems[:_SHOWN_PROBLEMS]:
-        say(f"not read: {report.clean(problem)}")
-    if len(found.problems) > _SHOWN_PROBLEMS:
-        say(f"and {len(found.problems) - _SHOWN_PROBLEMS} more files that could not be read")
-    shown = report.screen(verdict, bundle_path=str(path), place="read from", read_line=sources.line)
-    print("".join(line.removeprefix(PREFIX) for line in shown.splitlines(keepends=True)), end="")
+
+def _screen(verdict: Verdict, path: Path) -> str:
+    from safelaunch.capture import sources
+
+    text = report.screen(verdict, bundle_path=str(path), place="read from", read_line=sources.line_for_stranger)
+    return "\n".join(line.removeprefix(PREFIX) for line in text.splitlines())

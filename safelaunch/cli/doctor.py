@@ -1,10 +1,9 @@
-"""``safelaunch doctor``: can py-spy attach? Flight Recorder? room, ports, clock? Each with the fix."""
+"""``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows the fix for what fails."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import shutil
 import socket
@@ -14,28 +13,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safelaunch import __version__
-from safelaunch.bundle.report import clean
 from safelaunch.doctor import RESULTS, Check, examine, worst
+from safelaunch.system.console import show, show_json
+from safelaunch.system.printable import clean
 
 _COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
 
 
 def main(argv: list[str]) -> int:
-    """Prints every check; 0 when none failed, 1 otherwise."""
+    """Prints every check; returns 0 if none failed, else 1."""
     parser = argparse.ArgumentParser(
         prog="safelaunch doctor",
-        description="Examines this node and environment: whether a job can be watched here, and what to do where not. "
-        "Run it where the jobs run, as the user that runs them.",
+        description="Checks whether safelaunch can watch jobs on this node and in this environment, and shows the fix "
+        "for each check that fails. Run it where the jobs run, as the user who runs them.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     words = parser.parse_args(argv)
     checks = examine(dict(os.environ), os.getuid(), Path.cwd())
     if words.json:
-        print(json.dumps(document(checks), indent=2))
+        show_json(document(checks))
     else:
         width = min(120, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 120
-        print(text(checks, width=width, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        show(text(checks, width=width, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 1 if worst(checks) == "failed" else 0
 
 
@@ -52,7 +52,7 @@ def document(checks: tuple[Check, ...]) -> dict[str, object]:
 
 
 def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
-    """One line for each check, its remedy below, and a summary."""
+    """One line for each check with its fix below, and a summary."""
     column = max((len(check.name) for check in checks), default=0)
     lines: list[str] = []
     for check in checks:

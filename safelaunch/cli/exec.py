@@ -1,4 +1,4 @@
-"""``safelaunch exec [safelaunch options] -- COMMAND``: any launcher or script that starts ranks, or is one, watched."""
+"""``safelaunch exec [safelaunch options] -- COMMAND``: watches any launcher, script or rank."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
 from safelaunch.launch.paths import working_directory
 from safelaunch.launch.plan import build_exec
-from safelaunch.session.resources import gather
 from safelaunch.settings.config import help_text, options_of, resolve
+from safelaunch.supervise.resources import gather
+from safelaunch.system.console import show
 
 USAGE = "usage: safelaunch exec [safelaunch options] -- COMMAND [ARGUMENTS...]"
 
 
 def main(words: list[str]) -> int:
-    """Runs one command; returns its exit code, 124 when it was hung, 2 for an error in our own options."""
+    """Runs one command; returns its exit code, 124 if it hung, 2 for an error in safelaunch's own options."""
     own = {option.flag: option.takes_value for option in options_of("exec")}
     command = split(words, own, {"-h": False, "--help": False})
     if command.has_flag("-h", "--help"):
-        print(f"{USAGE}\n\n{help_text('exec')}")
+        show(f"{USAGE}\n\n{help_text('exec')}")
         return 0
     unknown = [word for word in command.torchrun if word != "--"]
     if unknown:
         raise UsageError(f"safelaunch exec: unknown option {unknown[0]}.", USAGE)
     if not command.script:
-        raise UsageError("safelaunch exec: no command was given.", USAGE)
+        raise UsageError("safelaunch exec: the command is missing.", USAGE)
     environ = dict(os.environ)
     program = shutil.which(command.script[0], path=environ.get("PATH"))
     if program is None:
@@ -37,7 +38,7 @@ def main(words: list[str]) -> int:
     try:
         torch = torchrun.find(environ)
     except UsageError:
-        torch = None  # the command may bring its own
+        torch = None  # the command may have its own
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version if torch else None)
     check(settings)
     given = gather(replace(command, program=program), settings, environ, None)

@@ -1,4 +1,4 @@
-"""The lines of ``safelaunch gpus``: what each GPU is, from leases and from what NVML sees. Values in, values out."""
+"""The lines of ``safelaunch gpus``: the state of each GPU, from leases and NVML. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from safelaunch.bundle.report import clean
 from safelaunch.leases.choose import Gpu, users_of
-from safelaunch.leases.holder import Holder
-from safelaunch.leases.telling import moment
+from safelaunch.leases.holder import Holder, moment
 from safelaunch.leases.users import User
+from safelaunch.system.printable import clean
 
 COLUMNS = ("gpu", "name", "memory", "state", "pid", "user", "since", "command")
 RIGHT = {"gpu", "memory", "pid"}
@@ -27,7 +26,7 @@ STYLES: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A GPU, its state, who holds it (None: nobody) and the processes that NVML sees on it."""
+    """A GPU, its state, its holder (None: nobody) and the processes that NVML sees on it."""
 
     gpu: Gpu
     state: State
@@ -37,7 +36,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """In the order of ``COLUMNS``."""
+        """The row's cells, in the order of ``COLUMNS``."""
         return (
             self.gpu.label,
             clean(self.gpu.name).removeprefix("NVIDIA ") or "-",
@@ -54,7 +53,7 @@ class Row:
         if not self.users:
             return "-", "-", "-", self.note or "-"
         first, others = self.users[0], self.users[1:]
-        command = _short(first.command) if first.command else "not to be seen from here"
+        command = _short(first.command) if first.command else "not visible from here"
         more = f" (and pid {', '.join(str(user.pid) for user in others)})" if others else ""
         return str(first.pid), first.user or "-", moment(first.since_unix_s), command + more
 
@@ -62,13 +61,13 @@ class Row:
 def rows(
     gpus: Sequence[Gpu], held: Mapping[str, Holder], users: Mapping[int, User], most_bytes: int
 ) -> tuple[Row, ...]:
-    """One for each GPU. ``most_bytes``: more memory than this in use, and a GPU counts as used."""
+    """One row per GPU. A GPU counts as used if more than ``most_bytes`` of its memory is in use."""
     found = []
     for gpu in gpus:
         on_it = tuple(users.get(process.pid, User(process.pid)) for process in gpu.processes)
         holder = held.get(gpu.uuid)
         use = users_of(gpu, most_bytes)
-        note = "" if on_it or not use else use if gpu.error else "nobody is seen who uses it"
+        note = "" if on_it or not use else use if gpu.error else "no process is visible on it"
         found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, note))
     return tuple(found)
 
@@ -120,12 +119,12 @@ def _holder(one: Holder) -> dict[str, Any]:
         "command": one.command,
         "since_unix_s": one.since_unix_s,
         "by": one.by,
-        "alive": one.is_alive(),
+        "alive": one.by != "ranks",  # by its lock: a pid says nothing from another pid namespace
     }
 
 
 def waiting_line(one: Holder) -> str:
-    """Somebody in the queue."""
+    """One job in the queue."""
     return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {_short(one.command)}"
 
 

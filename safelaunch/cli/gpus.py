@@ -1,39 +1,40 @@
-"""``safelaunch gpus``: this node's GPUs, who holds a lease, who uses one without, and what dead runs left behind."""
+"""``safelaunch gpus``: this node's GPUs, who leases them, who uses them without a lease, and leftovers of dead runs."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from safelaunch.console import say
+from safelaunch.errors import StoreError
 from safelaunch.leases.choose import Inventory
 from safelaunch.leases.claims import MOST_UNLEASED_BYTES
 from safelaunch.leases.holder import Holder
-from safelaunch.leases.nvml import inventory
+from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store, store_of
 from safelaunch.leases.users import User, look
 from safelaunch.settings.values import parse_size
+from safelaunch.system.console import redact, say, show, show_json
 
 from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, document, rows, waiting_line
 
-LEAST = 12  # characters of a command or name that are shown on the narrowest terminal
+LEAST = 12  # characters of a command or name on the narrowest terminal
 
 
 def main(argv: list[str]) -> int:
-    """Prints what there is; 0 also where there is no GPU, 1 when the driver cannot be asked."""
+    """Prints the GPUs; returns 0, even without GPUs, and 1 if the driver does not answer."""
     parser = argparse.ArgumentParser(
         prog="safelaunch gpus",
         description="The GPUs of this node: free, leased (by whom, since when), used without a lease, or left behind "
-        "by a run that is over.",
+        "by a run that has ended.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--gpu-busy-memory", metavar="SIZE", default="", help="as for a job [256MB]")
+    above = "a GPU counts as used if more memory than this is in use [256MB]"
+    parser.add_argument("--gpu-busy-memory", metavar="SIZE", default="", help=above)
     words = parser.parse_args(argv)
     try:
         most_bytes = parse_size(words.gpu_busy_memory) if words.gpu_busy_memory else MOST_UNLEASED_BYTES
@@ -43,22 +44,26 @@ def main(argv: list[str]) -> int:
     held, waiting = _leases(found, store_of(os.environ))
     table = rows(found.gpus, held, _users(found), most_bytes)
     if words.json:
-        print(json.dumps(document(table, waiting, found.missing), indent=2))
+        show_json(document(table, waiting, found.missing))
     elif not found.gpus:
-        say(f"no GPU to show: {found.missing}")
+        say(f"no GPUs to show: {found.missing}")
     elif sys.stdout.isatty():
         _print_rich(table, waiting)
     else:
-        print("\n".join([*plain(table), *(waiting_line(one) for one in waiting)]))
-    return 1 if "did not answer" in found.missing else 0
+        show("\n".join([*plain(table), *(waiting_line(one) for one in waiting)]))
+    return 1 if found.trouble == "silent" else 0
 
 
 def _leases(found: Inventory, store: Store) -> tuple[dict[str, Holder], list[Holder]]:
-    return store.look(gpu.uuid for gpu in found.gpus), store.waiting()
+    try:
+        return store.look(gpu.uuid for gpu in found.gpus), store.waiting()
+    except StoreError as error:
+        say(f"the table shows no leases: {error}")
+        return {}, []
 
 
 def _users(found: Inventory) -> dict[int, User]:
-    """What can be seen of the processes that NVML lists."""
+    """What /proc shows about the processes that NVML lists."""
     pids = {process.pid for gpu in found.gpus for process in gpu.processes}
     return {pid: look(pid) for pid in pids}
 
@@ -81,7 +86,7 @@ def plain(table: Sequence[Row]) -> list[str]:
 
 
 def picture(table: Sequence[Row], width: int) -> Any:
-    """For a terminal: where it is narrow, commands and names are cut, numbers and states are not."""
+    """A table for a terminal. On a narrow one, commands and names are cut, but numbers and states are not."""
     from rich.table import Table
     from rich.text import Text
 
@@ -94,7 +99,7 @@ def picture(table: Sequence[Row], width: int) -> Any:
         side: Any = "right" if name in RIGHT else "left"
         shown.add_column(name, justify=side, no_wrap=True, overflow="ellipsis", width=widths[name])
     for row in table:
-        shown.add_row(*(Text(cell) for cell in row.cells), style=STYLES[row.state])
+        shown.add_row(*(Text(redact(cell)) for cell in row.cells), style=STYLES[row.state])
     return shown
 
 
@@ -105,5 +110,5 @@ def _print_rich(table: Sequence[Row], waiting: Sequence[Holder]) -> None:
     console = Console()
     console.print(picture(table, console.width))
     for one in waiting:
-        console.print(Text(waiting_line(one), style="dim"))
+        console.print(Text(redact(waiting_line(one)), style="dim"))
     console.print(Text(time.strftime("%H:%M:%S"), style="dim"))

@@ -1,12 +1,8 @@
-"""``safelaunch presets``: what the shipped presets are; ``safelaunch presets show NAME|FILE``: what one sets, and why.
-
---json prints the same as one JSON document.
-"""
+"""``safelaunch presets`` lists the shipped presets; ``safelaunch presets show NAME|FILE`` shows one, with reasons."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import textwrap
@@ -14,7 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from safelaunch.settings.presets import EnvSetting, Preset, builtin_names, find_builtin_dir, list_presets, preset_chain
+from safelaunch.settings.presets import (
+    EnvSetting,
+    Preset,
+    builtin_names,
+    find_builtin_dir,
+    list_presets,
+    preset_chain,
+)
+from safelaunch.system.console import show, show_json
 
 from ..errors import UsageError
 
@@ -26,11 +30,16 @@ def main(argv: list[str]) -> int:
     arguments = _parse(argv)
     if arguments.ref is None:
         found = list_presets()
-        _print(json.dumps([_summary_document(p) for p in found], indent=2) if arguments.json else render_table(found))
+        if arguments.json:
+            show_json([_summary_document(p) for p in found])
+        else:
+            show(render_table(found).rstrip("\n"))
         return 0
     chain = preset_chain([arguments.ref], cwd=Path.cwd())
-    text = json.dumps(_document(chain), indent=2) if arguments.json else render_preset(chain, _width())
-    _print(text)
+    if arguments.json:
+        show_json(_document(chain))
+    else:
+        show(render_preset(chain, _width()).rstrip("\n"))
     return 0
 
 
@@ -43,7 +52,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(
         "safelaunch presets",
         usage=_USAGE,
-        description="What the presets are, or (show) what one sets, and why.",
+        description="Lists the presets, or shows what one of them sets and why.",
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="show NAME|FILE", help="a shipped preset, or a file of your own")
@@ -60,12 +69,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def _print(text: str) -> None:
-    print(text.rstrip("\n"))
-
-
 def _width() -> int:
-    """Columns of the terminal, at most 120; 100 where there is none."""
+    """Columns of the terminal, at most 120; 100 without one."""
     return min(120, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100
 
 
@@ -76,12 +81,12 @@ def render_table(presets: tuple[Preset, ...]) -> str:
     """One line for each preset: name and summary."""
     column = max((len(preset.name) for preset in presets), default=0) + 2
     lines = [f"{preset.name:<{column}}{preset.summary}" for preset in presets]
-    lines += ["", "What one sets, and why: safelaunch presets show NAME", "Use: safelaunch --preset NAME ... train.py"]
+    lines += ["", "Show one: safelaunch presets show NAME", "Use one: safelaunch --preset NAME ... train.py"]
     return "\n".join(lines)
 
 
 def render_preset(chain: tuple[Preset, ...], width: int) -> str:
-    """One preset (the last of ``chain``) after those that it extends: description, variables, watchdog settings."""
+    """One preset (the last of ``chain``) with those it extends: description, variables, watchdog settings."""
     preset = chain[-1]
     rest = preset.description.removeprefix(preset.summary).strip()
     lines = [preset.name, *_wrapped(preset.summary, "  ", width), *_wrapped(rest, "  ", width), ""]
@@ -90,7 +95,7 @@ def render_preset(chain: tuple[Preset, ...], width: int) -> str:
     lines += [f"file {preset.path}", ""]
     settings = _settings(chain)
     if settings:
-        lines.append("environment (a variable that you export yourself keeps your value):")
+        lines.append("environment (a variable that you export keeps your value):")
     for setting in settings.values():
         lines += _setting_lines(setting, preset, width)
     watchdog = _watchdog(chain)
@@ -120,7 +125,7 @@ def _shown(value: object) -> str:
 
 
 def _settings(chain: tuple[Preset, ...]) -> Mapping[str, EnvSetting]:
-    """What remains for any version of torch: later wins."""
+    """The merged settings for any version of torch: later wins."""
     return {setting.name: setting for preset in chain for setting in preset.env}
 
 

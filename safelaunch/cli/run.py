@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 
-from safelaunch.console import say
 from safelaunch.errors import UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
 from safelaunch.launch.paths import run_root, working_directory
 from safelaunch.launch.plan import Plan, Surroundings, build
-from safelaunch.session import resources
-from safelaunch.session.resources import Resources
 from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
+from safelaunch.supervise import resources
+from safelaunch.supervise.resources import Resources
+from safelaunch.system.console import say, show
 
 
 def main(words: list[str]) -> int:
-    """Runs one job; returns its exit code, 124 when it was hung, 2 for an error in our own options."""
+    """Runs one job; returns its exit code, 124 if it hung, 2 for an error in safelaunch's own options."""
     if words == ["--version"]:
         from safelaunch import __version__
 
-        print(f"safelaunch {__version__}")
+        show(f"safelaunch {__version__}")
         return 0
     environ = dict(os.environ)
     torch = torchrun.find(environ)
@@ -34,7 +33,7 @@ def main(words: list[str]) -> int:
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
     check(settings)
     for option in misplaced(command.script):
-        say(f"{option} stands after {command.script[0]}, so it is the script's; safelaunch's own options go before it")
+        say(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
     given = resources.gather(command, settings, environ, torch)
 
     def planned(given: Resources) -> Plan:
@@ -48,28 +47,28 @@ def main(words: list[str]) -> int:
 
 
 def misplaced(script: Sequence[str]) -> list[str]:
-    """Options behind the script that hardly a script has: its author meant them for safelaunch."""
+    """Options after the script that hardly any script has: the user meant safelaunch."""
     ours = {option.flag for option in OWN_OPTIONS if re.search("stall|bundle|startup-timeout|no-watch", option.name)}
     return sorted({word.partition("=")[0] for word in script[1:]} & ours)
 
 
 def surroundings(environ: dict[str, str], given: Resources) -> Surroundings:
-    """What the plan depends on besides the command line: what the job was given, run directory named (not made)."""
+    """The plan's inputs besides the command line: the job's resources, and the path of its run directory."""
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
     return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
 
 
 def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan, Resources]] | None = None) -> int:
-    """Starts the job of ``plan`` and sees it to its end; with ``--dry-run`` only says what it would do.
+    """Starts the job of ``plan`` and waits for its end; with ``--dry-run`` only prints the plan.
 
     ``again``: see ``session.run``.
     """
     if plan.settings.dry_run:
         from safelaunch.launch.dryrun import describe
 
-        print(describe(plan))
+        show(describe(plan))
         return 0
-    from safelaunch.session import session
+    from safelaunch.supervise import session
 
     try:
         return session.run(plan, given, again)
@@ -78,24 +77,38 @@ def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan,
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError for what could be seen to fail before anything is started."""
+    """Raises UsageError, before anything starts, for what would fail later."""
+    _check_key(settings)
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle.publishing import check_directory
 
         problem = check_directory(settings.bundle_dir)
         if problem:
             raise UsageError(
-                f"--bundle-dir {settings.bundle_dir}: {problem}, so no bundle could be kept.",
-                "Name a directory that you can write, on any disk; it need not exist yet.",
+                f"--bundle-dir {settings.bundle_dir} cannot hold bundles: {problem}.",
+                "Name a directory that you can write to and other users cannot; safelaunch creates it if necessary.",
             )
 
 
+def _check_key(settings: Settings) -> None:
+    if settings.cluster_key_file is None:
+        return
+    from safelaunch.cluster.keyfile import BadKeyFile, read_key
+
+    try:
+        read_key(settings.cluster_key_file)
+    except BadKeyFile as error:
+        raise UsageError(
+            f"--cluster-key-file {settings.cluster_key_file}: {error}.",
+            "Put the same random text there on every node, readable by you alone: openssl rand -hex 32 > FILE",
+        ) from error
+
+
 def _print_help() -> None:
+    from safelaunch.cli import COMMANDS
     from safelaunch.settings.config import help_text
 
-    print("usage: safelaunch [safelaunch options] [torchrun options] script [script args...]")
-    print("       safelaunch exec | colaunch | status | dump | diagnose | gpus | doctor | presets | demo  (--help)")
-    print()
-    print(help_text("run"))
-    print("torchrun options (as the installed torchrun describes them):")
-    sys.stdout.flush()
+    show("usage: safelaunch [safelaunch options] [torchrun options] script [script args...]")
+    show(f"       safelaunch {' | '.join(COMMANDS)}  (--help)")
+    show(f"\n{help_text('run')}")
+    show("torchrun options (as the installed torchrun describes them):")

@@ -1,9 +1,8 @@
-"""``safelaunch status [RUN]``: every run of this user on this node, and its ranks; --watch shows it again and again."""
+"""``safelaunch status [RUN]``: every run of this user on this node, and its ranks; --watch refreshes it."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from safelaunch.bundle.report import clean
-from safelaunch.console import say
+from safelaunch.control.discover import Run, describe, look, our_roots, select
+from safelaunch.control.protocol import RunStatus
 from safelaunch.errors import UsageError
-from safelaunch.session.control import RunStatus
-from safelaunch.session.discover import Run, describe, look, our_roots, select
+from safelaunch.system.console import redact, say, show, show_json
+from safelaunch.system.printable import clean
 
 from .status_rows import COLUMNS, Row, rows, since, told
 
@@ -26,52 +25,52 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
-NONE_LIVE = "no run of yours is on this node"
+NONE_LIVE = "you have no runs on this node"
 _RIGHT = {"rank", "pid", "step", "rate", "age"}
 _STYLES = {"good": "", "behind": "bold yellow", "late": "bold red", "quiet": "dim"}
 
 
 def main(argv: list[str]) -> int:
-    """Prints what there is; 0 also where there is nothing, 2 when RUN is not there."""
+    """Prints the runs; returns 0, even without runs, and 2 if RUN does not exist."""
     parser = argparse.ArgumentParser(
         prog="safelaunch status",
-        description="The runs of this user on this node: each rank's step, rate, age of its last step, phase, and "
-        "when the run would be suspected.",
+        description="Shows your runs on this node: each rank's step, rate, age of its last step and phase, and when "
+        "safelaunch would suspect a hang.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid"
     )
-    parser.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
     words = parser.parse_args(argv)
     if words.json and words.watch:
-        raise UsageError("status: --json prints one document, --watch many.", "Leave one of them out.")
+        raise UsageError("status: --json and --watch exclude each other.", "Leave one of them out.")
     if words.watch:
         return _watch(words.run)
     runs = choose(look(our_roots()), words.run)
     if words.json:
-        print(json.dumps([document(run) for run in runs], indent=2))
+        show_json([document(run) for run in runs])
         return 0
     if not runs:
         say(NONE_LIVE)
         return 0
-    print(text(runs, time.time()))
+    show(text(runs, time.time()))
     return 0
 
 
 def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """The runs that ``word`` means; says so when they are several. Raises UsageError when there is none."""
+    """The runs that ``word`` names; prints a note if several match. Raises UsageError if none does."""
     chosen = select(runs, word)
     if word is not None and not chosen:
-        raise UsageError(f"status: there is no run {word!r}.", describe(runs))
+        raise UsageError(f"status: no run is called {word!r}.", describe(runs))
     if word is not None and len(chosen) > 1:
         say(f"{len(chosen)} runs are called {word!r}: {', '.join(run.id for run in chosen)}")
     return chosen
 
 
 def document(run: Run) -> dict[str, Any]:
-    """One run for --json: what its supervisor said, and ``directory``, ``alive``, ``problem`` whether it did or not."""
+    """One run for --json: the supervisor's answer, if any, and always ``directory``, ``alive`` and ``problem``."""
     said: dict[str, Any] = {"run": run.id, "supervisor_pid": run.pid}
     if run.status is not None:
         said = msgspec.to_builtins(run.status)
@@ -82,7 +81,7 @@ def document(run: Run) -> dict[str, Any]:
 
 
 def text(runs: Sequence[Run], now_unix_s: float) -> str:
-    """All runs as aligned lines, an empty line between two."""
+    """All runs as aligned lines, separated by empty lines."""
     return "\n\n".join("\n".join(_lines(run, now_unix_s)) for run in runs)
 
 
@@ -92,7 +91,7 @@ def _lines(run: Run, now_unix_s: float) -> list[str]:
     lines = [headline(run.status, now_unix_s), *(f"  {line}" for line in details(run.status))]
     table = rows(run.status)
     if not table:
-        return [*lines, "  no rank is there yet"]
+        return [*lines, "  no rank has started yet"]
     cells = [COLUMNS, *(row.cells for row in table)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(COLUMNS))]
     for line in cells:
@@ -105,7 +104,7 @@ def _lines(run: Run, now_unix_s: float) -> list[str]:
 
 
 def headline(status: RunStatus, now_unix_s: float) -> str:
-    """Which run, and how it is."""
+    """One line: the run and its state."""
     there = len(status.ranks)
     count = (
         f"{there} rank{'s' * (there != 1)}" if there == status.world_size else f"{there} of {status.world_size} ranks"
@@ -118,10 +117,10 @@ def headline(status: RunStatus, now_unix_s: float) -> str:
 
 
 def details(status: RunStatus) -> list[str]:
-    """What runs where, and when it would be suspected."""
+    """The command, its directory, and when safelaunch would suspect a hang."""
     return [
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
-        f"suspected after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
+        f"suspects a hang after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
         *(f"note: {clean(note)}" for note in status.notes),
     ]
 
@@ -130,7 +129,7 @@ def details(status: RunStatus) -> list[str]:
 
 
 def _watch(word: str | None) -> int:
-    """Shows the runs again and again. The run that was asked for may end meanwhile: that is the end of the watching."""
+    """Shows the runs until Ctrl-C, or until the requested run has ended."""
     choose(look(our_roots()), word)
 
     def again() -> tuple[Run, ...]:
@@ -145,7 +144,7 @@ def _watch(word: str | None) -> int:
 def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
     while True:
         runs = again()
-        print(time.strftime("%H:%M:%S"), text(runs, time.time()) if runs else NONE_LIVE, "", sep="\n", flush=True)
+        show("\n".join([time.strftime("%H:%M:%S"), text(runs, time.time()) if runs else NONE_LIVE, ""]))
         if word is not None and not runs:
             return 0
         time.sleep(PLAIN_REFRESH_S)
@@ -171,11 +170,11 @@ def picture(runs: Sequence[Run], now_unix_s: float) -> Group:
     parts: list[Any] = []
     for run in runs:
         if run.status is None:
-            parts += [Text(f"{run.id}  {clean(run.problem)}", style="yellow"), Text("")]
+            parts += [Text(redact(f"{run.id}  {clean(run.problem)}"), style="yellow"), Text("")]
             continue
         moves = run.status.watch == "watching"
-        parts.append(Text(headline(run.status, now_unix_s), style="bold" if moves else "bold yellow"))
-        parts += [Text(f"  {line}", style="dim") for line in details(run.status)]
+        parts.append(Text(redact(headline(run.status, now_unix_s)), style="bold" if moves else "bold yellow"))
+        parts += [Text(redact(f"  {line}"), style="dim") for line in details(run.status)]
         parts += [_table(rows(run.status)), Text("")]
     return Group(*(parts or [Text(NONE_LIVE)]), Text(f"{time.strftime('%H:%M:%S')}  Ctrl-C to leave", style="dim"))
 
@@ -189,5 +188,5 @@ def _table(table: Sequence[Row]) -> Any:
         last = name == COLUMNS[-1]
         shown.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=not last, overflow="fold")
     for row in table:
-        shown.add_row(*(Text(cell) for cell in row.cells), style=_STYLES[row.mood])
+        shown.add_row(*(Text(redact(cell)) for cell in row.cells), style=_STYLES[row.mood])
     return shown

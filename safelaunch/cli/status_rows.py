@@ -1,4 +1,4 @@
-"""One rank's line in ``safelaunch status``: what is shown of it, and whether it stands out. Values in, values out."""
+"""One rank's line in ``safelaunch status``: its cells, and whether it stands out. Pure."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from safelaunch.bundle.report import clean
-from safelaunch.session.control import RankStatus, RunStatus
+from safelaunch.control.protocol import RankStatus, RunStatus
+from safelaunch.system.printable import clean
 
 COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
-# Ranks that meet in every step differ by one at most while the page of one is read before the other's.
+# Ranks that meet in every step differ by at most one, because their pages are read one after the other.
 BEHIND_STEPS = 2
-# As a share of the threshold. Below this an old step is nothing to speak of: every job has its pauses.
+# As a share of the threshold. Below this, an old step is normal: every job has pauses.
 LATE = 0.5
 
 Mood = Literal["good", "behind", "late", "quiet"]
 
 _WATCH = {
     "watching": "watching",
-    "confirming": "suspected: taking a closer look",
+    "confirming": "hang suspected: looking closer",
     "undecided": "undecided: no step, but something computes, writes or serves",
     "hung": "hung",
 }
-# What the beacon calls the stages of a rank, as a reader of the table would.
+# The beacon's names for the stages of a rank, in words for the user.
 _STATES = {"started": "starting", "torch": "running", "exception": "failed"}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cells of one rank, in the order of ``COLUMNS``, and how it is doing."""
+    """The cells of one rank, in the order of ``COLUMNS``, and whether it stands out."""
 
     cells: tuple[str, ...]
     mood: Mood
@@ -58,7 +58,7 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> Row:
 
 
 def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
-    """How far this rank is behind the furthest one, or how much of the threshold has passed without a step."""
+    """How far this rank is behind the furthest one, or the share of the threshold that passed without a step."""
     if rank.age_s is None or rank.state in ("exited", "paused"):
         return "quiet", ""
     behind = (furthest or 0) - (rank.step or 0) if rank.step is not None else 0
@@ -71,7 +71,7 @@ def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[
 
 
 def told(status: RunStatus) -> str:
-    """The watch's state in words, and who holds the others up."""
+    """The watch's state in words, and which ranks are behind."""
     words = _WATCH.get(status.watch, clean(status.watch))
     slow = stragglers(status.ranks)
     if not slow:

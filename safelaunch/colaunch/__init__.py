@@ -1,1 +1,1 @@
-"""Many jobs on one node: a sweep is expanded, scheduled, journaled and summed up here; each job is a safelaunch run."""
+"""Runs many jobs on one node: expands, schedules, journals and summarises a sweep. Each job is a safelaunch run."""

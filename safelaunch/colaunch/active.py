@@ -1,28 +1,30 @@
-"""One job that runs, or whose remains are still being ended; what it amounts to, and what is shown of it."""
+"""One running job, or one whose processes are still being ended: its outcome and its view."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.colaunch import metrics, outcome, spawn
+from safelaunch.colaunch import metrics, spawn
 from safelaunch.colaunch.jobs import Job, Outcome, State, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Share
 from safelaunch.colaunch.steps import Pace
 from safelaunch.colaunch.view import JobView
+from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG
 from safelaunch.launch.process import ProcessId
 
-# What a killed supervisor leaves is ended by its guardian: SIGTERM, 5 s, SIGKILL.
+# The guardian of a killed supervisor ends its job: SIGTERM, 5 s, SIGKILL.
 LINGER_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What was there before an attempt, and is not of its making."""
+    """The bundles and metrics that existed before an attempt."""
 
     bundles: set[str]
     metric_file: tuple[int, ...]
@@ -30,10 +32,10 @@ class Before:
 
 @dataclass(slots=True)
 class Active:
-    """One attempt. ``process`` is its safelaunch; times are of the monotonic clock.
+    """One attempt. ``process`` is its safelaunch; times are CLOCK_MONOTONIC, in seconds.
 
-    ``ended_by_us``: the state that it gets because we asked it to end; ``asked_s``: when, where it is killed if it does
-    not; ``below``: what was below the process when it was killed. ``status``: its wait status once it has been reaped.
+    ``ended_by_us``: its state because we asked it to end; ``asked_s``: when (it is killed if it doesn't end).
+    ``below``: the processes below it when it was killed. ``status``: its wait status once it has been reaped.
     """
 
     job: Job
@@ -51,13 +53,16 @@ class Active:
     below: tuple[ProcessId, ...] = ()
 
 
+# --- how an attempt ended: from its wait status, its bundle, and our own request to end it ---------------------------
+
+
 def before_of(job: Job, paths: SweepPaths) -> Before:
-    """To be taken before an attempt starts."""
+    """The state before an attempt; call it before the attempt starts."""
     return Before(paths.bundles_of(job.name), metrics.stamp(Path(job.metric_file)))
 
 
 def lingers(active: Active, now: float) -> bool:
-    """Whether parts of a job whose supervisor was killed still live: its guardian is at them, then we are."""
+    """Whether processes of a job with a killed supervisor are still alive: its guardian ends them, then we do."""
     assert active.status is not None
     if not os.WIFSIGNALED(active.status) or not spawn.is_held(active.log):
         return False
@@ -70,15 +75,15 @@ def lingers(active: Active, now: float) -> bool:
 def outcome_of(
     active: Active, paths: SweepPaths, last_step: int | None, say: Callable[[str], None] = lambda text: None
 ) -> Outcome:
-    """How an attempt that has been reaped ended."""
+    """The outcome of an attempt that has been reaped."""
     assert active.status is not None
     job = active.job
-    bundle = outcome.newest(paths.bundles_of(job.name) - active.before.bundles)
-    code = outcome.exit_code(active.status)
+    bundle = newest(paths.bundles_of(job.name) - active.before.bundles)
+    code = exit_code(active.status)
     written = job.metric_file and metrics.stamp(Path(job.metric_file)) != active.before.metric_file
     found = metrics.from_file(Path(job.metric_file)) if written else {}
     return Outcome(
-        state=outcome.state_of(code, outcome.verdict_of(bundle), active.ended_by_us),
+        state=state_of(code, verdict_of(bundle), active.ended_by_us),
         exit_code=code,
         duration_s=round(active.reaped_s - active.began_s, 3),
         last_step=last_step,
@@ -89,7 +94,7 @@ def outcome_of(
 
 
 def view_of(active: Active, track: Track, pace: Pace, now: float) -> JobView:
-    """A job that runs."""
+    """The view of a running job."""
     ports = dict.fromkeys(filter(None, (pace.master_port, *map(str, active.share.ports))))
     return JobView(
         track.job,
@@ -106,5 +111,48 @@ def view_of(active: Active, track: Track, pace: Pace, now: float) -> JobView:
 
 
 def view_without(track: Track) -> JobView:
-    """A job that does not run now."""
+    """The view of a job that is not running."""
     return JobView(track.job, track.state, track.attempts, track.why, outcome=track.outcome)
+
+
+def exit_code(status: int) -> int:
+    """The exit code for a wait status, as a shell shows it: 128 plus the number of a signal that ended it."""
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+def state_of(code: int, verdict: str, ended_by_us: State | None) -> State:
+    """The state of an attempt. ``verdict``: the outcome in the bundle's verdict, empty without one; it beats the code.
+
+    ``ended_by_us``: why we asked the job to stop. A job that succeeded anyway has succeeded.
+    """
+    if code == 0:
+        return "succeeded"
+    if ended_by_us is not None:
+        return ended_by_us
+    if verdict in ("hang", "crash"):
+        return "hung" if verdict == "hang" and code in (EXIT_HUNG, EXIT_GAVE_UP) else "failed"
+    return "hung" if code == EXIT_HUNG else "failed"
+
+
+def newest(bundles: Collection[str]) -> str:
+    """The path of the newest of these bundles, or empty. Their names contain the time."""
+    return max(bundles, key=lambda path: (_modified(path), path), default="")
+
+
+def verdict_of(bundle: str) -> str:
+    """``hang``, ``crash`` or ``dump``; empty without a bundle or a readable verdict."""
+    if not bundle:
+        return ""
+    try:
+        document = json.loads((Path(bundle) / "verdict.json").read_bytes())
+        return str(document["outcome"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _modified(path: str) -> int:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0

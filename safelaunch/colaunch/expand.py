@@ -1,4 +1,4 @@
-"""From templates to jobs: combinations, names, placeholders, needs; all is checked before anything starts. Pure."""
+"""Expands templates into jobs: combinations, names, placeholders, needs. Checks all before anything starts. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from safelaunch.colaunch.grid import BUILTIN, MAX_JOBS, Params
 from safelaunch.colaunch.jobs import Job, port_marks, port_names
 from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.templates import Template
+from safelaunch.colaunch.spec import Template
 from safelaunch.errors import SpecError
+from safelaunch.redaction.names import is_secret_name
 from safelaunch.settings.values import parse_run_name
 from safelaunch.settings.yamlfile import did_you_mean
 
@@ -22,7 +23,7 @@ _HASH = 6
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Absolute paths. ``{sweep_dir}`` and, below ``jobs_dir``, ``{job_dir}`` are filled in; ``cwd`` is where we are."""
+    """Absolute paths for ``{sweep_dir}`` and, below ``jobs_dir``, ``{job_dir}``; ``cwd`` is the working directory."""
 
     sweep_dir: str
     jobs_dir: str
@@ -30,7 +31,7 @@ class Places:
 
 
 def expand(templates: Sequence[Template], places: Places) -> tuple[Job, ...]:
-    """Every job of the sweep, in the order in which they are written. Raises SpecError."""
+    """Every job of the sweep, in written order. Raises SpecError."""
     found: list[tuple[Job, tuple[Text, ...]]] = []
     for template in templates:
         found += _jobs(template, places)
@@ -48,7 +49,7 @@ def expand(templates: Sequence[Template], places: Places) -> tuple[Job, ...]:
 
 
 def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...]]]:
-    """The jobs of one template, with their needs as texts still."""
+    """The jobs of one template, with unresolved needs."""
     known = [*(axis.name for axis in template.matrix.axes), *BUILTIN]
     ports = _ports(template)
     used = {
@@ -69,7 +70,7 @@ def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...
     for name in ports:
         if name not in used:
             raise SpecError(
-                f"{template.where}: the port {{{name}}} is not used", "put it into the command or env, or ask for fewer"
+                f"{template.where}: the port {{{name}}} is not used", "put it into the command or env, or request fewer"
             )
     combinations = template.matrix.combinations()
     if not combinations:
@@ -79,12 +80,12 @@ def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...
 
 
 def _ports(template: Template) -> tuple[str, ...]:
-    """The names of its ports, which no parameter may have."""
+    """The names of the template's ports. Raises SpecError if a parameter has one of them."""
     names = port_names(template.ports)
     for axis in template.matrix.axes:
         if axis.name in names:
             raise SpecError(
-                f"{axis.where}: {{{axis.name}}} is a port that is leased for the job", "give the parameter another name"
+                f"{axis.where}: {{{axis.name}}} is the name of a leased port", "give the parameter another name"
             )
     return names
 
@@ -114,7 +115,7 @@ def _job(template: Template, params: Params, name: str, places: Places) -> tuple
 
 
 def _after_exec(template: Template) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
-    """Options stand before the command, but behind a leading ``exec``."""
+    """Puts options before the command, but after a leading ``exec``."""
     if template.command and template.command[0].text == "exec":
         return (template.command[0], *template.options), template.command[1:]
     return template.options, template.command
@@ -124,7 +125,7 @@ def _after_exec(template: Template) -> tuple[tuple[Text, ...], tuple[Text, ...]]
 
 
 def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
-    """One name for each combination: as the template says, or made from the group and the parameters."""
+    """One name for each combination: the template's, or one made from the group and the parameters."""
     if template.name is not None:
         names = [template.name.fill(dict(params)) for params in combinations]
         for name in names:
@@ -133,11 +134,11 @@ def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
             except ValueError:
                 raise SpecError(
                     f"{template.name.where}: {name!r} cannot be a job's name",
-                    "1 to 64 letters, digits, '.', '_' and '-', the first neither '.' nor '-'",
+                    "use 1 to 64 letters, digits, '.', '_' and '-', beginning with neither '.' nor '-'",
                 ) from None
         return names
     plain = [derive(template.group, params) for params in combinations]
-    # Values that differ only in what a file name cannot hold, or that are too long, are told apart by a hash.
+    # A hash distinguishes values that are too long, or that differ only in characters that file names can't contain.
     return [
         name if len(name) <= LONGEST_NAME and plain.count(name) == 1 else _with_hash(name, params)
         for name, params in zip(plain, combinations, strict=True)
@@ -145,8 +146,9 @@ def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
 
 
 def derive(group: str, params: Params) -> str:
-    """``train_lr-1e-3_seed-0``; ``job`` where there is neither a group nor a parameter."""
-    parts = [*([group] if group else []), *(f"{name}-{value}" for name, value in params)]
+    """``train_lr-1e-3_seed-0``; ``job`` without a group and parameters. A secret's value is left out."""
+    values = (name if is_secret_name(name) else f"{name}-{value}" for name, value in params)
+    parts = [*([group] if group else []), *values]
     return _file_name("_".join(parts)) or "job"
 
 
@@ -162,11 +164,11 @@ def _with_hash(name: str, params: Params) -> str:
 def _check_names(jobs: Sequence[Job]) -> None:
     first: dict[str, Job] = {}
     for job in jobs:
-        other = first.setdefault(job.name.lower(), job)  # a directory each, also where the disk does not tell case
+        other = first.setdefault(job.name.lower(), job)  # one directory each, also on a disk that ignores case
         if other is not job:
             raise SpecError(
                 f"{job.where}: two jobs are called {job.name!r} (the other at {other.where})",
-                "give 'name' a placeholder that tells them apart, or one of them another name",
+                "put a placeholder that differs into 'name', or rename one of them",
             )
 
 
@@ -174,7 +176,7 @@ def _check_names(jobs: Sequence[Job]) -> None:
 
 
 def _needs(job: Job, texts: Sequence[Text], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The names of the jobs that ``job`` waits for: a group stands for all of its jobs."""
+    """The names of the jobs that ``job`` waits for; a group means all of its jobs."""
     names = {name for group in groups.values() for name in group}
     found: dict[str, None] = {}
     for text in texts:
@@ -185,14 +187,14 @@ def _needs(job: Job, texts: Sequence[Text], groups: Mapping[str, Sequence[str]])
         else:
             known = list(dict.fromkeys([*(group for group in groups if group), *sorted(names)]))
             raise SpecError(
-                f"{text.where}: needs: there is no job {text.text!r}{did_you_mean(text.text, known)}",
+                f"{text.where}: needs: unknown job {text.text!r}{did_you_mean(text.text, known)}",
                 f"jobs: {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
             )
     return tuple(found)
 
 
 def _check_order(jobs: Sequence[Job]) -> None:
-    """Raises SpecError where jobs need each other in a circle: what needs nothing is taken away while there is such."""
+    """Raises SpecError if jobs need each other in a circle: it removes jobs without needs until none is left."""
     left = {job.name: job for job in jobs}
     while left:
         free = [name for name, job in left.items() if not any(need in left for need in job.needs)]

@@ -1,4 +1,4 @@
-"""Parameters and their values: ranges, the combinations of several, what is left out and what is added."""
+"""Parameters and their values: ranges, combinations, exclusions and inclusions."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Every combination of ``axes``, less those that match ``exclude``, and those of ``include``."""
+    """Every combination of ``axes`` that does not match ``exclude``, and those of ``include``."""
 
     axes: tuple[Axis, ...] = ()
     include: tuple[Selection, ...] = ()
     exclude: tuple[Selection, ...] = ()
 
     def combinations(self) -> tuple[Params, ...]:
-        """In the order of the axes, the first changing slowest; what is included comes last.
+        """All combinations in the order of the axes, the first changing slowest; included ones come last.
 
-        Raises SpecError for a selection that does not fit the axes, and for one that changes nothing.
+        Raises SpecError for a selection that does not fit the axes, and for one without effect.
         """
         size = 1
         for axis in self.axes:
@@ -69,7 +69,7 @@ class Matrix:
                 raise SpecError(f"{selection.where}: include: no value for {', '.join(missing)}")
             params = tuple((name, given[name]) for name in names)
             if params in found:
-                raise SpecError(f"{selection.where}: include: {_shown(params)} is there already")
+                raise SpecError(f"{selection.where}: include: the matrix already has {_shown(params)}")
             found.append(params)
         return tuple(found)
 
@@ -78,17 +78,19 @@ class Matrix:
         for name, _ in selection.params:
             if name not in names:
                 raise SpecError(
-                    f"{selection.where}: {what}: {name!r} is no parameter of this matrix",
+                    f"{selection.where}: {what}: {name!r} is not a parameter of this matrix",
                     f"its parameters: {', '.join(names) or 'none'}",
                 )
 
 
 def axis(name: str, words: Sequence[str], where: str) -> Axis:
-    """A parameter with its values; ``0..4`` among them stands for 0, 1, 2, 3, 4. Raises SpecError."""
+    """A parameter with its values, where ``0..4`` means 0, 1, 2, 3, 4. Raises SpecError."""
     if not PARAMETER.fullmatch(name):
         raise SpecError(f"{where}: {name!r} cannot be a parameter's name", "letters, digits, _ and -, a letter first")
     if name in BUILTIN:
-        raise SpecError(f"{where}: {{{name}}} is safelaunch's own: {_ABOUT_BUILTIN}", "give the parameter another name")
+        raise SpecError(
+            f"{where}: {{{name}}} is a built-in placeholder: {_ABOUT_BUILTIN}", "give the parameter another name"
+        )
     values: list[str] = []
     for word in words:
         values += _range(word, where)
@@ -101,7 +103,7 @@ def axis(name: str, words: Sequence[str], where: str) -> Axis:
 
 
 def parse_grid(word: str) -> Axis:
-    """``lr=1e-3,3e-4`` or ``seed=0..4``, as given to ``--grid``. Raises SpecError."""
+    """Parses a value of ``--grid``: ``lr=1e-3,3e-4`` or ``seed=0..4``. Raises SpecError."""
     name, equals, values = word.partition("=")
     where = f"--grid {word}"
     if not equals:
@@ -125,4 +127,4 @@ def _shown(params: Params) -> str:
     return ", ".join(f"{name}={value}" for name, value in params)
 
 
-_ABOUT_BUILTIN = "the job's name, its directory and the sweep's are filled in by it"
+_ABOUT_BUILTIN = "the job's name, its directory or the sweep's"

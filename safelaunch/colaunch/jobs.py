@@ -1,4 +1,4 @@
-"""The records of a sweep: a job as it will be started, how an attempt of it ended, what is shown of it."""
+"""The records of a sweep: a job ready to start, and how its attempts ended."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ State = Literal["waiting", "running", "succeeded", "failed", "hung", "timed-out"
 Metric = float | str
 
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "hung", "timed-out", "skipped", "cancelled"})
-# What another attempt may mend. Skipped and cancelled jobs were not given a chance, or not to the end.
+# States that another attempt may fix. Skipped and cancelled jobs had no chance, or not until their end.
 WORTH_ANOTHER_ATTEMPT: frozenset[str] = frozenset({"failed", "hung", "timed-out"})
 
 
-# No word of a command line and no variable can hold a NUL.
+# No word of a command line and no variable can contain a NUL.
 _MARK = re.compile("\0([0-9]+)\0")
 
 
 def port_names(count: int) -> tuple[str, ...]:
-    """The placeholders of a job with so many ports: ``port``, ``port2``, ``port3``, ..."""
+    """The port placeholders of a job: ``port``, ``port2``, ``port3``, ..."""
     return tuple("port" if number == 1 else f"port{number}" for number in range(1, count + 1))
 
 
 def port_marks(count: int) -> dict[str, str]:
-    """What these placeholders are filled with until the numbers are known."""
+    """The marks that fill these placeholders until the numbers are known."""
     return {name: f"\0{index}\0" for index, name in enumerate(port_names(count))}
 
 
@@ -35,10 +35,10 @@ def port_marks(count: int) -> dict[str, str]:
 class Job:
     """One job, every placeholder filled in.
 
-    ``words``: what stands behind ``safelaunch``, without the name and bundle directory that colaunch adds. ``ports``:
-    how many it is given when it starts; where their numbers are to stand, ``words`` and ``env`` hold a mark. ``group``:
-    the job's key in the specification, which all combinations of its matrix share. ``needs``: names of jobs. ``cwd``
-    and ``metric_file`` are absolute. ``where``: ``file:line``, or the command line's word, that it comes from.
+    ``words``: the arguments of ``safelaunch``, without the name and bundle directory that colaunch adds. ``ports``: the
+    number of ports that it gets at its start; until then, ``words`` and ``env`` contain marks for them. ``group``: the
+    job's key in the specification, shared by all combinations of its matrix. ``needs``: names of jobs. ``cwd`` and
+    ``metric_file`` are absolute. ``where``: the ``file:line``, or word of the command line, that it comes from.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """What the job does, in short: two jobs with the same one are the same work."""
+        """A hash of the job's work: two jobs with equal fingerprints do the same work."""
         text = json.dumps([self.words, sorted(self.env), self.cwd])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def with_ports(self, numbers: Sequence[object]) -> Job:
-        """The same with ``numbers`` in the place of the marks; they may also be the names, to be shown."""
+        """A copy with ``numbers`` in place of the marks; for display, they may also be the names."""
 
         def filled(text: str) -> str:
             return _MARK.sub(lambda match: str(numbers[int(match[1])]), text)
@@ -72,7 +72,7 @@ class Job:
         return replace(self, words=tuple(map(filled, self.words)), env=env)
 
     def arguments(self, bundle_dir: str) -> tuple[str, ...]:
-        """What ``safelaunch`` is given. ``exec`` stays the first word."""
+        """The arguments for ``safelaunch``. ``exec`` stays the first word."""
         own = ("--run-name", self.name, "--bundle-dir", bundle_dir)
         if self.words[:1] == ("exec",):
             return ("exec", *own, *self.words[1:])
@@ -81,9 +81,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one attempt ended. ``exit_code`` as a shell shows it; ``last_step`` as the watch last saw it.
+    """How one attempt ended. ``exit_code``: as a shell shows it; ``last_step``: the last one that the watch saw.
 
-    ``gpus``: UUIDs; ``bundle``: its path; both empty where there were none.
+    ``gpus``: UUIDs; ``bundle``: its path; both empty if there are none.
     """
 
     state: State
@@ -97,7 +97,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Track:
-    """One job's way through the sweep. ``attempts`` counts those of earlier invocations, too, ``tries`` does not."""
+    """One job's way through the sweep. ``attempts`` includes those of earlier invocations; ``tries`` does not."""
 
     job: Job
     state: State = "waiting"

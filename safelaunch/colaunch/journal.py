@@ -1,15 +1,15 @@
-"""What has happened in a sweep, in a file that survives ``kill -9`` at any point.
+"""The journal of a sweep: a file that survives ``kill -9`` at any point.
 
-One JSON document a line, only ever appended, each on the disk before what it announces is done:
+It has one JSON document per line, is only appended to, and each line is on the disk before the action it announces:
 
     {"event": "begun", "pid": 4711, ...}                                           colaunch has been started
     {"event": "started", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "pid": ..., "start_ticks": ...}
     {"event": "ended", "job": "lr-1e-3", "attempt": 1, "state": "succeeded", ...}
 
-"started" is written while the job's process still waits for our word, so there is no job that the journal does not
-know. A last line that is not whole was never acted upon, and is cut off. A job without an "ended" is run again by
-``--resume``, unless its safelaunch left word that it succeeded: colaunch may be killed between a job's end and its
-record. The journal is locked (flock) by the colaunch that runs the sweep, and by nobody else.
+"started" is written while the job's process still waits for its release, so the journal knows every job. An incomplete
+last line was never acted upon, and is cut off. ``--resume`` runs a job without an "ended" again, unless its safelaunch
+recorded a success: colaunch may be killed between a job's end and its record. The colaunch that runs the sweep locks
+the journal (flock).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from safelaunch.colaunch.jobs import Job, Outcome, State
-from safelaunch.errors import SafelaunchError, UsageError
+from safelaunch.errors import UsageError
 from safelaunch.launch.process import ProcessId
 
 Record = Mapping[str, Any]
@@ -33,7 +33,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of a job as the journal has it. ``outcome`` None: its end was never recorded."""
+    """One attempt of a job in the journal. ``outcome`` None: its end was never recorded."""
 
     job: str
     number: int
@@ -48,9 +48,9 @@ class Attempt:
 
 
 def parse(data: bytes, name: str) -> tuple[list[Record], int]:
-    """The records of a journal and how many of its bytes are whole. Raises SafelaunchError for a damaged line.
+    """The records of a journal, and the number of bytes in complete lines. Raises UsageError for a damaged line.
 
-    Only the last line may be torn: nothing is appended behind a line that is not whole.
+    Only the last line may be incomplete: nothing is ever appended after one.
     """
     records: list[Record] = []
     whole = 0
@@ -62,9 +62,9 @@ def parse(data: bytes, name: str) -> tuple[list[Record], int]:
             record = None
         if not isinstance(record, dict):
             if number < len(lines) - (not lines[-1]):
-                raise SafelaunchError(
-                    f"{name}:{number}: not a record of safelaunch's; the journal is damaged",
-                    "remove that line to run its job again, or name another directory with --sweep-dir",
+                raise UsageError(
+                    f"{name}:{number}: the journal is damaged: this line is not a record of safelaunch",
+                    "remove the line to run its job again, or choose another directory with --sweep-dir",
                 )
             break
         records.append(record)
@@ -73,7 +73,7 @@ def parse(data: bytes, name: str) -> tuple[list[Record], int]:
 
 
 def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
-    """Every attempt, in the order in which they were started. Records of other kinds are passed over."""
+    """Every attempt, in the order of their starts. Other records are skipped."""
     found: dict[tuple[str, int], Attempt] = {}
     for record in records:
         try:
@@ -86,12 +86,12 @@ def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
             elif record["event"] == "ended" and key in found:
                 found[key] = replace(found[key], outcome=outcome_of(record))
         except (KeyError, TypeError, ValueError):
-            continue  # of another version: what it says of a job cannot be relied on, so the job is run again
+            continue  # a record of another version: its contents are unreliable, so the job runs again
     return tuple(found.values())
 
 
 def outcome_of(record: Record) -> Outcome:
-    """Raises KeyError, TypeError or ValueError for a record that says something else."""
+    """The outcome in a record. Raises KeyError, TypeError or ValueError for one of another form."""
     state = record["state"]
     if state not in get_args(State):
         raise ValueError(state)
@@ -111,17 +111,17 @@ def outcome_of(record: Record) -> Outcome:
 
 
 class Journal:
-    """A sweep's journal, open and locked for as long as this process lives."""
+    """A sweep's journal, open and locked while this process is alive."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or makes it. Raises UsageError where another colaunch has it, SafelaunchError where it is damaged."""
+        """Opens or creates it. Raises UsageError if another colaunch uses it, or if it is damaged."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise UsageError(
-                f"{path.parent}: no sweep can be kept there: {error.strerror or error}", "see --sweep-dir"
+                f"{path.parent}: cannot write the sweep there: {error.strerror or error}", "see --sweep-dir"
             ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +131,7 @@ class Journal:
             os.close(self._file)
             raise UsageError(
                 f"{path.parent}: files cannot be locked there: {error.strerror or error}",
-                "name a directory on another disk with --sweep-dir",
+                "choose a directory on another disk with --sweep-dir",
             ) from error
         self.records, self._length = parse(self._read(), str(path))
         self._pending: list[bytes] = []
@@ -144,7 +144,7 @@ class Journal:
         who = f" (pid {records[-1].get('pid')})" if records else ""
         raise UsageError(
             f"{self.path.parent}: another safelaunch colaunch runs this sweep{who}.",
-            "wait for it, or name another directory with --sweep-dir",
+            "wait for it, or choose another directory with --sweep-dir",
         )
 
     def _read(self) -> bytes:
@@ -152,33 +152,33 @@ class Journal:
         return os.pread(self._file, size, 0)
 
     def _cut(self) -> None:
-        """The torn end goes; a whole last line without its newline gets one."""
+        """Cuts off an incomplete last line; adds a missing newline to a complete one."""
         os.ftruncate(self._file, self._length)
         if self._length and os.pread(self._file, 1, self._length - 1) != b"\n":
             self._append(b"\n")
 
     @property
     def behind(self) -> bool:
-        """Whether records could not be written yet."""
+        """Whether some records are still to be written."""
         return bool(self._pending)
 
     def begun(self, jobs: int) -> None:
-        """Raises OSError where it cannot be written."""
+        """Records the start of colaunch. Raises OSError if it can't be written."""
         self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1})
 
     def started(self, job: Job, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
-        """Raises OSError where it cannot be written: then the job must not start."""
+        """Records a job's start. Raises OSError if it can't be written: then the job must not start."""
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint, "gpus": list(gpus)}
         self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
 
     def ended(self, name: str, attempt: int, outcome: Outcome) -> None:
-        """Is kept, and written as soon as that is possible, where it cannot be written now."""
+        """Records a job's end. If it can't be written now, it is kept and written as soon as possible."""
         record = {"event": "ended", "job": name, "attempt": attempt, **asdict(outcome)}
         self._pending.append(_line(record))
         self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes what could not be written before; returns whether nothing is left."""
+        """Writes the records that could not be written before; returns whether none is left."""
         try:
             while self._pending:
                 self._append(self._pending[0])
@@ -198,12 +198,12 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file)
         except OSError:
-            os.ftruncate(self._file, self._length)  # nothing may stand behind half a line
+            os.ftruncate(self._file, self._length)  # nothing may follow half a line
             raise
         self._length += len(line)
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         os.close(self._file)
 
 
@@ -212,15 +212,15 @@ def _line(record: Record) -> bytes:
 
 
 def _tolerant(data: bytes) -> list[Record]:
-    """What can be read while somebody else writes."""
+    """The records that are readable while another process writes."""
     try:
         return parse(data, "")[0]
-    except SafelaunchError:
+    except UsageError:
         return []
 
 
 def _sync_directory(directory: Path) -> None:
-    """So that a new file's name is on the disk as well. Best effort: some file systems cannot."""
+    """Writes a new file's name to the disk. Best effort: some file systems can't."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

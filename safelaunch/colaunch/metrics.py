@@ -1,4 +1,4 @@
-"""Numbers that a job reported: taken from its output by a pattern, or from a JSON file that it wrote."""
+"""Numbers that a job reports, found by a pattern in its output or in a JSON file that it writes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from safelaunch.atmost import CPU, at_most
 from safelaunch.colaunch.jobs import Metric
 from safelaunch.errors import SpecError
+from safelaunch.system.deadline import CPU, at_most
 
-# What is looked through at the end of a job's output; a metric is wanted from the last time it was printed.
+# The part at the end of a job's output that is searched; the last value of a metric counts.
 TAIL_BYTES = 32 << 20
 LONGEST_LINE = 1 << 16
 LARGEST_FILE = 1 << 20
@@ -23,7 +23,7 @@ _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_./-]*)")
 
 
 def check_pattern(pattern: str) -> tuple[str, ...]:
-    """The names of the metrics that ``pattern`` finds: of its named groups, else the word that it begins with.
+    """The names of the metrics that ``pattern`` finds: its named groups, else the word that it begins with.
 
     ``val_loss=([0-9.]+)`` finds ``val_loss``; ``(?P<loss>\\S+) is the loss`` finds ``loss``. Raises SpecError.
     """
@@ -45,7 +45,7 @@ def check_pattern(pattern: str) -> tuple[str, ...]:
 
 
 def from_lines(lines: Iterable[str], patterns: Sequence[str]) -> dict[str, Metric]:
-    """The value of each metric in the first of ``lines`` that has it; within a line the last counts."""
+    """The value of each metric in the first of ``lines`` that has it; within a line, the last one counts."""
     searches = [(re.compile(pattern), check_pattern(pattern)) for pattern in patterns]
     wanted = {name for _, names in searches for name in names}
     found: dict[str, Metric] = {}
@@ -62,10 +62,10 @@ def from_lines(lines: Iterable[str], patterns: Sequence[str]) -> dict[str, Metri
 
 
 def from_log(path: Path, patterns: Sequence[str], say: Callable[[str], None] = lambda text: None) -> dict[str, Metric]:
-    """The last value of each metric near the end of a job's output; what cannot be read has none.
+    """The last value of each metric near the end of a job's output; none from an unreadable file.
 
-    A pattern may take for ever (``(a+)+b``): ``MOST_CPU_S`` for each, then ``say`` is told that it was given up. To be
-    called from the main thread.
+    A pattern may take for ever (``(a+)+b``), so each gets ``MOST_CPU_S``; then ``say`` gets a message. Call it from the
+    main thread.
     """
     if not patterns:
         return {}
@@ -75,19 +75,19 @@ def from_log(path: Path, patterns: Sequence[str], say: Callable[[str], None] = l
             data = file.read(TAIL_BYTES)
     except OSError:
         return {}
-    data = data.replace(b"\r", b"\n")  # a progress bar separates its lines by carriage returns
+    data = data.replace(b"\r", b"\n")  # a progress bar separates its lines with carriage returns
     found: dict[str, Metric] = {}
     for pattern in patterns:
         try:
             with at_most(MOST_CPU_S, CPU):
                 found.update(from_lines(_backwards(data), [pattern]))
         except TimeoutError:
-            say(f"{path.parent.name}: the metric {pattern!r} was given up: searching {path.name} takes too long")
+            say(f"{path.parent.name}: no value for {pattern!r}: searching {path.name} takes too long")
     return found
 
 
 def _backwards(data: bytes) -> Iterator[str]:
-    """Lines, the last first; a pattern that is found does not look through megabytes then."""
+    """Lines, the last one first, so that a pattern with a match does not search megabytes."""
     end = len(data)
     while end >= 0:
         begin = data.rfind(b"\n", 0, end) + 1
@@ -96,9 +96,9 @@ def _backwards(data: bytes) -> Iterator[str]:
 
 
 def from_file(path: Path) -> dict[str, Metric]:
-    """Numbers and texts at the top level of a JSON file; none where it is not there or not such a file."""
+    """Numbers and texts at the top level of a JSON file; none if it is missing or something else."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would keep us waiting
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block us
         with open(descriptor, "rb") as file:
             document = json.loads(file.read(LARGEST_FILE) or b"")
     except (OSError, ValueError, RecursionError):
@@ -114,7 +114,7 @@ def from_file(path: Path) -> dict[str, Metric]:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """What changes when the file is written; empty where there is none."""
+    """A value that changes when the file is written; empty if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -123,7 +123,7 @@ def stamp(path: Path) -> tuple[int, ...]:
 
 
 def value_of(text: str) -> Metric:
-    """A number where it is one. JSON has no infinities and no NaN: these stay text."""
+    """The text as a number if it is one. JSON has no infinities and no NaN, so these stay text."""
     try:
         return _finite(float(text), text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Where everything of one sweep lives."""
+"""All file names of one sweep."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class SweepPaths:
         return self.root / "jobs"
 
     def job(self, name: str) -> Path:
-        """A job's own directory, ``{job_dir}`` in its command: for whatever it writes itself, too."""
+        """A job's own directory, ``{job_dir}`` in its command; the job may write there too."""
         return self.jobs / name
 
     def log(self, name: str, attempt: int) -> Path:
-        """Everything that an attempt wrote to stdout and stderr."""
+        """The file with an attempt's stdout and stderr."""
         return self.job(name) / f"attempt-{attempt}.log"
 
     def exit_file(self, name: str, attempt: int) -> Path:
-        """The exit code of the attempt's safelaunch, as it left it itself."""
+        """The file in which the attempt's safelaunch leaves its exit code."""
         return self.job(name) / f"attempt-{attempt}.exit"
 
     def bundles(self, name: str) -> Path:

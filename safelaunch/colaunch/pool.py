@@ -1,4 +1,4 @@
-"""What jobs run on: GPUs, or slots of CPU cores on a node without GPUs. Each unit goes to one job at a time."""
+"""The units that jobs run on: GPUs, or slots of CPU cores on a node without GPUs. Each serves one job at a time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from safelaunch.model import format_ranks
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one job holds. ``units``: the numbers of its slots; ``label`` names what it runs on to the user.
+    """One job's share. ``units``: the numbers of its slots; ``label``: its units in words.
 
-    ``env`` tells the job of it; ``cores`` is its CPU affinity, empty for all. ``lease``: GPUs and ports, to be handed
+    ``env``: the job's variables for it; ``cores``: its CPU affinity, empty for all. ``lease``: GPUs and ports to hand
     over to the job's safelaunch. ``ports``: their numbers.
     """
 
@@ -32,7 +32,7 @@ class Share:
 
 
 class Pool(Protocol):
-    """Hands out shares. What a share is made of, and who else draws on it, is the pool's own business."""
+    """Hands out shares, and hides what they consist of and who else competes for them."""
 
     @property
     def capacity(self) -> int:
@@ -43,25 +43,25 @@ class Pool(Protocol):
         """``GPU`` or ``slot``."""
 
     def units(self, gpus: int) -> int:
-        """How many units a job takes that asks for ``gpus`` GPUs."""
+        """The number of units for a job that requests ``gpus`` GPUs."""
 
     def free(self) -> int | None:
-        """Units that can be had now; None while that is not known yet."""
+        """The number of units available now; None while that is unknown."""
 
     def take(self, job: Job) -> Share | None:
-        """A share for ``job``, or None where that much is not to be had any more."""
+        """A share for ``job``, or None if too few units are left."""
 
     def wait(self, job: Job, ours: Collection[int]) -> str:
-        """``job`` would start if others left room: it comes before those who ask later from now on.
+        """Queues ``job``, which would start if others left room, ahead of later requests.
 
-        Returns who has what, in lines, except for the processes of ``ours``.
+        Returns lines that say who holds what, except for the processes in ``ours``.
         """
 
     def leave(self) -> None:
-        """Nothing is waited for."""
+        """Leaves the queue."""
 
     def release(self, share: Share) -> None:
-        """The job of this share is over, or was not started."""
+        """Frees a share: its job has ended or did not start."""
 
 
 class _Numbers:
@@ -80,7 +80,7 @@ class _Numbers:
 
 
 class Slots:
-    """CPU slots: the cores are shared out among them, neighbours together."""
+    """CPU slots, each with an equal share of neighbouring cores."""
 
     kind = "slot"
 
@@ -93,7 +93,7 @@ class Slots:
         return self._numbers.count
 
     def units(self, gpus: int) -> int:
-        """A slot stands for a GPU; a job without any needs a core all the same."""
+        """One slot per GPU; a job without GPUs still needs a core."""
         return max(1, gpus)
 
     def free(self) -> int:
@@ -107,7 +107,7 @@ class Slots:
         return Share(taken, format_ranks(taken), cores=tuple(cores))
 
     def wait(self, job: Job, ours: Collection[int]) -> str:
-        return ""  # the cores are everybody's
+        return ""  # cores are not leased
 
     def leave(self) -> None:
         return
@@ -118,9 +118,9 @@ class Slots:
 
 
 class Gpus:
-    """The node's GPUs, as far as they are ours to use; each job sees its own alone.
+    """The node's GPUs that we may use; each job sees only its own.
 
-    What is free is what nobody on this node holds or uses, whoever that is: our own jobs' leases say so, too.
+    A GPU is free if nobody on this node holds or uses it. The leases of our own jobs count too.
     """
 
     kind = "GPU"
@@ -164,7 +164,7 @@ class Gpus:
 
 
 def share_out(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """``count`` parts of ``cores``, as equal as can be, neighbours together; too few cores are shared."""
+    """``count`` parts of ``cores``, as equal as possible, neighbours together; too few cores are shared."""
     if count > len(cores):
         return tuple((cores[number % len(cores)],) for number in range(count))
     return tuple(
@@ -173,7 +173,7 @@ def share_out(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
-    """As many slots as cores, but no more than jobs could hold at a time: their shares are larger then."""
+    """One slot per core, but no more than the jobs can use at once, so that their shares are larger."""
     largest_first = sorted(units, reverse=True)[:at_most]
     return max(1, min(cores, sum(largest_first)), *largest_first[:1])
 
@@ -183,8 +183,8 @@ def check_fits(needs: Mapping[str, int], pool: Pool) -> None:
     for name, units in needs.items():
         if units > pool.capacity:
             raise ResourceError(
-                f"the job {name} asks for {units} {pool.kind}s, and there are {pool.capacity} here.",
-                "ask for fewer" + (", or give more --slots" if pool.kind == "slot" else ""),
+                f"the job {name} needs {units} {pool.kind}s, but this node has {pool.capacity}.",
+                "request fewer" + (", or give more --slots" if pool.kind == "slot" else ""),
             )
 
 
@@ -192,7 +192,7 @@ def check_fits(needs: Mapping[str, int], pool: Pool) -> None:
 
 
 def by_topology(cores: Sequence[int]) -> tuple[int, ...]:
-    """Cores in the order package, physical core: hyperthreads of one core, and cores of one socket, are neighbours."""
+    """Cores ordered by package and physical core, so hyperthreads and cores of one socket are neighbours."""
 
     def place(core: int) -> tuple[int, int, int]:
         topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")

@@ -1,4 +1,4 @@
-"""What earlier invocations of a sweep left: which jobs are done, and that nothing of the others still runs."""
+"""Resumes a sweep: finds out which jobs are done, and waits until no process of the others is left."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from safelaunch.colaunch.sweep import Before
 from safelaunch.errors import SafelaunchError
 from safelaunch.launch.process import ProcessId, descendants
 
-KILL_AFTER_S = 45.0  # the job was asked to end when its colaunch was killed; torchrun may take 30 s
+KILL_AFTER_S = 45.0  # the job got SIGTERM when its colaunch was killed; torchrun may take 30 s
 GIVE_UP_AFTER_S = 65.0
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """``before``: what is known of each job of the sweep; ``changed``: done once, but they are other jobs by now."""
+    """``before``: the known state of each job; ``changed``: jobs that were done but have changed since."""
 
     before: Mapping[str, Before]
     changed: tuple[str, ...] = ()
@@ -34,9 +34,9 @@ class History:
 
 
 def history(attempts: Sequence[Attempt], jobs: Sequence[Job]) -> History:
-    """What the journal's attempts mean for these jobs. Pure.
+    """The state of these jobs according to the journal's attempts. Pure.
 
-    A job is done if an attempt of the very same work succeeded; everything else runs again.
+    A job is done if an attempt at exactly this work succeeded; all others run again.
     """
     before: dict[str, Before] = {}
     changed = []
@@ -60,15 +60,15 @@ def wait_for_remains(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Waits until nothing of these attempts lives any more; helps where that takes long.
+    """Waits until all processes of these attempts have ended, and kills them if that takes long.
 
-    Raises SafelaunchError where something lives on all the same: running that job again would run it twice at once.
+    Raises SafelaunchError if some survive: running their job again would run it twice at once.
     """
     alive = [attempt for attempt in unfinished if _lives(attempt, paths)]
     if not alive:
         return
     names = ", ".join(attempt.job for attempt in alive)
-    say(f"colaunch was killed while {len(alive)} jobs ran; waiting for what is left of them to end: {names}")
+    say(f"colaunch was killed; waiting for the processes of its jobs to end: {names}")
     begin, killed = clock(), False
     below: list[ProcessId] = []
     for attempt in alive:
@@ -87,13 +87,13 @@ def wait_for_remains(
         if clock() - begin > GIVE_UP_AFTER_S and alive:
             logs = ", ".join(str(paths.log(attempt.job, attempt.number)) for attempt in alive)
             raise SafelaunchError(
-                f"parts of {', '.join(a.job for a in alive)} still live, {GIVE_UP_AFTER_S:g} s after they were to end.",
-                f"end the processes that write to {logs} (fuser shows them), then --resume",
+                f"processes of {', '.join(a.job for a in alive)} are still alive after {GIVE_UP_AFTER_S:g} s.",
+                f"end the processes that write to {logs} (fuser shows them), then use --resume again",
             )
 
 
 def recovered(attempt: Attempt, jobs: Sequence[Job], paths: SweepPaths) -> Outcome | None:
-    """The outcome of an attempt that ended, successfully, while its colaunch was being killed; None for any other."""
+    """The outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
     job = next((job for job in jobs if job.name == attempt.job), None)
     exit_file = paths.exit_file(attempt.job, attempt.number)
     if job is None or spawn.exit_code_in(exit_file) != 0:

@@ -1,13 +1,14 @@
-"""The loop that runs a sweep: starts what may start, reaps what has ended, stops what must stop.
+"""The loop that runs a sweep: starts, reaps and stops jobs.
 
-One thread, because it forks, and because the kernel ends jobs with the thread that started them. It waits neither
-for a job nor, for long, for a terminal.
+It has one thread, because it forks, and because the kernel ends jobs with the thread that started them. It never waits
+for a job, and never for long for a terminal.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from safelaunch.colaunch import spawn
 from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, view_of, view_without
-from safelaunch.colaunch.affinity import threads
 from safelaunch.colaunch.jobs import Job, Outcome
 from safelaunch.colaunch.journal import Journal
 from safelaunch.colaunch.paths import SweepPaths
@@ -24,13 +24,13 @@ from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.steps import Steps
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import JobView, Screen, Snapshot
+from safelaunch.control.discover import our_roots
 from safelaunch.errors import ResourceError, StoreError
 from safelaunch.launch import process
 from safelaunch.launch.process import ProcessId
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
-from safelaunch.session.discover import our_roots
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
@@ -39,17 +39,17 @@ STOP_PATIENCE_S = 45.0
 CANNOT_START = 127
 
 
-# What passes: no room on the disk, no process to be had. The job is not to blame, and starts as soon as it can.
+# Temporary failures: no room on the disk, no process available. The job is not to blame, and starts later.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 class _Unrecorded(Exception):
-    """The journal does not take the start of a job, so it must not start."""
+    """The journal can't record the start of a job, so it must not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where and how a sweep runs. ``program``: the words that are ``safelaunch``."""
+    """Where and how a sweep runs. ``program``: the command that starts ``safelaunch``."""
 
     paths: SweepPaths
     pool: Pool
@@ -60,7 +60,7 @@ class Place:
 
 
 class Runner:
-    """Runs ``sweep`` to its end, or until it is stopped."""
+    """Runs ``sweep`` until its end or until it is stopped."""
 
     def __init__(self, sweep: Sweep, place: Place, screen: Screen, clock: Callable[[], float] = time.monotonic) -> None:
         self._sweep = sweep
@@ -76,7 +76,7 @@ class Runner:
         self._stops = 0
 
     def run(self, signals: Signals) -> None:
-        """Returns when every job is final and nothing of any is left; after a third stop, at once."""
+        """Returns when every job is final and has no processes left; after a third stop, at once."""
         while True:
             self._on_signals(signals.taken())
             self._reap()
@@ -99,7 +99,7 @@ class Runner:
             self.stopped_by = self.stopped_by or signum
             if self._stops == 1:
                 self._sweep.stop(f"stopped by {signal.Signals(signum).name}")
-                self._screen.note(f"stopping {len(self._active)} running jobs; once more kills them")
+                self._screen.note(f"stopping {len(self._active)} running jobs; repeat to kill them")
                 self._ask_to_end(patience=False)
             else:
                 self._screen.note(f"killing {len(self._active)} jobs")
@@ -107,7 +107,7 @@ class Runner:
                     self._kill(active)
 
     def _ask_to_end(self, *, patience: bool = True) -> None:
-        """All jobs. Without ``patience`` it is the user's to say when that takes too long."""
+        """Asks all jobs to end. Without ``patience``, the user decides when that takes too long."""
         for active in self._active.values():
             if active.ended_by_us is None and active.status is None:
                 active.ended_by_us = "cancelled"
@@ -115,14 +115,14 @@ class Runner:
                 active.process.send(signal.SIGTERM)
 
     def _kill(self, active: Active) -> None:
-        """Its supervisor; the guardian, and below after a while we ourselves, end what is left."""
+        """Kills a job's supervisor. The guardian ends the rest, or we do after a while."""
         active.ended_by_us = active.ended_by_us or "cancelled"
         active.below = (*active.below, *process.descendants([active.process.pid]))
         active.killed_s = self._clock()
         active.process.send(signal.SIGKILL)
 
     def _hurry(self) -> None:
-        """Ends what has run for too long, and kills what does not end."""
+        """Ends jobs over their time limit, and kills those that don't end."""
         now = self._clock()
         if self._sweep.stopped:
             self._ask_to_end()
@@ -153,7 +153,7 @@ class Runner:
     def _record(self, job: Job, attempt: int, ended: Outcome) -> None:
         self._place.journal.ended(job.name, attempt, ended)
         self._sweep.ended(job.name, ended)
-        again = " (will be tried again)" if self._sweep.tracks[job.name].state == "waiting" else ""
+        again = " (will run again)" if self._sweep.tracks[job.name].state == "waiting" else ""
         code = "" if ended.state == "succeeded" else f" (exit code {ended.exit_code})"
         bundle = f"; bundle: {ended.bundle}" if ended.bundle else ""
         self._screen.note(f"{job.name}: {ended.state} after {ended.duration_s:.1f} s{code}{bundle}{again}")
@@ -165,7 +165,7 @@ class Runner:
             self._complain(f"{self._place.journal.path} cannot be written")
             return
         try:
-            while (wanted := self._sweep.next()) is not None:  # else nobody is asked what is free
+            while (wanted := self._sweep.next()) is not None:  # otherwise nobody needs to know what is free
                 free = self._place.pool.free()
                 if free is None:
                     return
@@ -180,17 +180,14 @@ class Runner:
             self._complain(str(error))
 
     def _wait_for_others(self, job: Job) -> None:
-        """What would start if others left room for it stands in the node's queue; the user is told whose room that is.
-
-        Once, until others have it.
-        """
+        """Queues the job that would start if others left room, and tells the user once who holds that room."""
         others = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
         if others and others != self._told:
             self._told = others
-            self._screen.note(f"{job.name} waits for {self._place.pool.kind}s that others have:\n{others}")
+            self._screen.note(f"{job.name} waits for {self._place.pool.kind}s that others hold:\n{others}")
 
     def _try_to_start(self, job: Job) -> bool:
-        """Whether that is done with; else it is to be tried again."""
+        """Tries to start a job; returns False if it must be tried again."""
         share = self._place.pool.take(job)
         if share is None:
             return False
@@ -215,7 +212,7 @@ class Runner:
         return True
 
     def _with_ports(self, job: Job, share: Share) -> Share:
-        """Raises ResourceError where there are not so many."""
+        """Adds leased ports to a share. Raises ResourceError if too few are free."""
         if not job.ports:
             return share
         taken = ports.take(self._place.store, job.ports, ourselves(job.name, "safelaunch colaunch"))
@@ -225,10 +222,10 @@ class Runner:
     def _complain(self, why: str) -> None:
         if not self._waiting:
             self._waiting = True
-            self._screen.note(f"no job can be started, and it is tried again and again ({why})")
+            self._screen.note(f"no job can start now; colaunch keeps trying ({why})")
 
     def _launch(self, job: Job, share: Share) -> None:
-        """Its lease passes to it: from the moment that it lives it holds what it was given, also when we are killed."""
+        """Starts a job and hands its lease over: the job holds it from its first moment, even if we are killed."""
         attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
         paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -266,7 +263,7 @@ class Runner:
     # --- what is seen of it -----------------------------------------------------------------------------------------
 
     def _see(self) -> None:
-        """No fault in looking or showing may cost the jobs: it ends what is seen of them."""
+        """Updates the display. An error in it ends the display, never the jobs."""
         if not self._seeing:
             return
         try:
@@ -274,10 +271,12 @@ class Runner:
             self._screen.show(self.snapshot)
         except Exception as error:  # noqa: BLE001
             self._seeing = False
-            self._screen.note(f"a fault of safelaunch's own ended the display ({type(error).__name__}: {error})")
+            self._screen.note(
+                f"an internal error ended the display ({type(error).__name__}: {error}). The sweep continues."
+            )
 
     def snapshot(self) -> Snapshot:
-        """Every job as it is now."""
+        """The current state of every job."""
         now = self._clock()
         return Snapshot(
             tuple(self._view(name, now) for name in self._sweep.tracks), self._place.pool.kind, self._sweep.stopped
@@ -288,3 +287,24 @@ class Runner:
         if running is None:
             return view_without(self._sweep.tracks[name])
         return view_of(running, self._sweep.tracks[name], self._steps.of(running.process), now)
+
+
+_RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?")
+
+
+def threads(words: Sequence[str], cores: int) -> int:
+    """OMP_NUM_THREADS for a job with command ``words`` on ``cores`` cores: an equal share per rank, at least 1."""
+    return max(1, cores // ranks(words))
+
+
+def ranks(words: Sequence[str]) -> int:
+    """The value of ``--nproc-per-node``; 1 if it is missing or not a number (``auto``, ``gpu``)."""
+    found = 1
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        match = _RANKS.fullmatch(word)
+        if match:
+            text = match[1] if match[1] is not None else following
+            found = int(text) if text.isdecimal() and int(text) else 1
+        elif not word.startswith("-") and word.endswith(".py"):
+            break  # what follows is the script's
+    return found

@@ -1,4 +1,4 @@
-"""Signals and children's ends, waited for in one thread."""
+"""Waits for signals and the ends of children in one thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
-    """Within ``with``, the stopping signals are collected instead of acted upon. Ignored ones (nohup) stay so."""
+    """Within ``with``, collects stopping signals instead of acting on them. Ignored ones (nohup) stay ignored."""
 
     def __init__(self) -> None:
         self._taken: list[int] = []
@@ -45,7 +45,7 @@ class Signals:
         return taken
 
     def wait(self, timeout_s: float) -> None:
-        """Until a signal, a child's end, or so many seconds."""
+        """Waits for a signal, a child's end, or ``timeout_s`` seconds."""
         if self._taken:
             return
         if select.select([self._wake], [], [], timeout_s)[0]:

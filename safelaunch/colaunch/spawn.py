@@ -1,11 +1,11 @@
-"""One job's safelaunch: started so that it is known before it runs, and so that it does not outlive us unseen.
+"""Starts one job's safelaunch so that it is recorded before it runs, and never survives us unnoticed.
 
-- The child waits for our word, which comes when the journal knows it; when we are killed first, it ends.
-- It asks the kernel for a SIGTERM at our death (PR_SET_PDEATHSIG), which it passes on to its job: ``kill -9`` of
+- The child waits for its release, which follows its record in the journal. If we are killed first, it exits.
+- It asks the kernel for a SIGTERM at our death (PR_SET_PDEATHSIG), which it forwards to its job: ``kill -9`` of
   colaunch ends the jobs as a scheduler would.
-- It leaves its exit code in a file as well: when we are killed while it ends, that it has succeeded is not forgotten.
-- Its log is locked (flock). The lock belongs to the open file, which every process of the job has as its stdout: while
-  any of them lives, it is held, and whoever wants to run the same attempt again can tell.
+- It also leaves its exit code in a file, so that a success is not forgotten if we are killed at that moment.
+- Its log is locked (flock). The lock belongs to the open file, the stdout of every process of the job. While any of
+  them is alive, the lock is held, which ``--resume`` can see.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run, where. ``log`` takes all of its output; ``cores``: its CPU affinity, empty to leave it.
+    """The command and its surroundings. ``log`` takes all its output; ``cores``: its CPU affinity, empty: unchanged.
 
-    ``exit_file``: where safelaunch is to leave its exit code. ``keep``: descriptors that it is to have as well.
+    ``exit_file``: the file for safelaunch's exit code. ``keep``: descriptors that it inherits.
     """
 
     argv: Sequence[str]
@@ -45,12 +45,12 @@ class Command:
 
 
 def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
-    """Starts it in a session of its own. ``tell`` is told of the process before it runs; what it raises ends it.
+    """Starts it in a new session. ``tell`` gets the process before it runs; if ``tell`` raises, the process ends.
 
-    Raises OSError when it cannot be started. To be called from the main thread: the kernel takes the end of the thread
-    that forked for ours.
+    Raises OSError if it can't be started. Call it from the main thread: for the kernel, the end of the thread that
+    forked is our death.
     """
-    # Appended to, never cut: were the attempt there already, nothing of it would be lost.
+    # Append, never truncate: if the attempt exists already, nothing of it is lost.
     log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         with suppress(OSError):  # a file system without locks
@@ -62,7 +62,7 @@ def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
 
 
 def _become(command: Command, log: int, parent: int) -> NoReturn:
-    """In the forked child."""
+    """Becomes safelaunch, in the forked child."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
@@ -85,7 +85,7 @@ def _become(command: Command, log: int, parent: int) -> NoReturn:
 
 
 def exit_code_in(exit_file: Path) -> int | None:
-    """What safelaunch left there; None where it was ended before it could."""
+    """The exit code that safelaunch left there; None if it was killed before."""
     try:
         text = exit_file.read_text("ascii")
         return int(text) if text.endswith("\n") else None
@@ -94,7 +94,7 @@ def exit_code_in(exit_file: Path) -> int | None:
 
 
 def is_held(log: Path) -> bool:
-    """Whether a process of the attempt that wrote ``log`` still lives."""
+    """Whether a process of the attempt that wrote ``log`` is still alive."""
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""The file of a sweep, read into templates; what is wrong with it is said with file and line.
+"""Reads the file of a sweep into templates. Errors name file and line.
 
     defaults:                       # for every job below; a job's own keys win (env: variable by variable)
       command: --nproc-per-node=1 train.py --lr {lr} --seed {seed}
@@ -11,11 +11,11 @@
       seed: 0..4
       exclude: [{lr: 1e-3, seed: 4}]
       include: [{lr: 1e-2, seed: 0}]
-    jobs:                           # optional: several kinds of jobs, each with the matrix above or one of its own
+    jobs:                           # optional: several kinds of jobs, each with the matrix above or its own
       prepare: {command: --no-python bash prepare.sh, matrix: {}, gpus: 0}
       train: {needs: prepare}
 
-Scalars keep the text as it was written (``1e-3`` stays ``1e-3``), because they become words of a command line.
+Scalars keep their text as written (``1e-3`` stays ``1e-3``), because they become words of a command line.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from safelaunch.colaunch.grid import Axis, Matrix, Selection, axis
 from safelaunch.colaunch.metrics import check_pattern
 from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.templates import Template
 from safelaunch.errors import SpecError, UsageError
 from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS
 from safelaunch.settings.values import parse_count, parse_run_name, parse_seconds
@@ -56,7 +55,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What the command line adds to every job of the file."""
+    """Options of the command line that apply to every job of the file."""
 
     metrics: tuple[str, ...] = ()
     metric_file: Text | None = None
@@ -72,7 +71,7 @@ def templates_of(root: Node, extra: Extra | None = None) -> tuple[Template, ...]
     extra = extra or Extra()
     if "jobs" not in top:
         if "command" not in defaults:
-            raise SpecError(f"{root.where}: there is neither 'jobs' nor a 'command' in 'defaults'")
+            raise SpecError(f"{root.where}: both 'jobs' and a 'command' in 'defaults' are missing")
         return (_template("", root.where, defaults, shared, extra),)
     if top["jobs"].kind == "list":
         raise SpecError(
@@ -86,7 +85,7 @@ def templates_of(root: Node, extra: Extra | None = None) -> tuple[Template, ...]
         matrix = _matrix(own["matrix"]) if "matrix" in own else shared
         found.append(_template(key.text, key.where, _merged(defaults, own), matrix, extra))
     if not found:
-        raise SpecError(f"{top['jobs'].where}: there are no jobs")
+        raise SpecError(f"{top['jobs'].where}: 'jobs' is empty")
     return tuple(found)
 
 
@@ -99,12 +98,12 @@ def _check_group(key: Node) -> None:
         parse_run_name(key.text)
     except ValueError:
         raise SpecError(
-            f"{key.where}: {key.text!r} cannot be a job's name", "1 to 64 letters, digits, '.', '_' and '-'"
+            f"{key.where}: {key.text!r} cannot be a job's name", "use 1 to 64 letters, digits, '.', '_' and '-'"
         ) from None
 
 
 def _merged(defaults: Mapping[str, Node], own: Mapping[str, Node]) -> dict[str, Node]:
-    """The job's keys over the defaults; environments are merged variable by variable."""
+    """The job's keys merged over the defaults; environments are merged variable by variable."""
     merged = {**defaults, **own}
     if "env" in defaults and "env" in own:
         variables = {key.text: (key, value) for node in (defaults["env"], own["env"]) for key, value in node.entries}
@@ -140,7 +139,7 @@ def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, 
 
 
 def command_of(node: Node) -> tuple[Text, ...]:
-    """Words, from a list of them or from one text that is split as a shell would split it."""
+    """The command as words, from a list or from one text that is split as in a shell."""
     if node.kind == "list":
         words = tuple(Text(_scalar(item, "command"), item.where) for item in node.items)
     else:
@@ -214,7 +213,7 @@ def _env(node: Node) -> tuple[tuple[str, Text], ...]:
             raise SpecError(f"{key.where}: {key.text} cannot be set here", "give the option in 'command'")
         if value.kind == "boolean":
             raise SpecError(
-                f"{value.where}: {key.text}: {value.text} is a boolean, and a variable's value is text",
+                f"{value.where}: {key.text}: {value.text} is a boolean, but a variable's value must be text",
                 f'write "{value.text}" in quotes, or 1 or 0',
             )
         found.append((key.text, Text(_scalar(value, key.text), value.where)))
@@ -260,6 +259,38 @@ def _selections(node: Node, what: str) -> tuple[Selection, ...]:
     for item in node.items:
         entries = mapping_entries(item, what)
         if not entries:
-            raise SpecError(f"{item.where}: {what}: an empty mapping stands for nothing")
+            raise SpecError(f"{item.where}: {what}: an empty mapping selects nothing")
         found.append(Selection(tuple((key.text, _scalar(value, key.text)) for key, value in entries), item.where))
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One entry of ``jobs``, or the one job of a grid. ``group`` is its key, or empty.
+
+    ``options``: safelaunch's options before ``command``. ``needs``: names of groups or jobs.
+    """
+
+    group: str
+    where: str
+    command: tuple[Text, ...]
+    matrix: Matrix = field(default_factory=Matrix)
+    name: Text | None = None
+    options: tuple[Text, ...] = ()
+    env: tuple[tuple[str, Text], ...] = ()
+    cwd: Text | None = None
+    needs: tuple[Text, ...] = ()
+    gpus: int = 1
+    ports: int = 0
+    timeout_s: float | None = None
+    retries: int = 0
+    metrics: tuple[str, ...] = ()
+    metric_file: Text | None = None
+
+    def working_texts(self) -> tuple[Text, ...]:
+        """The texts in which a parameter makes a difference."""
+        cwd = () if self.cwd is None else (self.cwd,)
+        return (*self.command, *self.options, *(text for _, text in self.env), *cwd)
+
+    def other_texts(self) -> tuple[Text, ...]:
+        return (*self.needs, *(text for text in (self.name, self.metric_file) if text is not None))

@@ -1,6 +1,6 @@
-"""How far jobs are, read from the progress pages of their ranks: nobody is asked, so nobody is waited for.
+"""Reads the progress of jobs from the progress pages of their ranks, without asking or waiting for anybody.
 
-A page stays mapped when its run directory is removed. So the last step of a job that has ended is exact.
+A page stays mapped after the removal of its run directory, so the last step of a job that has ended is exact.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safelaunch.control import discover
 from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId
 from safelaunch.model import Progress
-from safelaunch.session import discover
-from safelaunch.watch.progress import Roster
+from safelaunch.roster.progress import Roster
 
 LOOK_EVERY_S = 0.25
 RATE_OVER_S = 10.0
@@ -22,7 +22,7 @@ RATE_OVER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How far a job is, and how fast; None where there is nothing to go by. ``master_port``: as its ranks have it."""
+    """A job's step and rate; None if unknown. ``master_port``: according to its ranks."""
 
     step: int | None = None
     steps_per_s: float | None = None
@@ -31,7 +31,7 @@ class Pace:
 
 @dataclass(slots=True)
 class _Followed:
-    """``samples``: (time, step) of the last seconds, the oldest first."""
+    """A job under observation. ``samples``: (time, step) of the last seconds, oldest first."""
 
     roster: Roster | None = None
     samples: deque[tuple[float, int]] = field(default_factory=deque)
@@ -62,7 +62,7 @@ class _Followed:
 
 
 class Steps:
-    """The progress of jobs, each known by its supervisor. ``places``: the directories that hold run directories."""
+    """The progress of jobs, identified by their supervisors. ``places``: the directories of run directories."""
 
     def __init__(self, places: Callable[[], tuple[Path, ...]], clock: Callable[[], float]) -> None:
         self._places = places
@@ -92,14 +92,14 @@ class Steps:
         return Pace(followed.step, followed.steps_per_s, port)
 
     def last_of(self, supervisor: ProcessId) -> int | None:
-        """The last step of a job that has ended, which is forgotten."""
+        """The last step of a job that has ended; forgets the job."""
         followed = self._followed.pop(supervisor, _Followed())
         followed.look(self._clock())
         return followed.step
 
 
 def slowest(ranks: Iterable[Progress]) -> int | None:
-    """The step of the slowest rank that steps and has not ended; of all when all have: the job is as far as that."""
+    """The step of the slowest stepping rank that has not ended, or of all ranks if all have: that is the job's step."""
     stepping = [rank for rank in ranks if rank.step is not None]
     going_on = [rank for rank in stepping if rank.state != "exited"]
     return min((rank.step or 0 for rank in going_on or stepping), default=None)

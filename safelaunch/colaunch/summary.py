@@ -1,4 +1,4 @@
-"""The end of a sweep in two files: ``summary.json`` for programs, ``summary.csv`` for spreadsheets and pandas."""
+"""Writes the summary of a sweep: ``summary.json`` for programs, ``summary.csv`` for spreadsheets and pandas."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from typing import Any
 
 from safelaunch.colaunch.jobs import Outcome, Track
 from safelaunch.colaunch.paths import SweepPaths
+from safelaunch.redaction.redact import redact_env
 
 FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle")
 
 
 def document(tracks: Iterable[Track]) -> dict[str, Any]:
-    """``{"jobs": [...]}``; what a job does not have is null, or empty."""
+    """``{"jobs": [...]}``; missing values are null or empty."""
     return {"jobs": [_entry(track) for track in tracks]}
 
 
 def _entry(track: Track) -> dict[str, Any]:
+    shown = redact_env(dict(track.job.params))
     ended = track.outcome if track.outcome is not None else Outcome(track.state)
     return {
         "name": track.job.name,
-        "params": dict(track.job.params),
+        "params": {name: shown[name] for name, _ in track.job.params},
         "state": track.state,
         "exit_code": ended.exit_code,
         "duration_s": ended.duration_s if track.outcome is not None else None,
@@ -38,9 +40,9 @@ def _entry(track: Track) -> dict[str, Any]:
 
 
 def table(tracks: Sequence[Track]) -> list[list[str]]:
-    """Rows for CSV, the header first: the name, a column for each parameter, the fixed ones, one for each metric.
+    """Rows for CSV, the header first: the name, a column per parameter, the fixed columns, a column per metric.
 
-    A parameter or metric that is called like another column gets ``param.`` or ``metric.`` before its name.
+    A parameter or metric with the name of another column gets the prefix ``param.`` or ``metric.``.
     """
     params = list(dict.fromkeys(name for track in tracks for name, _ in track.job.params))
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
@@ -61,7 +63,7 @@ def _cell(value: object) -> str:
 
 
 def write(tracks: Sequence[Track], paths: SweepPaths) -> None:
-    """Both files, each whole or not at all. Raises OSError."""
+    """Writes both files, each whole or not at all. Raises OSError."""
     _replace(paths.summary_json, json.dumps(document(tracks), indent=2) + "\n")
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table(tracks))

@@ -1,18 +1,16 @@
-"""The state of a sweep: what may start, what is skipped, what is tried again. No clock, no process, no file."""
+"""The state of a sweep: which jobs may start, are skipped, or run again. Pure: no clock, process or file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from safelaunch.colaunch import scheduler
 from safelaunch.colaunch.jobs import WORTH_ANOTHER_ATTEMPT, Job, Outcome, Track
-from safelaunch.colaunch.scheduler import Queue
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What is known of a job from earlier invocations: its attempts, and how it ended if it need not run again."""
+    """A job's history from earlier invocations: its attempts, and its outcome if it need not run again."""
 
     attempts: int = 0
     outcome: Outcome | None = None
@@ -29,12 +27,12 @@ class Rules:
 
 
 class Sweep:
-    """All jobs on their way. Methods tell what happened; ``next`` says what to start."""
+    """All jobs of a sweep. Report events with its methods; ``next`` says which job to start."""
 
     def __init__(self, jobs: Sequence[Job], rules: Rules, before: Mapping[str, Before] | None = None) -> None:
         self._rules = rules
         self._queue = Queue(rules.capacity, rules.at_most)
-        self._next: scheduler.Start | None = None
+        self._next: Start | None = None
         self._queued: set[str] = set()
         self.stopped = ""
         self.tracks = {job.name: Track(job) for job in jobs}
@@ -54,26 +52,26 @@ class Sweep:
         return all(track.is_final for track in self.tracks.values())
 
     def next(self, free: int | None = None) -> Job | None:
-        """The next job to start, with ``free`` units to be had (None: all that our own jobs leave)."""
-        self._next = scheduler.next_start(self._queue, free)
+        """The next job to start with ``free`` available units (None: all that our own jobs leave)."""
+        self._next = next_start(self._queue, free)
         return self.tracks[self._next.name].job if self._next is not None else None
 
     def began(self, job: Job) -> None:
-        """``job``, which ``next`` has named last, runs."""
+        """Reports that ``job``, the last one from ``next``, is running."""
         assert self._next is not None and self._next.name == job.name
         self._queue, self._next = self._next.queue, None
         track = self.tracks[job.name]
         track.state, track.attempts, track.tries = "running", track.attempts + 1, track.tries + 1
 
     def ended(self, name: str, outcome: Outcome) -> None:
-        """An attempt has ended: the job is done, or waits for its next one."""
+        """Reports the end of an attempt: the job is done, or waits for its next attempt."""
         track = self.tracks[name]
         track.outcome = outcome
-        self._queue = scheduler.end(self._queue, name)
+        self._queue = end(self._queue, name)
         again = outcome.state in WORTH_ANOTHER_ATTEMPT and track.tries <= track.job.retries and not self.stopped
         if again:
             track.state = "waiting"
-            self._queue = scheduler.add(self._queue, name, self._units(track.job))
+            self._queue = add(self._queue, name, self._units(track.job))
         else:
             track.state = outcome.state
             if self._rules.fail_fast and outcome.state in WORTH_ANOTHER_ATTEMPT:
@@ -81,9 +79,9 @@ class Sweep:
         self._settle()
 
     def stop(self, why: str) -> None:
-        """Nothing more is started; what has not been is cancelled."""
+        """Starts no more jobs, and cancels those that have not started."""
         self.stopped = self.stopped or why
-        self._queue = scheduler.clear(self._queue)
+        self._queue = clear(self._queue)
         for track in self.tracks.values():
             if track.state == "waiting":
                 track.state, track.why = "cancelled", why
@@ -92,7 +90,7 @@ class Sweep:
         return self._rules.units.get(job.name, job.gpus)
 
     def _settle(self) -> None:
-        """Queues jobs whose needs have succeeded; skips those whose needs have not, and what needs these in turn."""
+        """Queues jobs whose needs have succeeded; skips those whose needs have failed, and those that need them."""
         changed = True
         while changed:
             changed = False
@@ -105,7 +103,7 @@ class Sweep:
                     track.state, track.why, changed = "skipped", f"needs {lost.job.name}, which {_was(lost)}", True
                 elif all(need.state == "succeeded" for need in needs):
                     self._queued.add(name)
-                    self._queue = scheduler.add(self._queue, name, self._units(track.job))
+                    self._queue = add(self._queue, name, self._units(track.job))
 
 
 def _was(track: Track) -> str:
@@ -113,5 +111,114 @@ def _was(track: Track) -> str:
 
 
 def cancelled(outcome: Outcome) -> Outcome:
-    """The same end of a job that was asked to stop: nothing is said about the job by it."""
+    """The outcome as cancelled, for a job that was asked to stop: its end says nothing about the job."""
     return outcome if outcome.state == "succeeded" else replace(outcome, state="cancelled")
+
+
+# --- which job starts next --------------------------------------------------------------------------------------------
+#
+# Jobs start in order if they fit. Later jobs that fit overtake one that doesn't, so that no slot stays idle. But a
+# large job must get its turn: the first waiting job (the head) may be overtaken only as often as there are slots. From
+# then on, room is kept for it: jobs that overtake it may use only what the head leaves over. So it starts, at the
+# latest, when the jobs that were running at that moment have ended.
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A job whose needs are met. ``overtaken``: how often another job overtook it while it was the head."""
+
+    name: str
+    units: int
+    overtaken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A running job. ``past``: the head with reserved room that this job overtook, or empty."""
+
+    name: str
+    units: int
+    past: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """``capacity`` units (slots, GPUs), ``at_most`` jobs at a time."""
+
+    capacity: int
+    at_most: int
+    waiting: tuple[Waiting, ...] = ()
+    running: tuple[Running, ...] = ()
+
+    @property
+    def used(self) -> int:
+        return sum(job.units for job in self.running)
+
+
+def add(queue: Queue, name: str, units: int) -> Queue:
+    """The queue with one more waiting job at its end."""
+    return replace(queue, waiting=(*queue.waiting, Waiting(name, units)))
+
+
+def end(queue: Queue, name: str) -> Queue:
+    """The queue without a running job."""
+    return replace(queue, running=tuple(job for job in queue.running if job.name != name))
+
+
+def clear(queue: Queue) -> Queue:
+    """The queue without waiting jobs: no more jobs start."""
+    return replace(queue, waiting=())
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A job that may start now, and the queue after its start."""
+
+    name: str
+    queue: Queue
+
+
+def next_start(queue: Queue, free: int | None = None) -> Start | None:
+    """The next job that fits. ``free``: the available units if others use some; None: all that our jobs leave."""
+    left = queue.capacity - queue.used if free is None else min(free, queue.capacity - queue.used)
+    choice = _next(queue, left)
+    return Start(choice[0].name, _moved(queue, *choice)) if choice is not None else None
+
+
+def _next(queue: Queue, free: int) -> tuple[Waiting, Waiting | None] | None:
+    """The next job to start, and the head that it overtakes."""
+    if len(queue.running) >= queue.at_most:
+        return None
+    head: Waiting | None = None
+    for job in queue.waiting:
+        if job.units <= free and (head is None or job.units <= _spare(queue, head, free)):
+            return job, head
+        if head is None:
+            head = job
+    return None
+
+
+def _spare(queue: Queue, head: Waiting, free: int) -> int:
+    """The number of units for a job that overtakes ``head``.
+
+    While others use so many that the ends of our own jobs can't make room for the head, nothing is reserved for it.
+    """
+    ours = queue.used + free
+    if not _kept_for(queue, head) or head.units > ours:
+        return queue.capacity
+    late = sum(job.units for job in queue.running if job.past == head.name)
+    return ours - head.units - late
+
+
+def _kept_for(queue: Queue, head: Waiting) -> bool:
+    return head.overtaken >= queue.capacity
+
+
+def _moved(queue: Queue, job: Waiting, head: Waiting | None) -> Queue:
+    past = head.name if head is not None and _kept_for(queue, head) else ""
+    waiting = tuple(
+        replace(other, overtaken=other.overtaken + 1) if other is head else other
+        for other in queue.waiting
+        if other is not job
+    )
+    return replace(queue, waiting=waiting, running=(*queue.running, Running(job.name, job.units, past)))

@@ -1,4 +1,4 @@
-"""What a screen is shown of a sweep."""
+"""The view of a sweep that a screen gets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from safelaunch.colaunch.jobs import Job, Outcome, State
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """One job at one moment. ``on``: GPUs or slots; ``outcome``: of its last attempt that ended.
+    """One job at one moment. ``on``: its GPUs or slots; ``outcome``: of its last attempt that ended.
 
-    ``ports``: the master port as its ranks have it, then those that were leased for it.
+    ``ports``: the ranks' master port, then the leased ones.
     """
 
     job: Job
@@ -30,7 +30,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All jobs. ``kind``: what they run on (``GPU``, ``slot``); ``stopped``: why no more are started, or empty."""
+    """All jobs. ``kind``: the unit they run on (``GPU``, ``slot``); ``stopped``: why no more start, or empty."""
 
     jobs: tuple[JobView, ...]
     kind: str
@@ -38,10 +38,10 @@ class Snapshot:
 
 
 class Screen(Protocol):
-    """Where a sweep is shown. Neither method waits long for a terminal that does not read."""
+    """A display of a sweep. Neither method waits long for a terminal that does not read."""
 
     def note(self, text: str) -> None:
-        """Something has happened."""
+        """Shows an event."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
-        """The state may have changed; it is taken only when it will be shown."""
+        """Updates the display; takes a snapshot only if it will be shown."""

@@ -1,6 +1,6 @@
-"""Demo: only rank 0 gathers a metric, its peers are already in the next step's gradient all-reduce.
+"""Demo: only rank 0 gathers a metric, while its peers are in the next step's gradient all-reduce.
 
-The mistake behind many real hangs: a collective under ``if rank == 0``.
+Many real hangs have this cause: a collective under ``if rank == 0``.
 """
 
 import os
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def log_metric(loss: torch.Tensor) -> float:
     everyone = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, loss)  # every rank would have to come here
+    dist.all_gather(everyone, loss)  # every rank would have to make this call
     return float(torch.stack(everyone).mean())
 
 

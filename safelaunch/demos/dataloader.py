@@ -1,4 +1,4 @@
-"""Demo: one sample of rank 1 cannot be read; its DataLoader worker waits for ever, and so does everybody else."""
+"""Demo: rank 1 cannot read one sample. Its DataLoader worker waits forever, and so does every rank."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Samples(Dataset):
-    """Samples of which one is a pipe that nobody writes to, as a dead mount's file would be."""
+    """A dataset with one bad sample: a pipe that nobody writes to, which blocks like a file on a dead mount."""
 
     def __init__(self, bad: int | None) -> None:
         self.bad = bad

@@ -15,7 +15,7 @@ def save_checkpoints() -> None:
     while True:
         with queue_lock:
             time.sleep(0.002)
-            with weights_lock:  # weights last here ...
+            with weights_lock:  # weights second here ...
                 pass
 
 

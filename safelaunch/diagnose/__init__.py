@@ -1,56 +1,31 @@
 """Evidence → verdict, by rules, with no effects: ``diagnose(evidence)``.
 
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
-The order goes from what explains itself to what has to be inferred:
-
-1. ``slow_not_stuck``     a dump of a job that moves accuses nobody
-2. ``aborted_by_a_peer``  the survivors' records disagree about the collective in which a rank was aborted
-3. ``first_failure``      a rank raised, was killed or exited: the first in time
-4. ``stopped_ranks``      a process that may not run (state T, frozen cgroup)
-5. ``init_not_joined``    peers wait in init_process_group for ranks that never came
-6. ``parted_earlier``     peers wait only because of a collective too many or too few, long ago
-7. ``file_locks``         ranks wait for a file that another rank has locked
-8. ``held_up``            peers wait for a rank that waits for nobody: its own state is the cause
-9. ``unseen_peers``       peers wait for ranks that were not seen: nobody is named
-10. ``cycles``            ranks wait for each other: group order, sends and receives, different collectives
-11. ``mispaired``         all have arrived, and earlier met in different operations
-12. ``alone``             nobody waits for a peer: the odd one out, if there is one
-13. ``nobody_stands_out``
-
-Where a rank is found behind its peers, an exception that it caught there says why: ``with_caught_exception``.
+:data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
+it caught there says why: ``with_caught_exception``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 
+from safelaunch.diagnose.advice import advice_for
 from safelaunch.diagnose.collectives import out_of_sight
-from safelaunch.diagnose.facts import Facts, derive
-from safelaunch.diagnose.findings import Finding, Ruling, ranks_word, small
-from safelaunch.diagnose.gone import GONE_CAUSES, was_a_hang
-from safelaunch.diagnose.loops import ReadSource
-from safelaunch.diagnose.rules_abort import aborted_by_a_peer
-from safelaunch.diagnose.rules_locks import file_locks
-from safelaunch.diagnose.rules_mismatch import mispaired, parted_earlier
-from safelaunch.diagnose.rules_state import (
-    alone,
-    first_failure,
-    init_not_joined,
-    left_by_all,
-    nobody_stands_out,
-    slow_not_stuck,
-    stopped_ranks,
-)
-from safelaunch.diagnose.rules_transfer import unfit_transfers
-from safelaunch.diagnose.rules_wait import cycles, held_up, unseen_peers
-from safelaunch.diagnose.suggestions import suggestions_for
+from safelaunch.diagnose.conditions import Sign
+from safelaunch.diagnose.doubts import Doubt, confidence_of, those
+from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
+from safelaunch.diagnose.findings import Finding, ranks_word
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.rules import RULES
+from safelaunch.diagnose.rules_wait import stuck_for_good
 from safelaunch.diagnose.swallowed import with_caught_exception
-from safelaunch.diagnose.waits import waits_of
+from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, Verdict, format_ranks
+from safelaunch.reading.loops import ReadSource
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose", "ranks_stuck_for_good"]
 
 SCHEMA = 1
 
@@ -63,25 +38,29 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     """
     if evidence.outcome == "crash" and was_a_hang(evidence.ranks):
         evidence = msgspec.structs.replace(evidence, outcome="hang")
-    facts = derive(evidence, read_source)
+    case = Case.of(evidence, read_source)
+    finding, ruled_out = _conclude(case)
+    return _verdict(case, with_caught_exception(case, finding), ruled_out)
+
+
+def _conclude(case: Case) -> tuple[Finding, list[str]]:
+    """The first finding, and what was ruled out before it."""
     ruled_out: list[str] = []
-    for rule in _rules(facts):
-        ruling = rule()
+    for rule in RULES:
+        ruling = rule.ask(case)
         if isinstance(ruling, Finding):
-            return _verdict(facts, with_caught_exception(facts, ruling), ruled_out)
+            return ruling, ruled_out
         if ruling:
             ruled_out.append(ruling)
-    return _verdict(facts, nobody_stands_out(facts), ruled_out)
+    raise AssertionError("the last rule concludes in any case")
 
 
-def _rules(facts: Facts) -> Iterator[Callable[[], Ruling]]:
-    for rule in (slow_not_stuck, aborted_by_a_peer, first_failure, stopped_ranks, init_not_joined):
-        yield lambda rule=rule: rule(facts)  # type: ignore[misc]
-    waits = waits_of(facts)
-    for graph_rule in (parted_earlier, file_locks, held_up, unseen_peers, cycles, unfit_transfers, mispaired):
-        yield lambda rule=graph_rule: rule(facts, waits)  # type: ignore[misc]
-    yield lambda: left_by_all(facts)
-    yield lambda: alone(facts)
+def ranks_stuck_for_good(evidence: Evidence) -> dict[int, int]:
+    """The ranks that keep the job from going on whatever ranks that were not seen may do: rank → the process at fault.
+
+    Without those whose wait may end by itself, by a message, or by what an unseen rank does.
+    """
+    return stuck_for_good(Case.of(evidence))
 
 
 def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
@@ -93,15 +72,38 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         schema=SCHEMA,
         outcome=facts.evidence.outcome,
         cause=finding.cause,
-        confidence=finding.confidence,
+        confidence=confidence_of((*finding.doubts, *those({Doubt.DAMAGED_RECORD: bool(_damaged(facts))}))),
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
         evidence=_distinct(finding.claims),
         ruled_out=(*ruled_out, *finding.ruled_out),
         missing=(*_missing(facts), *_lost(facts, finding)),
-        suggestions=suggestions_for(finding.cause, (c.reason for c in finding.culprits)),
+        suggestions=advice_for(finding.cause, _signs(facts, named)),
     )
+
+
+def _signs(facts: Facts, named: Collection[int]) -> set[Sign]:
+    """What the named ranks' own states and waits show, beside the cause."""
+    found: set[Sign] = set()
+    ops = set()
+    for one in (facts.ranks[rank] for rank in named):
+        if one.condition is not None:
+            found |= one.condition.signs
+            found |= {"lock"} if one.condition.lock is not None and one.condition.lock.on == "lock" else set()
+        if one.wait is not None and one.wait.kind == "p2p":
+            found.add("transfer")
+            ops |= {word for word in ("send", "recv") if word in one.wait.op}
+    if len(ops) > 1:
+        found.add("send-and-receive")
+    found.add("somebody-named" if named else "nobody-named")
+    if facts.unseen:
+        found.add("ranks-unseen")
+    elif any(one.wait is not None for one in facts.ranks.values()):
+        found.add("all-arrived")
+    else:
+        found.add("all-in-own-code")
+    return found
 
 
 def _is_held_up(facts: Facts, rank: int) -> bool:
@@ -123,10 +125,22 @@ def _missing(facts: Facts) -> Iterator[str]:
     alive = [f.evidence for f in facts.ranks.values() if f.evidence.exit is None]
     without_stack = [r.rank for r in alive if r.main is None or not r.main.stacks]
     if without_stack:
-        yield f"no Python stack: {_named(without_stack)}"
+        yield f"no Python stack: {ranks_word(without_stack)}"
     without_record = [r.rank for r in alive if r.flight_record is None]
     if without_record:
-        yield f"no Flight Recorder: {_named(without_record)}"
+        yield f"no Flight Recorder: {ranks_word(without_record)}"
+    for fields, ranks in _damaged(facts).items():
+        yield f"damaged in the Flight Recorder of {ranks_word(ranks)}: {', '.join(fields)}"
+
+
+def _damaged(facts: Facts) -> dict[tuple[str, ...], list[int]]:
+    """Fields → ranks whose records hold in them what no torch writes."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for rank in facts.ranks.values():
+        record = rank.evidence.flight_record
+        if record is not None and record.damaged:
+            found.setdefault(record.damaged, []).append(rank.evidence.rank)
+    return found
 
 
 def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
@@ -139,8 +153,4 @@ def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
         yield f"calls before number {first} of group {group!r}: the Flight Recorder no longer holds them"
     late = [rank for rank in facts.alignment.records if not facts.alignment.is_whole(rank)]
     if late and not lost:
-        yield f"the first calls of {small(ranks_word(late))}: the Flight Recorder no longer holds them"
-
-
-def _named(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
+        yield f"the first calls of {ranks_word(late)}: the Flight Recorder no longer holds them"

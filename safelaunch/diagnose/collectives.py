@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from safelaunch.diagnose import frames as fr
-from safelaunch.diagnose.coalesced import OPEN, ops_of_block
 from safelaunch.diagnose.columns import Numbering, Window, first_difference, windows_of
-from safelaunch.diagnose.comparable import comparable
-from safelaunch.entries import Entries
-from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
+from safelaunch.diagnose.comparable import OPEN, comparable, ops_of_block
+from safelaunch.model import Collective, FlightRecord, RankEvidence
+from safelaunch.model.entries import Entries
 
 Signature = tuple[object, ...]
 Sizes = tuple[tuple[int, ...], ...]
@@ -254,6 +252,8 @@ def _pending(ring: Entries, kinds: Mapping[int, Collective]) -> list[Collective]
     oldest: dict[tuple[str, bool], Collective] = {}
     for position in ring.positions_of({n for n, kind in kinds.items() if not kind.completed and kind.state != OPEN}):
         entry = ring[position]
+        if not entry.op and number_of(entry) <= 0:
+            continue  # neither what nor which: nobody can be said to wait in it, or to be missing from it
         key = (entry.group, entry.is_p2p)
         if key not in oldest or _order(entry) < _order(oldest[key]):
             oldest[key] = entry
@@ -347,43 +347,3 @@ def first_mismatch(alignment: Alignment) -> Mismatch | None:
         if seq is not None and seq <= front.get(group, -1):
             found.append((seq, group))
     return mismatch_at(alignment, min(found)[1], min(found)[0]) if found else None
-
-
-@dataclass(frozen=True)
-class Parting:
-    """The last number under which all ranks called from one line, and where they were under the next."""
-
-    seq: int
-    sites: Mapping[tuple[str, int], tuple[int, ...]]
-
-
-def parting(
-    alignment: Alignment, ranks: Iterable[int], group: str, seq: int, roots: Mapping[int, tuple[str, ...]]
-) -> Parting | None:
-    """Where the call sites of ``ranks`` parted on their way to ``seq``, for a mismatch that shows late.
-
-    Walks back from ``seq`` to the last number at which all called from the same user line. Different lines are no
-    fault by themselves (``if rank == 0: all_reduce(a) else: all_reduce(b)``), so this explains a mismatch that was
-    found, and is never a finding of its own. None when the frames are missing or they parted at ``seq`` itself.
-    """
-    ranks = list(ranks)
-    at = seq
-    while at > 0:
-        sites = {r: _site(alignment.entry(r, group, at - 1), roots.get(r, ())) for r in ranks}
-        if None in sites.values():
-            return None
-        if len(set(sites.values())) == 1:
-            break
-        at -= 1
-    if at == seq or at <= 0:
-        return None
-    places: dict[tuple[str, int], list[int]] = {}
-    for rank in ranks:
-        site = _site(alignment.entry(rank, group, at), roots.get(rank, ()))
-        if site is not None:
-            places.setdefault((site.file, site.line), []).append(rank)
-    return Parting(at, {key: tuple(found) for key, found in places.items()})
-
-
-def _site(entry: Collective | None, roots: tuple[str, ...]) -> Frame | None:
-    return fr.user_frame(entry.frames, roots) if entry is not None and entry.frames else None

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.entries import Entries, Kinds, packed
 from safelaunch.model import Collective
+from safelaunch.model.entries import Entries, Kinds, packed
 
 
 class Window:

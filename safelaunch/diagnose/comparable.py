@@ -1,14 +1,31 @@
-"""The records of all ranks, made comparable: one name for one group, one state for what was launched together."""
+"""The records of all ranks, made comparable: one name for one group, one state for what was launched together.
+
+NCCL launches what stands between the start and the end of a group as one, and torch (2.5 to 2.13) records it so:
+
+- Each send and receive of a batch (``batch_isend_irecv``) gets an entry, all under one ``p2p_seq_id``. Their state
+  stays ``scheduled`` for ever: no event belongs to a single one. ``nccl:coalesced`` follows, with the state of them
+  all; it is not marked as point to point and bears the number of the last *collective*, which it is not.
+- Collectives of a block get an entry each since format 2.7, also without a state, all under one
+  ``collective_seq_id``. ``nccl:coalesced`` or, say, ``nccl:ALLGATHER_coalesced`` follows, with the state and without
+  sizes. Before 2.7 that last entry is the only one.
+
+Here the members of a batch get the state of their batch, and a block of collectives becomes one entry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from msgspec import structs
 
-from safelaunch.diagnose.coalesced import settled
-from safelaunch.entries import Entries, Kinds
-from safelaunch.model import Collective, FlightRecord, format_ranks
+from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, format_ranks
+from safelaunch.model.entries import Entries, Kinds
+
+BLOCK = "coalesced "  # what the operation of a block begins with; then its operations
+OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
+
+_NEWEST = 64
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
@@ -49,3 +66,125 @@ def _renamed(record: FlightRecord, shared: set[str], kinds: Kinds) -> FlightReco
         groups={names.get(name, name): ranks for name, ranks in record.groups.items()},
         status={names.get(name, name): status for name, status in record.status.items()},
     )
+
+
+def ops_of_block(op: str) -> frozenset[str]:
+    """``coalesced 3 x all_reduce, broadcast`` → all_reduce, broadcast; empty for what is no block."""
+    parts = op.removeprefix(BLOCK).split(", ") if op.startswith(BLOCK) else []
+    return frozenset(part.rpartition(" x ")[2] for part in parts)
+
+
+def settled(record: FlightRecord) -> FlightRecord:
+    """The same record, its coalesced entries put together; the same object where there are none."""
+    if not _has_blocks(record.entries):
+        return record
+    wrapped = record.entries[0].record_id > 0
+    runs: dict[str, list[list[Collective]]] = {}
+    for entry in record.entries:
+        mine = runs.setdefault(entry.group, [])
+        if mine and _belongs(entry, mine[-1]):
+            mine[-1].append(entry)
+        else:
+            mine.append([entry])
+    found: list[Collective] = []
+    for mine in runs.values():
+        if not wrapped:
+            mine = _renumbered(mine)
+        for place, run in enumerate(mine):
+            found += _one(run, cut_off=wrapped and place == 0, newest=place == len(mine) - 1)
+    found.sort(key=lambda entry: entry.record_id)
+    return structs.replace(record, entries=Entries.of(found))
+
+
+def _has_blocks(entries: Sequence[Collective]) -> bool:
+    """Of a ring the kinds tell; a block that was not ended is among its newest entries."""
+    ring = Entries.of(entries)
+    kinds = ring.used()
+    if any(kind.op.endswith("coalesced") for kind in kinds.values()):
+        return True
+    last: dict[str, tuple[bool, int]] = {}
+    for at in range(max(0, len(ring) - _NEWEST), len(ring)):
+        kind = kinds[ring.kind_of[at]]
+        number = (kind.is_p2p, ring.p2p_seqs[at] if kind.is_p2p else ring.seqs[at])
+        if last.get(kind.group) == number and number[1] > 0:
+            return True
+        last[kind.group] = number
+    return False
+
+
+def _number(entry: Collective) -> tuple[bool, int]:
+    return entry.is_p2p, entry.p2p_seq if entry.is_p2p else entry.seq
+
+
+def _is_end(entry: Collective) -> bool:
+    """``coalesced``, or the block's type in capitals; ``allreduce_coalesced`` is one collective of several tensors."""
+    name = entry.op.rsplit(":", 1)[-1]
+    kind = name.removesuffix("coalesced").rstrip("_")
+    bare = entry.input_sizes in ((), UNKNOWN_SIZES)
+    return name.endswith("coalesced") and not entry.is_p2p and kind == kind.upper() and bare
+
+
+def _belongs(entry: Collective, run: list[Collective]) -> bool:
+    """To the launch that ``run`` began. The end of a batch has the number of its sends and of no new collective."""
+    last = run[-1]
+    if _is_end(last):
+        return False
+    if _number(entry) == _number(last):
+        return _number(entry)[1] > 0  # c10d counts from 1: these are entries whose numbers nobody can read
+    return _is_end(entry) and last.is_p2p and (entry.p2p_seq, entry.seq) == (last.p2p_seq, last.seq)
+
+
+def _renumbered(runs: list[list[Collective]]) -> list[list[Collective]]:
+    """Without the numbers that batches of sends took from the collectives, as torch 2.5 counts.
+
+    Ranks of a pipeline make different numbers of batches, and after them the same collective is called differently.
+    Only a record that goes back to its first entry can tell how many there were.
+    """
+    last = taken = 0
+    found = []
+    for run in runs:
+        number = run[0].seq - taken
+        if run[0].is_p2p and _is_end(run[-1]) and number > last:
+            taken += number - last
+            number = last
+        last = max(last, number)
+        found.append([structs.replace(entry, seq=entry.seq - taken) for entry in run] if taken else run)
+    return found
+
+
+def _one(run: list[Collective], *, cut_off: bool, newest: bool) -> list[Collective]:
+    """The entries to go on with. ``cut_off``: the ring may have lost what stood before ``run``.
+
+    A run that has no end was not launched yet, where it is the rank's newest in the group. Else its end went unrecorded
+    (a graph was captured, or the library records none), and nobody knows more than that the rank is past it.
+    """
+    end = run[-1] if _is_end(run[-1]) else None
+    members = run[:-1] if end is not None else run
+    if end is not None and cut_off and (not members or (end.completed and not members[0].is_p2p)):
+        return []  # it may be the end of a batch, or lack some of its operations: of no use for comparing
+    if not members or (end is None and len(members) == 1):
+        return run
+    state = end.state if end is not None else OPEN if newest else members[-1].state
+    completed = end.completed if end is not None else not newest
+    started = end.started if end is not None else None if completed else False
+    changed = {"state": state, "completed": completed, "started": started}
+    if members[0].is_p2p:
+        return [structs.replace(member, **changed) for member in members]
+    first = members[0]
+    return [
+        structs.replace(
+            end or first,
+            op=f"{first.op.partition(':')[0]}:{BLOCK}{_ops(members)}",
+            input_sizes=tuple(size for member in members for size in member.input_sizes),
+            input_dtypes=tuple(dtype for member in members for dtype in member.input_dtypes),
+            output_sizes=tuple(size for member in members for size in member.output_sizes),
+            output_dtypes=tuple(dtype for member in members for dtype in member.output_dtypes),
+            **changed,
+        )
+    ]
+
+
+def _ops(members: Sequence[Collective]) -> str:
+    """``3 x all_reduce, broadcast``."""
+    names = [(name, len(list(same))) for name, same in groupby(member.op.rsplit(":", 1)[-1] for member in members)]
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names)

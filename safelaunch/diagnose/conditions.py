@@ -7,11 +7,31 @@ it is not asked here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
 
-from safelaunch.diagnose import calls
-from safelaunch.diagnose import frames as fr
-from safelaunch.diagnose.kernel import KernelWait, kernel_wait, wait_words
-from safelaunch.model import Claim, Confidence, Frame, ProcessEvidence, StackSample, Thread
+from safelaunch.diagnose.doubts import Doubt
+from safelaunch.model import Claim, Confidence, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
+from safelaunch.reading import calls
+from safelaunch.reading import frames as fr
+from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
+
+# What sets cases of one cause apart, for the advice that fits each.
+Sign = Literal[
+    "transfer",
+    "send-and-receive",
+    "lock",
+    "out-of-memory",
+    "killed-from-outside",
+    "aborted-in-a-collective",
+    "after-the-end",
+    "fatal-signal",
+    "somebody-named",
+    "nobody-named",
+    "all-arrived",
+    "all-in-own-code",
+    "ranks-unseen",
+]
 
 
 @dataclass(frozen=True)
@@ -19,7 +39,9 @@ class Condition:
     """A cause of the catalogue, with the clause that explains it (``is asleep in train.py:41 (load)``).
 
     ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
-    ``locked_by``: it waits for a file lock that this process holds.
+    ``locked_by``: it waits for a file lock that this process holds. ``for_good``: it will not go on, whatever any other
+    process does or sends, and no time limit ends it soon. Without that, it may be waiting for a rank that nobody saw.
+    ``doubts``: what makes it less than sure; where there are none, ``confidence`` says how sure it is.
     """
 
     cause: str
@@ -31,17 +53,28 @@ class Condition:
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None
     locked_by: int | None = None
+    signs: frozenset[Sign] = frozenset()
+    for_good: bool = False
+    doubts: tuple[Doubt, ...] = ()
+
+
+# A sleep or a wait that is over sooner may be one of a loop that polls. As long as --max-stall, which then decides.
+FOR_GOOD_S = 1800.0
 
 
 @dataclass(frozen=True)
 class View:
-    """One process with what is needed to read it: whose files are libraries, and where its evidence lies."""
+    """One thread of a process with what is needed to read it: whose files are libraries, where its evidence lies.
+
+    ``other``: the thread; None for the main one, of which the kernel tells even where no stack could be read.
+    """
 
     process: ProcessEvidence
     code_roots: tuple[str, ...]
     folder: str  # "ranks/3"
+    other: Thread | None = None
 
-    @property
+    @cached_property
     def sample(self) -> StackSample | None:
         """The newest sample with Python stacks, one of the interpreter alone where there is one."""
         plain = [s for s in self.process.stacks if not s.native]
@@ -49,16 +82,43 @@ class View:
         return samples[-1] if samples else None
 
     @property
-    def main(self) -> Thread | None:
-        return self.sample.main_thread if self.sample else None
+    def thread(self) -> Thread | None:
+        return self.other or (self.sample.main_thread if self.sample else None)
 
-    @property
+    @cached_property
     def frames(self) -> tuple[Frame, ...]:
-        return fr.python_frames(self.main) if self.main else ()
+        return fr.python_frames(self.thread) if self.thread else ()
 
     @property
     def user_frame(self) -> Frame | None:
         return fr.user_frame(self.frames, self.code_roots)
+
+    @cached_property
+    def wait(self) -> KernelWait:
+        return kernel_wait(self.process, self.other.os_tid if self.other else None)
+
+    @cached_property
+    def awaited(self) -> calls.Awaited:
+        return calls.awaited(self.frames, self.wait.kind, self.code_roots)
+
+    @property
+    def os_tid(self) -> int | None:
+        """The kernel's number of the thread, as native samples have it."""
+        return self.process.pid if self.other is None else self.other.os_tid
+
+    @property
+    def name(self) -> str:
+        """Of a thread beside the main one: ``'saver'``."""
+        return repr(self.other.name or self.other.os_tid) if self.other else "main"
+
+    @property
+    def words(self) -> str:
+        return "its main thread" if self.other is None else f"its thread {self.name}"
+
+    def beside(self) -> list[View]:
+        """The other threads of the process that run code of the user's, in the order of their numbers."""
+        found = calls.users_threads(self.sample, self.thread, self.code_roots)
+        return [replace(self, other=thread) for thread in sorted(found, key=lambda thread: thread.os_tid or 0)]
 
     def stack_claim(self, text: str) -> Claim:
         return Claim(text, f"{self.folder}/stack.txt")
@@ -67,17 +127,16 @@ class View:
         return Claim(text, f"{self.folder}/proc.json")
 
 
-def thread_condition(view: View, thread: Thread | None) -> Condition:
-    """What ``thread`` (None: the process has no readable stack) does, from the surest sign to the weakest."""
-    tid = thread.os_tid if thread else None
-    frames = fr.python_frames(thread) if thread else ()
-    inner, mine = fr.user_part(frames, view.code_roots)
-    wait = kernel_wait(view.process, None if tid == view.process.pid else tid)
+def thread_condition(view: View) -> Condition:
+    """What the thread (or a process without a readable stack) does, from the surest sign to the weakest."""
+    inner, mine = fr.user_part(view.frames, view.code_roots)
+    wait = view.wait
     condition = (
         _held_by_kernel(view, wait, mine)
         or _busy(view, wait, inner, mine)
         or _waits_for_outside(wait, inner, mine)
-        or _lock(view, wait, tid, inner, mine)
+        or _lock(view, wait, inner, mine)
+        or _polls(view, wait, inner, mine)
         or _io_or_sleep(wait, mine)
         or _unexplained(inner, mine)
     )
@@ -94,13 +153,14 @@ def _held_by_kernel(view: View, wait: KernelWait, mine: Frame | None) -> Conditi
     where = f" at {fr.place(mine)}" if mine else ""
     if wait.kind == "stopped":
         how = "its cgroup is frozen" if wait.call == "frozen cgroup" else "it was stopped by a signal (state T)"
-        return Condition("rank-stopped", f"does not run: {how}{where}", mine)
+        return Condition("rank-stopped", f"does not run: {how}{where}", mine, for_good=True)
     if wait.kind == "disk":
         channel = f" in {wait.call}" if wait.call else ""
         claim = view.kernel_claim(f"state D in every sample, wait channel {wait.call or 'unknown'}")
-        return Condition("uninterruptible-io", f"is in uninterruptible sleep{channel}{where}", mine, claims=(claim,))
+        text = f"is in uninterruptible sleep{channel}{where}"
+        return Condition("uninterruptible-io", text, mine, claims=(claim,), for_good=True)
     if wait.kind == "dead":
-        return Condition("rank-exited", "has ended and is a zombie", mine)
+        return Condition("rank-exited", "has ended and is a zombie", mine, for_good=True)
     return None
 
 
@@ -117,7 +177,7 @@ def _busy(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | 
 
 
 def _active(view: View) -> bool:
-    return view.main is None or view.main.active
+    return view.thread is None or view.thread.active
 
 
 def _waits_for_outside(wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
@@ -133,9 +193,7 @@ def _waits_for_outside(wait: KernelWait, inner: tuple[Frame, ...], mine: Frame |
     return None
 
 
-def _lock(
-    view: View, wait: KernelWait, tid: int | None, inner: tuple[Frame, ...], mine: Frame | None
-) -> Condition | None:
+def _lock(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
     """Futex, and the innermost Python frame is the user's own line or a stdlib lock's.
 
     A C extension's own condition variable looks the same; a native sample settles it where there is one.
@@ -143,18 +201,38 @@ def _lock(
     known = calls.lock_wait(inner)
     if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
         return None
-    native = calls.native_wait(view.process.stacks, tid)
+    native = calls.native_wait(view.process.stacks, view.os_tid)
     if known is None and (native not in ("", "lock") or (inner and calls.in_torch(inner, view.code_roots))):
         return None
     lock = known or calls.LockWait("a lock")
     sure: Confidence = "high" if known or native == "lock" else "medium"
-    return Condition("lock-deadlock", f"waits for {lock.what} at {fr.place(mine)}", mine, confidence=sure, lock=lock)
+    text = f"waits for {lock.what} at {fr.place(mine)}"
+    at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
+    for_good = sure == "high" and lock.on == "lock" and at_own_line and wait.left_s is None
+    return Condition("lock-deadlock", text, mine, confidence=sure, lock=lock, for_good=for_good)
+
+
+def _polls(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+    """Sleeps, and asks again for a lock on a file that somebody else holds: as sqlite does, in C.
+
+    A loop of the user's that sleeps, beside an open file that is locked for other reasons, looks alike but for its C
+    frames.
+    """
+    lock = polled_lock(view.process, wait) if view.other is None else None
+    native = calls.native_sleep(view.process.stacks, view.os_tid) if lock is not None else ""
+    if lock is None or (native == "python" and not inner):
+        return None
+    text = f"asks again and again at {fr.place(mine)} for a lock on {lock.path}, locked by pid {lock.pid}"
+    claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
+    sure: Confidence = "high" if native == "sqlite" else "medium"
+    return Condition("blocking-io", text, mine, confidence=sure, claims=(claim,), locked_by=lock.pid)
 
 
 def _io_or_sleep(wait: KernelWait, mine: Frame | None) -> Condition | None:
     where = fr.place(mine)
     if wait.kind == "sleep":
-        return Condition("stuck-in-user-code", f"is asleep in {where}", mine)
+        for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
+        return Condition("stuck-in-user-code", f"is asleep in {where}", mine, for_good=for_good)
     if wait.kind == "select":  # time.sleep() of Python 3.10 and older is a select() without descriptors
         return Condition("stuck-in-user-code", f"sleeps or waits in select() at {where}", mine, confidence="medium")
     if wait.kind in ("io", "poll"):
@@ -168,3 +246,59 @@ def _unexplained(inner: tuple[Frame, ...], mine: Frame | None) -> Condition:
         return Condition("missing-from-collective", "has no stack that says what it does", None, confidence="low")
     called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
     return Condition("stuck-in-user-code", f"does not move at {fr.place(mine)}{called}", mine, confidence="medium")
+
+
+# --- the GIL ----------------------------------------------------------------------------------------------------------
+
+
+def gil_condition(rank: RankEvidence, view: View) -> Condition | None:
+    """The GIL test failed, or the same thread owned the GIL at the same place in every sample without running.
+
+    A Python loop that spins owns the GIL in every sample too, but gives it up every few milliseconds: the Python
+    handler of the worker server then answers. A thread that waits for peers with the GIL held is not at fault: it
+    gets on as soon as they come.
+    """
+    failed = rank.gil.ping is True and rank.gil.python is False
+    owner = _steady_owner(view)
+    if rank.gil.python is True or not (failed or owner):
+        return None
+    if owner is None:
+        samples = [s for s in view.process.stacks if not s.native]
+        if any(t.owns_gil for s in samples for t in s.threads):
+            return None  # owned, but moving: busy, not held
+        text = "holds the GIL in native code; no stack could be read"
+        return Condition("gil-held", text, None, view.process.pid, confidence="medium", claims=_gil_claims(view, True))
+    frames = fr.python_frames(owner)
+    if calls.torch_wait(frames, rank.code_roots) is not None:
+        return None
+    wait = kernel_wait(view.process, owner.os_tid)
+    if not failed and (wait.busy or wait.kind in ("running", "unknown")):
+        return None
+    mine = fr.user_frame(frames, rank.code_roots)
+    which = "" if owner is view.thread else f" in thread {owner.name or owner.os_tid!r}"
+    how = f" ({wait_words(wait)})" if wait_words(wait) else ""
+    return Condition(
+        "gil-held",
+        f"holds the GIL in native code called from {fr.place(mine)}{which}{how}",
+        mine,
+        view.process.pid,
+        confidence="high" if failed else "medium",
+        claims=(*_gil_claims(view, failed), view.stack_claim(f"the thread that owns the GIL is at {fr.place(mine)}")),
+    )
+
+
+def _gil_claims(view: View, failed: bool) -> tuple[Claim, ...]:
+    if not failed:
+        return ()
+    text = "its worker server answers, and what needs the GIL does not"
+    return (Claim(text, f"{view.folder}/proc.json"),)
+
+
+def _steady_owner(view: View) -> Thread | None:
+    """The thread that owned the GIL in every sample, at the same place in all."""
+    samples = [s for s in view.process.stacks if not s.native]
+    owners = [next((t for t in s.threads if t.owns_gil), None) for s in samples]
+    if not owners or any(o is None for o in owners):
+        return None
+    places = {(o.os_tid, o.frames[:1]) for o in owners if o is not None}
+    return owners[-1] if len(places) == 1 else None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.diagnose.conditions import Condition
-from safelaunch.diagnose.facts import Facts, RankFacts
+from safelaunch.diagnose.doubts import Doubt, confidence_of, levels_of
+from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.model import Claim, Confidence, Culprit, Frame, format_ranks
 
 
@@ -19,39 +19,67 @@ class Finding:
     """
 
     cause: str
-    confidence: Confidence
+    doubts: tuple[Doubt, ...]
     summary: str
     culprits: tuple[Culprit, ...] = ()
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
     held_up: tuple[int, ...] = ()
 
+    @property
+    def confidence(self) -> Confidence:
+        return confidence_of(self.doubts)
+
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)
 
-_LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
+# For a condition that gives its confidence as a word.
+_DOUBTS: Mapping[Confidence, tuple[Doubt, ...]] = {
+    "high": (),
+    "medium": (Doubt.STATE_INFERRED,),
+    "low": (Doubt.STATE_UNKNOWN,),
+}
 
 
-def lower(confidence: Confidence, by: int = 1) -> Confidence:
-    return _LEVELS[max(0, _LEVELS.index(confidence) - by)]
+def doubts_of(condition: Condition) -> tuple[Doubt, ...]:
+    return condition.doubts or _DOUBTS[condition.confidence]
 
 
-def least(values: Iterable[Confidence]) -> Confidence:
-    return min(values, key=_LEVELS.index)
+def most_doubtful(conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
+    """The doubts about the least sure of them."""
+    return max(map(doubts_of, conditions), key=levels_of)
 
 
 def ranks_word(ranks: Iterable[int]) -> str:
-    """``Rank 3`` or ``Ranks 0-2,5``."""
-    listed = sorted(set(ranks))
-    return f"{'Rank' if len(listed) == 1 else 'Ranks'} {format_ranks(listed)}"
+    """``rank 3`` or ``ranks 0-2,5``."""
+    listed = set(ranks)
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {format_ranks(listed)}"
 
 
-def small(text: str) -> str:
-    """For the middle of a sentence."""
-    return text[:1].lower() + text[1:]
+def each_of(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``each of ranks 0-2,5``: what takes a clause that is said of one."""
+    return f"{'' if len(set(ranks)) == 1 else 'each of '}{ranks_word(ranks)}"
 
 
-def culprit(facts: RankFacts, condition: Condition, reason: str = "") -> Culprit:
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def ranks_do(ranks: Collection[int], one: str, many: str) -> str:
+    """``rank 3 waits``, ``ranks 0-2 wait``: for the middle of a sentence."""
+    return f"{ranks_word(ranks)} {one if len(ranks) == 1 else many}"
+
+
+def unseen_words(facts: Facts) -> str:
+    """``ranks 4-7 were not seen``."""
+    return f"{ranks_do(facts.unseen, 'was', 'were')} not seen"
+
+
+def record_claim(rank: int, text: str) -> Claim:
+    return Claim(text, f"ranks/{rank}/flight_recorder.json")
+
+
+def culprit(facts: RankFacts, condition: Condition) -> Culprit:
     return Culprit(
         rank=facts.rank,
         host=facts.evidence.host,
@@ -59,7 +87,7 @@ def culprit(facts: RankFacts, condition: Condition, reason: str = "") -> Culprit
         process=condition.process,
         frame=condition.frame or (facts.frame if condition.process == "main" else None),
         step=facts.step,
-        reason=reason or f"Rank {facts.rank} {condition.reason}.",
+        reason=f"Rank {facts.rank} {condition.reason}.",
     )
 
 
@@ -69,50 +97,55 @@ def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) ->
     return Culprit(facts.rank, facts.evidence.host, facts.evidence.pid, "main", frame, facts.step, reason)
 
 
+def waiting_culprits(facts: Facts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
+    """Ranks of which nothing more is to be said than what they wait in."""
+    waits = ((facts.ranks[rank], facts.ranks[rank].wait) for rank in ranks)
+    return tuple(
+        waiting_culprit(one, f"Rank {one.rank} waits in {wait.words}." if wait else f"Rank {one.rank} met no peer.")
+        for one, wait in waits
+    )
+
+
+def wait_words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
+    """rank → what it waits in, of those that do."""
+    waits = {rank: facts.ranks[rank].wait for rank in ranks if rank in facts.ranks}
+    return {rank: wait.words for rank, wait in waits.items() if wait is not None}
+
+
+def by_place(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """``words``: rank → where it is. The places in the order of their first ranks, with the ranks in each."""
+    places: dict[str, list[int]] = {}
+    for rank, place in words.items():
+        places.setdefault(place, []).append(rank)
+    return list(places.items())
+
+
+def apart(words: Mapping[int, str], limit: int = 3) -> str:
+    """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``."""
+    parts = [f"{ranks_do(ranks, 'waits', 'wait')} in {place}" for place, ranks in by_place(words)]
+    return " while ".join(parts[:limit])
+
+
 def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:
     """``ranks 1-3 wait in all_reduce at train.py:9 and rank 4 in barrier at train.py:30``."""
-    places: dict[str, list[int]] = {}
-    for rank in ranks:
-        wait = facts.ranks[rank].wait
-        if wait is not None:
-            places.setdefault(wait.words, []).append(rank)
-    groups = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))
-    parts: list[str] = []
-    for words, members in groups[:limit]:
-        verb = "" if parts else (" waits" if len(members) == 1 else " wait")
-        parts.append(f"{small(ranks_word(members))}{verb} in {words}")
-    if len(groups) > limit:
-        parts.append(f"others in {len(groups) - limit} more places")
+    places = sorted(by_place(wait_words(facts, ranks)), key=lambda item: (-len(item[1]), item[1]))
+    parts = [f"{ranks_word(members)} in {place}" for place, members in places[:limit]]
+    if places:
+        parts[0] = f"{ranks_do(places[0][1], 'waits', 'wait')} in {places[0][0]}"
+    if len(places) > limit:
+        parts.append(f"others in {len(places) - limit} more places")
     return " and ".join(parts)
 
 
 def summary_of(named: Mapping[int, Condition], facts: Facts, waiters: Sequence[int]) -> str:
     """``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.``"""
-    groups: dict[str, list[int]] = {}
-    for rank, condition in named.items():
-        groups.setdefault(condition.reason, []).append(rank)
-    parts = []
-    for reason, ranks in list(groups.items())[:2]:
-        parts.append(f"{ranks_word(ranks)} {plural(reason) if len(ranks) > 1 else reason}")
-    text = "; ".join([parts[0], *map(small, parts[1:])])
+    groups = by_place({rank: condition.reason for rank, condition in named.items()})
+    parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
+    text = capital("; ".join(parts))
     if len(groups) > 2:
-        text += f"; {small(ranks_word(r for ranks in list(groups.values())[2:] for r in ranks))} likewise"
+        text += f"; {ranks_word(r for _, ranks in groups[2:] for r in ranks)} likewise"
     waits = waits_words(facts, waiters)
     return f"{text}, while {waits}." if waits else f"{text}."
-
-
-_PLURALS = {"is": "are", "was": "were", "has": "have", "does": "do", "waits": "wait", "spins": "spin",
-            "computes": "compute", "holds": "hold", "raised": "raised", "exited": "exited", "did": "did",
-            "runs": "run", "sleeps": "sleep", "never": "never"}  # fmt: skip
-
-
-def plural(clause: str) -> str:
-    """The clause said of several ranks; what they raised is quoted, and stays."""
-    verb, _, rest = clause.partition(" ")
-    if verb != "raised":
-        rest = re.sub(r"\bits\b", "their", rest)
-        rest = re.sub(r"\bit (\w+)", lambda found: f"they {_PLURALS.get(found[1], found[1])}", rest)
-    return f"{_PLURALS.get(verb, verb)} {rest}"
 
 
 def wait_claims(facts: Facts, ranks: Iterable[int], limit: int = 4) -> tuple[Claim, ...]:
@@ -133,4 +166,32 @@ def condition_claims(named: Mapping[int, Condition]) -> tuple[Claim, ...]:
         Claim(f"rank {rank}: {claim.claim}", claim.file)
         for rank, condition in list(named.items())[:8]
         for claim in condition.claims[:6]
+    )
+
+
+def conditions(facts: Facts, *causes: str) -> dict[int, Condition]:
+    """The ranks that do something of their own: all, or those of these causes."""
+    own = {rank: one.condition for rank, one in facts.ranks.items()}
+    return {rank: c for rank, c in own.items() if c is not None and (not causes or c.cause in causes)}
+
+
+def blame(
+    facts: Facts,
+    cause: str,
+    doubts: tuple[Doubt, ...],
+    named: Mapping[int, Condition],
+    waiters: Sequence[int] = (),
+    *,
+    summary: str = "",
+    claims: tuple[Claim, ...] = (),
+    ruled_out: Sequence[str] = (),
+) -> Finding:
+    """The finding that names ranks for what they do themselves, while ``waiters`` wait."""
+    return Finding(
+        cause,
+        doubts,
+        summary or summary_of(named, facts, waiters),
+        tuple(culprit(facts.ranks[rank], condition) for rank, condition in named.items()),
+        condition_claims(named) + claims + wait_claims(facts, waiters),
+        tuple(ruled_out),
     )

@@ -10,12 +10,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from safelaunch.diagnose import frames as fr
-from safelaunch.diagnose.collectives import Mismatch, first_mismatch
-from safelaunch.diagnose.facts import Facts
-from safelaunch.diagnose.findings import Finding, ranks_word
-from safelaunch.diagnose.history import left_out_at, shift_in
+from safelaunch.diagnose.collectives import Mismatch
+from safelaunch.diagnose.doubts import Doubt, those
+from safelaunch.diagnose.findings import Finding, capital, ranks_word
+from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import CaughtException, Claim, Culprit
+from safelaunch.reading import frames as fr
 
 # Findings that say who is behind or went another way, and not why.
 EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "rank-exited"})
@@ -45,9 +45,9 @@ def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
     """
     if finding.cause not in EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
         return finding
-    mismatch = first_mismatch(facts.alignment)
+    mismatch = facts.histories.first_mismatch
     fits = {c.rank: fit for c in finding.culprits if (fit := _fit(facts, c.rank, mismatch)) is not None}
-    if not fits or (finding.confidence == "high" and len(fits) < len(finding.culprits)):
+    if not fits or (not finding.doubts and len(fits) < len(finding.culprits)):
         return finding
     culprits = tuple(_culprit(c, fits[c.rank]) for c in finding.culprits if c.rank in fits)
     first = culprits[0]
@@ -63,7 +63,7 @@ def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
     return replace(
         finding,
         cause="swallowed-exception",
-        confidence="high" if all(fit.sure for fit in fits.values()) else "medium",
+        doubts=those({Doubt.SEVERAL_PLACES_FIT: not all(fit.sure for fit in fits.values())}),
         summary=summary,
         culprits=culprits,
         claims=(*claims, *finding.claims),
@@ -87,7 +87,8 @@ def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:
 
 def _of_several(fits: dict[int, _Fit], summary: str) -> str:
     types = " and ".join(sorted({fit.exception.type for fit in fits.values()}))
-    return f"{ranks_word(fits)} raised {types} and went on, without the collectives that their peers called. {summary}"
+    who = capital(ranks_word(fits))
+    return f"{who} raised {types} and went on, without the collectives that their peers called. {summary}"
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ def _parted_at(facts: Facts, rank: int, group: str, mismatch: Mismatch | None) -
 
     Where they do not, they may agree with several places.
     """
-    shift = shift_in(facts.alignment, group, facts.roots)
-    if shift is not None and (rank in shift.ranks) != shift.extra:
-        return shift.seq, True
+    shift = facts.histories.shift_in(group)
+    if shift is not None and (rank in shift.ranks) == (shift.kind == "missing"):
+        return shift.number, True
     if mismatch is not None and mismatch.group == group and rank in mismatch.odd:
         return mismatch.seq, shift is not None
     window = facts.alignment.window(rank, group)
@@ -153,7 +154,7 @@ def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _Fit | None:
 
 def _agrees(facts: Facts, rank: int, group: str, number: int) -> bool:
     """Where all steps are alike the records do not show the place, but they may agree with this one."""
-    return left_out_at(facts.alignment, group, rank, number, facts.roots) is not None
+    return facts.histories.in_group(group).left_out_before(rank, number) is not None
 
 
 def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: CaughtException) -> bool:

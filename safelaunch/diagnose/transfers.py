@@ -7,7 +7,8 @@ the n-th receive; where a ring buffer has wrapped, only those still pending can 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -54,6 +55,8 @@ class Transfer:
 
 # What has been read of an alignment: each rank is asked for again by every peer of its.
 _read: WeakKeyDictionary[Alignment, dict[tuple[int, str], list[Transfer] | None]] = WeakKeyDictionary()
+_Sides = dict[tuple[int, int], dict[int, Transfer]]  # (sender, receiver) → place → transfer
+_met: WeakKeyDictionary[Alignment, dict[tuple[int, str, bool], _Sides]] = WeakKeyDictionary()
 
 
 def transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | None:
@@ -85,25 +88,43 @@ def pending(alignment: Alignment, rank: int, group: str) -> list[tuple[Transfer,
     mine = transfers(alignment, rank, group)
     if not mine:
         return None
-    return [(one, _met_by(alignment, one, mine)) for one in mine if not one.entry.completed]
+    places = {whole: _places(mine, whole) for whole in (True, False)}
+    found = []
+    for one in mine:
+        if not one.entry.completed:
+            whole = alignment.is_whole(one.rank) and alignment.is_whole(one.peer)
+            met = _between(alignment, one, whole).get(places[whole][id(one)])
+            found.append((one, met if met is not None and met.entry.started is not False else None))
+    return found
 
 
-def _met_by(alignment: Alignment, one: Transfer, mine: list[Transfer]) -> Transfer | None:
-    theirs = transfers(alignment, one.peer, one.entry.group) or []
-    both = [[other for other in side if _ends(other) == _ends(one)] for side in (mine, theirs)]
-    if not (alignment.is_whole(one.rank) and alignment.is_whole(one.peer)):
-        both = [list(_uncompleted(side)) for side in both]
-    place = next(place for place, other in enumerate(both[0]) if other is one)
-    met = both[1][place] if place < len(both[1]) else None
-    return met if met is not None and met.entry.started is not False else None
+def _places(side: Iterable[Transfer], whole: bool) -> dict[int, int]:
+    """Which each is, by identity, of its side's transfers between the same two ranks in the same direction.
+
+    ``whole``: all of them count; else only those not completed, as completed ones may have left the ring of either.
+    """
+    counts: Counter[tuple[int, int]] = Counter()
+    places = {}
+    for one in side:
+        if whole or not one.entry.completed:
+            places[id(one)] = counts[one.sender, one.receiver]
+            counts[one.sender, one.receiver] += 1
+    return places
 
 
-def _ends(one: Transfer) -> tuple[int, int]:
-    return one.sender, one.receiver
-
-
-def _uncompleted(side: Iterable[Transfer]) -> Iterator[Transfer]:
-    return (one for one in side if not one.entry.completed)
+def _between(alignment: Alignment, one: Transfer, whole: bool) -> dict[int, Transfer]:
+    """The peer's transfers between the same two ranks in the same direction as ``one``, by their place."""
+    known = _met.setdefault(alignment, {})
+    key = (one.peer, one.entry.group, whole)
+    if key not in known:
+        theirs = transfers(alignment, one.peer, one.entry.group) or []
+        places = _places(theirs, whole)
+        sides: _Sides = {}
+        for other in theirs:
+            if id(other) in places:
+                sides.setdefault((other.sender, other.receiver), {})[places[id(other)]] = other
+        known[key] = sides
+    return known[key].get((one.sender, one.receiver), {})
 
 
 def peers_missing(alignment: Alignment, rank: int, group: str) -> frozenset[int] | None:
@@ -121,7 +142,7 @@ def unequal(alignment: Alignment, rank: int, group: str) -> tuple[Transfer, Tran
 
 
 def several_roots(alignment: Alignment, group: str, seq: int) -> tuple[int, ...]:
-    """The ranks that all take themselves for the root of a gather or scatter; ``()`` where it is one, or none is known.
+    """The ranks that all act as root of a gather or scatter; ``()`` where it is one, or none is known.
 
     Only the root says where the parts are to go, or come from. That of a broadcast or reduce is not recorded.
     """

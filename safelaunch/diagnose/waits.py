@@ -1,34 +1,85 @@
-"""Who waits for whom: the wait-for graph over ranks, in classes.
+"""Who waits for whom among the ranks: the graph of waits, whose nodes are classes of ranks, ranks and processes.
 
 All ranks that wait in the same operation under the same number wait for the same peers, so the nodes are those
-classes and not the ranks; a job of thousands of ranks has a handful.
+classes and not the ranks; a job of thousands of ranks has a handful. A rank that is in no such operation is a node of
+its own, which may wait for a file that a process has locked; a child of a rank is one where it has locked that file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from safelaunch.diagnose.collectives import fits, signature
-from safelaunch.diagnose.facts import Facts, PeerWait
+from safelaunch.diagnose.conditions import Condition
+from safelaunch.diagnose.graph import Edge, Graph, Node
+from safelaunch.diagnose.peers import PeerWait
+from safelaunch.diagnose.processes import Inside
+from safelaunch.diagnose.rank_state import Facts, child_views
 from safelaunch.diagnose.transfers import peers_missing
 
 Key = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
+class Holder:
+    """Who has a file locked: a rank, or a child process of its. ``condition``: what it does by its own doing, if
+    anything; None where it waits for peers in turn."""
+
+    rank: int
+    node: Node
+    condition: Condition | None
+
+
+@dataclass(frozen=True)
 class Waits:
-    """``ranks``: the members of each class. ``blockers``: the ranks a class waits for. ``sinks``: classes, in strongly
-    connected sets, that wait for nobody outside their set."""
+    """``ranks``: the members of each class. ``blockers``: the ranks a class waits for. ``held_by``: rank → who has the
+    file locked that it waits for, where that is not the rank itself."""
 
     ranks: Mapping[Key, tuple[int, ...]]
     blockers: Mapping[Key, frozenset[int]]
     example: Mapping[Key, PeerWait]
-    sinks: tuple[tuple[Key, ...], ...]
+    held_by: Mapping[int, Holder]
+    graph: Graph
 
-    @property
+    @cached_property
     def waiting(self) -> frozenset[int]:
         return frozenset(r for ranks in self.ranks.values() for r in ranks)
+
+    @cached_property
+    def circle(self) -> tuple[Key, ...]:
+        """The largest set of classes that wait for each other and for nobody else; empty where every wait ends at a
+        rank of its own doing.
+        """
+        circles = [self._classes(sink) for sink in self.graph.sinks]
+        return max(circles, key=lambda sink: sum(len(self.ranks[key]) for key in sink), default=())
+
+    def _classes(self, sink: tuple[Node, ...]) -> tuple[Key, ...]:
+        """The classes in a circle of calls alone."""
+        keys = tuple(node for node in sink if isinstance(node, tuple) and node in self.ranks)
+        return keys if len(keys) == len(sink) and any(self.blockers[key] for key in keys) else ()
+
+    @cached_property
+    def groups_of_circle(self) -> frozenset[str]:
+        return frozenset(group for key in self.circle if (group := self.example[key].group) is not None)
+
+    @cached_property
+    def transfers_of_circle(self) -> tuple[Key, ...]:
+        """The sends and receives in it."""
+        return tuple(key for key in self.circle if self.example[key].kind == "p2p")
+
+    @property
+    def in_circle(self) -> list[int]:
+        return members_of(self, self.circle)
+
+
+class Case(Facts):
+    """What the rules decide on: the ranks, and the graph of their waits, which is built when it is first asked for."""
+
+    @cached_property
+    def waits(self) -> Waits:
+        return waits_of(self)
 
 
 def members_of(waits: Waits, keys: Iterable[Key]) -> list[int]:
@@ -45,15 +96,54 @@ def waits_of(facts: Facts) -> Waits:
         ranks.setdefault(key, []).append(rank)
         example.setdefault(key, one.wait)
     blockers = {key: _blockers(facts, example[key], tuple(members)) for key, members in ranks.items()}
-    of_rank = {r: key for key, members in ranks.items() for r in members}
-    edges = {key: {of_rank[b] for b in found if b in of_rank} - {key} for key, found in blockers.items()}
-    free = {key for key, found in blockers.items() if any(b not in of_rank for b in found)}
-    sinks = tuple(
-        component
-        for component in _components(edges)
-        if not free.intersection(component) and all(edges[k] <= set(component) for k in component)
-    )
-    return Waits({k: tuple(v) for k, v in ranks.items()}, blockers, example, sinks)
+    nodes: dict[int, Node] = {r: key for key, members in ranks.items() for r in members}
+    held_by = dict(_holders(facts, nodes))
+    graph = Graph((*_call_edges(blockers, example, nodes), *_file_edges(facts, held_by)))
+    return Waits({k: tuple(v) for k, v in ranks.items()}, blockers, example, held_by, graph)
+
+
+def _call_edges(
+    blockers: Mapping[Key, frozenset[int]], example: Mapping[Key, PeerWait], nodes: Mapping[int, Node]
+) -> Iterator[Edge]:
+    for key, found in blockers.items():
+        # In the order of the ranks: the same evidence has the same verdict, to the word.
+        others = tuple(dict.fromkeys(nodes.get(b, b) for b in sorted(found) if nodes.get(b) != key))
+        yield Edge(key, others, "call", example[key].claims)
+
+
+def _file_edges(facts: Facts, held_by: Mapping[int, Holder]) -> Iterator[Edge]:
+    for rank, holder in held_by.items():
+        condition = facts.ranks[rank].condition
+        yield Edge(rank, (holder.node,), "file", condition.claims if condition is not None else ())
+
+
+@dataclass(frozen=True)
+class _Child:
+    """The node of a child process of a rank."""
+
+    rank: int
+    pid: int
+
+
+def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Holder]]:
+    """Of the ranks that wait for a file lock: the process that the kernel names, where it is another rank's."""
+    for rank, one in facts.ranks.items():
+        pid = one.condition.locked_by if one.condition is not None else None
+        owner, _ = facts.processes.get((one.evidence.host, pid), (rank, ())) if pid is not None else (rank, ())
+        if pid is not None and owner != rank:
+            yield rank, _holder(facts, owner, pid, nodes)
+
+
+def _holder(facts: Facts, rank: int, pid: int, nodes: Mapping[int, Node]) -> Holder:
+    one = facts.ranks[rank]
+    own = Holder(rank, nodes.get(rank, rank), one.condition)
+    child = next((view for view in child_views(one.evidence) if view.process.pid == pid), None)
+    if child is None or (one.condition is not None and one.condition.pid == pid):
+        return own
+    if child.awaited.processes == "message" or child.user_frame is None:  # it waits for what its rank sends
+        return own
+    condition = replace(Inside(child).condition(), process=f"{child.process.role} (pid {pid})")
+    return Holder(rank, _Child(rank, pid), condition)
 
 
 def _key(rank: int, wait: PeerWait) -> Key:
@@ -107,46 +197,3 @@ def same_op(one: str, other: str) -> bool:
     """The Flight Recorder says ``_all_gather_base``, the stack ``all_gather_into_tensor`` or ``all_gather_object``."""
     a, b = (name.strip("_").replace("_", "") for name in (one, other))
     return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a
-
-
-def _components(edges: Mapping[Key, Iterable[Key]]) -> list[tuple[Key, ...]]:
-    """Strongly connected components (Tarjan, iterative: classes can be as many as ranks)."""
-    index: dict[Key, int] = {}
-    low: dict[Key, int] = {}
-    stack: list[Key] = []
-    on_stack: set[Key] = set()
-    found: list[tuple[Key, ...]] = []
-    for start in edges:
-        if start in index:
-            continue
-        work = [(start, iter(edges[start]))]
-        index[start] = low[start] = len(index)
-        stack.append(start)
-        on_stack.add(start)
-        while work:
-            node, rest = work[-1]
-            child = next(rest, None)
-            if child is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    found.append(_pop_until(node, stack, on_stack))
-            elif child not in index:
-                index[child] = low[child] = len(index)
-                stack.append(child)
-                on_stack.add(child)
-                work.append((child, iter(edges[child])))
-            elif child in on_stack:
-                low[node] = min(low[node], index[child])
-    return found
-
-
-def _pop_until(node: Key, stack: list[Key], on_stack: set[Key]) -> tuple[Key, ...]:
-    members: list[Key] = []
-    while True:
-        top = stack.pop()
-        on_stack.discard(top)
-        members.append(top)
-        if top == node:
-            return tuple(members)

@@ -1,7 +1,7 @@
-"""``safelaunch doctor``: whether this node and this environment let a job be watched, and the remedy where not.
+"""``safelaunch doctor``: checks whether safelaunch can watch jobs in this environment, with a fix for each failure.
 
-``tracing``, ``rules`` and ``torch_rules`` judge (values in, a ``Check`` out); ``attach``, ``node`` and ``torch_probe``
-look; ``examine`` puts them together.
+``tracing``, ``rules`` and ``torch_rules`` judge (values in, a ``Check`` out). ``attach``, ``node`` and ``torch_probe``
+collect the values. ``examine`` runs all of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from safelaunch.bundle.publishing import check_directory
 from safelaunch.capture import gpu
 from safelaunch.capture.parallel import gather
+from safelaunch.control.discover import roots
 from safelaunch.errors import SafelaunchError
 from safelaunch.launch import paths, torchrun
-from safelaunch.session.discover import roots
 from safelaunch.settings.config import INTERNAL_ENV, resolve
 
 from . import attach, node, rules, torch_probe, torch_rules, tracing
-from .check import RESULTS, Check, Result, failed, ok, warning
+from .check import RESULTS, Check, Result, failed, warning
 
 __all__ = ["RESULTS", "Check", "Result", "examine", "worst"]
 
@@ -34,7 +34,7 @@ Look = Callable[[], tuple[Check | None, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Who and what is examined. ``torch`` None: there is none, for the reason ``no_torch``."""
+    """The subject of the checks. ``torch`` None: not found, for the reason ``no_torch``."""
 
     environ: Mapping[str, str]
     uid: int
@@ -49,7 +49,7 @@ class Subject:
 
 
 def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...]:
-    """Every check, in a fixed order; what cannot be examined is a warning that says so. Takes some seconds."""
+    """All checks, in a fixed order. One that can't run becomes a warning. Takes some seconds."""
     begin = time.time(), time.monotonic()
     torch, problem = None, None
     try:
@@ -68,12 +68,12 @@ def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...
     results = gather(calls, deadline_s=DEADLINE_S)
     found: list[Check] = []
     for (name, _), checks in zip(looks, results, strict=True):
-        found += checks if checks is not None else [warning(name, f"not examined within {DEADLINE_S:g} s")]
+        found += checks if checks is not None else [warning(name, f"the check did not finish within {DEADLINE_S:g} s")]
     return tuple(found)
 
 
 def worst(checks: tuple[Check, ...]) -> Result:
-    """The worst of their results."""
+    """The worst result of the checks."""
     return max((check.result for check in checks), key=RESULTS.index, default="ok")
 
 
@@ -81,8 +81,8 @@ def _guarded(name: str, look: Look) -> Callable[[], list[Check]]:
     def call() -> list[Check]:
         try:
             return [check for check in look() if check is not None]
-        except Exception as error:  # noqa: BLE001 - what cannot be examined is said, and the rest examined
-            return [warning(name, f"not examined: {type(error).__name__}: {error}")]
+        except Exception as error:  # noqa: BLE001 - a failing check is reported, and the others run
+            return [warning(name, f"the check failed: {type(error).__name__}: {error}")]
 
     return call
 
@@ -123,7 +123,7 @@ def _torch(subject: Subject) -> tuple[Check | None, ...]:
 def _gpus(cuda: str) -> Check:
     found = gpu.gpus_json()
     count = len(json.loads(found.value).get("gpus", ())) if found.value is not None else 0
-    return torch_rules.gpu_check(count, found.missing, cuda, node.has_gpu_devices())
+    return torch_rules.gpu_check(count, found.missing, found.kind, cuda, node.has_gpu_devices())
 
 
 def _disks(subject: Subject) -> tuple[Check | None, ...]:
@@ -150,7 +150,7 @@ def _node(subject: Subject) -> tuple[Check | None, ...]:
 
 
 def _configuration(subject: Subject) -> tuple[Check | None, ...]:
-    """What a run started here and now would be told: its environment, its configuration file, its bundle directory."""
+    """The configuration of a run started here: its environment, configuration file and bundle directory."""
     own = {name: value for name, value in subject.environ.items() if name not in INTERNAL_ENV}
     try:
         version = subject.torch.version if subject.torch is not None else None
@@ -160,10 +160,8 @@ def _configuration(subject: Subject) -> tuple[Check | None, ...]:
     problem = check_directory(settings.bundle_dir)
     where = f"bundles go to {settings.bundle_dir}"
     if problem:
-        fix = "--bundle-dir DIR, SAFELAUNCH_BUNDLE_DIR, or bundle-dir in safelaunch.yaml"
-        bundles = warning("bundle directory", f"{where}: {problem}; they would stay in the run root", fix)
+        fix = "choose another: --bundle-dir DIR, SAFELAUNCH_BUNDLE_DIR, or bundle-dir in safelaunch.yaml"
+        bundles = warning("bundle directory", f"{where}: {problem}; they would stay below the run directory", fix)
     else:
-        bundles = rules.room_check("bundle directory", node.disk(settings.bundle_dir), "bundles")
-        if bundles.result == "warning" and "network disk" in bundles.detail:
-            bundles = ok("bundle directory", bundles.detail.replace(": a network disk", ", written there last"))
+        bundles = rules.bundle_check(node.disk(settings.bundle_dir))
     return torch_rules.hints(subject.environ), bundles

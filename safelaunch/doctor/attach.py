@@ -1,4 +1,4 @@
-"""Reads the stack of a child as it would be read of a rank, and looks up what decides whether that may be done."""
+"""Reads the stack of a child as it would read a rank's, and looks up the kernel settings that allow it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUNCTION = "a_rank_that_waits"
 START_DEADLINE_S = 20.0
 NATIVE_DEADLINE_S = 15.0
 
-# Like the beacon, the child names the process whose descendants may trace it; 0: it names none. It ends with its stdin.
+# Like the beacon, the child names the process whose descendants may trace it (0: none). It exits when its stdin closes.
 PROGRAM = f"""
 import ctypes, sys
 tracer = int(sys.argv[1])
@@ -36,13 +36,14 @@ def {FUNCTION}():
 
 @contextmanager
 def child(python: str, tracer: int) -> Iterator[int]:
-    """A process that holds still; its pid. Raises CaptureError when it does not come up."""
+    """Starts a process that waits, and gives its pid. Raises CaptureError if it does not start."""
     process = subprocess.Popen(
-        [python, "-c", PROGRAM, str(tracer)],
+        [str(Path(python).absolute()), "-c", PROGRAM, str(tracer)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        cwd="/",  # with -c the working directory comes first on the module path
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -54,23 +55,23 @@ def child(python: str, tracer: int) -> Iterator[int]:
         try:
             process.wait(2.0)
         except subprocess.TimeoutExpired:
-            process.kill()  # the child ended its wait only if it ever came to it
+            process.kill()  # the child may never have reached its wait
             process.wait()
         process.stdout.close()
 
 
 def attempt(pid: int, *, native: bool = False) -> Trial:
-    """One reading of the child's stack; never raises."""
+    """Reads the child's stack once; never raises."""
     result = stacks.dump(pid, native=native, deadline_s=NATIVE_DEADLINE_S if native else stacks.DEADLINE_S)
     if result.value is None:
-        return Trial(result.missing.removeprefix(f"{result.how}: "), result.duration_s)
+        return Trial(result.missing, result.duration_s, result.kind)
     if not any(frame.function == FUNCTION for thread in result.value.threads for frame in thread.frames):
-        return Trial("py-spy read a stack that is not the child's", result.duration_s)
+        return Trial("py-spy read a stack, but not the child's", result.duration_s)
     return Trial("", result.duration_s)
 
 
 def trials(python: str) -> tuple[Trial, Trial, Trial]:
-    """A child that lets itself be traced as a rank does, one that does not, and the first one's C frames."""
+    """Three trials: a child that allows tracing as a rank does, one that doesn't, and C frames of the first."""
     try:
         with child(python, os.getpid()) as pid:
             like_a_rank = attempt(pid)
@@ -78,12 +79,12 @@ def trials(python: str) -> tuple[Trial, Trial, Trial]:
         with child(python, 0) as pid:
             return like_a_rank, attempt(pid), native
     except (CaptureError, OSError) as error:
-        nothing = Trial(f"no child to try it on: {error}")
+        nothing = Trial(f"no child process to try it on: {error}")
         return nothing, nothing, nothing
 
 
 def py_spy() -> tuple[str, str]:
-    """Its path and version; both empty where there is none."""
+    """py-spy's path and version; both empty if it is not installed."""
     try:
         path = stacks.find_py_spy()
         output = command.run([path, "--version"], deadline_s=5.0)
@@ -94,13 +95,13 @@ def py_spy() -> tuple[str, str]:
 
 
 def python_of(python: str) -> tuple[int, int]:
-    """Its version, from the name of what it really is; this interpreter's where that does not tell."""
+    """The interpreter's version, from the name of its real file; else this interpreter's version."""
     found = re.fullmatch(r"python(\d+)\.(\d+)\w?", Path(python).resolve().name)
     return (int(found[1]), int(found[2])) if found else sys.version_info[:2]
 
 
 def rights(environ: Mapping[str, str]) -> Rights:
-    """The kernel's settings as they are for this process."""
+    """The kernel's settings for this process."""
     facts = kernel.look(os.getpid())
     seccomp = re.search(r"^Seccomp:\s*(\d)", _text("/proc/self/status"), re.MULTILINE)
     return Rights(
@@ -113,7 +114,7 @@ def rights(environ: Mapping[str, str]) -> Rights:
 
 
 def place(environ: Mapping[str, str], container: bool) -> Place:
-    """Which kind of container this is: the remedy is written differently in each."""
+    """The kind of container: each needs a different fix."""
     if "KUBERNETES_SERVICE_HOST" in environ or Path("/var/run/secrets/kubernetes.io").exists():
         return "kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:

@@ -1,4 +1,4 @@
-"""What the doctor says of one thing."""
+"""The result of one check of ``safelaunch doctor``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ RESULTS: tuple[Result, ...] = ("ok", "warning", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One examined thing. ``detail``: what was seen; ``fix``: what to do about it, several lines where it takes them.
+    """One check. ``detail``: what it found; ``fix``: what to do about it, in one or more lines.
 
-    ``warning``: safelaunch works, with less evidence or at a risk to the job; ``failed``: something that it is for does
-    not work.
+    ``warning``: safelaunch works, but with less evidence or at a risk to the job. ``failed``: a main function of
+    safelaunch does not work.
     """
 
     name: str

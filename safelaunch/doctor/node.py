@@ -1,4 +1,4 @@
-"""Looks the facts of this node up: disks, clock, ports, limits, what earlier runs left. Thin; ``rules`` judges."""
+"""Looks up the facts of this node: disks, clock, ports, limits, leftovers of earlier runs. ``rules`` judges them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from safelaunch.beacon import layout
 from safelaunch.capture import cgroups
 from safelaunch.capture.result import within
+from safelaunch.control.discover import find
 from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import RunPaths
-from safelaunch.session.discover import find
 
 from .check import Check
 from .rules import Clock, Disk, cgroup_check, hostname_check, leftover_check, limits_check, port_check, run_root_check
@@ -26,7 +26,7 @@ READINGS = 2000
 
 
 def disk(path: Path) -> Disk:
-    """The file system that ``path``, or the nearest directory above it that exists, is on."""
+    """The file system of ``path``, or of the nearest existing directory above it."""
 
     def look() -> Disk:
         existing = path
@@ -56,7 +56,7 @@ def kind(path: Path, mounts: str) -> str:
 
 
 def run_root(root: Path) -> Check:
-    """Whether a run directory can be made below ``root``: makes it and an empty directory there, as a run does."""
+    """Checks that a run directory can be created below ``root``, by creating an empty one there."""
     problem = ""
     trial = root / f"doctor-{os.getpid()}"
     try:
@@ -72,7 +72,7 @@ def run_root(root: Path) -> Check:
 
 
 def longest_socket(root: Path) -> int:
-    """Bytes of the longest socket path below ``root``: the greatest pid that this kernel gives, 100 attempts, ranks in
+    """The length in bytes of the longest socket path below ``root``: the kernel's greatest pid, 100 attempts, ranks in
     the tens of thousands.
     """
     most = _text("/proc/sys/kernel/pid_max").strip() or "4194304"
@@ -82,7 +82,7 @@ def longest_socket(root: Path) -> int:
 
 
 def clock(begin: tuple[float, float]) -> Clock:
-    """``begin``: ``time.time()`` and ``time.monotonic()`` of a moment ago."""
+    """The facts about clocks. ``begin``: ``time.time()`` and ``time.monotonic()`` of a moment ago."""
     jump = (time.time() - begin[0]) - (time.monotonic() - begin[1])
     start = time.perf_counter_ns()
     for _ in range(READINGS):
@@ -97,7 +97,7 @@ def clock(begin: tuple[float, float]) -> Clock:
 
 
 def ports() -> Check:
-    """Binds a port of loopback as torchrun's rendezvous does."""
+    """Binds a loopback port, as torchrun's rendezvous does."""
     problem = ""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
@@ -111,7 +111,7 @@ def ports() -> Check:
 
 
 def host_name(resolve: Callable[[str], list[str]] | None = None) -> Check:
-    """Looks our own name up, as every rank does."""
+    """Looks up our own host name, as every rank does."""
     host = socket.gethostname()
     begin = time.monotonic()
     addresses: list[str] = []
@@ -133,19 +133,19 @@ def limits() -> Check:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() == 0:
-        processes = -1  # the kernel does not hold root to it
+        processes = -1  # the kernel exempts root from it
     return limits_check(files, processes, _threads_of(os.getuid()))
 
 
 def _threads_of(uid: int) -> int:
-    """Threads of this user: what RLIMIT_NPROC counts."""
+    """The number of this user's threads, which RLIMIT_NPROC counts."""
     count = 0
     for entry in list(os.scandir("/proc")):
         try:
             if entry.name.isdigit() and entry.stat().st_uid == uid:
                 count += sum(1 for _ in os.scandir(f"{entry.path}/task"))
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has ended
     return count
 
 
@@ -156,7 +156,7 @@ def control_group() -> Check:
 
 def left_behind(places: tuple[Path, ...]) -> Check:
     found = find(places)
-    live = [item for item in found if item.supervisor is not None and item.supervisor.is_alive()]
+    live = [item for item in found if item.alive]
     dead = [os.fspath(item.directory) for item in found if item not in live]
     kept = [os.fspath(bundle) for place in places for bundle in sorted((place / "bundles").glob("*-*Z-*"))]
     return leftover_check(tuple(dead), tuple(kept), len(live))

@@ -1,4 +1,4 @@
-"""Asks the interpreter that jobs will use: does it import torch, run the beacon's sitecustomize, serve its dumps?"""
+"""Asks the interpreter that jobs will use whether it imports torch, runs the beacon, and serves dumps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .torch_rules import Probe
 DEADLINE_S = 60.0
 INJECT = Path(beacon.__file__).parent / "inject"
 
-# Run by torch's own interpreter, in which safelaunch need not be installed. The server must never be destroyed, so the
-# process ends without cleaning up.
+# torch's own interpreter runs this; it need not have safelaunch. The server must never be destroyed, so the process
+# exits without cleaning up.
 PROGRAM = """
 import json, os, shutil, socket, sys, tempfile, time
 inject = sys.argv[1]
@@ -69,24 +69,26 @@ os._exit(0)
 def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Probe:
     """Runs the program in ``python`` with the beacon on its PYTHONPATH; never raises."""
     own = environ.get("PYTHONPATH")
-    path = os.pathsep.join([os.fspath(INJECT), *([own] if own else [])])
+    entries = [str(Path(entry).absolute()) for entry in own.split(os.pathsep)] if own else []
+    path = os.pathsep.join([os.fspath(INJECT), *entries])
     without = [word for name in sorted(INTERNAL_ENV) for word in ("-u", name)]
-    argv = ["env", *without, f"PYTHONPATH={path}", python, "-c", PROGRAM, os.fspath(INJECT)]
+    argv = ["env", *without, f"PYTHONPATH={path}", str(Path(python).absolute()), "-c", PROGRAM, os.fspath(INJECT)]
     try:
-        output = command.run(argv, deadline_s=deadline_s)
+        # With -c, the working directory comes first on the module path, so it must not be one that others may write to.
+        output = command.run(argv, deadline_s=deadline_s, cwd=Path("/"))
     except CaptureError as error:
         return Probe(problem=error.message)
     if output.timed_out:
-        return Probe(problem=f"import torch: not done within {deadline_s:g} s")
+        return Probe(problem=f"import torch did not finish within {deadline_s:g} s")
     return parse(output.stdout, output.stderr, output.returncode)
 
 
 def parse(stdout: bytes, stderr: str, code: int | None) -> Probe:
-    """What the program printed on its last line; else why it did not."""
+    """The document on the program's last line, or the reason for having none."""
     lines = stdout.splitlines()
     try:
         seen: dict[str, Any] = json.loads(lines[-1])
         return Probe(**seen)
     except (IndexError, ValueError, TypeError):
         said = stderr.strip().splitlines()
-        return Probe(problem=f"import torch fails: {said[-1][:300] if said else f'exit status {code}'}")
+        return Probe(problem=f"import torch failed: {said[-1][:300] if said else f'exit status {code}'}")

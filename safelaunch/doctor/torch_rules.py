@@ -1,10 +1,12 @@
-"""What the torch that jobs will use offers to a watchdog, and whether the beacon gets into its processes."""
+"""Judges what the jobs' torch offers a watchdog, and whether the beacon starts in its processes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from safelaunch.errors import Failure
 
 from .check import Check, failed, ok, warning
 
@@ -14,11 +16,10 @@ SLOW_IMPORT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a process of torch's interpreter said. ``problem``: why it said nothing.
+    """The answer of torch's interpreter. ``problem``: why there is none.
 
-    ``handlers``: HTTP status of each handler that was asked of its worker server, 0 where none came.
-    ``beacon``: our sitecustomize was run; ``chained``: the user's own, if there is one; ``isolated``: Python ignores
-    its environment there.
+    ``handlers``: the HTTP status of each handler of its worker server, 0 without an answer. ``beacon``: our
+    sitecustomize ran; ``chained``: the user's own one, if any; ``isolated``: Python ignores its environment.
     """
 
     problem: str = ""
@@ -36,101 +37,111 @@ class Probe:
 
 
 def version_check(version: str, package: str, options: int) -> Check:
-    """``options``: how many of torchrun's options were read from its source; 0: our own table has to serve."""
+    """Checks torch's version. ``options``: the number of options read from torchrun's source; 0: our table is used."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     where = f"{version or 'of unknown version'}, {package}"
     if numbers and numbers < OLDEST_TORCH:
         return failed("torch", f"{where}: older than 2.6", "pip install 'torch>=2.6'")
     if not options:
-        fix = "every option still passes through; write values as --name=VALUE where a word is taken for the script"
-        return warning("torch", f"{where}; its torchrun's options could not be read", fix)
+        fix = "all options still pass through; if safelaunch takes a value for the script, write it as --name=VALUE"
+        return warning("torch", f"{where}; the options of its torchrun could not be read", fix)
     return ok("torch", f"{where}; {options} spellings of torchrun's options")
 
 
 def import_check(probe: Probe) -> Check:
-    """Whether that torch can be imported at all, and how fast."""
+    """Checks whether torch can be imported, and how fast."""
     name = "import torch"
     if probe.problem:
-        return failed(name, probe.problem, "what its own python says: python -c 'import torch.distributed'")
+        return failed(name, probe.problem, "see its own error: python -c 'import torch.distributed'")
     if not probe.distributed:
-        return failed(name, "it was built without torch.distributed", "install a build that has it")
+        return failed(name, "it was built without torch.distributed", "install a build with torch.distributed")
     detail = f"in {probe.import_s:.1f} s, Python {probe.python}, " + (f"CUDA {probe.cuda}" if probe.cuda else "no CUDA")
     if probe.import_s > SLOW_IMPORT_S:
-        return warning(name, f"{detail}: slow, every rank pays it", "keep the environment on a local disk")
+        return warning(name, f"{detail}: slow, and every rank does it", "keep the environment on a local disk")
     return ok(name, detail)
 
 
 def server_check(probe: Probe) -> Check | None:
-    """c10d's worker server, the door into a rank that hangs. None where torch was not imported."""
+    """Checks c10d's worker server, the door into a rank that hangs. None if torch was not imported."""
     name = "worker server"
     if probe.problem or not probe.distributed:
         return None
     if not probe.server:
-        detail = "this torch has none: no Flight Recorder of a live rank"
+        detail = "this torch has none, so safelaunch cannot read a live rank's Flight Recorder"
         return warning(name, detail, "pip install 'torch>=2.6', a build for Linux")
     if probe.handlers.get("ping") != 200:
-        return failed(name, f"it was started and does not answer (status {probe.handlers.get('ping', 0)})", "")
+        return failed(name, f"it starts, but does not answer (status {probe.handlers.get('ping', 0)})", "")
     if not probe.register:
-        detail = "it answers; it takes no handlers of ours: no test whether native code holds the GIL"
-        return warning(name, detail, "a newer torch has that (2.13 does)")
-    return ok(name, "it answers, and takes handlers of ours")
+        detail = "it answers, but accepts no handlers, so safelaunch cannot test whether native code holds the GIL"
+        return warning(name, detail, "use a newer torch (2.13 accepts handlers)")
+    return ok(name, "it answers, and accepts handlers")
 
 
 def recorder_check(probe: Probe) -> Check | None:
-    """The Flight Recorder, c10d's record of the last collectives. None where torch was not imported."""
+    """Checks the Flight Recorder, c10d's record of the last collectives. None if torch was not imported."""
     name = "Flight Recorder"
     if probe.problem or not probe.distributed or not probe.server:
         return None
     if probe.handlers.get("fr_trace_json") == 200 and probe.dump and probe.register:
         return ok(name, "of a live rank, with stack frames")
     if probe.handlers.get("fr_trace_json") == 200:
-        return warning(name, "of a live rank, without stack frames", "a newer torch gives them (2.13 does)")
+        return warning(name, "of a live rank, without stack frames", "use a newer torch (2.13 has them)")
     if probe.handlers.get("dump_nccl_trace_json") == 200:
-        detail = "this torch tells of NCCL's collectives only, not of gloo's"
-        return warning(name, detail, "a newer torch tells of both (2.13 does)")
-    return warning(name, "not to be had from a live rank of this torch: verdicts rest on stacks", "a newer torch")
+        detail = "this torch records only NCCL's collectives, not gloo's"
+        return warning(name, detail, "use a newer torch (2.13 records both)")
+    return warning(
+        name, "not available from a live rank of this torch, so verdicts rest on stacks", "use a newer torch"
+    )
 
 
 def beacon_check(probe: Probe) -> Check | None:
-    """Whether the sitecustomize by which the beacon gets into a rank is run there. None where nothing is known."""
+    """Checks whether ranks run the sitecustomize that starts the beacon. None if unknown."""
     name = "beacon"
     if probe.problem:
         return None
     if not probe.beacon:
-        why = "it ignores its environment (-I or -E, or a wrapper of such)" if probe.isolated else "it was not run"
-        fix = "python must honour PYTHONPATH and import site: no -I, -E, -S, no PYTHONPATH of its own in a wrapper"
-        return failed(name, f"sitecustomize by PYTHONPATH in torch's python: {why}; steps are not counted", fix)
-    return ok(name, "gets into torch's python" + (f"; your {probe.chained} is run after it" if probe.chained else ""))
+        why = (
+            "that python ignores its environment (-I or -E, or a wrapper with these)"
+            if probe.isolated
+            else "it did not run"
+        )
+        fix = "python must use PYTHONPATH and import site: remove -I, -E, -S, and any PYTHONPATH that a wrapper sets"
+        return failed(
+            name, f"the beacon's sitecustomize does not run in torch's python: {why}; steps are not counted", fix
+        )
+    return ok(name, "starts in torch's python" + (f"; your {probe.chained} runs after it" if probe.chained else ""))
 
 
 def hints(environ: Mapping[str, str]) -> Check:
-    """Variables that change how a job is started, or what this examination saw."""
+    """Lists variables that change how jobs start, or the results of these checks."""
     found = []
     if environ.get("SAFELAUNCH_RUN_DIR"):
-        found.append("SAFELAUNCH_RUN_DIR is set: this is a process of a watched job")
+        found.append("SAFELAUNCH_RUN_DIR is set: this process belongs to a watched job")
     if environ.get("PYTHONSAFEPATH"):
-        found.append("PYTHONSAFEPATH is set: the script's own directory is not importable; the beacon is")
+        found.append("PYTHONSAFEPATH is set: scripts cannot import from their own directory; the beacon still starts")
     if environ.get("PYTHONSTARTUP") and environ.get("PYTHONINSPECT"):
-        found.append("PYTHONINSPECT is set: ranks wait for input at their end instead of ending")
+        found.append("PYTHONINSPECT is set: ranks wait for input at their end instead of exiting")
     if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        found.append("CUDA_LAUNCH_BLOCKING=1 slows every job down")
+        found.append("CUDA_LAUNCH_BLOCKING=1 slows down every job")
     pet = sorted(name for name in environ if name.startswith("PET_"))
     if pet:
         found.append(f"torchrun takes options from {', '.join(pet)}")
-    return ok("environment", "; ".join(found) or "nothing in it changes how jobs are started")
+    return ok("environment", "; ".join(found) or "no variable changes how jobs start")
 
 
-def gpu_check(count: int, missing: str, cuda: str, devices: bool) -> Check:
-    """NVML. ``missing``: why it told nothing; ``devices``: there are ``/dev/nvidia*``."""
+def gpu_check(count: int, missing: str, kind: Failure, cuda: str, devices: bool) -> Check:
+    """NVML. ``missing``, ``kind``: why it gave nothing; ``devices``: ``/dev/nvidia*`` exist."""
     if not missing:
-        return ok("GPUs", f"{count} by NVML")
-    if "nvidia-ml-py" in missing:
-        return warning("GPUs", f"{missing}: nothing about GPUs in bundles", "pip install nvidia-ml-py")
-    if "no answer" in missing:
-        return failed("GPUs", missing, "nvidia-smi hangs as well? sudo dmesg | grep -i xid; the node wants a reboot")
+        return ok("GPUs", f"NVML sees {count}")
+    if kind == "not installed":
+        return warning("GPUs", f"{missing}: bundles say nothing about GPUs", "pip install nvidia-ml-py")
+    if kind == "timeout":
+        fix = "if nvidia-smi hangs as well, look for XID errors (sudo dmesg | grep -i xid) and reboot the node"
+        return failed("GPUs", missing, fix)
     if devices:
         fix = "docker run --gpus all (NVIDIA_DRIVER_CAPABILITIES=all), or ldconfig -p | grep libnvidia-ml"
-        return warning("GPUs", f"{missing}, and yet there are /dev/nvidia*", fix)
+        return warning("GPUs", f"{missing}, but /dev/nvidia* exist", fix)
     if cuda:
-        return warning("GPUs", f"{missing}, and torch is built for CUDA {cuda}", "on a GPU node: is its driver loaded?")
+        fix = "if this is a GPU node, load its driver: nvidia-smi must list the GPUs"
+        return warning("GPUs", f"{missing}, but torch is built for CUDA {cuda}", fix)
     return ok("GPUs", f"{missing}; torch is built for the CPU")

@@ -1,9 +1,11 @@
-"""Can stacks be read? What a trial and the kernel's settings mean, and the remedy for this very place."""
+"""Judges whether stacks can be read, by trials and the kernel's settings, with the fix for this environment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from safelaunch.errors import Failure
 
 from .check import Check, failed, ok, warning
 
@@ -25,21 +27,22 @@ _NO_SECCOMP: dict[Place, str] = {
     "podman": "podman run --security-opt seccomp=unconfined ...",
     "kubernetes": "securityContext: {seccompProfile: {type: Unconfined}}, or a profile that allows ptrace",
     "apptainer": "ask the administrator for a seccomp profile that allows ptrace and process_vm_readv",
-    "host": "the seccomp filter of the session or service that you are in has to allow ptrace and process_vm_readv",
+    "host": "make the seccomp filter of your session or service allow ptrace and process_vm_readv",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An attempt on a child that holds still. ``problem`` empty: its stack was read, in ``took_s`` seconds."""
+    """An attempt to read a waiting child's stack, which took ``took_s`` seconds. ``problem`` empty: it succeeded."""
 
     problem: str
     took_s: float = 0.0
+    kind: Failure = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What decides whether we may trace. ``yama``: kernel.yama.ptrace_scope, None = off; ``seccomp`` 2 = a filter."""
+    """The settings that decide whether we may trace. ``yama``: ptrace_scope, None = off; ``seccomp`` 2 = a filter."""
 
     yama: int | None
     capable: bool
@@ -55,18 +58,22 @@ class Rights:
 
 
 def add_capability(place: Place) -> str:
-    """How CAP_SYS_PTRACE is given to the processes of this place."""
+    """How to give CAP_SYS_PTRACE to processes in this environment."""
     return _ADD_CAPABILITY[place]
 
 
 def version_check(path: str, version: str, python: tuple[int, int]) -> Check:
-    """py-spy itself. ``path`` empty: there is none; ``version`` as it says, ``0.4.3``."""
+    """Checks py-spy. ``path`` empty: not installed; ``version``: its own answer, such as ``0.4.3``."""
     name = "py-spy"
     if not path:
-        return failed(name, "not installed: no Python stacks, so hardly a verdict", "pip install 'py-spy>=0.4.0'")
+        return failed(
+            name,
+            "not installed, so safelaunch reads no Python stacks and reaches few verdicts",
+            "pip install 'py-spy>=0.4.0'",
+        )
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if not numbers:
-        return failed(name, f"{path} does not tell its version: {version or 'no answer'}", "pip install -U py-spy")
+        return failed(name, f"{path} does not print its version: {version or 'no answer'}", "pip install -U py-spy")
     oldest = OLDEST_FOR.get(python)
     if oldest is not None and numbers < oldest:
         wanted = ".".join(map(str, oldest))
@@ -76,59 +83,60 @@ def version_check(path: str, version: str, python: tuple[int, int]) -> Check:
 
 
 def attach_check(trial: Trial, rights: Rights) -> Check:
-    """The trial on a child that lets us trace it, as the beacon makes every rank do."""
+    """Judges the trial on a child that allows tracing, as the beacon makes every rank do."""
     name = "reading stacks"
     if not trial.problem:
-        note = "; as root: examine it as the user that runs the jobs, too" if rights.root else ""
-        return ok(name, f"of a child like a rank, in {1000 * trial.took_s:.0f} ms ({rights}){note}")
-    if "permission denied" not in trial.problem:
-        return failed(name, f"{trial.problem} ({rights})", _other_remedy(trial.problem))
+        note = "; you ran this as root: run it again as the user who runs the jobs" if rights.root else ""
+        return ok(name, f"works for a child like a rank, in {1000 * trial.took_s:.0f} ms ({rights}){note}")
+    if trial.kind != "denied":
+        return failed(name, f"{trial.problem} ({rights})", _other_remedy(trial.kind))
     return failed(name, f"permission denied ({rights})", remedy(rights))
 
 
 def remedy(rights: Rights) -> str:
-    """What makes tracing possible where it was denied."""
+    """The fix for denied tracing."""
     on_host = "" if rights.place == "host" else "on the host: "
     if rights.yama == 3:
         return (
-            f"{on_host}kernel.yama.ptrace_scope=3 holds until the next boot: set kernel.yama.ptrace_scope = 1 in\n"
-            "/etc/sysctl.d/10-ptrace.conf (whatever sets 3 there) and reboot"
+            f"{on_host}kernel.yama.ptrace_scope=3 lasts until the next boot: set kernel.yama.ptrace_scope = 1 in\n"
+            "/etc/sysctl.d/10-ptrace.conf (or the file that sets 3) and reboot"
         )
     if rights.capable and rights.seccomp == 2:
         return _NO_SECCOMP[rights.place]
     if rights.yama in (1, 2) and not rights.capable:
-        # At 2 nothing that a rank allows helps; at 1 it does, but not for what has no beacon.
+        # At 2, a rank's permission does not help. At 1 it does, but not for processes without a beacon.
         relax = f"{on_host}sudo sysctl kernel.yama.ptrace_scope={rights.yama - 1}"
         ways = [relax, add_capability(rights.place)]
         return "\nor ".join(ways if rights.place == "host" else ways[::-1])
     if not rights.capable:
         return add_capability(rights.place)
     return (
-        "neither Yama nor a capability: SELinux (sudo setsebool deny_ptrace off) or AppArmor (sudo dmesg | grep DENIED)"
+        "Yama and capabilities allow it, so check SELinux (sudo setsebool deny_ptrace off) and AppArmor\n"
+        "(sudo dmesg | grep DENIED)"
     )
 
 
-def _other_remedy(problem: str) -> str:
-    if "upgrade py-spy" in problem or "does not know" in problem:
+def _other_remedy(kind: Failure) -> str:
+    if kind == "outdated":
         return "pip install -U py-spy"
-    if "no answer within" in problem:
+    if kind == "timeout":
         return "the machine is overloaded, or ptrace is emulated (gVisor): try again, then run py-spy by hand"
-    return "run it by hand: py-spy dump --pid PID of any Python process of yours"
+    return "run py-spy by hand on any Python process of yours: py-spy dump --pid PID"
 
 
 def stranger_check(trial: Trial, rights: Rights) -> Check:
-    """The trial on a child that does not let us: what a rank spawns, and a rank without a beacon."""
+    """Judges the trial on a child without permission, such as a rank's spawned child or a rank without a beacon."""
     name = "reading stacks of spawned children"
     if not trial.problem:
-        return ok(name, "of processes that have no beacon, too")
-    why = trial.problem.partition(":")[0]  # the rest is a remedy in general; ours is for this place
-    detail = f"not of what a rank spawns rather than forks, nor of a rank without a beacon: {why}"
+        return ok(name, "works, also for processes without a beacon")
+    why = f"permission denied ({rights})" if trial.kind == "denied" else trial.problem
+    detail = f"fails for processes that a rank spawns rather than forks, and for a rank without a beacon: {why}"
     return warning(name, detail, remedy(rights))
 
 
 def native_check(trial: Trial) -> Check:
-    """C frames: they tell a Python lock from a wait in C++."""
+    """Judges the trial with C frames, which distinguish a Python lock from a wait in C++."""
     name = "reading C frames"
     if not trial.problem:
-        return ok(name, f"py-spy --native, in {1000 * trial.took_s:.0f} ms")
-    return warning(name, f"py-spy --native: {trial.problem}; a few verdicts stay less certain")
+        return ok(name, f"works with py-spy --native, in {1000 * trial.took_s:.0f} ms")
+    return warning(name, f"{trial.problem}; a few verdicts are less certain without C frames")

@@ -1,1 +1,1 @@
-"""Starting a job and ending it: the command line, the plan, the run directory, processes, the guardian."""
+"""Starts and ends a job: the command line, the plan, the run directory, processes, the guardian."""

@@ -1,8 +1,8 @@
-"""Splitting a command line into safelaunch's own options, torchrun's options, and the script with its arguments.
+"""Splits a command line into safelaunch's own options, torchrun's options, and the script with its arguments.
 
-Own options may stand anywhere before the script, mixed with torchrun's; they are recognised only when spelled exactly,
-so none of torchrun's abbreviations becomes ambiguous. To find the script one must know which of torchrun's options take
-a value: ``takes_value`` is the installed version's table (``torchrun.options``).
+Own options may come anywhere before the script, mixed with torchrun's. They count only if spelled exactly, so none of
+torchrun's abbreviations becomes ambiguous. To find the script, the split must know which of torchrun's options take a
+value: ``takes_value`` is the installed version's table (``torchrun.options``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """``own``: our options in order, with their values. ``torchrun``: its options, without ours.
+    """A split command line. ``own``: our options in order, with their values; ``torchrun``: its options.
 
-    ``script``: the script (or module, or program) and its arguments, untouched; empty when there is none. ``program``:
-    under ``exec``, where what is started need not be torchrun.
+    ``script``: the script (or module, or program) and its arguments, unchanged; empty if there is none. ``program``:
+    the program that ``exec`` starts, which need not be torchrun; else None.
     """
 
     own: tuple[tuple[str, str | None], ...]
@@ -31,7 +31,7 @@ class CommandLine:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What torchrun is given."""
+        """The arguments for torchrun."""
         return self.torchrun + self.script
 
     def has_flag(self, *names: str) -> bool:
@@ -40,7 +40,7 @@ class CommandLine:
     def value_of(self, name: str, *, shortest: str) -> str | None:
         """The value of torchrun's option ``name`` (``--nproc-per-node``), in either spelling; the last one counts.
 
-        ``shortest``: the shortest abbreviation of it that argparse takes.
+        ``shortest``: its shortest abbreviation that argparse accepts.
         """
         found = None
         for position, word in enumerate(self.torchrun):
@@ -51,7 +51,7 @@ class CommandLine:
         return found
 
     def with_value(self, name: str, old: str, new: str, *, shortest: str) -> CommandLine:
-        """The same with ``old`` replaced by ``new`` wherever it is the value of option ``name``; as ``value_of``."""
+        """A copy with ``new`` in place of ``old`` wherever that is the value of option ``name``; see ``value_of``."""
         words = list(self.torchrun)
         for position, word in enumerate(words):
             given, equals, value = word.partition("=")
@@ -65,10 +65,10 @@ class CommandLine:
 
 
 def split(words: Sequence[str], own: Mapping[str, bool], takes_value: Mapping[str, bool]) -> CommandLine:
-    """Splits ``words`` as argparse would split them for torchrun, taking out what is ours.
+    """Splits ``words`` as argparse would for torchrun, and takes out our own options.
 
     ``own`` and ``takes_value`` map option strings to whether they take a value. Raises UsageError for an own option
-    that lacks its value or has one it does not take; what torchrun would reject is left to it.
+    that lacks its value or has one it does not take. Other errors are left to torchrun.
     """
     mine: list[tuple[str, str | None]] = []
     theirs: list[str] = []
@@ -83,10 +83,10 @@ def split(words: Sequence[str], own: Mapping[str, bool], takes_value: Mapping[st
                     raise UsageError(f"{name} needs a value.", "See safelaunch --help.")
                 value, equals = words[index], "="
             elif equals and not own[name]:
-                raise UsageError(f"{name} takes no value, but was given {value!r}.", "See safelaunch --help.")
+                raise UsageError(f"{name} takes no value, but got {value!r}.", "See safelaunch --help.")
             mine.append((name, value if equals else None))
         elif word == "--":
-            # argparse: everything that follows is positional, so the next word is the script.
+            # In argparse, everything after it is positional, so the next word is the script.
             return CommandLine(tuple(mine), (*theirs, "--"), tuple(words[index + 1 :]))
         elif not _is_option(word, takes_value):
             return CommandLine(tuple(mine), tuple(theirs), tuple(words[index:]))
@@ -107,7 +107,7 @@ def _means(word: str, name: str, shortest: str) -> bool:
 
 
 def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """argparse's own test (``_parse_optional``) for a parser none of whose options looks like a negative number."""
+    """argparse's test (``_parse_optional``) for a parser without options that look like negative numbers."""
     if not word.startswith("-") or word == "-":
         return False
     if word[1:2] == "-" and " " not in word:
@@ -115,12 +115,12 @@ def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
     if word in takes_value or _matches(word.partition("=")[0], takes_value):
         return True
     if word[:2] in takes_value:
-        return True  # a short one with its value in the same word, which may hold anything
+        return True  # a short option with its value in the same word, which may contain anything
     return not (_NEGATIVE_NUMBER.match(word) or " " in word)
 
 
 def _matches(name: str, takes_value: Mapping[str, bool]) -> list[str]:
-    """Option strings that ``name`` is, or abbreviates (argparse: only long ones are abbreviated)."""
+    """Option strings that ``name`` equals or abbreviates (argparse abbreviates only long ones)."""
     if name in takes_value:
         return [name]
     if name.startswith("--"):
@@ -132,9 +132,9 @@ def _wants_next(word: str, takes_value: Mapping[str, bool]) -> bool:
     """Whether the option ``word`` takes the following word as its value."""
     if word.startswith("--"):
         name, equals, _ = word.partition("=")
-        # Abbreviations that match several options: where they agree argparse may accept them, else it rejects them.
+        # An abbreviation of several options: argparse may accept it if they agree, and rejects it otherwise.
         return not equals and any(takes_value[match] for match in _matches(name, takes_value))
-    # Short ones may be joined: -m, -r3, -mr 3. The first that takes a value takes the rest of the word, if any.
+    # Short options may be joined: -m, -r3, -mr 3. The first one that takes a value takes the rest of the word, if any.
     for position, letter in enumerate(word[1:], start=2):
         if takes_value.get(f"-{letter}", False):
             return position == len(word)

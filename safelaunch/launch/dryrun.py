@@ -1,21 +1,25 @@
-"""``--dry-run``: the resolved plan as text: command, each variable with its origin, GPUs, timeouts. Starts nothing."""
+"""``--dry-run``: the resolved plan as text, with the command, each variable and its origin, GPUs and timeouts."""
 
 from __future__ import annotations
 
+import os
 import shlex
 
-from safelaunch.capture.redact import redact_argv, redact_env, redact_text
 from safelaunch.launch.plan import Applied, Plan
+from safelaunch.redaction.job_secrets import secret_values
+from safelaunch.redaction.redact import redact_env
+from safelaunch.redaction.redactor import Redactor
 from safelaunch.settings.config import INTERNAL_ENV, Settings
 
 
 def describe(plan: Plan) -> str:
-    """Everything that a run would do, for reading."""
+    """The whole plan of a run as text."""
     settings = plan.settings
+    redactor = Redactor(secret_values(plan.env, plan.argv, [plan.run_name, os.fspath(plan.run_dir)]))
     lines = [
         f"run name      {plan.run_name}",
         "torch         " + (f"{plan.torch.version or 'unknown'} ({plan.torch.python})" if plan.torch else "not found"),
-        "command       " + shlex.join(redact_argv(list(plan.argv))),
+        "command       " + shlex.join(redactor.argv(plan.argv)),
         f"run directory {plan.run_dir}",
         f"bundles       {settings.bundle_dir}   ({settings.origin('bundle-dir')})",
         *_bundles(settings),
@@ -34,12 +38,12 @@ def describe(plan: Plan) -> str:
             f"  on stall         {settings.on_stall}   ({settings.origin('on-stall')})",
         ]
     lines += ["", "environment"]
-    lines += _variables(plan) or ["  nothing beyond what safelaunch needs itself"]
-    return "\n".join(lines)
+    lines += _variables(plan) or ["  nothing except safelaunch's own variables"]
+    return redactor.text("\n".join(lines))
 
 
 def _bundles(settings: Settings) -> list[str]:
-    """What is kept of bundles, how, and who is told."""
+    """Which bundles are kept, in which form, and the command that runs for each."""
     kept = f"the {settings.keep_bundles} newest" if settings.keep_bundles else "all"
     lines = [
         f"  keep           {kept}   ({settings.origin('keep-bundles')})",
@@ -47,7 +51,7 @@ def _bundles(settings: Settings) -> list[str]:
         f"  archive        {'.tar.gz' if settings.bundle_archive else 'none'}   ({settings.origin('bundle-archive')})",
     ]
     if settings.on_bundle:
-        lines.append(f"  on bundle      {redact_text(settings.on_bundle)}   ({settings.origin('on-bundle')})")
+        lines.append(f"  on bundle      {settings.on_bundle}   ({settings.origin('on-bundle')})")
     return lines
 
 
@@ -72,10 +76,10 @@ def _variables(plan: Plan) -> list[str]:
     for name in sorted(INTERNAL_ENV | {"PYTHONPATH"}):
         if plan.watched and name in plan.env:
             lines.append(
-                f"  {name}={plan.env[name]}   (safelaunch: wakes the beacon; your script sees PYTHONPATH as you set it)"
+                f"  {name}={plan.env[name]}   (safelaunch: for the beacon; your script sees PYTHONPATH as you set it)"
             )
     return lines
 
 
 def _origin(setting: Applied) -> str:
-    return f"{setting.origin}; not applied, your exported value stays" if setting.kept else setting.origin
+    return f"{setting.origin}; not applied: your exported value wins" if setting.kept else setting.origin

@@ -1,163 +1,270 @@
-"""The guardian: a tiny process that ends the job when the supervisor is killed.
+"""The supervisor's side of the guardian, a tiny process that ends the job if the supervisor is killed.
 
-It is made before the job, so that there is no moment without it. It knows the job by pid and start time: the agent, of
-which it is told first, orphans, of which it is told as well, the workers that the agent wrote down, and all that it has
-seen below these, looking every few seconds, because a rank that is killed together with the supervisor can no longer be
-asked for its children. It acts on these and on nothing else, and only when the pipe to the supervisor closes without
-the word that all is well.
+    safelaunch ── guardian ── torchrun ── ranks ── loader workers, helpers, ...
+                     └── processes of the job that lost their parents
 
-The kernel's own parent-death signal is no substitute: it would end a rank before its children are known.
+The guardian (``guarding``) is the parent of the job and the reaper of its orphans (``PR_SET_CHILD_SUBREAPER``). So all
+processes of the job are below it, even in new sessions, daemonized or with an empty environment, and it need not look
+for them in time. It acts only if the pipe to the supervisor closes without a dismissal, and only on processes below
+it. After a normal end it exits, and daemons that the job left behind survive, as under torchrun.
+
+The table says which processes end if several are killed at once. "Group" is the job's control group (``controlgroup``).
+
+=====================================  =============================  =================================================
+SIGKILL for                            with a group                   without
+=====================================  =============================  =================================================
+safelaunch, and any of the job         all of the job                 all of the job
+the guardian                           nothing: it is replaced        nothing: it is replaced
+the guardian, and safelaunch later     all of the job                 all of the job but (1)
+safelaunch and the guardian            all, by torchrun's beacon      all below torchrun, and its orphans but (1)
+safelaunch, the guardian and torchrun  ranks, by the kernel           ranks, by the kernel
+=====================================  =============================  =================================================
+
+(1) Except a process with a new session and environment that lost its parents less than 0.25 s before: it is unseen.
+Under ``exec``, the beacon of a rank that imported torch acts in place of torchrun's.
+
+``pkill safelaunch`` and ``pkill -f safelaunch`` do not match the guardian, which has another name.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
-import select
 import signal
+import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from safelaunch.launch import process
-from safelaunch.launch.paths import discard_unfinished
+from safelaunch.beacon import layout
+from safelaunch.launch import guarding, process
+from safelaunch.launch.controlgroup import ControlGroup
+from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId
+from safelaunch.system import procstat
 
-WELL = b"well"
-GRACE_S = 5.0
-LEAVES_S = 1.0  # for the guardian to end when all is well
-LOOK_EVERY_S = 2.0
-LEAST_IDLE = 500  # on a node with many processes a look takes longer, and comes less often: 0.2 % of a core
+TRIES = 3
+LEAVES_S = 1.0  # for the guardian to exit after its dismissal, or to report the job's end
+MEND_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
 class Guardian:
-    """The supervisor's end of it: the guardian's pid, and the pipe whose closing it waits for."""
+    """The supervisor's side: starts the job through the guardian, hears of its end, replaces a dead guardian."""
 
-    pid: int
-    pipe: int
+    def __init__(self, run: RunPaths, leases: Sequence[int], group: ControlGroup | None) -> None:
+        """``leases``: descriptors that the guardian shares, so that the job's resources and run directory stay its own
+        until its end.
+        """
+        self.pid = 0
+        self.group = group
+        self._run = run
+        self._leases = leases
+        self._agent: ProcessId | None = None
+        self._status: int | None = None
+        self._is_parent = True  # of the job; a replacement is not
+        self._commands = self._reports = -1
+        self._rest = b""
+        self._told: list[ProcessId] = []
+        self._ended_s: float | None = None  # when we noticed the agent's end
+        self._mended_s = 0.0
+        self._lines = _lifelines(run)
+        self._fork: Callable[[], None] = lambda: None
+
+    def fork(self, become: Callable[[], NoReturn], *, at_once: bool) -> None:
+        """Forks the guardian, with the waiting job behind it. Call it while this process has one thread.
+
+        ``become``: see ``process.fork``. ``at_once``: the job may start processes in its first milliseconds. Raises
+        OSError if the fork fails.
+        """
+        self._fork = lambda: self._fork_once(become, at_once)
+        self._fork()
+
+    def _fork_once(self, become: Callable[[], NoReturn], at_once: bool) -> None:
+        commands, self._commands = os.pipe()
+        self._reports, reports = os.pipe()
+        supervisor = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                for descriptor in (self._commands, self._reports, self._lines[0]):
+                    os.close(descriptor)
+                post = guarding.Post(supervisor, commands, reports, (*self._leases, self._lines[1]))
+                guarding.First(self._run, self.group, post).guard(become, at_once)
+            finally:
+                os._exit(0)
+        os.close(commands)
+        os.close(reports)
+
+    def start(self) -> ProcessId:
+        """Starts the waiting job; returns its first process. Raises OSError if it can't be started."""
+        process.become_subreaper()  # if the guardian dies, we adopt the job
+        for _ in range(TRIES):
+            if self._let_go():
+                break
+            process.reap(self.pid)
+            for pipe in (self._commands, self._reports):
+                os.close(pipe)
+            self._fork()
+        if self._agent is None:
+            raise InterruptedError(errno.EINTR, "its guardians were killed before they started it")
+        os.set_blocking(self._reports, False)
+        self._told.append(self._agent)
+        return self._agent
+
+    def _let_go(self) -> bool:
+        """Releases the job; returns whether it started. It doesn't if the guardian was killed before."""
+        self._agent = None
+        self._rest = b""
+        self._write(guarding.GO)
+        while line := self._next_line():
+            word, *numbers = line.split()
+            if word == b"agent":
+                self._agent = ProcessId(int(numbers[0]), int(numbers[1]))
+            elif word == b"failed":
+                raise OSError(int(numbers[0]), os.strerror(int(numbers[0])))
+            elif word == b"started":
+                return True
+        if self._agent is not None and not self._has_become():
+            self._agent.send(signal.SIGKILL)
+            process.reap(self._agent.pid)
+            self._agent = None
+        return self._agent is not None
+
+    def _has_become(self) -> bool:
+        """Whether the job's first process is more than a fork of the guardian that was killed."""
+        assert self._agent is not None
+        found = procstat.read(self._agent.pid)
+        return found is not None and self._agent.is_alive() and found.name != guarding.NAME
+
+    def ended(self) -> int | None:
+        """The wait status of the job's first process, once it has ended. Call it regularly."""
+        if self._status is None and self._is_parent:
+            self._hear()
+        if self._status is None:
+            self._look_after(time.monotonic())
+        if self._status is None and not self._is_parent and self._agent is not None:
+            self._status = process.reap(self._agent.pid)
+        return self._status
 
     def adopt(self, member: ProcessId) -> None:
-        """Tells the guardian of a process of the job: first the agent, then those that it could not find from there."""
-        self._write(f"{member.pid} {member.start_ticks}\n".encode())
+        """Reports a process that the guardian could not find by itself."""
+        self._told = [*(one for one in self._told if one.is_alive()), member]
+        self._write(str(member).encode())
 
     def dismiss(self) -> None:
-        """The job has ended as it should: what it left behind on purpose stays."""
-        self._write(WELL + b"\n")
-        os.close(self.pipe)
-        if not self._has_gone():  # stopped, by whatever: the end of the job does not wait for it
-            os.kill(self.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+        """Dismisses the guardian after a normal end: daemons that the job left behind survive."""
+        self._write(guarding.WELL)
+        os.close(self._commands)
+        if self.pid and not self._has_gone():  # it is stopped: the end of the job does not wait for it
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
             self._has_gone()
+        if self.group is not None:
+            self.group.dissolve()
+        for descriptor in (self._reports, *self._lines):
+            os.close(descriptor)
+
+    def _hear(self) -> None:
+        """Reads the guardian's report on the agent's end."""
+        try:
+            while line := self._next_line():
+                if line.startswith(b"ended "):
+                    self._status = int(line.split()[1])
+        except BlockingIOError:
+            return  # nothing new
+
+    def _next_line(self) -> bytes:
+        """One line without its newline; empty if the guardian is gone. Raises BlockingIOError if none is ready."""
+        while b"\n" not in self._rest:
+            chunk = os.read(self._reports, 4096)
+            if not chunk:
+                return b""
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def _look_after(self, now: float) -> None:
+        """Replaces a dead guardian, and kills a stopped one that does not report the agent's end."""
+        assert self._agent is not None
+        if self.pid and self._is_parent and not self._agent.is_alive():
+            self._ended_s = self._ended_s or now
+            if now - self._ended_s > LEAVES_S:
+                os.kill(self.pid, signal.SIGKILL)  # then the agent is our child, and we get its status
+        status = process.reap(self.pid) if self.pid else None
+        if status is not None:
+            if self._is_parent:
+                self._hear()  # its last lines
+            self._is_parent = False
+            self.pid = 0
+            if self._agent.is_alive():
+                self._say_gone(status)
+        if not self.pid and now - self._mended_s > MEND_EVERY_S and self._agent.is_alive():
+            self._mended_s = now
+            self._mend()
+
+    def _say_gone(self, status: int) -> None:
+        from safelaunch.system.console import say
+
+        how = f"was ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "ended"
+        say(f"the guardian of this job {how}; starting another")
+
+    def _mend(self) -> None:
+        """Starts another guardian. It is not the job's parent, so it needs reports of orphans."""
+        from safelaunch.system.console import say
+
+        commands, ours = os.pipe()
+        shared = [os.dup(descriptor) for descriptor in (commands, *self._leases)]
+        for descriptor in shared:
+            os.set_inheritable(descriptor, True)
+        try:
+            self.pid = _spawn(f"replace({os.fspath(self._run.root)!r}, {shared!r})")
+        except OSError as error:
+            os.close(ours)
+            say(f"no guardian ({error.strerror or error}): after a kill -9 of safelaunch, processes may survive")
+            return
+        finally:
+            for descriptor in (commands, *shared):
+                os.close(descriptor)
+        os.close(self._commands)
+        self._commands = ours
+        for member in self._told:
+            self._write(str(member).encode())
 
     def _has_gone(self) -> bool:
-        """Reaps it, waiting a moment; whether it is gone."""
+        """Reaps it, waiting a moment; returns whether it is gone."""
         deadline = time.monotonic() + LEAVES_S
-        try:
-            while not os.waitpid(self.pid, os.WNOHANG)[0]:
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.001)
-        except ChildProcessError:
-            return True  # killed and reaped before
+        while process.reap(self.pid) is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
         return True
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         try:
-            os.write(self.pipe, data)
+            os.write(self._commands, line + b"\n")
         except OSError:
-            return  # the guardian was killed: what is left is the signal that torchrun gets at our death
+            return  # it was killed; the next look replaces it
 
 
-def start(events: Path, run_dir: Path, leases: Sequence[int] = ()) -> Guardian:
-    """Forks the guardian. To be called while this process has one thread. Raises OSError when that is not possible.
+def _lifelines(run: RunPaths) -> tuple[int, int]:
+    """Named pipes. The kernel tells their readers at once when the holders are dead, without polling.
 
-    ``leases``: descriptors that it shares, so that what the job was given is not free before it has ended the job.
+    Only the supervisor holds ``life``; every process that would end the job holds ``keepers``. ``rescue`` says how to
+    start another guardian if both are dead. Without that file, the job has ended normally.
     """
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(read)
-        return Guardian(pid, write)
-    try:
-        os.close(write)
-        _guard(read, events, run_dir, leases)
-    finally:
-        os._exit(0)
+    run.rescue.write_bytes(f"{sys.executable}\0{_code(f'rescue({os.fspath(run.root)!r})')}".encode())
+    for path in (run.life, run.keepers):
+        os.mkfifo(path, 0o600)
+    return os.open(run.life, os.O_RDWR | os.O_CLOEXEC), os.open(run.keepers, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _guard(pipe: int, events: Path, run_dir: Path, leases: Sequence[int]) -> None:
-    os.setsid()
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # nobody's pipe may stay open because of us
-        os.dup2(null, descriptor)
-    keep = _keep_only([pipe, *leases])
-    known: set[ProcessId] = set()
-    agent: ProcessId | None = None
-    rest = b""
-    next_look_s = time.monotonic() + 0.2
-    while True:
-        if select.select([keep], [], [], max(0.0, next_look_s - time.monotonic()))[0]:
-            chunk = os.read(keep, 65536)
-            if not chunk:
-                break
-            *lines, rest = (rest + chunk).split(b"\n")
-            if WELL in lines:
-                return
-            members = parse(line.decode("ascii", "replace") for line in lines)
-            known.update(members)
-            agent = agent or next(iter(members), None)
-        if (begin := time.monotonic()) >= next_look_s:
-            known = _job(known, events)
-            now = time.monotonic()
-            next_look_s = now + max(LOOK_EVERY_S, LEAST_IDLE * (now - begin))
-    if agent is not None:
-        process.end_all(agent, lambda: tuple(_job(known, events)), grace_s=GRACE_S)
-    from shutil import rmtree
-
-    rmtree(run_dir, ignore_errors=True)
-    discard_unfinished(run_dir.name)
+def _code(call: str) -> str:
+    """The program for a new interpreter."""
+    root = os.fspath(Path(__file__).resolve().parents[2])
+    return f"import sys; sys.path.insert(0, {root!r}); from safelaunch.launch import guarding; guarding.{call}"
 
 
-def _keep_only(descriptors: Sequence[int]) -> int:
-    """Closes everything from 3 on but ``descriptors``; returns the first of them. They get numbers from 3 on."""
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3 + len(descriptors)) for descriptor in descriptors]
-    for number, descriptor in enumerate(high, start=3):
-        os.dup2(descriptor, number)
-    os.closerange(3 + len(descriptors), 65536)
-    return 3
-
-
-def _job(known: set[ProcessId], events: Path) -> set[ProcessId]:
-    """Every living process of the job: those known before or told of, and all below them."""
-    roots = known | set(parse(_workers(events)))
-    alive = {root for root in roots if root.is_alive()}
-    return alive | set(process.descendants(root.pid for root in alive))
-
-
-def parse(lines: Iterable[str]) -> list[ProcessId]:
-    """``pid start_ticks`` lines; others are passed over."""
-    found = []
-    for line in lines:
-        words = line.split()
-        if len(words) == 2 and all(word.isdigit() for word in words):
-            found.append(ProcessId(int(words[0]), int(words[1])))
-    return found
-
-
-def _workers(events: Path) -> list[str]:
-    """The workers of all attempts, as the agent wrote them down when it started them."""
-    import json
-
-    lines = []
-    try:
-        text = events.read_text("utf-8", "replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        try:
-            event = json.loads(line)
-            lines += [f"{pid} {ticks}" for _, pid, ticks in event.get("workers", {}).values()]
-        except (ValueError, AttributeError, TypeError):
-            continue  # a line that was being written when everything was killed
-    return lines
+def _spawn(call: str) -> int:
+    """Runs ``call`` of ``guarding`` in a new interpreter: this process has threads now, so a fork is not safe."""
+    env = {**os.environ, layout.GUARDIAN_CODE: _code(call)}
+    return os.posix_spawn(sys.executable, [sys.executable, *layout.GUARDIAN_ARGUMENTS], env)

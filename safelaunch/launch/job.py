@@ -1,22 +1,117 @@
-"""A started job, and the exit codes that are safelaunch's own."""
+"""A started job: its processes, the signals that it is sent, its end; and safelaunch's own exit codes."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import dataclass
 
+from safelaunch.launch import process
+from safelaunch.launch.guardian import Guardian
 from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.plan import Plan
-from safelaunch.launch.process import ProcessId
+from safelaunch.launch.process import FORWARDED, SI_KERNEL, ProcessId
 
 EXIT_HUNG = 124
 EXIT_GAVE_UP = 125
+GRACE_S = 5.0
+RANK_GRACE_S = 1.0
+ORPHANS_EVERY_S = 0.2  # on every tick of the loop: our children are a few small files
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A started job: its first process (torchrun's agent, mostly), its run directory (None: not watched)."""
+    """A started job: its first process (usually torchrun's agent) and its run directory (None: not watched)."""
 
     plan: Plan
     agent: ProcessId
     run: RunPaths | None
     started_unix_s: float
+
+
+class JobProcesses:
+    """The job's processes below this supervisor; ``agent`` is the first of them."""
+
+    def __init__(self, agent: ProcessId, guardian: Guardian | None) -> None:
+        self.agent = agent
+        self._guardian = guardian
+        self._orphans: set[ProcessId] = set()
+        self._next_look_s = 0.0
+
+    def ended(self) -> int | None:
+        """The wait status of the agent once it has ended, else None. Also replaces a dead guardian."""
+        return process.reap(self.agent.pid) if self._guardian is None else self._guardian.ended()
+
+    def look_for_orphans(self, now: float) -> None:
+        """Adopts the job's orphans after the death of its first guardian, and reports them to the next."""
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + ORPHANS_EVERY_S
+        for orphan in process.adopted([self.agent.pid, *self._not_the_jobs()]):
+            if orphan not in self._orphans and self._guardian is not None:
+                self._orphans.add(orphan)
+                self._guardian.adopt(orphan)
+
+    def adopt_helper(self, pid: int) -> None:
+        """Reports one of our own helper programs: the guardian ends it too if we are killed."""
+        helper = process.identify(pid)
+        if helper is not None and self._guardian is not None:
+            self._guardian.adopt(helper)
+
+    def _not_the_jobs(self) -> list[int]:
+        return [*self._guardians(), *process.helpers()]
+
+    def _guardians(self) -> list[int]:
+        return [self._guardian.pid] if self._guardian is not None and self._guardian.pid else []
+
+    def all(self) -> tuple[ProcessId, ...]:
+        """All processes of the job: those below the guardian, and those we adopted after a guardian's death."""
+        return process.descendants([os.getpid(), *self._guardians()], exclude=self._not_the_jobs())
+
+    def end_all(self) -> tuple[ProcessId, ...]:
+        """SIGTERM, grace, SIGKILL; returns the processes that could not be killed. Takes seconds."""
+        group = self._guardian.group if self._guardian is not None else None
+        kill = group.kill if group is not None else lambda: None
+        return process.end_all(self.agent, self.all, grace_s=GRACE_S, kill=kill)
+
+    def end_ranks(self) -> tuple[ProcessId, ...]:
+        """Ends the processes below the agent, but none that it starts afterwards: it restarts the ranks."""
+        ranks = process.descendants([self.agent.pid])
+        for rank in ranks:
+            rank.send(signal.SIGTERM)
+        deadline = time.monotonic() + RANK_GRACE_S
+        while time.monotonic() < deadline and any(rank.is_alive() and not rank.is_stopped() for rank in ranks):
+            time.sleep(0.05)
+        for rank in ranks:
+            rank.send(signal.SIGKILL)
+        return tuple(rank for rank in ranks if rank.is_alive())
+
+
+# These ask the job to end; USR1 and USR2 do not.
+STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Forwarder:
+    """Waits for a signal or a child's end, whichever comes first, and forwards each signal to the job once."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.stop_requested = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns after ``timeout_s`` seconds, a child's end, or a forwarded signal."""
+        # Not sigtimedwait: if it times out and is interrupted as well (Ctrl-Z, then fg), CPython 3.11 returns an
+        # uninitialised siginfo, and the job would get a signal that nobody sent.
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        info = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD, signal.SIGALRM})
+        if info.si_signo not in FORWARDED:
+            return
+        if info.si_signo in STOPPING:
+            self.stop_requested = True
+        try:
+            # Under torchrun, a signal from the terminal reaches the whole foreground group, so forward it to the group.
+            send = os.killpg if info.si_code == SI_KERNEL else os.kill
+            send(self._pid, info.si_signo)
+        except ProcessLookupError:
+            return

@@ -1,8 +1,14 @@
-"""Where everything of one run lives: all file names of the run directory and of a bundle in one place."""
+"""All file names of a run directory, and the life cycle of run directories and unfinished bundles.
+
+A run locks its directory (flock on the directory itself) while its supervisor or its guardian is alive. The next run
+removes a directory that is not locked. Pids say nothing here: containers that share /tmp use the same ones.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import stat
 import time
 from collections.abc import Mapping
@@ -14,17 +20,26 @@ from safelaunch.beacon.page import start_ticks
 
 # A unix socket's path is limited to 107 bytes; ours adds at most 38 to the run directory.
 LONGEST_RUN_DIR = 64
+TMP = "/tmp"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+ABANDONED_S = 3600.0  # a run directory that has no owner yet
+UNFINISHED_S = 60.0  # a bundle that is not locked yet
+LOCK_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The run directory: private, short, on a local disk, removed when the run ends."""
+    """The run directory: private, short, on a local disk, removed when the run ends.
+
+    ``lock``: the descriptor by which a supervisor holds its own; -1 for everybody else.
+    """
 
     root: Path
+    lock: int = -1
 
     @property
     def owner(self) -> Path:
-        """The supervisor's pid and start time: when it is gone, the directory is nobody's."""
+        """The supervisor's pid and start time in its own pid namespace: they identify it, but don't say if it lives."""
         return self.root / "owner"
 
     @property
@@ -38,7 +53,7 @@ class RunPaths:
 
     @property
     def flight_recorder(self) -> Path:
-        """Where the presets let torch and NCCL dump on their own."""
+        """The directory for the dumps that torch and NCCL write by themselves under some presets."""
         return self.root / "flight_recorder"
 
     @property
@@ -49,24 +64,68 @@ class RunPaths:
     def agent_page(self) -> Path:
         return self.root / layout.AGENT_PAGE
 
+    @property
+    def life(self) -> Path:
+        """A pipe that the supervisor holds; its readers learn of its death."""
+        return self.root / layout.LIFE
+
+    @property
+    def keepers(self) -> Path:
+        """A pipe that every process holds that would end the job."""
+        return self.root / layout.KEEPERS
+
+    @property
+    def rescue(self) -> Path:
+        """The interpreter and code with which a beacon starts another guardian."""
+        return self.root / layout.RESCUE
+
+    @property
+    def members(self) -> Path:
+        """The guardians, the job's first process, its control group and its orphans, for a new guardian."""
+        return self.root / layout.MEMBERS
+
     def of_page(self, name: str, suffix: str) -> Path:
-        """A companion of the page ``name``: its socket, ring, fault file, ..."""
+        """A file that belongs to the page ``name``: its socket, ring, fault file, ..."""
         return self.pages / (name + suffix)
 
 
 def run_root(environ: Mapping[str, str], uid: int) -> Path:
-    """The directory that holds this user's run directories; not created yet.
+    """The directory of this user's run directories; it need not exist yet.
 
-    ``$XDG_RUNTIME_DIR/safelaunch`` where that is a private directory of this user and short enough for unix sockets,
-    else ``/tmp/safelaunch-<uid>``.
+    ``$XDG_RUNTIME_DIR/safelaunch`` if that is a private directory of this user and short enough for unix sockets, else
+    ``/tmp/safelaunch-<uid>``. If another user has taken that name, ``/tmp/safelaunch-<uid>-<random>``, created at once
+    so that nobody can take it as well.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and len(runtime) + len("/safelaunch") <= LONGEST_RUN_DIR - 20 and _is_private(Path(runtime), uid):
+    if runtime and len(runtime) + len("/safelaunch") <= LONGEST_RUN_DIR - 20 and is_private(Path(runtime), uid):
         return Path(runtime) / "safelaunch"
-    return Path(f"/tmp/safelaunch-{uid}")
+    usual = Path(TMP) / f"safelaunch-{uid}"
+    if not os.path.lexists(usual) or is_private(usual, uid):
+        return usual
+    return next(iter(other_roots(uid)), None) or _new_root(uid) or usual
 
 
-def _is_private(path: Path, uid: int) -> bool:
+def other_roots(uid: int) -> tuple[Path, ...]:
+    """The directories that ``run_root`` created in place of the usual one."""
+    try:
+        with os.scandir(TMP) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.startswith(f"safelaunch-{uid}-"))
+    except OSError:
+        return ()
+    return tuple(path for name in names if is_private(path := Path(TMP) / name, uid))
+
+
+def _new_root(uid: int) -> Path | None:
+    from tempfile import mkdtemp
+
+    try:
+        return Path(mkdtemp(prefix=f"safelaunch-{uid}-", dir=TMP))
+    except OSError:
+        return None
+
+
+def is_private(path: Path, uid: int) -> bool:
+    """Whether it is a directory that only this user can write to: otherwise it may contain anything."""
     try:
         info = path.lstat()
     except OSError:
@@ -76,38 +135,110 @@ def _is_private(path: Path, uid: int) -> bool:
 
 
 def may_be_ours(directory: Path) -> bool:
-    """Whether ``directory`` is private to this user, or not there yet: nobody else may look into it or move it."""
-    return not directory.exists() or _is_private(directory, os.getuid())
+    """Whether ``directory`` is private to this user or does not exist: nobody else may read or move it."""
+    return not directory.exists() or is_private(directory, os.getuid())
 
 
 def create_run(root: Path, pid: int, uid: int) -> RunPaths:
-    """Makes a new run directory below ``root`` (mode 0700). Raises OSError when that is not possible or not safe."""
+    """Creates a run directory below ``root`` (mode 0700), and locks it. Raises OSError if that is impossible or unsafe.
+
+    Its name is ``r<pid>``, with a number if a dead run or one of another pid namespace has that name.
+    """
     try:
         root.mkdir(mode=0o700, parents=False)
     except FileExistsError:
-        if not _is_private(root, uid):
+        if not is_private(root, uid):
             raise PermissionError(f"{root} is not a private directory of user {uid}") from None
     for attempt in range(100):
-        run = RunPaths(root / (f"r{pid}" if attempt == 0 else f"r{pid}-{attempt}"))
+        path = root / (f"r{pid}" if attempt == 0 else f"r{pid}-{attempt}")
         try:
-            run.root.mkdir(mode=0o700)
+            path.mkdir(mode=0o700)
         except FileExistsError:
             continue
         try:
-            run.owner.write_text(f"{pid} {start_ticks(pid)}\n")
-            run.pages.mkdir(mode=0o700)
-            run.flight_recorder.mkdir(mode=0o700)
-        except OSError:  # no room: half of a run directory is of no use to anybody
+            return _furnish(RunPaths(path, _lock(path)), pid)
+        except OSError:  # no room: half a run directory is useless
             from shutil import rmtree
 
-            rmtree(run.root, ignore_errors=True)
+            rmtree(path, ignore_errors=True)
             raise
-        return run
     raise FileExistsError(f"{root} is full of run directories")
 
 
+def _furnish(run: RunPaths, pid: int) -> RunPaths:
+    try:
+        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")  # from now on, another run removes it if it is not locked
+        run.pages.mkdir(mode=0o700)
+        run.flight_recorder.mkdir(mode=0o700)
+    except OSError:
+        os.close(run.lock)
+        raise
+    return run
+
+
+# --- whose a directory is ---------------------------------------------------------------------------------------------
+
+
+def _lock(directory: Path) -> int:
+    """A descriptor that locks ``directory``, which is ours and new. Another run may be probing it right now."""
+    descriptor = os.open(directory, _DIRECTORY)
+    deadline = time.monotonic() + LOCK_DEADLINE_S
+    try:
+        while not _try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise TimeoutError(None, f"another process keeps {directory} locked")
+            time.sleep(0.001)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a live process uses the directory, in any pid namespace. True if that is unknown."""
+    try:
+        descriptor = os.open(directory, _DIRECTORY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    except OSError:
+        return True  # a file system without locks
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unless_held(directory: Path) -> bool:
+    """Removes a directory that nobody holds; returns whether it did."""
+    from shutil import rmtree
+
+    try:
+        descriptor = os.open(directory, _DIRECTORY)
+    except OSError:
+        return False
+    try:
+        if not _try_lock(descriptor, fcntl.LOCK_EX):
+            return False
+        rmtree(directory, ignore_errors=True)
+        return True
+    except OSError:
+        return False  # a file system without locks: we can't tell
+    finally:
+        os.close(descriptor)
+
+
 def working_directory() -> Path:
-    """Where we are; ``/`` when that directory has been removed."""
+    """The working directory; ``/`` if it was removed."""
     try:
         return Path.cwd()
     except OSError:
@@ -115,65 +246,70 @@ def working_directory() -> Path:
 
 
 def sweep(root: Path) -> int:
-    """Removes the run directories below ``root`` whose supervisor is gone; returns how many.
+    """Removes the run directories below ``root`` that nobody holds; returns how many.
 
-    A directory without an owner file is being made, or was left by a crash in that moment: it goes after an hour.
+    A directory without an owner file is being created, or its creator crashed: it is removed after an hour.
     """
-    from shutil import rmtree
+    return sum(
+        _remove_unless_held(entry)
+        for entry in list(root.glob("r[0-9]*"))
+        if (entry / "owner").exists() or _is_older(entry, ABANDONED_S)
+    )
 
-    removed = 0
-    for entry in list(root.glob("r[0-9]*")):
-        try:
-            pid, ticks = (int(word) for word in (entry / "owner").read_text().split())
-            dead = not _lives(pid, ticks)
-        except FileNotFoundError:
-            dead = time.time() - entry.lstat().st_mtime > 3600 if entry.exists() else False
-        except (OSError, ValueError):
-            continue  # not ours to judge
-        if dead:
-            rmtree(entry, ignore_errors=True)
-            removed += 1
-    return removed
+
+def _is_older(path: Path, seconds: float) -> bool:
+    try:
+        return time.time() - path.lstat().st_mtime > seconds
+    except OSError:
+        return False
 
 
 def local_bundles() -> Path:
-    """Where bundles are assembled, and kept when they cannot be written where they were wanted."""
+    """The directory for bundles in progress, and for those that can't be written to the requested directory."""
     return run_root({}, os.getuid()) / "bundles"
 
 
-def new_unfinished_bundle(place: Path, run_dir: Path, outcome: str) -> Path:
-    """Where a bundle is assembled in ``place``. Its name begins with a dot and the run's name, which holds the pid."""
-    return place / f".{run_dir.name}-{outcome}-{time.time_ns()}"
+class Unfinished:
+    """The bundles that a supervisor is assembling, each in a directory that it locks."""
 
+    def __init__(self) -> None:
+        self._held: dict[Path, int] = {}
 
-def unfinished_bundles(run_name: str) -> list[Path]:
-    """What the supervisor of run ``run_name`` (``r4711``) was assembling."""
-    return list(local_bundles().glob(f".{run_name}-*-*"))
+    def name(self, place: Path, run_dir: Path, outcome: str) -> Path:
+        """The path for a new bundle in ``place``; its name begins with a dot and the run's name."""
+        return place / f".{run_dir.name}-{outcome}-{time.time_ns()}"
+
+    def hold(self, directory: Path) -> None:
+        """Locks it; call it after each creation. Best effort: a young directory is not removed for a while."""
+        self.let_go(directory)
+        try:
+            self._held[directory] = _lock(directory)
+        except OSError:
+            return
+
+    def let_go(self, directory: Path) -> None:
+        """Releases a bundle that was published or given up."""
+        descriptor = self._held.pop(directory, -1)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def discard(self) -> None:
+        """Removes all unfinished bundles."""
+        from shutil import rmtree
+
+        for directory in list(self._held):
+            rmtree(directory, ignore_errors=True)
+            self.let_go(directory)
 
 
 def discard_unfinished(run_name: str) -> None:
-    """Removes what ``unfinished_bundles`` finds: its run has ended, or nobody is left to finish it."""
-    from shutil import rmtree
-
-    for unfinished in unfinished_bundles(run_name):
-        rmtree(unfinished, ignore_errors=True)
+    """Removes the bundles that the supervisor of run ``run_name`` (``r4711``) was assembling when it was killed."""
+    for entry in local_bundles().glob(f".{run_name}-*"):
+        if re.fullmatch(re.escape(f".{run_name}") + r"-[a-z]+-\d+", entry.name):  # not r4711-1 for r4711
+            _remove_unless_held(entry)
 
 
 def sweep_unfinished(directory: Path) -> int:
     """Removes bundles that supervisors were assembling in ``directory`` when they were killed; returns how many."""
-    from shutil import rmtree
-
-    removed = 0
-    for entry in list(directory.glob(".r[0-9]*-*-*")):
-        pid = entry.name[2:].partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            rmtree(entry, ignore_errors=True)
-            removed += 1
-    return removed
-
-
-def _lives(pid: int, ticks: int) -> bool:
-    try:
-        return start_ticks(pid) == ticks
-    except (OSError, IndexError, ValueError):
-        return False
+    found = [entry for entry in directory.glob(".r[0-9]*-*-*") if _is_older(entry, UNFINISHED_S)]
+    return sum(_remove_unless_held(entry) for entry in found)

@@ -1,11 +1,11 @@
-"""What will be started: the argument vector and the environment, each variable with its origin. Pure."""
+"""The plan of a job: its argument vector and environment, each variable with its origin. Pure."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.launch.argv import CommandLine
@@ -18,7 +18,7 @@ LEASES = "SAFELAUNCH_LEASES"  # the beacons' locks, by path
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A variable that safelaunch would set. ``kept``: the user had exported it, and that value stays."""
+    """A variable that safelaunch would set. ``kept``: the user exported it, and that value wins."""
 
     name: str
     value: str
@@ -31,9 +31,9 @@ class Applied:
 class Plan:
     """One job, ready to start.
 
-    ``watched`` False: without beacon and watch. ``torch`` None: not known (exec). ``by_torchrun`` False: ``argv`` is
-    any command, and nobody but the kernel will tell how ranks end. ``script``: what to run, as the user wrote it.
-    ``gpus``: those that it got, in words.
+    ``watched`` False: no beacon, no watch. ``torch`` None: unknown (exec). ``by_torchrun`` False: ``argv`` is any
+    command, and only the kernel reports how ranks end. ``script``: what to run, as the user wrote it. ``gpus``: the
+    job's GPUs, in words. ``command``: what torchrun gets; None under ``exec``.
     """
 
     argv: tuple[str, ...]
@@ -47,13 +47,14 @@ class Plan:
     script: tuple[str, ...]
     by_torchrun: bool = True
     gpus: str = ""
+    command: CommandLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a plan depends on besides the command line. ``visible_gpus``: CUDA_VISIBLE_DEVICES; None leaves it.
+    """A plan's inputs besides the command line. ``visible_gpus``: CUDA_VISIBLE_DEVICES; None leaves it as it is.
 
-    ``rank_locks``: the files that the beacons lock for the leases of the job. ``gpus``: those that it got, in words.
+    ``rank_locks``: the files that the beacons lock for the job's leases. ``gpus``: the job's GPUs, in words.
     """
 
     environ: Mapping[str, str]
@@ -78,13 +79,14 @@ def build(command: CommandLine, settings: Settings, torch: Torch, around: Surrou
         watched=settings.watch,
         script=command.script,
         gpus=around.gpus,
+        command=command,
     )
 
 
 def build_exec(
     words: tuple[str, ...], program: str, settings: Settings, torch: Torch | None, around: Surroundings
 ) -> Plan:
-    """The plan for any command that starts ranks, or is one; ``program`` is the path of ``words[0]``."""
+    """The plan for any command that starts ranks or is one; ``program`` is the path of ``words[0]``."""
     applied, env = _environment(settings, around, {"SAFELAUNCH_MODE": "exec"})
     return Plan(
         argv=(program, *words[1:]),
@@ -104,14 +106,14 @@ def build_exec(
 def _environment(
     settings: Settings, around: Surroundings, own: Mapping[str, str]
 ) -> tuple[tuple[Applied, ...], dict[str, str]]:
-    """The variables that are set, with their origins, and the whole environment that results."""
+    """The variables to set, with their origins, and the complete environment."""
     applied = _apply(settings.env, around.environ, around.run_dir)
     if around.visible_gpus is not None:
         gpus = Applied("CUDA_VISIBLE_DEVICES", around.visible_gpus, _origin(settings, "gpus"), "the job's own GPUs")
         applied += (gpus,)
     if settings.on_stall == "restart":
         name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-        why = "each attempt gets a store of its own: in a shared one gloo finds the ports of the last attempt"
+        why = "each attempt gets its own store: in a shared one, gloo finds the ports of the last attempt"
         applied += (Applied(name, "1", _origin(settings, "on-stall"), why, name in around.environ),)
     env = {name: value for name, value in around.environ.items() if name not in ("SAFELAUNCH_HELD", LEASES)}
     env.update({setting.name: setting.value for setting in applied if not setting.kept})
@@ -128,7 +130,7 @@ def _origin(settings: Settings, option: str) -> str:
 
 
 def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir: Path) -> tuple[Applied, ...]:
-    """What presets and configuration set, with ``{run_dir}`` filled in; an exported variable keeps its value."""
+    """The variables of presets and configuration, with ``{run_dir}`` filled in; exported values win."""
     applied = []
     for setting in settings:
         kept = setting.name in environ or any(name in environ for name in setting.yields_to)
@@ -137,7 +139,7 @@ def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir
 
 
 def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) -> dict[str, str]:
-    """The variables that wake the beacon. ``SAFELAUNCH_PYTHONPATH`` says that PYTHONPATH was set, even if empty."""
+    """The variables that start the beacon. ``SAFELAUNCH_PYTHONPATH`` exists if PYTHONPATH was set, even to nothing."""
     inject = os.fspath(Path(__file__).parents[1] / "beacon" / "inject")
     own = environ.get("PYTHONPATH")
     variables = {
@@ -150,8 +152,20 @@ def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) ->
     return variables
 
 
+def in_directory(plan: Plan, run_dir: Path) -> Plan:
+    """The plan with another run directory: a run of another pid namespace may already have the planned name."""
+    if run_dir == plan.run_dir:
+        return plan
+    old, new = os.fspath(plan.run_dir), os.fspath(run_dir)
+    applied = tuple(replace(one, value=one.value if one.kept else one.value.replace(old, new)) for one in plan.applied)
+    env = {**plan.env, **{one.name: one.value for one in applied if not one.kept}}
+    if "SAFELAUNCH_RUN_DIR" in env:
+        env["SAFELAUNCH_RUN_DIR"] = new
+    return replace(plan, applied=applied, env=env, run_dir=run_dir)
+
+
 def default_name(command: CommandLine) -> str:
-    """A run's name when none was given: the script's, or the module's, without directory and suffix."""
+    """A run's default name: that of the script or module, without directory and suffix."""
     script = command.script[0] if command.script else "run"
     stem = script.rpartition(".")[2] if command.has_flag("-m", "--module") else Path(script).stem
     return _file_name(stem)

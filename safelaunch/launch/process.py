@@ -1,7 +1,7 @@
-"""Starting, signalling and reaping the job's processes.
+"""Starts, signals and reaps the job's processes.
 
-A process is identified by its pid *and* its start time: nothing is ever signalled by name, by environment, or by a pid
-that may have been given to somebody else meanwhile.
+Pid *and* start time identify a process. safelaunch never signals a process by name, by environment, or by a pid that
+may have a new owner.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from safelaunch import procstat
+from safelaunch.system import procstat
 
-# Passed on to torchrun as they come. SIGTSTP is left alone: Ctrl-Z stops safelaunch, as it would stop torchrun.
+# Forwarded to torchrun as they arrive. SIGTSTP is not: Ctrl-Z stops safelaunch, as it would stop torchrun.
 FORWARDED = (
     signal.SIGINT,
     signal.SIGQUIT,
@@ -26,6 +26,8 @@ FORWARDED = (
 )
 SI_KERNEL = 0x80  # siginfo.si_code of a signal that the terminal sent, <signal.h>
 PR_SET_CHILD_SUBREAPER = 36
+ASK_EVERY_S = 0.05
+KILL_EVERY_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,12 @@ class ProcessId:
     pid: int
     start_ticks: int
 
+    def __str__(self) -> str:
+        """Its form in messages between processes."""
+        return f"{self.pid} {self.start_ticks}"
+
     def is_alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Whether it is still running; a zombie is not."""
         found = procstat.read(self.pid)
         return found is not None and found.start_ticks == self.start_ticks and found.state not in "ZX"
 
@@ -45,7 +51,7 @@ class ProcessId:
         return found is not None and found.start_ticks == self.start_ticks and found.state in "Tt"
 
     def send(self, signum: int) -> bool:
-        """Sends a signal if the process is still the same one. Returns whether it was."""
+        """Sends a signal if the pid still belongs to this process. Returns whether it did."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -53,7 +59,7 @@ class ProcessId:
         except OSError:
             return self._send_by_pid(signum)
         try:
-            # The descriptor pins the pid: what the start time says now stays true until the signal is sent.
+            # The descriptor pins the pid: the start time stays valid until the signal is sent.
             if not self.is_alive():
                 return False
             signal.pidfd_send_signal(descriptor, signum)
@@ -64,7 +70,7 @@ class ProcessId:
         return True
 
     def _send_by_pid(self, signum: int) -> bool:
-        """For kernels older than 5.3, which have no pidfd."""
+        """Sends a signal on kernels older than 5.3, which have no pidfd."""
         if not self.is_alive():
             return False
         try:
@@ -75,15 +81,15 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The identity of a process, or None when it is gone. A zombie still has one."""
+    """The identity of a process, or None if it is gone. A zombie still has one."""
     found = procstat.read(pid)
     return ProcessId(pid, found.start_ticks) if found else None
 
 
 def descendants(roots: Iterable[int], *, exclude: Iterable[int] = ()) -> tuple[ProcessId, ...]:
-    """Every process below ``roots`` (not themselves), parents before children; one pass over /proc.
+    """Every process below ``roots`` (without them), parents before children; one pass over /proc.
 
-    ``exclude``: pids that are left out together with what is below them.
+    ``exclude``: pids to leave out, with everything below them.
     """
     children: dict[int, list[procstat.Stat]] = {}
     for entry in list(os.scandir("/proc")):
@@ -101,9 +107,9 @@ def descendants(roots: Iterable[int], *, exclude: Iterable[int] = ()) -> tuple[P
 
 
 def block_signals() -> frozenset[signal.Signals]:
-    """Blocks what the supervisor waits for itself; returns the mask before, which the job must start with.
+    """Blocks the signals that the supervisor waits for; returns the previous mask, which the job must start with.
 
-    To be called in the main thread before any other exists: threads inherit the mask.
+    Call it in the main thread before any other thread exists: threads inherit the mask.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGALRM})
     return frozenset(signal.Signals(number) for number in before)
@@ -112,34 +118,36 @@ def block_signals() -> frozenset[signal.Signals]:
 def start(
     argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int], tell: Callable[[ProcessId], None] | None = None
 ) -> int:
-    """Starts the job's first process in a session of its own, with our stdin, stdout and stderr; returns its pid.
+    """Starts the job's first process in a new session, with our stdin, stdout and stderr; returns its pid.
 
-    ``tell``: see ``fork``. Raises OSError when it cannot be started. Python ignores SIGPIPE and SIGXFSZ for itself; the
-    job starts with the defaults.
+    ``tell``: see ``fork``. Raises OSError if it can't be started.
     """
+    return fork(lambda: become_job(argv, env, mask), tell).pid
 
-    def become() -> NoReturn:
-        os.setsid()
-        for signum in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(signum, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.execve(argv[0], list(argv), env)
 
-    return fork(become, tell).pid
+def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> NoReturn:
+    """Makes a forked child the job's first process; resets SIGPIPE and SIGXFSZ, which Python ignores."""
+    os.setsid()
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if "SAFELAUNCH_RUN_DIR" in env:  # its beacon needs it to know the agent
+        env = {**env, "SAFELAUNCH_AGENT_PID": str(os.getpid())}
+    os.execve(argv[0], list(argv), env)
 
 
 def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | None = None) -> ProcessId:
-    """Forks a child that will ``become`` another program (``exec``), and returns when it has.
+    """Forks a child that will ``become`` another program (``exec``), and returns once it has.
 
-    ``tell`` is told of the process before that: it waits for our word, and ends when we are killed first, or when
-    ``tell`` raises. So there is no moment in which something runs that nobody knows of. Raises what ``tell`` raises,
-    and OSError when it could not become what it should. To be called while this process has one thread.
+    ``tell`` gets the process before that. The child waits for it, and exits if we are killed first or ``tell`` raises.
+    So no process ever runs that nobody knows. Raises whatever ``tell`` raises, and OSError if the exec fails. Call it
+    while this process has one thread.
     """
     may_go, go = os.pipe()
     problem, report = os.pipe()
     pid = os.fork()
     if not pid:
-        os.close(go)  # else it would wait for itself
+        os.close(go)  # otherwise it would wait for itself
         _become(become, may_go, report)
     os.close(may_go)
     os.close(report)
@@ -154,7 +162,7 @@ def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | Non
         os.close(problem)
         raise
     os.close(go)
-    number = os.read(problem, 16)  # its end is closed by a successful exec
+    number = os.read(problem, 16)  # a successful exec closes its end
     os.close(problem)
     if number:
         os.waitpid(pid, 0)
@@ -163,7 +171,7 @@ def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | Non
 
 
 def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoReturn:
-    """In the forked child. ``report`` takes the number of the error that kept it from becoming something else."""
+    """Runs ``become`` in the forked child. If that fails, ``report`` gets the error number."""
     try:
         if os.read(may_go, 1):
             become()
@@ -174,13 +182,13 @@ def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoRetur
 
 
 def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
-    """Our children that are neither in ``keep`` nor of our session: orphans of the job; ended ones are reaped here.
+    """The job's orphans: our children that are neither in ``keep`` nor in our session. Reaps those that have ended.
 
-    What we start ourselves (py-spy, copies) shares our session; torchrun and all below it do not.
+    Processes that we start ourselves (py-spy, copies) share our session; torchrun and all below it do not.
     """
     kept, session = set(keep), os.getsid(0)
     orphans = []
-    for pid in _children():
+    for pid in children():
         if pid in kept:
             continue
         try:
@@ -193,10 +201,10 @@ def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
 
 
 def helpers() -> list[int]:
-    """Our children of our own session: what copies a bundle, or tells of one. The job's are of other sessions."""
+    """Our children in our own session, such as the copier of a bundle. The job's processes are in other sessions."""
     session = os.getsid(0)
     found = []
-    for pid in _children():
+    for pid in children():
         try:
             if os.getsid(pid) == session:
                 found.append(pid)
@@ -205,7 +213,7 @@ def helpers() -> list[int]:
     return found
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
     """Our own children, from the kernel's list per thread (CONFIG_PROC_CHILDREN), else from all of /proc."""
     found: list[int] = []
     try:
@@ -218,10 +226,16 @@ def _children() -> list[int]:
 
 
 def become_subreaper() -> None:
-    """Orphans of the job become our children instead of init's, so that they can be found. Best effort (Linux 3.4)."""
-    import ctypes
+    """Makes orphans below us our children instead of init's, including those of running processes (Linux 4.11)."""
+    try:
+        import _ctypes  # all of ctypes takes 3 ms and 0.7 MiB, and the job waits
 
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl = _ctypes.dlsym(_ctypes.dlopen("", 0), "prctl")
+        _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    except (ImportError, AttributeError):  # it is private to the standard library
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap(pid: int) -> int | None:
@@ -234,7 +248,7 @@ def reap(pid: int) -> int | None:
 
 
 def end_as(status: int) -> int:
-    """The exit code for a wait status; where a signal ended the job, ends this process by the same signal."""
+    """The exit code for a wait status. If a signal ended the job, this process ends by that signal too."""
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     signum = os.WTERMSIG(status)
@@ -245,44 +259,59 @@ def end_as(status: int) -> int:
         signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
     os.kill(os.getpid(), signum)
-    return 128 + signum  # not reached, unless the kernel refuses
+    return 128 + signum  # reached only if the kernel refuses
 
 
 def end_all(
-    agent: ProcessId,
-    find: Callable[[], Sequence[ProcessId]],
+    agent: ProcessId | None,
+    find: Callable[[], Iterable[ProcessId]],
     *,
     grace_s: float,
+    kill: Callable[[], object] = lambda: None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[ProcessId, ...]:
-    """SIGTERM, grace, SIGKILL for the agent and all that ``find`` lists; returns what would not die.
+    """SIGTERM, grace, SIGKILL for the agent and all that ``find`` lists; returns those that could not be killed.
 
-    The agent is asked first, so that torchrun ends its ranks as it does when a user stops it; when it is gone, what is
-    left is asked, too. ``grace_s`` seconds in all, then SIGKILL. ``find`` is called again and again, as processes may
-    be started meanwhile. What is left in the end is in the kernel's hands (D state).
+    The agent gets SIGTERM first, so that torchrun ends its ranks as it does when a user stops it; then the processes
+    that are left. After ``grace_s`` seconds in all, SIGKILL; ``kill`` kills what it can at once. ``find`` is called
+    until it finds nothing twice: processes may start meanwhile, and one pass over /proc may miss a process whose parent
+    is just ending. Whatever is left is stuck in the kernel (D state).
     """
-    known: set[ProcessId] = {agent, *find()}
+    known: set[ProcessId] = {agent} if agent is not None else set()
     asked: set[ProcessId] = set()
     deadline = clock() + grace_s
     while True:
         known.update(find())
         alive = [process for process in known if process.is_alive()]
-        if not alive:
-            return ()
-        # A stopped process takes no SIGTERM; waiting for it would be in vain.
+        # A stopped process handles no SIGTERM, so waiting for it is useless.
         if clock() >= deadline or (agent not in alive and all(process.is_stopped() for process in alive)):
             break
-        for process in [agent] if agent in alive else alive:
+        for process in [agent] if agent is not None and agent in alive else alive:
             if process not in asked:
                 asked.add(process)
                 process.send(signal.SIGTERM)
-        sleep(0.05)
-    deadline = clock() + max(2.0, grace_s)
-    while alive and clock() < deadline:
-        for process in alive:
-            process.send(signal.SIGKILL)
-        sleep(0.05)
+        sleep(ASK_EVERY_S)
+    return _kill_all(known, find, clock() + max(2.0, grace_s), kill, sleep, clock)
+
+
+def _kill_all(
+    known: set[ProcessId],
+    find: Callable[[], Iterable[ProcessId]],
+    deadline: float,
+    kill: Callable[[], object],
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+) -> tuple[ProcessId, ...]:
+    in_vain = 0
+    while True:
+        kill()
         known.update(find())
         alive = [process for process in known if process.is_alive()]
-    return tuple(alive)
+        in_vain = 0 if alive else in_vain + 1
+        if in_vain == 2 or clock() >= deadline:
+            return tuple(alive)
+        for process in alive:
+            process.send(signal.SIGKILL)
+        if alive:
+            sleep(KILL_EVERY_S)

@@ -1,7 +1,7 @@
-"""The installed torchrun: which interpreter has it, its version, and which of its options take a value.
+"""The installed torchrun: its interpreter, its version, and which of its options take a value.
 
-torch is never imported (that costs over a second and hundreds of megabytes). The option table is read from the source
-of the installed ``torch/distributed/run.py``, so that it cannot drift from the version that will parse the same words.
+torch is never imported (that costs over a second and hundreds of megabytes). The option table comes from the source of
+the installed ``torch/distributed/run.py``, so it always matches the version that will parse the same words.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Torch:
 
 
 def find(environ: Mapping[str, str]) -> Torch:
-    """The torch of this interpreter, else that of the ``torchrun`` on PATH (safelaunch installed by pipx, say).
+    """The torch of this interpreter, else that of the ``torchrun`` on PATH (if pipx installed safelaunch, say).
 
-    Raises UsageError where there is neither.
+    Raises UsageError if neither exists.
     """
     own = _torch_on(sys.path)
     if own is not None:
@@ -44,20 +44,20 @@ def find(environ: Mapping[str, str]) -> Torch:
         if python and package:
             return Torch(python, package, _version(package))
     raise UsageError(
-        "torch is not installed here, and there is no torchrun on PATH to take it from.",
-        "Install it in this environment (pip install 'torch>=2.6'), or activate the one that has it.",
+        "torch is not installed in this environment, and no torchrun is on PATH.",
+        "Install torch here (pip install 'torch>=2.6'), or activate the environment that has it.",
     )
 
 
 def _torch_on(path: list[str]) -> Path | None:
-    """torch's directory as a plain installation has it; editable ones are asked of the import system."""
+    """torch's directory in a plain installation; for an editable one, the import system is asked."""
     for entry in path:
         package = Path(entry or ".") / "torch"
         if (package / "distributed" / "run.py").is_file() and (package / "version.py").is_file():
             return package
     import importlib.util
 
-    spec = importlib.util.find_spec("torch")  # finds, does not import
+    spec = importlib.util.find_spec("torch")  # finds it without importing it
     if spec is None or spec.origin is None:
         return None
     package = Path(spec.origin).parent
@@ -85,7 +85,10 @@ def _ask_for_torch(python: str) -> Path | None:
 
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
     try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+        # With -c, the working directory comes first on the module path, so it must not be one that others may write to.
+        done = subprocess.run(
+            [str(Path(python).absolute()), "-c", code], capture_output=True, text=True, timeout=20, check=False, cwd="/"
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     origin = done.stdout.strip()
@@ -93,7 +96,7 @@ def _ask_for_torch(python: str) -> Path | None:
 
 
 def _version(package: Path) -> str:
-    """``__version__`` of ``torch/version.py``; empty where it cannot be read."""
+    """``__version__`` of ``torch/version.py``; empty if it can't be read."""
     try:
         text = (package / "version.py").read_text("utf-8", "replace")
     except OSError:
@@ -105,8 +108,8 @@ def _version(package: Path) -> str:
 def options(package: Path) -> dict[str, bool]:
     """Every option string of the installed torchrun, and whether it takes a value.
 
-    Source: ``get_args_parser`` of ``torch/distributed/run.py``. Where that has changed beyond recognition, the table
-    below, as of torch 2.13, serves.
+    Source: ``get_args_parser`` of ``torch/distributed/run.py``. If that has changed beyond recognition, the table
+    below, of torch 2.13, is used.
     """
     try:
         found = parse_options((package / "distributed" / "run.py").read_text("utf-8"))
@@ -116,18 +119,18 @@ def options(package: Path) -> dict[str, bool]:
 
 
 def binds_any_port(package: Path) -> bool:
-    """Whether a single-node job without a port gets one that is free, as in torch 2.13; before, it was always 29500.
+    """Whether a single-node job without a port gets a free one, as in torch 2.13. Older versions always use 29500.
 
-    Source: ``run`` of ``torch/distributed/run.py``, which tells a port that was not given from one that was.
+    Source: ``run`` of ``torch/distributed/run.py``, which distinguishes a missing port from a given one.
     """
     try:
         return "args.master_port is None" in (package / "distributed" / "run.py").read_text("utf-8", "replace")
     except OSError:
-        return True  # what we do not know we leave alone
+        return True  # leave unknown versions alone
 
 
 class LazyOptions(Mapping[str, bool]):
-    """``options``, read when first asked: a command line may not need them (``--nproc-per-node=2 train.py``)."""
+    """``options``, read at the first lookup: a command line may not need them (``--nproc-per-node=2 train.py``)."""
 
     def __init__(self, package: Path) -> None:
         self._package = package
@@ -150,7 +153,7 @@ class LazyOptions(Mapping[str, bool]):
 
 def parse_options(source: str) -> dict[str, bool]:
     """The option strings that ``get_args_parser`` in ``source`` adds, and whether each takes a value."""
-    # Only this function is parsed: it ends where the next statement at the margin begins.
+    # Only this function is parsed. It ends at the next statement without indentation.
     function = re.search(r"^def get_args_parser\b.*?(?=^[^\s)#]|\Z)", source, re.S | re.M)
     if function is None:
         return {}
@@ -179,10 +182,10 @@ def _takes_value(call: ast.Call) -> bool:
 
 
 def launcher(python: str) -> Path:
-    """The script that is torchrun: the console script installed beside ``python``, else one of ours that does the same.
+    """The torchrun script: the console script installed beside ``python``, else an equivalent one of ours.
 
     Not ``python -m torch.distributed.run``: that puts the working directory on the launcher's import path, where a
-    user's ``queue.py`` would take the place of the real one, and it calls itself ``run.py`` in its messages.
+    user's ``queue.py`` would replace the real one, and it calls itself ``run.py`` in its messages.
     """
     installed = Path(python).parent / "torchrun"
     try:

@@ -1,5 +1,5 @@
-"""What a job holds on this node while it runs: GPUs and ports, leased by kernel locks that die with their holders.
+"""Leases on a node's GPUs and ports: kernel locks that end with their holders.
 
-``store`` locks files, ``tickets`` are the queue of those who wait, ``choose`` decides (pure), ``nvml`` asks the driver,
-``gpus`` and ``ports`` take.
+``store`` locks files, ``tickets`` is the queue, ``choose`` decides (pure), ``inventory`` asks the driver, and ``gpus``
+and ``ports`` take leases.
 """

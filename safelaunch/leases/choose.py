@@ -1,4 +1,4 @@
-"""Which GPUs a job may have, how many it wants, and which of the free ones are nearest to each other. Pure."""
+"""Which GPUs a job may use, how many it needs, and which of the free ones are nearest to each other. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal
 
 from safelaunch.errors import ResourceError
 
-# How far two GPUs are from each other: NVLink, then NVML's topology levels (10 to 50), then not known.
+# The distance between two GPUs: NVLink, then NVML's topology levels (10 to 50), then unknown.
 NVLINK = 0
-SAME_NODE = 40  # NVML_TOPOLOGY_NODE: beyond, the way leads through the link between processors
+SAME_NODE = 40  # NVML_TOPOLOGY_NODE: beyond it, the path crosses the link between processors
 UNKNOWN = 60
 _MOST_COMBINATIONS = 3000
 
@@ -22,7 +22,7 @@ Ranks = int | Literal["all"] | None
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that uses a GPU; ``memory_bytes`` None where NVML does not tell."""
+    """A process that uses a GPU. ``memory_bytes`` is None if NVML does not report it."""
 
     pid: int
     memory_bytes: int | None = None
@@ -32,8 +32,8 @@ class GpuProcess:
 class Gpu:
     """A GPU, or a MIG instance of one (``parent``: the GPU's UUID), as NVML lists it.
 
-    ``label`` is the GPU's number, for an instance ``number.instance``; ``uuid`` is what CUDA_VISIBLE_DEVICES accepts
-    whatever the order. ``error``: it is listed and does not answer.
+    ``label`` is the GPU's number, for an instance ``number.instance``. ``uuid`` is independent of CUDA's device order.
+    ``error``: NVML lists the GPU, but it does not answer.
     """
 
     label: str
@@ -55,19 +55,21 @@ class Gpu:
 class Inventory:
     """The node's GPUs, those in MIG mode as their instances; or none, and the reason in ``missing``.
 
-    ``distances``: pairs of UUIDs, the smaller first → distance.
+    ``distances``: pairs of UUIDs, the smaller first → distance. ``trouble``: a driver is loaded, but did not answer in
+    time (``silent``) or gave no usable answer (``garbled``).
     """
 
     gpus: tuple[Gpu, ...] = ()
     distances: Mapping[tuple[str, str], int] = field(default_factory=dict)
     missing: str = ""
+    trouble: Literal["", "silent", "garbled"] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The GPUs that a job may have. ``origin``: what limits it, empty where nothing does.
+    """The GPUs that a job may use. ``origin``: what limits them, empty for no limit.
 
-    ``exact``: CUDA_VISIBLE_DEVICES, which says what the job is to see, not only what it may.
+    ``exact``: the limit is CUDA_VISIBLE_DEVICES, so the job uses all of them.
     """
 
     gpus: tuple[Gpu, ...]
@@ -77,7 +79,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """``count`` of ``candidates``. ``origin``: who wants that. ``keep``: CUDA_VISIBLE_DEVICES stays as it is."""
+    """A request for ``count`` of ``candidates``. ``origin``: its source; ``keep``: leave CUDA_VISIBLE_DEVICES alone."""
 
     candidates: tuple[Gpu, ...]
     count: int
@@ -91,9 +93,9 @@ class Wish:
 def pool_of(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> Pool:
     """The GPUs that the user or the scheduler allows.
 
-    CUDA_VISIBLE_DEVICES counts, then, under Slurm, GPU_DEVICE_ORDINAL (which Slurm sets to the same), SLURM_STEP_GPUS
-    and SLURM_JOB_GPUS. The last two are the node's own numbers: where a cgroup hides other GPUs, NVML counts anew, and
-    everything that is seen is the job's.
+    CUDA_VISIBLE_DEVICES counts first. Under Slurm, GPU_DEVICE_ORDINAL (which Slurm sets to the same value),
+    SLURM_STEP_GPUS and SLURM_JOB_GPUS follow. The last two are the node's numbers. If a cgroup hides the other GPUs,
+    NVML numbers the visible ones from 0, and all of them belong to the job.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -110,9 +112,9 @@ def pool_of(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> Pool:
 
 
 def _named(text: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """As CUDA reads CUDA_VISIBLE_DEVICES: numbers and beginnings of UUIDs; the first that names nothing ends the list.
+    """The GPUs that CUDA_VISIBLE_DEVICES names: numbers and UUID prefixes. As in CUDA, an unknown one ends the list.
 
-    A GPU in MIG mode stands for its instances.
+    A GPU in MIG mode means its instances.
     """
     found: dict[str, Gpu] = {}
     for word in text.split(","):
@@ -132,7 +134,7 @@ def _of_node(text: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _numbers(text: str) -> set[str]:
-    """``0,2-4`` as the numbers that it means."""
+    """``0,2-4`` as a set of numbers."""
     found: set[str] = set()
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", word)
@@ -142,7 +144,7 @@ def _numbers(text: str) -> set[str]:
 
 
 def matching(word: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that a number (``3``; ``3.1``: an instance) or the beginning of a UUID means: one, or its instances."""
+    """The GPU, or its instances, that a number (``3``; ``3.1``: an instance) or a UUID prefix names."""
     if re.fullmatch(r"\d+(\.\d+)?", word):
         return tuple(gpu for gpu in gpus if word in (gpu.label, gpu.index))
     if not word.startswith(("GPU-", "MIG-")):
@@ -157,25 +159,27 @@ def matching(word: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def wish_of(request: str | None, ranks: Ranks, pool: Pool, found: Inventory) -> Wish | None:
-    """What a job wants, or None: nothing that could be leased.
+    """The GPUs that a job requests, or None if it needs no lease.
 
-    ``request`` is ``--gpus`` (not ``none``); ``ranks`` how many ranks there will be, ``all`` where torchrun makes that
-    depend on the GPUs, None where it is not known or has nothing to do with them. Without a request: what
-    CUDA_VISIBLE_DEVICES shows, else a GPU for each rank; where there are fewer GPUs than ranks, the ranks share them
-    all. Raises ResourceError when what is asked for does not exist.
+    ``request`` is ``--gpus`` (not ``none``). ``ranks`` is the number of ranks; ``all`` if torchrun starts one per GPU;
+    None if it is unknown or independent of GPUs. Without a request, the job gets those of CUDA_VISIBLE_DEVICES, else
+    one for each rank; if there are fewer GPUs than ranks, the ranks share all of them. Raises ResourceError if the
+    requested GPUs do not exist.
     """
     if request is None:
         return _by_default(ranks, pool)
     if request == "all":
         if not pool.gpus:
-            raise ResourceError(f"--gpus all: there is no GPU to use here{_because(pool, found)}.", "Ask for none.")
+            raise ResourceError(
+                f"--gpus all: no GPU is available{_because(pool, found)}.", "--gpus none starts the job without GPUs."
+            )
         return Wish(pool.gpus, len(pool.gpus), "--gpus all", keep=pool.exact)
     if request.isdigit():
         if int(request) > len(pool.gpus):
-            limit = f"only {len(pool.gpus)} GPU(s) can be used here" if found.gpus else "there is no GPU here"
-            raise ResourceError(
-                f"--gpus {request}: {limit}{_because(pool, found)}.", "Ask for fewer; 'safelaunch gpus' lists them."
-            )
+            some = f"only {len(pool.gpus)} GPU{'s are' if len(pool.gpus) > 1 else ' is'} available"
+            limit = some if pool.gpus else "no GPU is available"
+            fix = "Request fewer; 'safelaunch gpus' lists them." if pool.gpus else "--gpus none starts without GPUs."
+            raise ResourceError(f"--gpus {request}: {limit}{_because(pool, found)}.", fix)
         return Wish(pool.gpus, int(request), f"--gpus {request}")
     named = [_by_name(word, pool, found) for word in request.split(",") if word]
     chosen = tuple({gpu.uuid: gpu for gpu in named}.values())
@@ -190,8 +194,11 @@ def _by_default(ranks: Ranks, pool: Pool) -> Wish | None:
     if ranks is None:
         return None
     if ranks == "all":
-        return Wish(pool.gpus, len(pool.gpus), "all that there are, as --nproc-per-node asks")
-    return Wish(pool.gpus, min(ranks, len(pool.gpus)), f"one for each of {ranks} rank(s)")
+        return Wish(pool.gpus, len(pool.gpus), "all GPUs, because of --nproc-per-node")
+    count = min(ranks, len(pool.gpus))
+    if count < ranks:
+        return Wish(pool.gpus, count, f"for {ranks} ranks, which share them")
+    return Wish(pool.gpus, count, "for 1 rank" if ranks == 1 else f"one for each of {ranks} ranks")
 
 
 def _by_name(word: str, pool: Pool, found: Inventory) -> Gpu:
@@ -200,9 +207,9 @@ def _by_name(word: str, pool: Pool, found: Inventory) -> Gpu:
         return matches[0]
     if matches:
         instances = ", ".join(gpu.label for gpu in matches)
-        raise ResourceError(f"--gpus: GPU {word} is divided into MIG instances.", f"Name one of those: {instances}.")
+        raise ResourceError(f"--gpus: GPU {word} is split into MIG instances.", f"Name one of them: {instances}.")
     there = ", ".join(gpu.label for gpu in pool.gpus) or "none"
-    raise ResourceError(f"--gpus: there is no GPU {word!r} to use here{_because(pool, found)}.", f"There are: {there}.")
+    raise ResourceError(f"--gpus: GPU {word!r} is not available{_because(pool, found)}.", f"Available GPUs: {there}.")
 
 
 def _because(pool: Pool, found: Inventory) -> str:
@@ -214,24 +221,24 @@ def _because(pool: Pool, found: Inventory) -> str:
 
 
 def users_of(gpu: Gpu, most_bytes: int) -> str:
-    """How a GPU is used, to be asked of one without a lease; empty when it is not.
+    """How an unleased GPU is used, in words; empty if it is idle.
 
-    Compute processes use it, and more than ``most_bytes`` of memory means that somebody does whom we cannot see.
+    A compute process counts as use. So does more than ``most_bytes`` of used memory: then an invisible process uses it.
     """
     if gpu.error:
-        return f"does not answer: {gpu.error}"
+        return f"not answering: {gpu.error}"
     if gpu.processes:
         return f"used without a lease by pid {', '.join(str(process.pid) for process in gpu.processes)}"
     if gpu.memory_used_bytes is not None and gpu.memory_used_bytes > most_bytes:
-        return f"{gpu.memory_used_bytes >> 20} MiB of its memory are in use, and nobody is seen who uses it"
+        return f"used without a lease by an invisible process ({gpu.memory_used_bytes >> 20} MiB in use)"
     return ""
 
 
 def nearest(free: Sequence[Gpu], count: int, distances: Mapping[tuple[str, str], int]) -> tuple[Gpu, ...] | None:
-    """``count`` of ``free`` that are nearest to each other, in their order; None when there are not enough.
+    """The ``count`` of ``free`` that are nearest to each other, in their order; None if there are not enough.
 
-    Among equals those that leave the others together: where four GPUs share one node and two another, a job that wants
-    two gets the two.
+    Among equals, it takes those that keep the others together: if four GPUs share one NUMA node and two another, a job
+    that needs two gets those two.
     """
     if count > len(free):
         return None
@@ -253,7 +260,7 @@ def nearest(free: Sequence[Gpu], count: int, distances: Mapping[tuple[str, str],
 def _some_combinations(
     count: int, free: Sequence[Gpu], distances: Mapping[tuple[str, str], int]
 ) -> list[tuple[int, ...]]:
-    """All of them; on a node with very many GPUs those that grow from each by its nearest neighbours."""
+    """All combinations; on a node with very many GPUs, only each GPU with its nearest neighbours."""
     total = len(free)
     if comb(total, count) <= _MOST_COMBINATIONS:
         return list(combinations(range(total), count))

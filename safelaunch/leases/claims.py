@@ -1,25 +1,26 @@
-"""A claim on GPUs: what is wanted, what the driver says of them, and trying to get them, again and again if need be."""
+"""A claim on GPUs: the request, the driver's answer about them, the attempts to lease them; and these in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.leases.choose import Gpu, Inventory, Wish, nearest, users_of
-from safelaunch.leases.holder import Holder
+from safelaunch.leases.holder import Holder, described, moment, told
 from safelaunch.leases.lease import Lease
 from safelaunch.leases.store import Attempt, Store
 from safelaunch.leases.tickets import Ticket
 from safelaunch.leases.users import User, look
 
 MOST_UNLEASED_BYTES = 256 << 20
-FRESH_S = 2.0  # how old NVML's answer may be that a decision rests on
-LATER_S = 30.0  # when it is asked again that has not answered
+FRESH_S = 2.0  # a decision needs an answer of NVML that is no older
+LATER_S = 30.0  # pause before the next question to a driver that did not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """GPUs that are ours. ``visible``: for CUDA_VISIBLE_DEVICES. ``notes``: what a user of them should know."""
+    """Leased GPUs. ``visible``: their value for CUDA_VISIBLE_DEVICES; ``notes``: what the user should know."""
 
     lease: Lease
     gpus: tuple[Gpu, ...]
@@ -32,9 +33,9 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is wanted, by whom, and when a GPU without a lease counts as used.
+    """The request, who makes it, and when an unleased GPU counts as used.
 
-    ``tolerant``: a use without a lease is only noted; the user has named these very GPUs in CUDA_VISIBLE_DEVICES.
+    ``tolerant``: use without a lease gives only a note, because the user named these GPUs in CUDA_VISIBLE_DEVICES.
     """
 
     wish: Wish
@@ -51,9 +52,9 @@ class Terms:
 
 
 class Survey:
-    """NVML's answer, asked for again when a decision needs a younger one. The first is there already.
+    """NVML's answer, renewed when a decision needs a younger one. The first is available from the start.
 
-    ``query`` returns None while the driver has not answered yet, if it does not wait for the answer itself.
+    ``query`` may return None while the driver has not answered yet.
     """
 
     def __init__(self, found: Inventory, query: Callable[[], Inventory | None], clock: Callable[[], float]) -> None:
@@ -63,37 +64,37 @@ class Survey:
         self._old_s = clock() + FRESH_S
 
     def refresh(self) -> bool:
-        """Asks if the last answer is too old; one that fails leaves the last one standing. False: not answered yet."""
+        """Asks again if the last answer is too old; a failure keeps the last answer. False: no answer yet."""
         if self._clock() > self._old_s:
             found = self._query()
             if found is None:
                 return False
-            # A driver that answered late, or not at all, is left in peace for longer: waiting for it costs 10 s.
+            # A driver that answered late, or not at all, is asked less often: waiting for it costs 10 s.
             self._old_s = self._clock() + (FRESH_S if found.gpus else LATER_S)
             if found.gpus:
                 self.found = found
         return True
 
     def outdated(self) -> None:
-        """Something has changed: what the driver said before does not count any more."""
+        """Invalidates the last answer: something has changed."""
         self._old_s = float("-inf")
 
     def users(self, gpus: Sequence[Gpu], most_bytes: int) -> dict[str, str]:
-        """UUID → how it is used, as NVML saw it; to be held against the leases."""
+        """UUID → how NVML says the GPU is used, leased or not."""
         now = {gpu.uuid: gpu for gpu in self.found.gpus}
         used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu), most_bytes) for gpu in gpus}
         return {uuid: use for uuid, use in used.items() if use}
 
     def seen(self, uuid: str) -> list[User]:
-        """The processes on one GPU that can be seen from here."""
+        """The visible processes on one GPU."""
         pids = [process.pid for gpu in self.found.gpus if gpu.uuid == uuid for process in gpu.processes]
         return [user for pid in pids if (user := look(pid)).command]
 
 
 class Claim:
-    """A wish that is tried for until it is served or given up. ``last``: what came of the last attempt.
+    """A request that is tried until it succeeds or is given up. ``last``: the result of the last attempt.
 
-    ``queue`` puts it behind all that wait already; before, it comes after everybody who waits.
+    Without ``queue``, everybody who waits comes first, whenever they came.
     """
 
     def __init__(self, store: Store, terms: Terms, survey: Survey) -> None:
@@ -104,7 +105,7 @@ class Claim:
         self._ticket: Ticket | None = None
 
     def advance(self) -> Taken | None:
-        """Takes the GPUs if they are free and it is our turn. Asks NVML anew when that would decide: 10 s at most."""
+        """Leases the GPUs if they are free and it is our turn. Asks NVML again if that decides: 10 s at most."""
         wish = self.terms.wish
         leases_let_us = self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count
         if leases_let_us and not self.survey.refresh():
@@ -120,18 +121,18 @@ class Claim:
         return Taken(self.last.lease, gpus, notes)
 
     def queue(self) -> None:
-        """From now on first come, first served. Other ``terms`` for the same GPUs keep the place."""
+        """Joins the queue: first come, first served. Other ``terms`` for the same GPUs keep the place."""
         if self._ticket is None:
             self._ticket = self._store.queue(self.terms.keys, self.terms.wish.count, self.terms.about)
 
     def cancel(self) -> None:
-        """Leaves the queue. Who is killed has left it as well."""
+        """Leaves the queue. A kill does the same."""
         if self._ticket is not None:
             self._store.leave(self._ticket)
             self._ticket = None
 
     def free(self) -> int | None:
-        """How many are to be had now, none while somebody is before us; None while the driver is being asked."""
+        """The number of GPUs available now, 0 while somebody is ahead of us; None while the driver has not answered."""
         self.last = self._store.attempt(self.terms.keys, lambda held: None, self.terms.about, self._ticket)
         free = [gpu for gpu in self.terms.wish.candidates if gpu.uuid not in self.last.held]
         if self.last.ahead is not None or not free:
@@ -141,7 +142,7 @@ class Claim:
         return len(free) - len(self.survey.users(free, self.terms.most_unleased_bytes))
 
     def foresee(self) -> tuple[Gpu, ...] | None:
-        """What ``advance`` would take now if nobody waited, without taking it."""
+        """The GPUs that ``advance`` would lease now if nobody waited."""
         chosen = self._pick(self._store.look(self.terms.keys))
         return tuple(gpu for gpu in self.terms.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
 
@@ -151,3 +152,50 @@ class Claim:
         free = [gpu for gpu in wish.candidates if gpu.uuid not in held and gpu.uuid not in used]
         chosen = nearest(free, wish.count, self.survey.found.distances)
         return [gpu.uuid for gpu in chosen] if chosen is not None else None
+
+
+# --- in words: who holds the GPUs that a job requests ----------------------------------------------------------------
+
+
+def refusal(claim: Claim) -> str:
+    """Says that the GPUs are not available, and who holds them."""
+    return f"{what(claim)}: not available now.\n{table(claim)}"
+
+
+def what(claim: Claim) -> str:
+    """The request and its source."""
+    wish = claim.terms.wish
+    if wish.count == len(wish.candidates):
+        which = ", ".join(gpu.label for gpu in wish.candidates)
+        return f"GPU{'s' * (wish.count != 1)} {which} ({wish.origin})"
+    return f"{wish.count} of {len(wish.candidates)} GPUs ({wish.origin})"
+
+
+def table(claim: Claim, ours: Collection[int] | None = None) -> str:
+    """One line per GPU: free, or who holds it, or who uses it without a lease.
+
+    With ``ours``, the pids of our own jobs, it lists only what others hold; empty if that is nothing.
+    """
+    terms, attempt = claim.terms, claim.last
+    used = claim.survey.users(terms.wish.candidates, terms.most_unleased_bytes)
+    lines = []
+    for gpu in terms.wish.candidates:
+        holder = attempt.held.get(gpu.uuid)
+        if ours is not None and (_is_one_of(holder, ours) if holder is not None else gpu.uuid not in used):
+            continue
+        state = told(holder) if holder is not None else used.get(gpu.uuid, "free")
+        lines.append(f"  GPU {gpu.label:<4} {state}")
+        if holder is None and gpu.uuid in used:
+            seen = claim.survey.seen(gpu.uuid)
+            lines += [
+                f"           pid {user.pid} ({user.user}) since {moment(user.since_unix_s)}: {user.command[:80]}"
+                for user in seen
+            ]
+    if attempt.ahead is not None:
+        lines.append(f"  ahead of this job in the queue: {described(attempt.ahead)}")
+    return "\n".join(lines)
+
+
+def _is_one_of(holder: Holder, ours: Collection[int]) -> bool:
+    """Whether the holder is one of our jobs. Anybody can write our pid, so the file's owner counts too."""
+    return holder.pid in ours and holder.uid == os.getuid()

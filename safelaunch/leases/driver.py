@@ -1,4 +1,4 @@
-"""Whether there is an NVIDIA driver at all: asked at every start, so it costs a few looks at the file system only."""
+"""Whether the node has an NVIDIA driver. Every start asks, so the answer costs only a few file system lookups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 def has_driver(environ: Mapping[str, str]) -> bool:
-    """Whether NVML is worth asking: the driver's own signs, or its library where the user says that libraries are."""
+    """Whether NVML is worth asking: the driver's own files exist, or its library in LD_LIBRARY_PATH."""
     if any(os.path.exists(path) for path in _SIGNS):
         return True
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)

@@ -1,4 +1,4 @@
-"""Taking GPUs: one job that wants some and waits for them if it may, or a scheduler that has many jobs."""
+"""Leases GPUs: for one job, which may wait for them, or for a scheduler with many jobs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from safelaunch.errors import InterruptedWait, ResourceError
 from safelaunch.leases.choose import Pool, Wish, pool_of
-from safelaunch.leases.claims import MOST_UNLEASED_BYTES, Claim, Survey, Taken, Terms
+from safelaunch.leases.claims import MOST_UNLEASED_BYTES, Claim, Survey, Taken, Terms, refusal, table, what
 from safelaunch.leases.holder import ourselves
-from safelaunch.leases.nvml import Asking, inventory
+from safelaunch.leases.inventory import Asking, inventory
 from safelaunch.leases.store import store_of
-from safelaunch.leases.telling import refusal, table, what
 
 OUR_TURN_S = 0.1  # between two attempts of the first in the queue
 LATER_S = 0.3
@@ -21,7 +20,7 @@ LATER_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Whether to wait, for how long at most (None: for ever), and where to say so."""
+    """Whether to wait, for how many seconds (None: for ever), and how to print a message."""
 
     wait: bool = False
     timeout_s: float | None = None
@@ -31,16 +30,16 @@ class Patience:
 
 
 def take(claim: Claim, patience: Patience) -> Taken:
-    """The GPUs that ``claim`` asks for, leased. Raises ResourceError when they are not to be had (in time).
+    """Leases the GPUs that ``claim`` requests, all or none. Raises ResourceError if they are not available (in time).
 
-    All of them or none; who waits is served in the order of arrival, and who does not wait comes after all who do.
+    Those who wait are served in order of arrival. Those who don't wait come after all who do.
     """
     taken = claim.advance()
     if taken is None and patience.wait:
         taken = _wait(claim, patience)
     if taken is None:
-        again = "Wait longer" if patience.wait else "--wait waits for them"
-        remedy = f"{again}; --gpus none starts without GPUs, --no-lease shares them as torchrun would."
+        again = "Wait longer with --wait-timeout" if patience.wait else "Wait for them with --wait"
+        remedy = f"{again}, start without GPUs (--gpus none), or share them as under torchrun (--no-lease)."
         raise ResourceError(refusal(claim), remedy)
     return taken
 
@@ -56,7 +55,7 @@ def _wait(claim: Claim, patience: Patience) -> Taken | None:
             if taken is not None:
                 return taken
     except KeyboardInterrupt:
-        raise InterruptedWait("not waiting for GPUs any longer; nothing was started.") from None
+        raise InterruptedWait("stopped waiting for GPUs; nothing was started.") from None
     finally:
         claim.cancel()
     return None
@@ -65,8 +64,8 @@ def _wait(claim: Claim, patience: Patience) -> Taken | None:
 class NodeGpus:
     """The GPUs of this node for a scheduler of many jobs, as the environment limits them.
 
-    ``pool.gpus`` is empty where there are none, for the reason in ``missing``. Nothing here waits for anything: what
-    is to be had is asked for now and then. GPUs are taken for one job at a time, and handed over to its safelaunch::
+    ``pool.gpus`` is empty if there are none; ``missing`` says why. No method waits: call ``free`` from time to time.
+    Take GPUs for one job at a time, and hand them over to its safelaunch::
 
         if (node.free() or 0) >= 2 and (taken := node.take(2, "lr-3e-4")) is not None:
             variables, descriptors = taken.lease.hand_over()
@@ -74,7 +73,7 @@ class NodeGpus:
             Popen(["safelaunch", ...], env={**os.environ, **variables}, pass_fds=descriptors)
             taken.lease.forget()                # not release: that would free them for the child as well
 
-    Among all who want GPUs of this node a scheduler is one: it has one place in the queue, whatever it has waiting.
+    A scheduler has one place in the node's queue, however many of its jobs wait.
     """
 
     def __init__(self, environ: Mapping[str, str], most_unleased_bytes: int = MOST_UNLEASED_BYTES) -> None:
@@ -91,31 +90,31 @@ class NodeGpus:
         return Terms(wish, ourselves(name, "safelaunch colaunch"), self._most_unleased_bytes)
 
     def free(self) -> int | None:
-        """GPUs that nobody holds, uses or has come first for; None while the driver is being asked.
+        """The number of GPUs that are free and not promised to others; None while the driver has not answered.
 
         Raises StoreError.
         """
         return self._claim.free()
 
     def take(self, count: int, name: str) -> Taken | None:
-        """``count`` GPUs near each other for the job ``name``; None where they are not to be had now."""
+        """``count`` GPUs near each other for the job ``name``; None if they are not available."""
         self._claim.terms = self._terms(count, name)
         return self._claim.advance()
 
     def queue(self, count: int, name: str, ours: Collection[int]) -> str:
-        """Keeps, or gets, a place among those who wait; until something is taken.
+        """Joins the queue, or keeps its place, until GPUs are taken.
 
-        Returns which GPUs others have, those who are not in ``ours``; empty where nobody has.
+        Returns a table of the GPUs that processes outside ``ours`` hold; empty if there are none.
         """
         self._claim.terms = self._terms(count, name)
         self._claim.queue()
         return table(self._claim, {*ours, os.getpid()})
 
     def leave(self) -> None:
-        """Nothing is wanted now: gives that place up."""
+        """Leaves the queue: no job needs GPUs now."""
         self._claim.cancel()
         self._asking.drop()
 
     def freed(self) -> None:
-        """A job has ended: the driver saw its processes before, and is asked again."""
+        """A job has ended: the driver's last answer still has its processes, so the next decision asks again."""
         self._claim.survey.outdated()

@@ -1,4 +1,4 @@
-"""What a holder tells of itself in its lock file: for people to read, never a reason to decide anything."""
+"""What a holder writes about itself into its lock file. It is for people; no decision rests on it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import json
 import os
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from safelaunch import procstat
 from safelaunch.leases.users import name_of
+from safelaunch.system import procstat
+
+if TYPE_CHECKING:
+    from safelaunch.leases.said import Said
 
 MAGIC = b'{"safelaunch": '
-MOST_BYTES = 4096
-_COMMAND_CHARACTERS = 1000
+MOST_BYTES = 16384  # each character of a text may be escaped
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
     """Who holds, or waits for, something.
 
-    ``uid`` is the file's owner, as the kernel has it; the rest is what the holder wrote. ``by``: ``supervisor``, or
-    ``ranks`` where that is gone and the job is not, or ``waiter``. ``pid`` 0 and empty texts: it did not say.
+    ``uid`` is the file's owner according to the kernel; the holder wrote the rest. ``by``: ``supervisor``, ``ranks`` if
+    the supervisor is gone but the job is not, or ``waiter``. ``pid`` 0 and empty texts: unknown.
     """
 
     pid: int = 0
@@ -36,57 +39,72 @@ class Holder:
         """The user's name, or number where it has none."""
         return name_of(self.uid)
 
-    def encode(self) -> bytes:
-        """As it is written down, with a few fields more that a person who reads the file will want."""
-        command = self.command[:_COMMAND_CHARACTERS]
-        fields = [self.pid, self.start_ticks, self.name[:64], command, round(self.since_unix_s, 3)]
-        text = json.dumps(dict(zip(_FIELDS, fields, strict=True)))
-        return MAGIC + b"1, " + text.encode("utf-8", "backslashreplace")[1:] + b"\n"
-
-    def is_alive(self) -> bool:
-        """Whether the process that wrote this still runs, as far as can be seen from here."""
-        found = procstat.read(self.pid) if self.pid > 0 else None
-        return found is not None and found.start_ticks == self.start_ticks
-
-
-_FIELDS = ("pid", "start_ticks", "name", "command", "since_unix_s")
+    def encode(self, **more: object) -> bytes:
+        """The contents of the lock file, with ``more`` fields for people who read it."""
+        said = {
+            "pid": self.pid,
+            "start_ticks": self.start_ticks,
+            "name": _printable(self.name)[:64],
+            "command": _printable(self.command)[:1000],
+            "since_unix_s": round(self.since_unix_s, 3),
+        }
+        return MAGIC + b"1, " + json.dumps({**said, **more}).encode()[1:] + b"\n"
 
 
 def decode(data: bytes, uid: int, by: str = "supervisor") -> Holder:
-    """What a file says, whoever wrote it; anything but the expected is passed over."""
-    try:
-        said = json.loads(data)
-    except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
-        return Holder(uid=uid, by=by)
+    """The holder that a file describes, whoever wrote it. Unexpected contents give no pid and no texts."""
+    from safelaunch.leases.said import Said, read
 
-    def number(key: str) -> float:
-        value = said.get(key)
-        return value if isinstance(value, (int, float)) and 0 <= value < 1e12 else 0  # 1e12 s: nobody's time
+    words = read(data, Said)
+    return Holder(uid=uid, by=by) if words is None else of_words(words, uid, by)
 
-    def text(key: str) -> str:
-        value = said.get(key)
-        return "".join(c if c.isprintable() else " " for c in value) if isinstance(value, str) else ""
 
+def of_words(said: Said, uid: int, by: str) -> Holder:
+    """The holder described by checked words in a file of user ``uid``."""
     return Holder(
-        int(number("pid")),
-        int(number("start_ticks")),
-        text("name"),
-        text("command"),
-        float(number("since_unix_s")),
-        uid,
-        by,
+        said.pid, said.start_ticks, _printable(said.name), _printable(said.command), said.since_unix_s, uid, by
     )
 
 
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def ourselves(name: str, command: str) -> Holder:
-    """This process as a holder, from now on."""
+    """This process as a holder, as of now."""
     pid = os.getpid()
     found = procstat.read(pid)
     return Holder(pid, found.start_ticks if found else 0, name, command, time.time(), os.getuid())
 
 
 def since_now(holder: Holder) -> Holder:
-    """The same, as of now."""
+    """``holder``, as of now."""
     return replace(holder, since_unix_s=time.time())
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def told(holder: Holder) -> str:
+    """``leased by pid 4711 (alice) since 12:03:09: train.py``."""
+    if holder.by == "waiter":
+        return f"next for {described(holder)}"
+    if holder.by == "ranks":
+        return f"still held by ranks of a run whose supervisor is gone, {described(holder)}"
+    return f"leased by {described(holder)}"
+
+
+def described(holder: Holder) -> str:
+    pid = f"pid {holder.pid} " if holder.pid else ""
+    verb = "waiting since" if holder.by == "waiter" else "since"
+    command = f": {holder.command[:80]}" if holder.command else ""
+    return f"{pid}({holder.user}) {verb} {moment(holder.since_unix_s)}{command}"
+
+
+def moment(unix_s: float) -> str:
+    """The local time, with the date if it is not today."""
+    if not unix_s:
+        return "?"
+    then, now = time.localtime(unix_s), time.localtime()
+    same_day = (then.tm_year, then.tm_yday) == (now.tm_year, now.tm_yday)
+    return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M", then)

@@ -1,15 +1,15 @@
-"""Ports for jobs that need a number: leased like GPUs, and kept from everybody else by a bound socket.
+"""Leases ports for jobs that need a fixed number, and reserves each with a bound socket.
 
-A number that was free a moment ago may be gone when it is used. So a port is bound here and stays bound, without
-listening, until the job is over: with SO_REUSEADDR on both sides the job's own server can still bind it and listen,
-while the kernel gives it to nobody who asks for any port, and refuses those who ask for it without that option.
+A port that is free now may be taken before the job uses it. So this process binds it, without listening, until the job
+is over. With SO_REUSEADDR on both sides, the job's own server can still bind it and listen. The kernel gives the port
+to no program that asks for any port, and refuses programs that ask for it without that option.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from safelaunch.errors import ResourceError
@@ -23,12 +23,12 @@ EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 LISTEN = "0A"
-WELL_KNOWN = (29400, 29500)  # what torchrun takes by itself
+WELL_KNOWN = (29400, 29500)  # torchrun's defaults
 
 
 @dataclass
 class Ports:
-    """Ports that are ours until ``release``."""
+    """Ports that are held until ``release``."""
 
     numbers: tuple[int, ...]
     lease: Lease
@@ -38,50 +38,80 @@ class Ports:
 
 
 def key_of(port: int) -> str:
-    """The name that a port is leased by."""
+    """The lease key of a port."""
     return f"port-{port}"
 
 
 def take(store: Store, count: int, about: Holder) -> Ports:
-    """``count`` ports, outside the range that the kernel gives away by itself. Raises ResourceError."""
-    taken = Ports((), Lease({}))
+    """Leases ``count`` ports, outside the kernel's ephemeral range if possible. Raises ResourceError."""
+    wanted = {key_of(port): port for port in candidates(_read(EPHEMERAL), _read(RESERVED))}
+    bound: dict[str, socket.socket] = {}
+
+    def pick(held: Mapping[str, Holder]) -> list[str] | None:
+        """Ports that nobody uses, with or without a lease."""
+        _close(bound)
+        for key, port in wanted.items():
+            if len(bound) == count:
+                break
+            if key not in held and (one := bind(port)) is not None:
+                bound[key] = one
+        return list(bound) if len(bound) == count else None
+
     try:
-        for port in candidates(_read(EPHEMERAL), _read(RESERVED)):
-            if len(taken.numbers) == count:
-                return taken
-            lease = _lease(store, port, about)
-            if lease is None:
-                continue
-            bound = bind(port)
-            if bound is None:  # somebody without a lease has it
-                lease.release()
-                continue
-            taken.numbers += (port,)
-            lease.sockets[key_of(port)] = bound.detach()
-            taken.lease.add(lease)
+        lease = store.attempt(list(wanted), pick, about).lease
     except BaseException:
-        taken.release()
+        _close(bound)
         raise
-    if len(taken.numbers) == count:
-        return taken
-    taken.release()
-    raise ResourceError(f"there are no {count} free ports on this node.", "See who has them: ss -ltnp")
+    if lease is None:
+        _close(bound)
+        raise _none_free(count)
+    lease.sockets.update({key: one.detach() for key, one in bound.items()})
+    return Ports(tuple(wanted[key] for key in bound), lease)
 
 
-def _lease(store: Store, port: int, about: Holder) -> Lease | None:
-    key = key_of(port)
-    return store.attempt([key], lambda held: None if held else [key], about).lease
+def take_unleased(count: int) -> Ports:
+    """``count`` free ports without a lease, for a node without a usable lease directory. Raises ResourceError.
+
+    A port that another safelaunch keeps bound counts as taken, so jobs that choose one after the other don't meet.
+    """
+    found: dict[int, int] = {}
+    for port in candidates(_read(EPHEMERAL), _read(RESERVED)):
+        if len(found) == count:
+            break
+        if (alone := bind(port, shared=False)) is None:
+            continue
+        alone.close()
+        if (one := bind(port)) is not None:
+            found[port] = one.detach()
+    lease = Lease({}, sockets={key_of(port): fd for port, fd in found.items()})
+    if len(found) < count:
+        lease.release()
+        raise _none_free(count)
+    return Ports(tuple(found), lease)
 
 
-def bind(port: int) -> socket.socket | None:
-    """A socket that keeps ``port`` on all addresses, without listening; None when somebody has it."""
+def _none_free(count: int) -> ResourceError:
+    what = "no port of this node is free" if count == 1 else f"fewer than {count} ports of this node are free"
+    return ResourceError(f"{what}.", "ss -ltnp lists the programs that use them.")
+
+
+def _close(bound: dict[str, socket.socket]) -> None:
+    while bound:
+        bound.popitem()[1].close()
+
+
+def bind(port: int, *, shared: bool = True) -> socket.socket | None:
+    """A socket that keeps ``port`` on all addresses without listening; None if another program has the port.
+
+    ``shared``: other sockets may be bound to it too, as long as none of them listens.
+    """
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             one = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
             continue  # a kernel without IPv6
         try:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shared)
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             one.bind((address, port))
@@ -95,7 +125,7 @@ def bind(port: int) -> socket.socket | None:
 
 
 def listening() -> set[int]:
-    """The ports that somebody listens on, whoever that is."""
+    """The TCP ports that any program listens on."""
     found = set()
     for path in TABLES:
         for line in _read(path).splitlines()[1:]:
@@ -106,9 +136,9 @@ def listening() -> set[int]:
 
 
 def candidates(ephemeral: str, reserved: str) -> Iterator[int]:
-    """Every port that may be leased, those that are safest first; from the texts of the two files in /proc/sys.
+    """Every port that may be leased, the safest first, by the texts of the two files in /proc/sys.
 
-    Where the kernel gives away every port by itself there is no outside: then the bound socket alone protects one.
+    If the ephemeral range covers every port, only the bound socket protects a port.
     """
     words = [int(word) for word in ephemeral.split() if word.isdigit()]
     low, high = words if len(words) == 2 else (32768, 60999)

@@ -1,13 +1,19 @@
 """The leases of a node: kernel locks on files in one directory that all its users share.
 
-A thing (a GPU by its UUID, ``port-20000``) is held by an exclusive flock on a file that belongs to the holder's user,
-``<thing>.<uid>``. The supervisor has that lock, and its guardian shares it; the beacons of the ranks have a shared one
-on ``<thing>.<uid>.ranks``. A thing is free when no file of it, anybody's, is locked: the death of the supervisor does
-not free a GPU that ranks still use, and when all of them are gone, by whatever, the kernel has freed it. Nothing is
+An exclusive lock (``files``) on a file of the holder's user, ``<thing>.<uid>``, holds a thing (a GPU by its UUID,
+``port-20000``). The supervisor has that lock, and its guardian shares it. The beacons of the ranks each lock a byte of
+``<thing>.<uid>.ranks``. A thing is free when none of its files is locked, whoever owns them. So the death of the
+supervisor does not free a GPU that ranks still use, and once all of them are gone, the kernel has freed it. Nothing is
 ever cleaned up: a file without a lock means nothing.
 
-Every decision is made behind the gate, a lock on the directory itself that is held for a fraction of a millisecond; so
-what one sees there stays true until one has taken it. What the files say is for people.
+Whoever takes a thing locks his own file first, and then looks for the files of others. If two do so at once, at least
+one sees the other and lets go. Safety rests on that alone. The gate, a lock on the directory itself that is held for a
+fraction of a millisecond, makes such collisions rare. Any user can keep the gate shut, so after a second we continue
+without it.
+
+The contents of the files are for people. Anything in the directory may be hostile, so unexpected files are skipped,
+with one message. Another user can still lease what he does not use, put himself first in the queue, and remove files
+if the directory is his own. A directory that root creates at boot prevents the last.
 """
 
 from __future__ import annotations
@@ -26,10 +32,14 @@ from safelaunch.leases import files, tickets
 from safelaunch.leases.holder import MOST_BYTES, Holder, decode
 from safelaunch.leases.lease import RANKS, Lease, base_of
 from safelaunch.leases.tickets import Ticket
+from safelaunch.leases.users import look
+from safelaunch.system.console import say
 
 DIRECTORY = "/tmp/safelaunch-leases"
 VARIABLE = "SAFELAUNCH_LEASE_DIR"
-GATE_DEADLINE_S = 10.0
+GATE_DEADLINE_S = 1.0
+SHUT_S = 60.0  # pause before waiting again at a gate that somebody keeps shut
+_TRIES = 20  # to take what somebody else takes at the same moment
 _SHARED = 0o1777
 
 Pick = Callable[[Mapping[str, Holder]], Sequence[str] | None]
@@ -37,10 +47,10 @@ Pick = Callable[[Mapping[str, Holder]], Sequence[str] | None]
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of trying to take something.
+    """The result of one attempt.
 
-    ``lease`` None: ``held`` says who holds what of the candidates, or waits for this very thing (``Holder.by``), and
-    ``ahead`` who came first and waits for any of them.
+    With ``lease`` None, ``held`` says who holds which candidate or waits for exactly that one (``Holder.by``), and
+    ``ahead`` who is ahead of us in the queue for any of them.
     """
 
     lease: Lease | None
@@ -49,77 +59,110 @@ class Attempt:
 
 
 class Store:
-    """The lease directory. Raises StoreError where it cannot serve."""
+    """The lease directory. Every method raises StoreError if it is unusable."""
 
-    def __init__(self, directory: str = DIRECTORY) -> None:
+    def __init__(self, directory: str = DIRECTORY, say: Callable[[str], None] = say) -> None:
         self.directory = os.path.realpath(directory) if directory != DIRECTORY else directory
+        self._say = say
+        self._said: set[str] = set()
+        self._shut_until_s = float("-inf")
 
     def attempt(self, candidates: Sequence[str], pick: Pick, about: Holder, ticket: Ticket | None = None) -> Attempt:
-        """Takes what ``pick`` chooses among ``candidates``, all of it or nothing, if it is our turn.
+        """Leases what ``pick`` chooses among ``candidates``, all or nothing, if it is our turn.
 
-        ``pick`` is given who holds what of the candidates, and returns None when that does not leave enough; it is
-        called behind the gate and must be quick. Without a ticket one comes after everybody who waits.
+        ``pick`` gets the holders of the candidates, and returns None if too few are left. It runs behind the gate and
+        must be quick. Without a ticket, everybody who waits comes first.
         """
-        with self._gate() as directory:
-            names = os.listdir(directory)
-            held = _held(candidates, names, directory)
-            ahead = tickets.before(ticket, candidates, names, directory)
-            held = {**ahead.promised, **held}
-            chosen = None if ahead.blocking is not None else pick(held)
-            if chosen is None:
-                return Attempt(None, held, ahead.blocking)
-            lease = self._take(chosen, directory, about)
-            if ticket is not None:
-                ticket.tear(directory)
-            return Attempt(lease, held)
+        for _ in range(_TRIES):
+            with self._gate() as directory:
+                found = self._attempt(candidates, pick, about, ticket, directory)
+            if found is not None:
+                return found
+            time.sleep(random.uniform(0.001, 0.02))
+        return Attempt(None, self.look(candidates))
+
+    def _attempt(
+        self, candidates: Sequence[str], pick: Pick, about: Holder, ticket: Ticket | None, directory: int
+    ) -> Attempt | None:
+        """One attempt; None if somebody took the same thing at the same moment."""
+        names = os.listdir(directory)
+        held = _held(candidates, names, directory)
+        ahead = tickets.before(ticket, candidates, names, directory, self._odd)
+        held = {**ahead.promised, **held}
+        chosen = None if ahead.blocking is not None else pick(held)
+        if chosen is None:
+            return Attempt(None, held, ahead.blocking)
+        lease = self._take(chosen, directory)
+        if lease is None:
+            return None
+        lease.tell(about)
+        if ticket is not None:
+            ticket.tear(directory)
+        return Attempt(lease, held)
 
     def look(self, keys: Iterable[str]) -> dict[str, Holder]:
-        """Who holds what of ``keys``. Creates nothing."""
+        """The holders of ``keys``. Creates nothing."""
         if not os.path.isdir(self.directory):
             return {}
         with self._gate() as directory:
             return _held(keys, os.listdir(directory), directory)
 
     def waiting(self) -> list[Holder]:
-        """Those who wait, in their order. Creates nothing."""
+        """Those who wait, in queue order. Creates nothing."""
         if not os.path.isdir(self.directory):
             return []
         with self._gate() as directory:
-            return tickets.all_living(os.listdir(directory), directory)
+            return tickets.all_living(os.listdir(directory), directory, self._odd)
 
     def queue(self, candidates: Sequence[str], count: int, about: Holder) -> Ticket:
-        """A place in the queue of those who wait, for ``count`` of ``candidates``."""
+        """Joins the queue for ``count`` of ``candidates``."""
         with self._gate() as directory:
             return tickets.draw(candidates, count, about, directory)
 
     def leave(self, ticket: Ticket) -> None:
-        """Gives a place in the queue up."""
-        with self._gate() as directory:
-            ticket.tear(directory)
+        """Leaves the queue, even if the directory is no longer usable."""
+        try:
+            directory = _open_directory(self.directory)
+        except StoreError:
+            ticket.tear(-1)
+            return
+        ticket.tear(directory)
+        os.close(directory)
 
-    def _take(self, keys: Sequence[str], directory: int, about: Holder) -> Lease:
+    def _take(self, keys: Sequence[str], directory: int) -> Lease | None:
+        """Locks our files for ``keys``; releases them and returns None if others have locked theirs."""
         lease = Lease({})
-        paths = []
+        own: list[str] = []
         try:
             for key in keys:
-                fd, name = files.open_own(base_of(key), directory)
-                if not files.try_lock(fd):  # cannot be: it was free, and the gate is ours
-                    os.close(fd)
-                    raise OSError(f"{name} was locked by somebody who does not keep to the gate")
-                lease.locks[key] = fd
-                ranks, ranks_name = files.open_own(base_of(key), directory, RANKS)
-                os.close(ranks)
-                paths.append(f"{self.directory}/{ranks_name}")
+                lease.locks[key], name = files.take_own(base_of(key), directory)
+                own += [name, name + RANKS]
+            others = set(os.listdir(directory)) - set(own)
+            taken = not _held(keys, others, directory)
         except OSError as error:
             lease.release()
             raise _unusable(self.directory, error) from error
-        lease.rank_files = tuple(paths)
-        lease.tell(about)
+        if not taken:
+            lease.release()
+            return None
+        lease.rank_files = tuple(f"{self.directory}/{name}" for name in own if name.endswith(RANKS))
         return lease
+
+    def _odd(self, name: str, why: str) -> None:
+        """Prints one message for all unexpected files: another user could create thousands."""
+        shown = "".join(char if char.isprintable() else "?" for char in name[:80])
+        self._once("odd", f"ignoring files that do not belong in {self.directory}, such as {shown} ({why})")
+
+    def _once(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(text)
 
     @contextmanager
     def _gate(self) -> Iterator[int]:
-        """The directory's descriptor, locked. Ctrl-Z waits until we are through: others would wait for us meanwhile."""
+        """The directory's descriptor, locked unless somebody keeps the gate shut. Ctrl-Z takes effect afterwards, so
+        that nobody waits for a stopped process.
+        """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
         try:
             directory = self._enter()
@@ -133,29 +176,40 @@ class Store:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _enter(self) -> int:
-        deadline = time.monotonic() + GATE_DEADLINE_S
-        pause_s = 0.0002
         while True:
             directory = _open_directory(self.directory)
             try:
-                while not files.try_lock(directory):
-                    if time.monotonic() > deadline:
-                        raise StoreError(
-                            f"the leases of this node ({self.directory}) have been locked for {GATE_DEADLINE_S:g} s.",
-                            f"See who does not let go: fuser -v {self.directory}",
-                        )
-                    time.sleep(pause_s * random.uniform(0.5, 1.0))
-                    pause_s = min(2 * pause_s, 0.005)
+                self._wait_for_our_turn(directory)
                 if _is_still(directory, self.directory):
                     return directory
             except BaseException:
                 os.close(directory)
                 raise
-            os.close(directory)  # it was removed while we waited: what is locked in it is nobody's concern
+            os.close(directory)  # it was removed while we waited: locks in it mean nothing
+
+    def _wait_for_our_turn(self, directory: int) -> None:
+        deadline = time.monotonic() + GATE_DEADLINE_S
+        pause_s = 0.0002
+        while not files.try_gate(directory):
+            now = time.monotonic()
+            if now < self._shut_until_s:
+                return
+            if now > deadline:
+                self._shut_until_s = now + SHUT_S
+                self._once("shut", f"{_who_is_at(directory)} keeps {self.directory} locked; continuing without it")
+                return
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, 0.005)
+
+
+def _who_is_at(directory: int) -> str:
+    pid = files.pid_at_gate(directory)
+    user = look(pid) if pid is not None else None
+    return f"pid {user.pid} ({user.user or 'unknown'})" if user is not None else "somebody"
 
 
 def store_of(environ: Mapping[str, str]) -> Store:
-    """The node's store, or the one that the environment names."""
+    """The node's lease directory, or the one that the environment names."""
     return Store(environ.get(VARIABLE) or DIRECTORY)
 
 
@@ -165,14 +219,20 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
         files_of.setdefault(name.partition(".")[0], []).append(name)
     held = {}
     for key in keys:
-        for name in files_of.get(base_of(key), ()):
+        # Supervisors' files first: if one is alive, its ranks don't matter.
+        for name in sorted(files_of.get(base_of(key), ()), key=lambda name: name.endswith(RANKS)):
             if files.is_locked(name, directory):
-                by = "ranks" if name.endswith(RANKS) else "supervisor"
-                data, _ = files.read_small(name.removesuffix(RANKS), directory, MOST_BYTES)
-                _, uid = files.read_small(name, directory, 0)
-                if key not in held or by == "supervisor":
-                    held[key] = decode(data, uid, by)
+                held[key] = _holder(name, directory)
+                break
     return held
+
+
+def _holder(name: str, directory: int) -> Holder:
+    """The holder of a locked file: its owner, described by the supervisor's file if he owns that too."""
+    by = "ranks" if name.endswith(RANKS) else "supervisor"
+    uid = files.owner_of(name, directory)
+    data, writer = files.read_small(name.removesuffix(RANKS), directory, MOST_BYTES)
+    return decode(data if writer == uid else b"", uid, by)
 
 
 # --- the directory ----------------------------------------------------------------------------------------------------
@@ -198,18 +258,17 @@ def _open_directory(path: str) -> int:
 
 
 def _open_checked(path: str) -> int:
-    """The directory, if those who could take our files out of it are to be trusted: its owner, who made it, or root."""
+    """Opens the directory. Raises PermissionError if other users than its owner or root could remove our files."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    deadline = time.monotonic() + 0.5
     while True:
         info = os.fstat(directory)
         mode = stat.S_IMODE(info.st_mode)
         if info.st_uid == os.getuid() or (mode & stat.S_ISVTX and mode & 0o002):
             return directory
-        if time.monotonic() > deadline:
+        if time.time() - info.st_ctime > 0.5:
             os.close(directory)
-            raise PermissionError(1, f"mode {mode:o} of user {info.st_uid}: other users cannot share it safely")
-        time.sleep(0.01)  # its maker may be about to give it its mode
+            raise PermissionError(1, f"users cannot share it safely: user {info.st_uid} owns it, with mode {mode:o}")
+        time.sleep(0.01)  # its creator may be about to set its mode
 
 
 def _is_still(directory: int, path: str) -> bool:
@@ -223,5 +282,5 @@ def _is_still(directory: int, path: str) -> bool:
 def _unusable(path: str, error: OSError) -> StoreError:
     return StoreError(
         f"no leases can be taken in {path}: {error.strerror or error}.",
-        f"It has to be a directory that all users share (mkdir -m 1777 {path}); {VARIABLE} names another one.",
+        f"Create a directory that all users share (mkdir -m 1777 {path}), or set {VARIABLE} to another one.",
     )

@@ -1,45 +1,60 @@
-"""The queue of those who wait: a locked file each, in the order of their arrival. Who is killed has left the queue.
+"""The queue: one locked file for each process that waits, in order of arrival. A killed process has left the queue.
 
-All of this is done behind the store's gate. Order among waiters is a courtesy that they do each other; what is free is
-decided by locks alone.
+The order is a courtesy among those who wait; only locks decide what is free. So a ticket with unexpected contents is
+skipped: nobody waits for a ticket that can't be understood.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch import procstat
 from safelaunch.leases import files
-from safelaunch.leases.holder import Holder, decode
+from safelaunch.leases.holder import Holder, of_words
+from safelaunch.system import procstat
 
 PREFIX = "ticket."
+MOST_EACH = 64  # tickets of one user in the queue
+_NAME = re.compile(r"ticket\.[0-9]{20}\.[0-9]{1,10}", re.ASCII)
 _MOST_BYTES = 65536
+
+Odd = Callable[[str, str], None]  # the name of a file, and what is wrong with it
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    """A process in the queue, and for how many of which candidates it waits."""
+
+    holder: Holder
+    candidates: frozenset[str]
+    count: int
 
 
 @dataclass(slots=True)
 class Ticket:
-    """A place in the queue: the file's name, which sorts by arrival, and its locked descriptor; -1 when left."""
+    """A place in the queue: the file's name, which sorts by arrival, and its locked descriptor; -1 after leaving."""
 
     name: str
     descriptor: int
 
     def tear(self, directory: int) -> None:
-        """Leaves the queue, if that has not been done."""
+        """Leaves the queue, once. ``directory`` -1: it can't be opened, so only the lock is released."""
         if self.descriptor >= 0:
-            _remove(self.name, directory)
+            if directory >= 0:
+                _remove(self.name, directory)
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Those who came first. ``promised``: things that one of them waits for, these and no others.
+    """Those ahead in the queue. ``promised``: things that one of them waits for exclusively.
 
-    ``blocking``: one who waits for some of many, and may need any that becomes free: who comes later waits behind him.
+    ``blocking``: one that waits for some of many and may need any that becomes free, so later ones wait behind it.
     """
 
     promised: Mapping[str, Holder]
@@ -47,70 +62,80 @@ class Ahead:
 
 
 def draw(candidates: Sequence[str], count: int, about: Holder, directory: int) -> Ticket:
-    """A ticket behind all others. CLOCK_MONOTONIC orders them; after a reboot it starts anew, and so does the queue."""
+    """Draws a ticket behind all others. CLOCK_MONOTONIC orders them; a reboot restarts the clock and the queue."""
     name = f"{PREFIX}{time.monotonic_ns():020d}.{os.getpid()}"
+    unfinished = f".{name}"  # until it is locked: an unlocked ticket counts as given up
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o644, dir_fd=directory)
-    os.fchmod(fd, 0o644)
+    fd = os.open(unfinished, flags, 0o600, dir_fd=directory)
     files.try_lock(fd)
-    document = {**json.loads(about.encode()), "candidates": list(candidates), "count": count}
     try:
-        os.pwrite(fd, json.dumps(document).encode(), 0)
+        os.pwrite(fd, about.encode(candidates=list(candidates), count=count), 0)
     except OSError:
-        pass  # a full disk: then it stands in everybody's way, which is the safe side
+        pass  # a full disk: the ticket then blocks nobody
+    os.fchmod(fd, 0o644)
+    os.rename(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
     return Ticket(name, fd)
 
 
-def before(ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int) -> Ahead:
-    """Who came before ``ticket`` (None: before now) and waits for some of ``candidates``."""
+def before(ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int, odd: Odd) -> Ahead:
+    """Those who came before ``ticket`` (None: before now) and wait for some of ``candidates``.
+
+    ``odd`` is called for unexpected files.
+    """
     wanted = set(candidates)
     promised: dict[str, Holder] = {}
-    for name in _ordered(names):
+    for name, waiter in _waiters(names, directory, odd):
         if ticket is not None and name >= ticket.name:
             break
-        found = _living(name, directory)
-        if found is None:
-            continue
-        holder, waits_for, count = found
-        if waits_for is None or (waits_for & wanted and count < len(waits_for)):
-            return Ahead(promised, holder)
-        for key in waits_for & wanted:
-            promised.setdefault(key, holder)
+        if waiter.candidates & wanted and waiter.count < len(waiter.candidates):
+            return Ahead(promised, waiter.holder)
+        for key in waiter.candidates & wanted:
+            promised.setdefault(key, waiter.holder)
     return Ahead(promised)
 
 
-def all_living(names: Iterable[str], directory: int) -> list[Holder]:
+def all_living(names: Iterable[str], directory: int, odd: Odd) -> list[Holder]:
     """Everybody in the queue."""
-    return [found[0] for name in _ordered(names) if (found := _living(name, directory)) is not None]
+    return [waiter.holder for _, waiter in _waiters(names, directory, odd)]
 
 
-def _ordered(names: Iterable[str]) -> Iterator[str]:
-    return iter(sorted(name for name in names if name.startswith(PREFIX)))
+def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, _Waiter]]:
+    """Those who wait, in queue order."""
+    seen: Counter[int] = Counter()
+    for name in sorted(name for name in names if name.startswith(PREFIX)):
+        owner = files.owner_of(name, directory)
+        seen[owner] += 1
+        if not _NAME.fullmatch(name):
+            odd(name, "not a ticket's name")
+        elif seen[owner] > MOST_EACH:
+            odd(name, f"user {owner} has more than {MOST_EACH} tickets")
+        elif not files.is_locked(name, directory):
+            _remove(name, directory)
+        elif (waiter := _read(name, directory)) is None:
+            odd(name, "it does not say who waits for what")
+        elif not _is_stopped(waiter.holder):
+            yield name, waiter
 
 
-def _living(name: str, directory: int) -> tuple[Holder, set[str] | None, int] | None:
-    """Who waits with this ticket, for how many of what (None: not known). None when he has gone, or is stopped.
+def _read(name: str, directory: int) -> _Waiter | None:
+    from safelaunch.leases.said import SaidTicket, read
 
-    A waiter that somebody has stopped (Ctrl-Z) would hold everybody up; it has its place again when it goes on.
-    """
-    if not files.is_locked(name, directory):
-        _remove(name, directory)
-        return None
-    pid = name.rpartition(".")[2]
-    found = procstat.read(int(pid)) if pid.isdigit() else None
-    if found is not None and found.state in "Tt":
-        return None
     data, uid = files.read_small(name, directory, _MOST_BYTES)
-    holder = decode(data, uid, "waiter")
-    try:
-        document = json.loads(data)
-        return holder, {str(key) for key in document["candidates"]}, int(document["count"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return holder, None, 0
+    words = read(data, SaidTicket)
+    return _Waiter(of_words(words, uid, "waiter"), frozenset(words.candidates), words.count) if words else None
+
+
+def _is_stopped(waiter: Holder) -> bool:
+    """Whether a waiter is stopped (Ctrl-Z): it would block everybody. It gets its place back when it continues.
+
+    The pid alone does not identify it: in another pid namespace it is another process.
+    """
+    found = procstat.read(waiter.pid) if waiter.pid else None
+    return found is not None and found.start_ticks == waiter.start_ticks and found.state in "Tt"
 
 
 def _remove(name: str, directory: int) -> None:
-    """Ours, or our user's who was killed; those of others the sticky bit keeps, and they do no harm."""
+    """Removes an abandoned ticket of our user; the sticky bit protects those of others, which do no harm."""
     try:
         os.unlink(name, dir_fd=directory)
     except OSError:

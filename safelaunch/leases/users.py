@@ -1,16 +1,17 @@
-"""The processes that NVML sees on a GPU, as /proc shows them: whose they are, since when, whether their run is over."""
+"""What /proc shows about the processes on a GPU: their user, start time, and whether their run has ended."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
-from safelaunch import procstat
+from safelaunch.system import procstat
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process on a GPU. Empty: not to be seen from here. ``left_over``: its run is over."""
+    """A process on a GPU. Empty fields: not visible from here. ``left_over``: its run has ended."""
 
     pid: int
     user: str = ""
@@ -20,7 +21,7 @@ class User:
 
 
 def look(pid: int) -> User:
-    """What can be seen of a process; nothing where it is of another pid namespace, or gone."""
+    """What /proc shows about a process; nothing if it is gone or in another pid namespace."""
     found = procstat.read(pid)
     if found is None:
         return User(pid)
@@ -55,16 +56,20 @@ def _boot_unix_s() -> float:
 
 
 def _is_left_over(process: procstat.Stat) -> bool:
-    """Whether it was started by a run whose supervisor is gone. Of other users' processes nobody can tell."""
+    """Whether the process belongs to a run whose supervisor is gone. False for other users' processes, which hide it,
+    and for another pid namespace, where the supervisor's pid means another process.
+    """
     try:
+        if os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
+            return False
         with open(f"/proc/{process.pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
     except OSError:
         return False
     prefix = b"SAFELAUNCH_SUPERVISOR_PID="
     number = next((item[len(prefix) :] for item in variables if item.startswith(prefix)), b"")
-    if not number.isdigit():
+    if not re.fullmatch(rb"[0-9]{1,10}", number):
         return False
     there = procstat.read(int(number))
-    # A supervisor is older than what it starts; a younger process has only been given its number.
+    # A supervisor is older than the processes it starts; a younger process only has its old pid.
     return there is None or there.state in "ZX" or there.start_ticks > process.start_ticks

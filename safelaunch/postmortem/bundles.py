@@ -1,16 +1,17 @@
-"""A bundle → the evidence that its verdict was reached from; several bundles of one job → one evidence."""
+"""Reads a bundle back into the evidence for its verdict, and several bundles of one job into one evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from safelaunch.capture import flight_dump
-from safelaunch.errors import CaptureError
+from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.model import (
+    BundlePlace,
     CaughtException,
     Evidence,
     ExitCall,
@@ -22,9 +23,15 @@ from safelaunch.model import (
     RankException,
     RankFile,
 )
-from safelaunch.postmortem.found import Found, Unreadable, read_limited
+from safelaunch.postmortem.cores import parse_all
+from safelaunch.postmortem.dumps import parse_some
+from safelaunch.postmortem.found import LINK, Found, Unreadable, read_limited, within
+from safelaunch.system import untrusted_paths
 
 _T = TypeVar("_T")
+MAX_RECORD_BYTES = 64 << 20
+MAX_LOG_BYTES = 8 << 20
+_RANK = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
 class _Processes(msgspec.Struct):
@@ -51,68 +58,106 @@ class _Manifest(msgspec.Struct):
     notes: tuple[str, ...] = ()
 
 
+class _Told(msgspec.Struct):
+    """The relevant part of an earlier verdict."""
+
+    outcome: Outcome | None = None
+    bundle: BundlePlace | None = None
+
+
 class _Bundle:
     """One bundle while it is read; ``problems`` grows."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.problems: list[str] = []
-        self._shared = flight_dump.Shared()
 
     def json(self, name: str, kind: type[_T]) -> _T | None:
-        """The record in file ``name``; None where there is none, or where it is damaged (then a problem)."""
-        path = self.root / name
-        if not path.exists():
+        """The record in file ``name``; None if it is missing or damaged (then it adds a problem)."""
+        data = self._bytes(name, MAX_RECORD_BYTES)
+        if data is None:
             return None
         try:
-            return msgspec.json.decode(read_limited(path), type=kind)
-        except Unreadable as error:
-            self.problems.append(f"{name}: {error.message}")
-        except (msgspec.DecodeError, RecursionError) as error:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             self.problems.append(f"{name} is damaged: {error}")
+        except MemoryError:
+            self.problems.append(f"{name} needs more memory than safelaunch allows for one file")
         return None
 
     def text(self, name: str) -> str:
+        return (self._bytes(name, MAX_LOG_BYTES) or b"").decode(errors="replace")
+
+    def _bytes(self, name: str, limit_bytes: int) -> bytes | None:
         path = self.root / name
-        if not path.exists():
-            return ""
         try:
-            return read_limited(path).decode(errors="replace")
+            return read_limited(path, limit_bytes) if untrusted_paths.exists(path) else None
         except Unreadable as error:
             self.problems.append(f"{name}: {error.message}")
-            return ""
+            return None
 
-    def flight_record(self, folder: str) -> FlightRecord | None:
-        """The pickle, which has frames, else the JSON."""
-        for name, parse in (
-            (f"{folder}/flight_recorder.pickle", flight_dump.parse_pickle),
-            (f"{folder}/flight_recorder.json", flight_dump.parse_json),
-        ):
-            if not (self.root / name).exists():
+    def numbers(self) -> list[int]:
+        """The ranks that have a folder in the bundle."""
+        found = []
+        for path in sorted((self.root / "ranks").iterdir()):
+            if not path.name[:1].isdigit() or not untrusted_paths.is_dir(path):
                 continue
-            try:
-                return parse(read_limited(self.root / name), self._shared)
-            except (Unreadable, CaptureError) as error:
-                self.problems.append(f"{name}: {error.message}")
-        return None
+            if not _RANK.fullmatch(path.name) or int(path.name) >= MAX_RANKS:
+                self.problems.append(f"ranks/{path.name}: the name is not a rank number")
+            elif path.is_symlink():
+                self.problems.append(f"ranks/{path.name}: {LINK}")
+            else:
+                found.append(int(path.name))
+        return sorted(found)
+
+    def flight_records(self, numbers: Sequence[int]) -> dict[int, FlightRecord]:
+        """The record of each rank: from the pickle, which has frames, else from the JSON."""
+        found: dict[int, FlightRecord] = {}
+        for ending in (".pickle", ".json"):
+            paths = {n: self.root / f"ranks/{n}/flight_recorder{ending}" for n in numbers if n not in found}
+            paths = {number: path for number, path in paths.items() if untrusted_paths.exists(path)}
+            for number, record in zip(paths, parse_all(list(paths.values()), parse_some), strict=True):
+                if isinstance(record, str):
+                    self.problems.append(f"ranks/{number}/flight_recorder{ending}: {record}")
+                else:
+                    found[number] = record
+        return found
 
 
 def is_bundle(path: Path) -> bool:
-    return (path / "manifest.json").is_file() and (path / "ranks").is_dir()
+    # Unlike pathlib, os.path does not raise for a link to a forbidden or missing place.
+    return untrusted_paths.is_file(path / "manifest.json") and untrusted_paths.is_dir(path / "ranks")
+
+
+def whole_of(roots: Sequence[Path]) -> Path | None:
+    """The one of these bundles that holds every rank, where the others are halves of it; else None."""
+    told = [_Bundle(root).json("verdict.json", _Told) for root in roots]
+    places = [one.bundle if one is not None else None for one in told]
+    whole = [root for root, place in zip(roots, places, strict=True) if place is not None and place.whole]
+    same = {(place.host, place.path) if place is not None else None for place in places}
+    return whole[0] if len(whole) == len(same) == 1 else None
 
 
 def read_bundle(root: Path) -> Found:
-    """Everything that a bundle holds of its ranks. Never raises for what is in it."""
+    """Everything in a bundle about its ranks. Never raises for its contents."""
+    within(root, root / "ranks")
     bundle = _Bundle(root)
     manifest = bundle.json("manifest.json", _Manifest) or _Manifest()
-    verdict = bundle.json("verdict.json", dict[str, Any]) or {}
-    numbers = sorted(int(path.name) for path in (root / "ranks").iterdir() if path.name.isdigit() and path.is_dir())
-    ranks = tuple(_rank(bundle, number, manifest.host) for number in numbers)
+    told = bundle.json("verdict.json", _Told) or _Told()
+    numbers = bundle.numbers()
+    records = bundle.flight_records(numbers)
+    ranks = tuple(_rank(bundle, number, manifest.host, records) for number in numbers)
     job = manifest.job
-    world = max([job.world_size, *(number + 1 for number in numbers), *(_world(rank) for rank in ranks)])
+    worlds = {"manifest.json": job.world_size}
+    worlds |= {f"ranks/{r.rank}/progress.json": r.progress.world_size for r in ranks if r.progress is not None}
+    for name, size in worlds.items():
+        if not 0 <= size <= MAX_RANKS:
+            bundle.problems.append(f"{name}: ignored, because it claims a job of {size} ranks")
+    sizes = [size for size in worlds.values() if 0 <= size <= MAX_RANKS]
+    world = max([0, *sizes, *(number + 1 for number in numbers)])
     outcome = job.outcome
-    if not job.world_size and verdict.get("outcome") in ("hang", "crash", "dump"):
-        outcome = verdict["outcome"]  # one of before the manifest said it
+    if not job.world_size and told.outcome is not None:
+        outcome = told.outcome  # a bundle of an older version, whose manifest lacks it
     evidence = Evidence(
         outcome=outcome,
         world_size=world,
@@ -128,19 +173,19 @@ def read_bundle(root: Path) -> Found:
 
 
 def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
-    """The bundles of one job's nodes as one evidence; ``names`` are their directories.
+    """Merges the bundles of one job's nodes into one evidence; ``names`` are their directories.
 
-    Raises Unreadable where they cannot be of one job: the same rank in two of them, or worlds of different size.
+    Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes.
     """
     seen: dict[int, str] = {}
     for found, name in zip(bundles, names, strict=True):
         for rank in found.evidence.ranks:
             if rank.rank in seen:
-                raise Unreadable(f"rank {rank.rank} is in {seen[rank.rank]} and in {name}: name one of them")
+                raise Unreadable(f"rank {rank.rank} is in {seen[rank.rank]} and in {name}: name one of these bundles")
             seen[rank.rank] = name
     worlds = {found.evidence.world_size for found in bundles}
     if len(worlds) > 1:
-        raise Unreadable(f"jobs of {' and '.join(map(str, sorted(worlds)))} ranks: name one of the bundles")
+        raise Unreadable(f"it holds jobs of {' and '.join(map(str, sorted(worlds)))} ranks: name one of the bundles")
     world = worlds.pop()
     first = bundles[0].evidence
     outcome: Outcome = next(
@@ -164,35 +209,23 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     return Found(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
 
 
-def _rank(bundle: _Bundle, number: int, host: str) -> RankEvidence:
+def _rank(bundle: _Bundle, number: int, host: str, records: Mapping[int, FlightRecord]) -> RankEvidence:
     folder = f"ranks/{number}"
     known = bundle.json(f"{folder}/rank.json", RankFile)
     progress = bundle.json(f"{folder}/progress.json", Progress)
     processes = bundle.json(f"{folder}/proc.json", _Processes) or _Processes()
-    if known is None:  # one of before there was such a file
+    if known is None:  # a bundle of an older version, without such a file
         pid = progress.pid if progress else processes.main.pid if processes.main else 0
         known = RankFile(host=host, pid=pid, local_rank=progress.local_rank if progress else -1)
     return RankEvidence(
         rank=number,
-        host=known.host,
-        pid=known.pid,
-        local_rank=known.local_rank,
+        **known.fields,
         progress=progress,
         main=processes.main,
         children=processes.children,
-        flight_record=bundle.flight_record(folder),
-        gil=known.gil,
+        flight_record=records.get(number),
         exception=bundle.json(f"{folder}/exception.json", RankException),
-        exit=known.exit,
-        fatal=known.fatal,
         exit_call=bundle.json(f"{folder}/exit_call.json", ExitCall),
         caught=bundle.json(f"{folder}/caught.json", tuple[CaughtException, ...]) or (),
-        memory_kills=known.memory_kills,
-        beacon=known.beacon,
-        code_roots=known.code_roots,
         log_tail=bundle.text(f"{folder}/log_tail.txt"),
     )
-
-
-def _world(rank: RankEvidence) -> int:
-    return rank.progress.world_size if rank.progress is not None else 0

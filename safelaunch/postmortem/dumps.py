@@ -1,36 +1,43 @@
-"""A plain folder of Flight Recorder dumps, from any job and any launcher → evidence."""
+"""Reads a plain folder of Flight Recorder dumps, from any job and any launcher, as evidence."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.capture import flight_dump
+from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
+from safelaunch.model.entries import Entries
 from safelaunch.postmortem.cores import parse_all
-from safelaunch.postmortem.found import Found, Unreadable, read_limited
+from safelaunch.postmortem.found import Found, Unreadable, read_limited, within
+from safelaunch.system import untrusted_paths
 
-MAX_RANKS = 65_536
-# nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle: a prefix of any kind, the rank, an ending.
+MAX_FILES = 2 * MAX_RANKS
+# nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle: any prefix, the rank, an ending.
 _NAME = re.compile(
-    r"(?P<prefix>.*?)(?P<rank>\d{1,6})(?:\.(?:json|pickle|pkl|bin|dump|txt))?", re.IGNORECASE | re.DOTALL
+    r"(?P<prefix>.*?)(?P<rank>[0-9]{1,6})(?:\.(?:json|pickle|pkl|bin|dump|txt))?", re.IGNORECASE | re.DOTALL
 )
 
 
-def read_dumps(folder: Path) -> Found | None:
-    """The dumps that lie in ``folder``; None when not one file in it is a Flight Recorder dump.
+def read_dumps(folder: Path, root: Path) -> Found | None:
+    """The dumps in ``folder``, below ``root``; None if no file in it is a Flight Recorder dump.
 
-    Other files are passed over in silence, except those that are called as the dumps are: they were meant to be some.
+    Other files are skipped silently, except those with a dump's name, which are problems.
     """
     failed: dict[str, str] = {}
     jobs: dict[str, dict[int, _Dump]] = {}  # by prefix
-    paths = [path for path in folder.iterdir() if 0 <= _rank_of(path.name) < MAX_RANKS and not path.is_dir()]
+    paths = [
+        path for path in folder.iterdir() if 0 <= _rank_of(path.name) < MAX_RANKS and not untrusted_paths.is_dir(path)
+    ]
+    if len(paths) > MAX_FILES:
+        raise Unreadable(f"it holds {len(paths)} files with the names of dumps; the limit is {MAX_FILES}")
     paths.sort(key=lambda path: (_rank_of(path.name), path.name))
-    for path, record in zip(paths, parse_all(paths, _parse_some), strict=True):
+    for path, record in zip(paths, parse_all([_real(path, root) for path in paths], parse_some), strict=True):
         if isinstance(record, str):
             failed[path.name] = record
             continue
@@ -61,23 +68,24 @@ def read_dumps(folder: Path) -> Found | None:
     return Found(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
 
 
-def _parse_some(paths: Sequence[Path]) -> list[FlightRecord | str]:
-    """The records in these files, or what is wrong with them."""
+def _real(path: Path, root: Path) -> Path:
+    """The target of a link within ``root``; a link that leads out of it stays a link, which is never read."""
+    try:
+        return within(root, path) if path.is_symlink() else path
+    except Unreadable:
+        return path
+
+
+def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
+    """The records in these files, or what is wrong with each. The content decides, not the name."""
     shared = flight_dump.Shared()
-    found: list[FlightRecord | str] = []
     for path in paths:
         try:
-            found.append(_parse(read_limited(path), shared))
+            data = read_limited(path)
+            parse = flight_dump.parse_json if data[:1] == b"{" else flight_dump.parse_pickle
+            yield parse(data, shared)
         except (Unreadable, CaptureError) as error:
-            found.append(error.message)
-    return found
-
-
-def _parse(data: bytes, shared: flight_dump.Shared) -> FlightRecord:
-    """By its content, whatever the file is called."""
-    if data[:1] == b"{":
-        return flight_dump.parse_json(data, shared)
-    return flight_dump.parse_pickle(data, shared)
+            yield error.message
 
 
 @dataclass(frozen=True)
@@ -88,14 +96,15 @@ class _Dump:
 
     @property
     def quality(self) -> tuple[bool, int]:
-        return any(entry.frames for entry in self.record.entries), len(self.record.entries)
+        entries = Entries.of(self.record.entries)
+        return any(kind.frames for kind in entries.used().values()), len(entries)
 
 
 def _of_one_job(jobs: dict[str, dict[int, _Dump]], failed: Mapping[str, int]) -> tuple[dict[int, _Dump], list[str]]:
-    """The dumps by rank, and what was passed over: another job's, or an earlier attempt's, which has the same ranks.
+    """The dumps by rank, and those that were skipped: another job's, or an earlier attempt's, with the same ranks.
 
-    The prefix with the most files counts (``failed``: how many of a prefix could not be read), the newest of those;
-    with it those that have other ranks (a name for each node).
+    The prefix with the most files counts (``failed``: unreadable files per prefix), or the newest of several. Prefixes
+    with other ranks (one name per node) join it.
     """
 
     def weight(prefix: str) -> tuple[int, float]:
@@ -110,7 +119,7 @@ def _of_one_job(jobs: dict[str, dict[int, _Dump]], failed: Mapping[str, int]) ->
         if chosen.keys() & here.keys():
             names = sorted(one.name for one in here.values())
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            passed_over.append(f"{names[0]}{more}: passed over, for there are other dumps of the same ranks here")
+            passed_over.append(f"{names[0]}{more}: ignored, because other dumps here have the same ranks")
         else:
             chosen.update(here)
     return dict(sorted(chosen.items())), passed_over
@@ -120,7 +129,7 @@ def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
-        return 0.0  # it has gone since
+        return 0.0  # it is gone
 
 
 def _rank_of(name: str) -> int:
@@ -134,6 +143,6 @@ def _prefix(name: str) -> str:
 
 
 def _world(records: dict[int, FlightRecord], broken: list[int]) -> int:
-    """Ranks that the dumps tell of: their own, those of their groups, and those whose file could not be read."""
+    """The number of ranks according to the dumps: their own, their groups', and those of unreadable files."""
     named = [rank for record in records.values() for ranks in record.groups.values() for rank in ranks]
     return max([*records, *broken, *(rank for rank in named if 0 <= rank < MAX_RANKS)]) + 1

@@ -1,4 +1,4 @@
-"""What a path turned out to hold."""
+"""The evidence found at a path, and bounded reads of untrusted files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from safelaunch.errors import SafelaunchError
 from safelaunch.model import Evidence
 
 MAX_FILE_BYTES = 256 << 20
+OUTSIDE = "it is a link that leads out of the directory"
+LINK = "it is a link, and safelaunch follows no links here"
 
 
 class Unreadable(SafelaunchError):
-    """A file that is not what it should be; the message says what is wrong, without the path."""
+    """A file that is not what it should be. The message says what is wrong, without the path."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """``what``: in words (``a bundle``). ``problems``: files that gave nothing, each with the reason.
+    """The evidence at a path. ``what``: its kind in words (``a bundle``); ``problems``: unreadable files, with reasons.
 
-    ``files``: where a claim points at (``ranks/3/flight_recorder.json``) → the file that it stands for, where that is
-    another one.
+    ``files``: the file in a claim (``ranks/3/flight_recorder.json``) → the real file, if that is another one.
     """
 
     what: str
@@ -33,16 +34,38 @@ class Found:
 
 
 def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The bytes of a regular file. Raises Unreadable for anything else, and for one that is too large."""
+    """The bytes of a regular file. Raises Unreadable for anything else, and for a file that is too large.
+
+    The last part of the path must not be a link; ``within`` checks the directories.
+    """
     try:
-        # A FIFO in the folder must not keep us waiting, whoever put it there.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        mode = path.lstat().st_mode  # opening a device may already do something
+        if not stat.S_ISREG(mode):
+            raise Unreadable(LINK if stat.S_ISLNK(mode) else "it is not a regular file")
+        # A FIFO in the folder must not block us.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise Unreadable("it is not a file")
+                raise Unreadable("it is not a regular file")
             if status.st_size > limit_bytes:
-                raise Unreadable(f"it has {status.st_size} bytes, more than {limit_bytes}")
-            return file.read(limit_bytes)
+                raise Unreadable(f"it is too large: {status.st_size} bytes, and the limit is {limit_bytes}")
+            return file.read(status.st_size)  # not the limit: read allocates that much memory at once
     except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from error
+        raise cannot_be_read(error) from error
+
+
+def cannot_be_read(error: OSError) -> Unreadable:
+    """``error`` in words."""
+    return Unreadable(f"it cannot be read: {error.strerror or error}")
+
+
+def within(root: Path, path: Path) -> Path:
+    """``path`` with its links resolved. Raises Unreadable if they lead out of ``root``, and OSError.
+
+    ``root`` is the user's path, with its own links resolved.
+    """
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(root):
+        raise Unreadable(OUTSIDE)
+    return real

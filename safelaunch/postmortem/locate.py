@@ -1,22 +1,27 @@
-"""What a path holds, and the evidence in it."""
+"""Finds out what a path holds, and reads the evidence in it."""
 
 from __future__ import annotations
 
+import os
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from safelaunch.postmortem.bundles import is_bundle, merge, read_bundle
+from safelaunch.postmortem.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.postmortem.dumps import read_dumps
-from safelaunch.postmortem.found import MAX_FILE_BYTES, Found, Unreadable
+from safelaunch.postmortem.found import MAX_FILE_BYTES, Found, Unreadable, cannot_be_read, within
+from safelaunch.postmortem.guard import Bounds, in_child
 from safelaunch.postmortem.rundirs import is_run_directory, read_run
+from safelaunch.system import untrusted_paths
 
-MAX_ARCHIVE_BYTES = 4 << 30
-MAX_ARCHIVE_FILES = 200_000
+MAX_UNPACKED_BYTES = 1 << 30
+MAX_UNPACKED_FILES = 100_000
+_DEEPEST = 6  # folders of nodes, of bundles, of ranks: nothing deeper is ever read
+_CHUNK_BYTES = 1 << 20
 _NOTHING = (
-    "it holds no bundle, no run directory, and no Flight Recorder dumps (files whose names end in a rank's number:"
+    "it holds no bundle, no run directory and no Flight Recorder dumps (files whose names end in a rank number:"
     " nccl_trace_rank_0, comm_lib_trace_rank_0, dump_0.json)"
 )
 
@@ -25,35 +30,81 @@ def read(path: Path) -> Found:
     """The evidence at ``path``: a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory,
     a folder of Flight Recorder dumps.
 
-    Raises Unreadable where it holds none.
+    Raises Unreadable if it holds none.
+    """
+    with tempfile.TemporaryDirectory(prefix="safelaunch-") as made:
+        scratch = Path(made)
+        return read_folder(folder_of(path, scratch), scratch)
+
+
+def folder_of(path: Path, scratch: Path) -> Path:
+    """The directory at ``path``, or the contents of the archive there, unpacked in the empty directory ``scratch``.
+
+    Raises Unreadable.
     """
     try:
-        if path.is_file():
-            with _unpacked(path) as folder:
-                return _read_folder(folder)
-        if not path.is_dir():
-            raise Unreadable("there is no such file or directory" if not path.exists() else "it is no directory")
-        return _read_folder(path)
+        if path.is_dir():
+            return Path(os.path.realpath(path))
+        if not path.is_file():
+            missing = "this file or directory does not exist"
+            raise Unreadable("it is neither a directory nor an archive" if path.exists() else missing)
+        unpacked = scratch / "unpacked"
+        unpacked.mkdir()
+        cpu_s = min(60, 8 + (path.stat().st_size >> 18))
+        in_child(lambda: _unpack(path, unpacked), Bounds(256 << 20, cpu_s, file_bytes=MAX_FILE_BYTES))
+        return unpacked
     except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from error
+        raise cannot_be_read(error) from error
 
 
-def _read_folder(folder: Path) -> Found:
+def bounds_of(folder: Path) -> Bounds:
+    """The bounds for reading and diagnosing a folder of this size."""
+    size = _size(folder)
+    return Bounds(min((384 << 20) + 4 * size, 4 << 30), cpu_s=8 + (size >> 21), file_bytes=MAX_FILE_BYTES)
+
+
+def _size(folder: Path, deepest: int = _DEEPEST) -> int:
+    """Bytes on the disk: a sparse file looks larger than it is."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return sum(
+            _size(Path(entry), deepest - 1) if entry.is_dir(follow_symlinks=False) and deepest else _bytes_of(entry)
+            for entry in islice(entries, MAX_UNPACKED_FILES)
+        )
+    return 0
+
+
+def _bytes_of(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks * 512
+    except OSError:
+        return 0  # it is gone
+
+
+def read_folder(folder: Path, scratch: Path) -> Found:
+    """The evidence in a directory, as ``folder_of`` gives it. Raises Unreadable."""
+    try:
+        return _read_folder(folder, scratch)
+    except OSError as error:
+        raise cannot_be_read(error) from error
+
+
+def _read_folder(folder: Path, scratch: Path) -> Found:
     if is_bundle(folder):
         return read_bundle(folder)
     if is_run_directory(folder):
-        return read_run(folder)
+        return read_run(folder, scratch)
     inside = sorted(
         path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_symlink() and is_bundle(path)
     )
-    if len(inside) == 1:
-        found = read_bundle(inside[0])
-        return Found(f"the bundle {inside[0].name}", found.evidence, found.problems, {"": f"{inside[0].name}/"})
+    alone = inside[0] if len(inside) == 1 else whole_of(inside)
+    if alone is not None:
+        found = read_bundle(alone)
+        return Found(f"the bundle {alone.name}", found.evidence, found.problems, {"": f"{alone.name}/"})
     if inside:
         return merge([read_bundle(path) for path in inside], [path.name for path in inside])
-    dumps = read_dumps(folder)
-    if dumps is None and (folder / "flight_recorder").is_dir():
-        dumps = read_dumps(folder / "flight_recorder")
+    dumps = read_dumps(folder, folder)
+    if dumps is None and untrusted_paths.is_dir(folder / "flight_recorder"):
+        dumps = read_dumps(within(folder, folder / "flight_recorder"), folder)
         files = {name: f"flight_recorder/{file}" for name, file in dumps.files.items()} if dumps is not None else {}
         dumps = Found(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
     if dumps is None:
@@ -61,29 +112,47 @@ def _read_folder(folder: Path) -> Found:
     return dumps
 
 
-@contextmanager
-def _unpacked(archive: Path) -> Iterator[Path]:
-    """The regular files of a ``.tar.gz`` in a directory of our own; nothing in it can name a place outside."""
-    with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
-        try:
-            with tarfile.open(archive, "r:*") as tar:
-                _unpack(tar, Path(scratch))
-        except (tarfile.TarError, EOFError, ValueError) as error:
-            raise Unreadable(f"it is no bundle's archive, and no directory: {error}") from error
-        yield Path(scratch)
+def _unpack(archive: Path, scratch: Path) -> None:
+    """Unpacks the regular files of a ``.tar.gz`` into ``scratch``; no name in it can lead outside."""
+    room = os.statvfs(scratch)
+    limit = min(MAX_UNPACKED_BYTES, room.f_bavail * room.f_frsize // 2)
+    opened = False
+    try:
+        with tarfile.open(archive, "r:*") as tar:
+            opened = True
+            _unpack_all(tar, scratch, limit)
+    except (Unreadable, MemoryError):
+        raise
+    except Exception as error:  # tarfile and its decompressors raise nearly any type on damaged input
+        if isinstance(error, OSError) and error.errno is not None:
+            raise Unreadable(f"it cannot be unpacked in {scratch.parent.parent}: {error.strerror}") from error
+        if opened or isinstance(error, EOFError):
+            raise Unreadable("the archive is damaged or incomplete: copy it again from where it was written") from error
+        raise Unreadable("it is neither a directory nor a bundle's archive (.tar.gz)") from error
 
 
-def _unpack(tar: tarfile.TarFile, scratch: Path) -> None:
-    total = 0
-    for number, member in enumerate(tar):
-        total += member.size
-        if number >= MAX_ARCHIVE_FILES or total > MAX_ARCHIVE_BYTES or member.size > MAX_FILE_BYTES:
-            raise Unreadable("the archive holds more than a bundle would")
+def _unpack_all(tar: tarfile.TarFile, scratch: Path, limit: int) -> None:
+    number = total = 0
+    while (member := tar.next()) is not None:
+        tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
+        number, total = number + 1, total + max(0, member.size)
+        size = max(total, tar.offset)  # a sparse member's size differs from the bytes to read past
+        if number > MAX_UNPACKED_FILES or size > limit or member.size > MAX_FILE_BYTES:
+            raise Unreadable("the archive is larger than any bundle: unpack it and name the directory")
         name = PurePosixPath(member.name)
-        if not member.isfile() or name.is_absolute() or ".." in name.parts:
+        if not member.isfile() or member.issparse() or name.is_absolute() or ".." in name.parts:
             continue
-        source = tar.extractfile(member)
-        if source is not None:
-            target = scratch / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(source.read())
+        if len(name.parts) <= _DEEPEST and "\0" not in member.name:
+            _unpack_one(tar, member, scratch / name)
+
+
+def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+    source = tar.extractfile(member)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = open(target, "wb")  # noqa: SIM115 - closed below; an error here differs from one while writing
+    except OSError:
+        return  # the name is too long, or another member's directory
+    with file:
+        while source is not None and (data := source.read(_CHUNK_BYTES)):
+            file.write(data)

@@ -1,26 +1,36 @@
-"""A run directory that nobody removed (everything was killed at once, the machine was reset) → evidence.
+"""Reads a run directory that nobody removed (everything was killed at once, the machine was reset) as evidence.
 
-What the ranks wrote down themselves is all there is: pages, last exceptions, output, and what torch and NCCL dumped.
+It has only what the ranks recorded themselves: pages, last exceptions, output, and the dumps of torch and NCCL.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from safelaunch.beacon import layout
 from safelaunch.capture import collect
+from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.launch.paths import RunPaths
 from safelaunch.model import Artifact, Evidence, RankExit
 from safelaunch.postmortem.dumps import read_dumps
-from safelaunch.postmortem.found import Found
-from safelaunch.watch.progress import AgentEvent, Roster, read_meta
+from safelaunch.postmortem.found import Found, Unreadable, read_limited, within
+from safelaunch.redaction.redactor import Redactor
+from safelaunch.roster.progress import AgentEvent, Roster, read_meta
+from safelaunch.system import untrusted_paths
+
+MAX_FILES = 8 * 4096  # a page and its companions, for each rank
+MAX_FILE_BYTES = 2 << 20
+_MAX_BYTES = 1 << 30
 
 
 class _Nowhere:
-    """Nothing is copied: the files lie where they are."""
+    """A sink that copies nothing: the files stay where they are."""
+
+    redactor = Redactor()
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
 
@@ -28,20 +38,28 @@ class _Nowhere:
 
 
 def is_run_directory(path: Path) -> bool:
-    return (path / "pages").is_dir() and (path / "owner").is_file()
+    return untrusted_paths.is_dir(path / "pages") and untrusted_paths.is_file(path / "owner")
 
 
-def read_run(root: Path) -> Found:
-    """What is left of a run, newest attempt."""
-    run = RunPaths(root)
+def read_run(root: Path, scratch: Path) -> Found:
+    """The evidence left by a run's newest attempt; ``scratch``: an empty directory.
+
+    The readers trust a live run's files, map them and open them for writing. So a stranger's files are copied first.
+    """
+    found_there = RunPaths(root)
+    run = RunPaths(scratch / "run")
+    problems = list(_copy(found_there, run))
     roster = Roster(run)
     exits = _exits(roster.refresh())
-    pages = roster.pages()
-    dumps = read_dumps(run.flight_recorder) if run.flight_recorder.is_dir() else None
+    pages = {number: page for number, page in roster.pages().items() if number < MAX_RANKS}
+    dumps = None
+    if untrusted_paths.is_dir(found_there.flight_recorder):
+        dumps = read_dumps(within(root, found_there.flight_recorder), root)
+        problems += dumps.problems if dumps is not None else ()
     records = {rank.rank: rank.flight_record for rank in dumps.evidence.ranks} if dumps is not None else {}
     host = platform.node()
     ranks = []
-    for number in sorted({*pages, *roster.workers, *records}):
+    for number in sorted({*pages, *(worker for worker in roster.workers if 0 <= worker < MAX_RANKS), *records}):
         page = pages.get(number)
         if page is None:
             pid = roster.workers[number].pid if number in roster.workers else 0
@@ -51,8 +69,8 @@ def read_run(root: Path) -> Found:
             known = collect.Known(page.read(), page.pid, page.name, exits.get(number), meta.code_roots)
         rank = collect.of_ended(number, known, run.pages, host, _Nowhere())
         ranks.append(msgspec.structs.replace(rank, flight_record=records.get(number)))
-    world = max((rank.progress.world_size for rank in ranks if rank.progress is not None), default=0)
-    world = max([world, *(rank.rank + 1 for rank in ranks)])
+    worlds = [rank.progress.world_size for rank in ranks if rank.progress is not None]
+    world = max([0, *(size for size in worlds if size <= MAX_RANKS), *(rank.rank + 1 for rank in ranks)])
     evidence = Evidence(
         outcome="crash" if any(code.returncode for code in exits.values()) else "hang",
         world_size=world,
@@ -65,16 +83,37 @@ def read_run(root: Path) -> Found:
     }
     if dumps is not None:
         files |= {name: f"flight_recorder/{file}" for name, file in dumps.files.items()}
-    return Found("a run directory", evidence, dumps.problems if dumps is not None else (), files)
+    return Found("a run directory", evidence, tuple(problems), files)
+
+
+def _copy(there: RunPaths, here: RunPaths) -> Iterator[str]:
+    """Copies pages, their companions and the agent's events; yields what it left out."""
+    here.pages.mkdir(parents=True)
+    within(there.root, there.pages)
+    names = [there.agent_events, there.agent_page, *sorted(there.pages.iterdir())]
+    left = _MAX_BYTES
+    for number, source in enumerate(names):
+        if number > MAX_FILES or left < 0:
+            yield f"{len(names) - number} more files of pages/: ignored, because no run leaves so many"
+            return
+        if not untrusted_paths.lexists(source) or source.name.endswith(layout.SERVER_SUFFIX):
+            continue
+        try:
+            data = read_limited(source, MAX_FILE_BYTES)
+        except Unreadable as error:
+            yield f"{source.relative_to(there.root)}: {error.message}"
+            continue
+        left -= len(data)
+        (here.root / source.relative_to(there.root)).write_bytes(data)
 
 
 def _exits(events: list[AgentEvent]) -> dict[int, RankExit]:
-    """How the ranks ended, as the agent noted; those of the first such note ended before it stopped the others."""
+    """The ranks' exits according to the agent; those in its first note ended before it stopped the others."""
     found: dict[int, RankExit] = {}
     attempt = max((event.attempt for event in events), default=0)
     for event in events:
         if event.attempt == attempt and event.exits:
             first = not found
             for rank, code in event.exits.items():
-                found.setdefault(int(rank), RankExit(code, event.time_unix_s, before_close=first))
+                found.setdefault(rank, RankExit(code, event.time_unix_s, before_close=first))
     return found

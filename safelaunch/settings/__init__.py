@@ -1,1 +1,1 @@
-"""What the user asked for: options, configuration files, presets."""
+"""Options, configuration files and presets."""

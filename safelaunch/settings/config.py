@@ -1,17 +1,22 @@
-"""Settings of one run, resolved from every place where they can be given, each with its origin.
+"""The settings of one run, resolved from every place that can set them, each with its origin.
 
 Precedence: command line > ``SAFELAUNCH_*`` environment > configuration file > presets > defaults. The
 configuration file is ``--config FILE``, else ``./safelaunch.yaml``, else ``[tool.safelaunch]`` of
-``./pyproject.toml``. The presets are those of the highest level that names any: ``--preset`` replaces the
-configuration file's list, it is not added to it. Paths on the command line and in the environment, and
-``bundle-dir`` everywhere, are relative to the working directory; presets in a configuration file are relative
-to that file.
+``./pyproject.toml``. Only the highest level that names presets counts: ``--preset`` replaces the configuration
+file's list. Paths on the command line and in the environment, and ``bundle-dir`` everywhere, are relative to the
+working directory. Presets in a configuration file are relative to that file.
+
+A configuration file can set variables such as LD_PRELOAD. One that safelaunch only finds in the working directory is
+read if it belongs to this user or to root and nobody else may write it.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +32,17 @@ from safelaunch.settings.yamlfile import (
     mapping_entries,
     nearest,
     parse_toml_table,
+    parse_yaml,
     read_bytes,
+    read_with_owner,
     read_yaml,
 )
+from safelaunch.system import untrusted_paths
+from safelaunch.system.console import say
 
 __all__ = ["INTERNAL_ENV", "OWN_OPTIONS", "Option", "Settings", "help_text", "options_of", "resolve"]
 
-# Set by safelaunch for the processes it starts; a run inside a run meets them.
+# Set by safelaunch for the processes it starts; a run inside a run inherits them.
 INTERNAL_ENV = frozenset(
     {
         "SAFELAUNCH_RUN_DIR",
@@ -46,9 +55,9 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_EXIT_FILE",
     }
 )
-# Where the leases of a node are, for all who are to share them: tests, and nodes whose /tmp is not shared.
+# The lease directory of a node, for tests and for nodes whose /tmp is not shared.
 PLACES_ENV = ("SAFELAUNCH_LEASE_DIR",)
-# Set for the command of --on-bundle; a run that it starts meets them. SAFELAUNCH_RUN_NAME is an option's as well.
+# Set for the command of --on-bundle; a run that it starts inherits them. SAFELAUNCH_RUN_NAME is also an option's.
 ON_BUNDLE_ENV = tuple(
     f"SAFELAUNCH_{word}" for word in ("BUNDLE", "VERDICT", "OUTCOME", "CAUSE", "CONFIDENCE", "SUMMARY", "CULPRITS")
 )
@@ -76,10 +85,10 @@ class Settings:
     """Every option's value. ``origins`` maps option names (``stall-timeout``) to where the value came from.
 
     An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
-    hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None: not given.
-    ``gpus`` is as ``values.parse_gpus`` leaves it, None when not given. ``keep_bundles`` 0 keeps all.
-    ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute when the working directory
-    was. ``env`` holds what presets and the configuration file set, to be merged below what the user exported.
+    hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None is not given.
+    ``gpus`` is a text from ``values.parse_gpus``, None if not given. ``keep_bundles`` 0 keeps all.
+    ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute if the working directory
+    is. ``env`` holds the variables of presets and configuration file; exported variables win over them.
     """
 
     presets: tuple[str, ...] = ()
@@ -101,27 +110,28 @@ class Settings:
     gpu_busy_memory_bytes: int = DEFAULT_GPU_BUSY_MEMORY_BYTES
     lease: bool = True
     run_name: str | None = None
+    cluster_key_file: Path | None = None
     config: str | None = None
     dry_run: bool = False
     env: tuple[EnvSetting, ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
-        """Where an option's value came from; ``default`` when it was given nowhere."""
+        """Where an option's value came from; ``default`` if nothing sets it."""
         return self.origins.get(name, "default")
 
     def is_explicit(self, name: str) -> bool:
-        """Whether an option was given anywhere, presets included."""
+        """Whether anything sets an option, presets included."""
         return self.origin(name) != "default"
 
     @property
     def effective_stall_timeout_s(self) -> float:
-        """The threshold in seconds; under ``auto`` the one that holds until the job's own rhythm is known."""
+        """The threshold in seconds; under ``auto`` the one that applies until the job's rhythm is known."""
         return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
 
     @property
     def effective_max_stall_s(self) -> float:
-        """As given; else 12 times an explicit stall timeout; else 1800 seconds."""
+        """The given value; else 12 times an explicit stall timeout; else 1800 seconds."""
         if self.max_stall_s is not None:
             return self.max_stall_s
         if self.stall_timeout_s is not None:
@@ -144,9 +154,9 @@ def resolve(
 ) -> Settings:
     """The settings of a run.
 
-    ``cli`` holds the own options in their order, spelled as in the table, with their value (None for a
-    switch). ``torch_version`` is asked only when presets or an ``env`` section are there. Raises UsageError
-    (PresetError for a file), naming where the wrong value stands.
+    ``cli`` holds safelaunch's own options in order, spelled as in the table, with their value (None for a
+    switch). ``torch_version`` is called only if presets or an ``env`` section exist. Raises UsageError
+    (PresetError for a file) that names the place of the wrong value.
     """
     above = {**_from_environment(environ), **_from_command_line(cli)}
     from_file, file_env, file_dir = _from_file(above.get("config"), cwd)
@@ -164,6 +174,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
     def value(name: str, default: Any) -> Any:
         return values[name].value if name in values else default
 
+    key_file = value("cluster-key-file", None)
     return Settings(
         presets=value("preset", ()),
         stall_timeout_s=value("stall-timeout", None),
@@ -184,6 +195,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         gpu_busy_memory_bytes=value("gpu-busy-memory", DEFAULT_GPU_BUSY_MEMORY_BYTES),
         lease=not value("no-lease", False),
         run_name=value("run-name", None),
+        cluster_key_file=cwd / Path(key_file).expanduser() if key_file is not None else None,
         config=value("config", None),
         dry_run=value("dry-run", False),
         env=env,
@@ -194,7 +206,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
 
 
 def _check(values: _Values) -> None:
-    """A --max-stall below the stall timeout would end the job before it is suspected."""
+    """Raises UsageError for a --max-stall below the stall timeout: it would end the job before any suspicion."""
     stall, limit = values.get("stall-timeout"), values.get("max-stall")
     if stall is None or limit is None or stall.value is None:
         return
@@ -202,7 +214,7 @@ def _check(values: _Values) -> None:
     if isinstance(stall_s, float) and isinstance(limit_s, float) and limit_s < stall_s:
         raise UsageError(
             f"max-stall ({limit_s:g} s, {limit.origin}) is shorter than stall-timeout ({stall_s:g} s, {stall.origin})",
-            "max-stall is the longest wait while the job still computes: give it at least the stall timeout",
+            "max-stall limits the wait while the job still computes; set it to at least the stall timeout",
         )
 
 
@@ -214,7 +226,7 @@ def _from_command_line(cli: Sequence[tuple[str, str | None]]) -> _Values:
     for flag, text in cli:
         option = BY_FLAG.get(flag)
         if option is None:
-            raise UsageError(f"unknown option {flag}{did_you_mean(flag, BY_FLAG)}")
+            raise UsageError(f"unknown option {flag}{did_you_mean(flag, BY_FLAG)}", "safelaunch --help lists them")
         if option.takes_value != (text is not None):
             raise UsageError(f"{flag} {'needs a' if option.takes_value else 'takes no'} value")
         value = True if text is None else option.parse_text(text, flag)
@@ -254,7 +266,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
 
 
 def _from_file(chosen: Sourced | None, cwd: Path) -> tuple[_Values, tuple[EnvSetting, ...], Path]:
-    """Values and ``env`` of the configuration file, and the directory that it lies in."""
+    """Values and ``env`` of the configuration file, and the directory it is in."""
     root, path = _config_root(chosen, cwd)
     if root.kind == "nothing":
         return {}, (), path.parent
@@ -276,19 +288,83 @@ def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[Node, Path]:
         name = str(chosen.value)
         path = cwd / Path(name).expanduser()
         if not path.exists():
-            raise PresetError(f"there is no configuration file {name} ({chosen.origin})", "check the path")
+            raise PresetError(f"configuration file {name} does not exist ({chosen.origin})", "check the path")
         if path.name == PYPROJECT:
             return parse_toml_table(decode(read_bytes(path, name), name), name, TOML_TABLE), path
         return read_yaml(path, name), path
     path = cwd / CONFIG_FILE
-    if path.exists():
-        return read_yaml(path, CONFIG_FILE), path
+    if untrusted_paths.exists(path) and (data := _found(path)) is not None:  # which, unlike pathlib, raises nothing
+        return parse_yaml(decode(data, CONFIG_FILE), CONFIG_FILE), path
     path = cwd / PYPROJECT
-    if path.is_file():
-        data = read_bytes(path, PYPROJECT)
-        if b"[" + TOML_TABLE.encode() in data:
-            return parse_toml_table(decode(data, PYPROJECT), PYPROJECT, TOML_TABLE), path
+    if untrusted_paths.is_file(path) and (data := _found(path, b"[" + TOML_TABLE.encode())) is not None:
+        return parse_toml_table(decode(data, PYPROJECT), PYPROJECT, TOML_TABLE), path
     return Node(CONFIG_FILE, "nothing"), path
+
+
+# --- a file that was found --------------------------------------------------------------------------------------------
+
+
+def _found(path: Path, only_with: bytes = b"") -> bytes | None:
+    """The content of a file that no option names; None if it is untrusted, or has no settings for safelaunch.
+
+    Raises PresetError for a trusted file that cannot be read.
+    """
+    try:
+        link = path.lstat()
+        data, info = read_with_owner(path, path.name)
+    except OSError:
+        return None  # it is gone
+    except PresetError:
+        if reason := _why_not_trusted(link) or _why_not_trusted(_owner(path)):
+            _ignored(path, reason)
+            return None
+        raise
+    if only_with not in data:
+        return None
+    if reason := (stat.S_ISLNK(link.st_mode) and _why_not_trusted(link)) or _why_not_trusted(info):
+        _ignored(path, reason)
+        return None
+    return data
+
+
+def _owner(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _why_not_trusted(info: os.stat_result | None) -> str:
+    """Who else owns or may write a file, besides this user and root; empty if nobody."""
+    if info is None:
+        return ""
+    if info.st_uid not in (0, os.getuid()):
+        return f"it belongs to user {info.st_uid}"
+    if stat.S_ISLNK(info.st_mode):
+        return ""  # a link's mode means nothing
+    if info.st_mode & stat.S_IWOTH:
+        return "everybody may write it"
+    if info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid, info.st_uid):
+        return f"group {info.st_gid} may write it"
+    return ""
+
+
+def _is_private_group(gid: int, uid: int) -> bool:
+    """Whether it is the user's private group, as many systems create; there, umask 002 is usual."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return gid == uid
+    own = user.pw_gid == gid and (gid == uid or group.gr_name == user.pw_name)
+    return own and set(group.gr_mem) <= {user.pw_name}
+
+
+@cache  # a sweep calls this for every job
+def _ignored(path: Path, reason: str) -> None:
+    say(f"ignoring {path.name}, because {reason}. If you trust it, pass --config {path.name}.")
 
 
 def _presets(given: _Values, from_file: _Values, cwd: Path, file_dir: Path, version: str | None) -> Composition:

@@ -1,7 +1,7 @@
 """safelaunch's own options as one table: names, values, help, and which subcommands take them.
 
 The command line splitter, the environment, the configuration file, the presets' ``watchdog`` section and the
-help text all read this table; ``safelaunch.settings.values`` says what each value may be.
+help text all read this table. ``safelaunch.settings.values`` parses the values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As on the command line: ``--stall-timeout``."""
+        """Its form on the command line: ``--stall-timeout``."""
         return f"--{self.name}"
 
     @property
@@ -51,11 +51,11 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """As in the environment: ``SAFELAUNCH_STALL_TIMEOUT``."""
+        """Its form in the environment: ``SAFELAUNCH_STALL_TIMEOUT``."""
         return "SAFELAUNCH_" + self.name.upper().replace("-", "_")
 
     def parse_text(self, text: str, where: str) -> object:
-        """The value of ``text``; UsageError, naming ``where`` it was given, when it is none."""
+        """The value of ``text``. Raises UsageError, naming ``where`` it was given, if it is not valid."""
         try:
             return self.parse(text)
         except ValueError:
@@ -63,9 +63,9 @@ class Option:
             raise UsageError(f"{where}: {text!r} is not {self.expects}{hint}") from None
 
     def parse_node(self, node: Node) -> object:
-        """The value written in a file; PresetError, naming file and line, when it is none.
+        """The value in a file. Raises PresetError, naming file and line, if it is not valid.
 
-        A repeatable option takes one value or a list and gives a tuple.
+        A repeatable option takes one value or a list, and gives a tuple.
         """
         where = f"{node.where}: {self.name}"
         try:
@@ -86,9 +86,7 @@ def _quote_hint(node: Node) -> str:
     return f'to mean the word {node.text}, write "{node.text}"' if node.kind == "boolean" else ""
 
 
-_JOBS = frozenset({"run", "exec", "colaunch"})
-_JOBS_AND_DEMO = _JOBS | {"demo"}
-_ALL = _JOBS_AND_DEMO | {"dump"}
+_RUNS = frozenset({"run", "exec"})
 _A_DURATION = "a positive number of seconds (also 90s, 10m, 2h)"
 
 OWN_OPTIONS: tuple[Option, ...] = (
@@ -97,8 +95,8 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "NAME|FILE",
         parse_path,
         "a preset's name or file",
-        "Environment from a preset (see 'safelaunch presets'); may be repeated, later wins.",
-        _JOBS_AND_DEMO,
+        "Run under a preset's environment (see 'safelaunch presets'). Repeat to combine presets; later ones win.",
+        _RUNS | {"demo"},
         repeatable=True,
     ),
     Option(
@@ -106,16 +104,16 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "SECONDS|auto",
         parse_stall_timeout,
         f"{AUTO} or {_A_DURATION}",
-        "Suspect a hang after this long without a step; auto (default) learns it from the job's own steps.",
-        _JOBS_AND_DEMO,
+        "Suspect a hang after this long without a step; auto learns it from the job's own steps [auto].",
+        _RUNS,
     ),
     Option(
         "stall-floor",
         "SECONDS",
         parse_seconds,
         _A_DURATION,
-        "auto never suspects sooner than this [60s].",
-        _JOBS_AND_DEMO,
+        "auto never suspects a hang sooner than this [60s].",
+        _RUNS,
     ),
     Option(
         "stall-ceiling",
@@ -123,15 +121,16 @@ OWN_OPTIONS: tuple[Option, ...] = (
         parse_seconds,
         _A_DURATION,
         "auto never waits longer than this [30m].",
-        _JOBS_AND_DEMO,
+        _RUNS,
     ),
     Option(
         "max-stall",
         "SECONDS",
         parse_seconds,
         _A_DURATION,
-        "Give up on a job that computes but makes no step [12 x an explicit --stall-timeout, else 30m].",
-        _JOBS_AND_DEMO,
+        "Act after this long without a step, even if the job still computes or waits for another node [12 x an "
+        "explicit --stall-timeout, else 30m].",
+        _RUNS,
     ),
     Option(
         "startup-timeout",
@@ -139,48 +138,48 @@ OWN_OPTIONS: tuple[Option, ...] = (
         parse_seconds,
         _A_DURATION,
         "Allow this long until the first step [30m].",
-        _JOBS_AND_DEMO,
+        _RUNS,
     ),
     Option(
         "on-stall",
         "kill|restart|dump",
         parse_on_stall,
         "kill, restart or dump",
-        "After the evidence is collected: stop the job [kill], start it again, or leave it running (dump).",
-        _JOBS_AND_DEMO,
+        "After collecting the evidence: end the job (kill), start its ranks again, or let it run (dump) [kill].",
+        _RUNS,
     ),
-    Option("no-watch", None, parse_flag, "1 or 0", "Only launch: no watchdog, no bundle.", _JOBS),
+    Option("no-watch", None, parse_flag, "1 or 0", "Only launch: no beacon, no watchdog, no bundle.", _RUNS),
     Option(
         "bundle-dir",
         "DIR",
         parse_path,
         "a directory",
-        "Where bundles of evidence are written [./safelaunch-bundles].",
-        _ALL,
+        "Where bundles go [./safelaunch-bundles].",
+        _RUNS | {"demo", "dump"},
     ),
     Option(
         "bundle-archive",
         None,
         parse_flag,
         "1 or 0",
-        "Write each bundle as NAME.tar.gz as well, beside its directory.",
-        _JOBS,
+        "Also write each bundle as NAME.tar.gz, beside its directory.",
+        _RUNS,
     ),
     Option(
         "keep-bundles",
         "N",
         parse_count,
         "a number of bundles (0: all of them)",
-        "Keep the N newest bundles of the bundle directory; older ones are removed when one is added [0: keep all].",
-        _JOBS,
+        "Keep the N newest bundles of the bundle directory, and remove older ones when one is added [0: keep all].",
+        _RUNS,
     ),
     Option(
         "artifact-limit",
         "SIZE",
         parse_size,
         "a size such as 64MB, 500k or 2G",
-        "Largest file of a bundle: longer text is cut, other files are left out, and the manifest says so [64MB].",
-        _JOBS,
+        "Largest file of a bundle. Longer text is cut, other files are left out, and the manifest says so [64MB].",
+        _RUNS,
     ),
     Option(
         "on-bundle",
@@ -189,43 +188,49 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "a command",
         "Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, "
         "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.",
-        _JOBS,
+        _RUNS,
     ),
     Option(
         "gpus",
         "N|all|none|IDS",
         parse_gpus,
         "a number of GPUs, all, none, or ids such as 0,2 (a single one: 3,)",
-        "GPUs for this job: how many, or which (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one a rank].",
-        _JOBS,
+        "Lease this many GPUs, or these (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one for each rank].",
+        _RUNS,
     ),
-    Option(
-        "wait", None, parse_flag, "1 or 0", "Wait until the GPUs asked for are free, first come first served.", _JOBS
-    ),
+    Option("wait", None, parse_flag, "1 or 0", "Wait until the GPUs are free, first come, first served.", _RUNS),
     Option(
         "wait-timeout",
         "SECONDS",
         parse_seconds,
         _A_DURATION,
-        "As --wait, but give up after this long.",
-        _JOBS,
+        "Like --wait, but give up after this long.",
+        _RUNS,
     ),
     Option(
         "gpu-busy-memory",
         "SIZE",
         parse_size,
         "a size such as 64MB, 500k or 2G",
-        "A GPU without a lease counts as used when more memory than this is in use on it [256MB].",
-        _JOBS,
+        "A GPU without a lease counts as used if more memory than this is in use on it [256MB].",
+        _RUNS,
     ),
-    Option("no-lease", None, parse_flag, "1 or 0", "Lease no GPUs: the job shares them as under torchrun.", _JOBS),
+    Option("no-lease", None, parse_flag, "1 or 0", "Lease no GPUs: share them, as under torchrun.", _RUNS),
     Option(
         "run-name",
         "NAME",
         parse_run_name,
         "a name of 1 to 64 letters, digits, '.', '_' and '-' that starts with neither '.' nor '-'",
-        "Name of this run in bundles and in 'safelaunch status'.",
-        _JOBS_AND_DEMO,
+        "Name of this run in bundles and in 'safelaunch status' [the script's name].",
+        _RUNS,
+    ),
+    Option(
+        "cluster-key-file",
+        "FILE",
+        parse_path,
+        "a file",
+        "On several nodes: a file with the same secret on each. Messages of supervisors without it are ignored.",
+        _RUNS,
     ),
     Option(
         "config",
@@ -233,7 +238,7 @@ OWN_OPTIONS: tuple[Option, ...] = (
         parse_path,
         "a file",
         "Configuration file [./safelaunch.yaml, else [tool.safelaunch] in ./pyproject.toml].",
-        _ALL,
+        _RUNS,
         in_file=False,
     ),
     Option(
@@ -242,7 +247,7 @@ OWN_OPTIONS: tuple[Option, ...] = (
         parse_flag,
         "1 or 0",
         "Print the resolved command, environment, GPUs and timeouts; start nothing.",
-        _JOBS,
+        _RUNS | {"colaunch"},
         in_file=False,
     ),
 )
@@ -253,12 +258,15 @@ WATCHDOG_KEYS = ("stall-timeout", "startup-timeout", "max-stall", "on-stall")
 
 
 def options_of(command: str) -> tuple[Option, ...]:
-    """The options that a subcommand takes: ``run``, ``exec``, ``colaunch``, ``demo`` or ``dump``."""
+    """The options that a subcommand takes itself: ``run``, ``exec``, ``colaunch``, ``demo`` or ``dump``.
+
+    A job of a colaunch sweep takes those of ``run`` or ``exec``.
+    """
     return tuple(option for option in OWN_OPTIONS if command in option.commands)
 
 
 def help_text(command: str = "run", width: int = 100) -> str:
-    """The own options of a subcommand, one aligned entry each, as shown above torchrun's own help."""
+    """The help on the own options of a subcommand, one aligned entry each; printed above torchrun's help."""
     import textwrap  # needed for help only
 
     rows = [(f"  {o.flag} {o.metavar or ''}".rstrip(), o.help) for o in options_of(command)]
@@ -269,8 +277,8 @@ def help_text(command: str = "run", width: int = 100) -> str:
         lines.append(f"{left:<{column}}{wrapped[0]}")
         lines += [" " * column + line for line in wrapped[1:]]
     note = (
-        "Each can also be set in the environment (SAFELAUNCH_STALL_TIMEOUT=90s) or in the configuration file "
-        "(stall-timeout: 90s). The command line wins over the environment, that over the configuration file, that over "
-        "presets. Presets named in several of these are not merged: the one that wins replaces the others' list."
+        "You can also set each option in the environment (SAFELAUNCH_STALL_TIMEOUT=90s) or in the configuration file "
+        "(stall-timeout: 90s). Precedence: command line, environment, configuration file, presets. Lists of presets "
+        "are not merged: the list with the highest precedence replaces the others."
     )
     return "\n".join([*lines, "", *textwrap.wrap(note, width, initial_indent="  ", subsequent_indent="  ")]) + "\n"

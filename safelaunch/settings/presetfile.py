@@ -49,9 +49,8 @@ _RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 class EnvSetting:
     """One environment variable to set. ``value`` is a template: call ``expand`` with the run directory.
 
-    ``origin`` is ``preset hang-debug`` or ``safelaunch.yaml:7``; ``torch`` a version specifier, empty for
-    any; ``yields_to`` names other variables that say the same: where the user exported one of them, leave
-    this one out.
+    ``origin`` is ``preset hang-debug`` or ``safelaunch.yaml:7``. ``torch`` is a version specifier, empty for any.
+    ``yields_to`` names variables with the same effect: if the user exported one of them, this one is left out.
     """
 
     name: str
@@ -62,16 +61,16 @@ class EnvSetting:
     yields_to: tuple[str, ...] = ()
 
     def expand(self, run_dir: str) -> str:
-        """The value with ``{run_dir}`` replaced and doubled braces single."""
+        """The value with ``{run_dir}`` replaced, and with doubled braces as single ones."""
         return self.value.format_map({RUN_DIR: run_dir})
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One preset file as written, without what it extends.
+    """One preset file as written, without the presets it extends.
 
-    ``name`` is how it was asked for, ``shown`` the path as messages give it. ``extends`` pairs each name with
-    the ``file:line`` where it stands. ``watchdog`` maps e.g. ``stall-timeout`` to its parsed value (seconds).
+    ``name`` is the user's name for it, ``shown`` its path in messages. ``extends`` pairs each name with its
+    ``file:line``. ``watchdog`` maps e.g. ``stall-timeout`` to its parsed value (seconds).
     """
 
     name: str
@@ -89,14 +88,14 @@ class Preset:
 
 
 def read_preset(name: str, path: Path, shown: str) -> Preset:
-    """Reads and checks one preset file; PresetError names file (as ``shown``), line and the nearest known name."""
+    """Reads and checks one preset file. Raises PresetError with file (as ``shown``), line and nearest known name."""
     root = read_yaml(path, shown)
     if root.kind == "nothing":
         raise PresetError(f"{root.where}: the file is empty; a preset needs at least a 'description'")
     known = ("description", "extends", "env", "watchdog")
     found = {key: value for key, _, value in known_entries(root, known, "a preset")}
     if "description" not in found:
-        raise PresetError(f"{root.where}: no 'description'", "say in one line what the preset is for")
+        raise PresetError(f"{root.where}: no 'description'", "add one that says in one line what the preset is for")
     extends = texts_of(found["extends"], "extends") if "extends" in found else ()
     return Preset(
         name=name,
@@ -114,7 +113,7 @@ def _read_watchdog(node: Node) -> dict[str, object]:
 
 
 def read_env(node: Node, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:
-    """The ``env`` section of a preset, or (``reasons`` False: ``NAME: value`` will do) of a configuration file."""
+    """The ``env`` section of a preset, or of a configuration file (``reasons`` False: plain ``NAME: value``)."""
     settings = []
     for key, value in mapping_entries(node, "env"):
         if not _NAME.fullmatch(key.text):
@@ -157,7 +156,7 @@ def _read_setting(key: Node, node: Node, origin: str, reasons: bool) -> EnvSetti
 def _env_value(name: str, node: Node) -> str:
     if node.kind == "boolean":
         raise PresetError(
-            f"{node.where}: {name}: {node.text} is a boolean, and a variable's value is text",
+            f"{node.where}: {name}: {node.text} is a boolean, but a variable's value must be text",
             f'write "{node.text}" in quotes, or 1 or 0',
         )
     if node.kind not in ("text", "number"):
@@ -172,7 +171,7 @@ def _env_value(name: str, node: Node) -> str:
         if placeholder is not None and (placeholder != RUN_DIR or spec or conversion):
             raise PresetError(
                 f"{node.where}: {name}: unknown placeholder {{{placeholder}}}{did_you_mean(placeholder, [RUN_DIR])}",
-                "{run_dir} is the only one; write {{ and }} for braces",
+                "{run_dir} is the only placeholder; write {{ and }} for braces",
             )
     return node.text
 
@@ -181,7 +180,7 @@ def _env_value(name: str, node: Node) -> str:
 
 
 def version_matches(specifier: str, version: str | None) -> bool:
-    """Whether ``>=2.9,<3`` admits a version. Only the release counts: ``2.9.0a0+cu13`` is 2.9; None is the newest."""
+    """Whether ``>=2.9,<3`` admits a version. Only the release counts (``2.9.0a0+cu13`` is 2.9); None is the newest."""
     release = _RELEASE.match(version or "")
     number = _padded(release.group()) if release else (1 << 30,) * 4
     return all(_compare(op, number, _padded(bound)) for op, bound in _clauses(specifier, "torch"))

@@ -1,8 +1,8 @@
-"""Presets composed: which files are meant, what they extend, and what all of it amounts to.
+"""Composes presets: finds the files, follows ``extends``, and merges the values.
 
-Several presets compose: later wins, and a preset wins over what it extends. One that is reached twice through
-``extends`` applies once, where it was reached first, so that it never undoes what a preset built on it has
-changed. The format of one file is described in ``safelaunch.settings.presetfile``.
+Later presets win, and a preset wins over those that it extends. A preset that ``extends`` reaches twice applies once,
+at its first place, so that it never undoes a change of a preset built on it. ``safelaunch.settings.presetfile``
+describes the format of one file.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Sourced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What several presets amount to. ``names`` as asked for; ``watchdog`` maps e.g. ``stall-timeout`` to its value.
+    """Several presets merged. ``names``: the requested ones; ``watchdog`` maps e.g. ``stall-timeout`` to its value.
 
-    ``chain`` holds every preset that took part, extended ones included, in the order in which they apply.
+    ``chain`` holds every preset that takes part, extended ones included, in the order of application.
     """
 
     names: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Composition:
 
 
 def find_builtin_dir() -> Path:
-    """Where the shipped presets lie: in the installed package, else in the source checkout."""
+    """The directory of the shipped presets: in the installed package, else in the source checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
@@ -63,7 +63,7 @@ def builtin_names(directory: Path) -> tuple[str, ...]:
 
 
 def list_presets(builtin_dir: Path | None = None) -> tuple[Preset, ...]:
-    """Every shipped preset, by name. Raises PresetError for a damaged one."""
+    """Every shipped preset, sorted by name. Raises PresetError for a damaged one."""
     directory = builtin_dir or find_builtin_dir()
     paths = [directory / f"{name}.yaml" for name in builtin_names(directory)]
     return tuple(read_preset(path.stem, path, str(path)) for path in paths)
@@ -79,9 +79,9 @@ def load_presets(
 ) -> Composition:
     """Reads presets, named or by path relative to ``cwd``, and composes them: later wins.
 
-    Variables meant for other versions of torch are left out; ``torch_version`` None (unknown) counts as the
-    newest. ``asked_by`` (e.g. ``safelaunch.yaml:3``) begins the message about a name in ``refs`` that is not
-    known. Raises PresetError, naming file, line and the nearest known name.
+    Variables for other versions of torch are left out; ``torch_version`` None (unknown) counts as the newest.
+    ``asked_by`` (e.g. ``safelaunch.yaml:3``) begins the message about an unknown name in ``refs``. Raises
+    PresetError, naming file, line and the nearest known name.
     """
     chain = preset_chain(refs, cwd=cwd, builtin_dir=builtin_dir, asked_by=asked_by)
     env: dict[str, EnvSetting] = {}
@@ -95,7 +95,7 @@ def load_presets(
 def preset_chain(
     refs: Sequence[str], *, cwd: Path, builtin_dir: Path | None = None, asked_by: str = ""
 ) -> tuple[Preset, ...]:
-    """The presets and all that they extend, in the order in which they apply (depth first, extended ones before)."""
+    """The presets and all that they extend, in the order of application (depth first, extended ones before)."""
     walk = _Walk(cwd, builtin_dir or find_builtin_dir())
     order: dict[Path, Preset] = {}
     for ref in refs:
@@ -104,7 +104,7 @@ def preset_chain(
 
 
 def _apply(order: dict[Path, Preset], expanded: tuple[Preset, ...]) -> None:
-    """Appends a preset (the last of ``expanded``) and those it extends that are not there yet."""
+    """Appends a preset (the last of ``expanded``) and those it extends, unless they are in the chain already."""
     *inherited, asked = expanded
     for preset in inherited:
         order.setdefault(preset.path, preset)
@@ -121,7 +121,7 @@ class _Walk:
         self.done: dict[Path, tuple[Preset, ...]] = {}
 
     def expand(self, ref: str, base: Path, asked_by: str, ancestors: tuple[Path, ...]) -> tuple[Preset, ...]:
-        """A preset, last, after those that it extends. ``base``: what a path is relative to."""
+        """The presets that one extends, then the preset itself. ``base``: the directory of relative paths."""
         prefix = f"{asked_by}: " if asked_by else ""
         path = self._locate(ref, base, prefix).resolve()
         if path in ancestors:
@@ -143,13 +143,13 @@ class _Walk:
             path = base / Path(ref).expanduser()
             if not path.exists():
                 fix = f"the shipped preset is called {path.stem}" if path.stem in names else "check the path"
-                raise PresetError(f"{prefix}there is no preset file {ref}", fix)
+                raise PresetError(f"{prefix}preset file {ref} does not exist", fix)
             return path
         if ref not in names:
             known = ", ".join(names) if names else f"none found in {self.builtin_dir}"
             raise PresetError(
                 f"{prefix}unknown preset {ref!r}{did_you_mean(ref, names)}",
-                f"shipped presets: {known}; a file of your own is given by its path, e.g. ./my.yaml",
+                f"shipped presets: {known}; for a file of your own, give its path, e.g. ./my.yaml",
             )
         return self.builtin_dir / f"{ref}.yaml"
 

@@ -1,4 +1,4 @@
-"""The values that options take: parsers of the text that was written. Each raises ValueError for any other text."""
+"""Parsers for the values of options. Each raises ValueError for text that is not valid."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parse_on_stall(text: str) -> str:
 
 
 def parse_run_name(text: str) -> str:
-    """A name that can be part of a file name: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``."""
+    """A name that is safe in a file name: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``."""
     if not _RUN_NAME.fullmatch(text):
         raise ValueError(text)
     return text
@@ -68,8 +68,8 @@ def parse_run_name(text: str) -> str:
 def parse_gpus(text: str) -> str:
     """``all``, ``none``, a count, or ids, without blanks.
 
-    Digits alone are a count; ids are separated by commas (``0,2``; a single one is ``3,``), or are UUIDs that
-    begin with ``GPU-`` or ``MIG-``. Duplicate ids and a count of 0 are refused.
+    Digits alone are a count. Ids are separated by commas (``0,2``; a single one is ``3,``), or are UUIDs that
+    begin with ``GPU-`` or ``MIG-``. Duplicate ids and a count of 0 are errors.
     """
     text = re.sub(r"\s*,\s*", ",", text.strip())
     if text in ("all", "none"):
@@ -85,7 +85,7 @@ def parse_gpus(text: str) -> str:
 
 
 def parse_flag(text: str) -> bool:
-    """A switch as it is written in the environment or in YAML: 1/true/yes/on or 0/false/no/off."""
+    """A switch in the environment or in YAML: 1/true/yes/on or 0/false/no/off."""
     word = text.strip().lower()
     if word not in _TRUE + _FALSE:
         raise ValueError(text)

@@ -1,14 +1,14 @@
-"""YAML and TOML read into nodes that know their file and line, so that every complaint can name both.
+"""Reads YAML and TOML into nodes that know their file and line, so that every error can name both.
 
-The files are other people's: their size is limited, tags and aliases are refused, and nothing is ever
-constructed from them but text. A scalar keeps the text as it was written (``012`` stays ``"012"``, ``1:30``
-is not ninety), because what it means is for the option or variable to say. PyYAML and the TOML parser are
-imported only when a file is read.
+The files are untrusted: their size is limited, tags and aliases are errors, and nothing but text is constructed from
+them. A scalar keeps its text as written (``012`` stays ``"012"``, ``1:30`` is not ninety), because the option or
+variable decides what it means. PyYAML and the TOML parser are imported only when a file is read.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import stat
 import sys
@@ -35,7 +35,7 @@ _TAGS: Mapping[str, Kind] = {
     "tag:yaml.org,2002:float": "number",
     "tag:yaml.org,2002:bool": "boolean",
     "tag:yaml.org,2002:null": "nothing",
-    # Not constructed: a date is the text that was written.
+    # Not constructed: a date stays the text as written.
     "tag:yaml.org,2002:timestamp": "text",
 }
 
@@ -56,7 +56,7 @@ class Node:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known name closest to ``word``, or an empty string when none is close."""
+    """The known name closest to ``word``, or an empty string if none is close."""
     import difflib  # needed for errors only
 
     names = list(known)
@@ -65,7 +65,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` with the nearest known name, or nothing; to be appended to a message."""
+    """``; did you mean 'x'?`` with the nearest known name, or an empty string; append it to a message."""
     match = nearest(word, known)
     return f"; did you mean {match!r}?" if match else ""
 
@@ -73,8 +73,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def known_entries(node: Node, known: Iterable[str], what: str) -> Iterator[tuple[str, Node, Node]]:
     """Yields (key, key node, value node) of a mapping whose keys are all known.
 
-    Raises PresetError where ``node`` (called ``what`` in the message) is no mapping, or at the first unknown
-    key.
+    Raises PresetError if ``node`` (called ``what`` in the message) is not a mapping, or at its first unknown key.
     """
     names = list(known)
     for key, value in mapping_entries(node, what):
@@ -87,14 +86,14 @@ def known_entries(node: Node, known: Iterable[str], what: str) -> Iterator[tuple
 
 
 def mapping_entries(node: Node, what: str) -> tuple[tuple[Node, Node], ...]:
-    """The entries of a mapping; PresetError when ``node``, called ``what`` in the message, is something else."""
+    """The entries of a mapping. Raises PresetError if ``node``, called ``what`` in the message, is something else."""
     if node.kind != "mapping":
         raise PresetError(f"{node.where}: {what} must be a mapping, not {node.describe()}")
     return node.entries
 
 
 def text_of(node: Node, what: str) -> str:
-    """Non-blank text; PresetError otherwise."""
+    """The node's text. Raises PresetError if it is blank or not text."""
     if node.kind != "text" or not node.text.strip():
         found = "empty" if node.kind == "text" else node.describe()
         raise PresetError(f"{node.where}: {what} must be text, not {found}")
@@ -102,7 +101,7 @@ def text_of(node: Node, what: str) -> str:
 
 
 def texts_of(node: Node, what: str) -> tuple[Node, ...]:
-    """One text or a list of texts, as nodes; PresetError otherwise."""
+    """One text or a list of texts, as nodes. Raises PresetError for anything else."""
     nodes = node.items if node.kind == "list" else (node,)
     for item in nodes:
         text_of(item, what)
@@ -113,22 +112,32 @@ def texts_of(node: Node, what: str) -> tuple[Node, ...]:
 
 
 def read_bytes(path: Path, name: str) -> bytes:
-    """The content of a regular file of at most 1 MiB; PresetError otherwise, calling the file ``name``."""
+    """The content of a regular file of at most 1 MiB. Raises PresetError otherwise, with ``name`` for the file."""
+    return read_with_owner(path, name)[0]
+
+
+def read_with_owner(path: Path, name: str) -> tuple[bytes, os.stat_result]:
+    """Like ``read_bytes``, with the owner of that very file, which is opened once."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise PresetError(f"{name}: not a regular file")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
+                raise PresetError(f"{name}: not a regular file")
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise PresetError(f"{name}: cannot be read: {reason}", "check the path and its permissions") from error
     if len(data) > MAX_BYTES:
-        raise PresetError(f"{name}: larger than 1 MiB, which no preset or configuration needs")
-    return data
+        raise PresetError(f"{name}: larger than 1 MiB, the limit for presets and configuration files")
+    return data, info
 
 
 def decode(data: bytes, name: str) -> str:
-    """UTF-8 text, with or without a byte order mark; PresetError names the line of the first wrong byte."""
+    """UTF-8 text, with or without a byte order mark. Raises PresetError with the line of the first wrong byte."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -137,10 +146,10 @@ def decode(data: bytes, name: str) -> str:
 
 
 def read_yaml(path: Path, name: str) -> Node:
-    """The one document of a YAML file; a node of kind ``nothing`` when it is empty.
+    """The one document of a YAML file; a node of kind ``nothing`` if it is empty.
 
     Raises PresetError, with ``name`` and line, for a file that cannot be read, a syntax error, a duplicate
-    key, an anchor or alias, a tag, a key that is not plain, or nesting beyond what the parser takes.
+    key, an anchor or alias, a tag, a key that is not plain, or too deep nesting.
     """
     return parse_yaml(decode(read_bytes(path, name), name), name)
 
@@ -163,7 +172,7 @@ def parse_yaml(text: str, name: str) -> Node:
 
 
 class _YamlTree:
-    """Turns composed YAML into nodes. An alias is the same composed node met again, so none can multiply."""
+    """Turns composed YAML into nodes. An alias is a composed node that occurs again, so aliases are easy to refuse."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -200,9 +209,9 @@ class _YamlTree:
 
 
 def parse_toml_table(text: str, name: str, table: str) -> Node:
-    """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` when it is absent.
+    """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` if it is absent.
 
-    TOML parsers keep no positions: the line is that of the first ``key =`` (or sub-table) after the table's
+    TOML parsers keep no positions, so the line is that of the first ``key =`` (or sub-table) after the table's
     header. Raises PresetError for a syntax error.
     """
     # By name: type checkers look at the oldest supported Python, where tomllib does not exist.

@@ -1,1 +1,1 @@
-"""Reading how far the ranks are, and judging whether they still move."""
+"""When has a job stopped making progress? Pure."""

@@ -3,7 +3,9 @@
 Movement is judged on the training thread and on what it waits for, never on background threads: a logger's CPU and
 writes say nothing about a frozen loop. What it waits for may be a thread, though, or a process: of a join, a future or
 a pool's result, of a queue or an event. A rank that waits for its peers does not move, whatever CPU its wait burns.
-An unchanged stack alone proves nothing: an evaluation loop, too, stands at one line.
+Where it rests in native code, its process's native threads may be what it waits for.
+An unchanged stack alone proves nothing: an evaluation loop, too, stands at one line. Nor does a lack of CPU time: what
+is runnable and gets no core, for other processes or for the limit of its control group, is alive.
 """
 
 from __future__ import annotations
@@ -12,33 +14,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safelaunch.capture.look import Look, ProcessLook, RankLook
-from safelaunch.diagnose.calls import (
-    in_backward,
+from safelaunch.model import ProcessState, Thread, ThreadState
+from safelaunch.reading.calls import (
+    Awaited,
+    awaited,
     in_event_loop,
     is_loader_worker,
-    loader_wait,
-    lock_wait,
     serves,
     torch_wait,
-    waits_for_child,
-    waits_for_message,
+    users_threads,
     worker_idle,
 )
-from safelaunch.diagnose.frames import python_frames, user_part
-from safelaunch.model import ProcessState, Thread, ThreadState
+from safelaunch.reading.frames import python_frames, user_part
+from safelaunch.reading.kernel import kind_of
 from safelaunch.watch.stall import Movement
 
 # CPU that a blocked main thread may show: timer wake-ups, and being stopped and read by us. Measured: 0-20 ms in 3 s.
 CPU_SHARE = 0.03
+# Of the time between two looks, spent runnable and waiting for a core. Being stopped and read by us costs a thread that
+# sleeps a wait for a core as well: some milliseconds, on a machine with several processes for each core.
+QUEUED_SHARE = 0.25
 # Reading a pipe's poll flag or a few log lines is not a checkpoint being written.
 IO_BYTES = 16 * 1024
 # What a thread does that fills a queue with samples, unlike one that logs.
-WORK_SHARE = 0.25
+WORK_SHARE = 0.05
 WORK_IO_BYTES = 4 << 20
+# A thread blocked in a read or a recv without a time limit is given a core when something arrives, and when a stack
+# reader stops it: twice for each of py-spy's dumps, of which there is one between two looks.
+RECEIVED_SLICES = 4
+# Native threads that spin, or wake up often, whatever the job does.
+SPINNING_THREADS = ("pt_", "nccl", "cuda", "ucx", "ucs", "nv_", "nvidia", "gdr", "ibv", "mlx")
+NATIVE_SHARE = 0.25
 TOP_FRAMES = 6
 ENGINE_THREADS = "pt_autograd"
-SLEEP_CALLS = ("nanosleep", "clock_nanosleep")
-CHILD_CALLS = ("wait4", "waitid", "waitpid")
 
 
 def judge(before: Look, after: Look, outputs: frozenset[str] = frozenset(), *, without_steps: bool = False) -> Movement:
@@ -62,14 +70,21 @@ def judge(before: Look, after: Look, outputs: frozenset[str] = frozenset(), *, w
 def _waits_for_callers(look: RankLook) -> bool:
     """The main thread serves, or waits in an event loop or at a queue that a serving thread may fill."""
     thread = main_thread(look.main) if look.main is not None else None
-    if thread is None or look.main is None or look.main.stack.value is None or torch_wait(thread.frames) is not None:
+    if thread is None or look.main is None or look.main.stack.value is None:
         return False
+    waits = _awaited(look.main)
     inner, _ = user_part(thread.frames)
-    if serves(inner) or in_event_loop(inner):
+    if waits.peers is None and (serves(inner) or in_event_loop(inner)):
         return True
-    wait = lock_wait(inner)
     others = (each for each in look.main.stack.value.threads if each is not thread)
-    return wait is not None and wait.on != "lock" and any(serves(other.frames) for other in others)
+    return waits.threads in ("work", "signal") and any(serves(other.frames) for other in others)
+
+
+def _awaited(look: ProcessLook) -> Awaited:
+    """Whom its main thread waits for."""
+    thread, kernel = main_thread(look), look.state.main_thread if look.state is not None else None
+    frames = python_frames(thread) if thread is not None else ()
+    return awaited(frames, kind_of(kernel) if kernel is not None else "")
 
 
 def _waits_for_reader(look: RankLook, outputs: frozenset[str]) -> bool:
@@ -87,45 +102,65 @@ def judge_rank(before: RankLook | None, after: RankLook) -> Movement:
     earlier = before.main if before is not None else None
     if earlier is None or earlier.state is None or earlier.state.start_ticks != main.state.start_ticks:
         return "active"  # a process that was not there before
-    thread = main_thread(main)
-    if thread is not None and torch_wait(thread.frames) is not None:
+    thread, waits = main_thread(main), _awaited(main)
+    if waits.peers is not None:
         return "still"
-    if _process_moved(earlier, main, main_only=True):
+    if _process_moved(earlier, main, main_only=True) or _wrote(earlier.state, main.state):
         return "active"
-    if thread is not None and _threads_moved(thread, earlier, main):
+    if thread is not None and (_threads_moved(thread, waits, earlier, main) or _native_moved(waits, earlier, main)):
         return "active"
-    if thread is None or _waits_for_processes(thread, main.state.main_thread):
+    if thread is None or waits.processes:
         assert before is not None
         return _children(before, after)
     return "still"
 
 
-def _waits_for_processes(thread: Thread, kernel: ThreadState | None) -> bool:
-    """The thread waits, or may wait, for processes of its own: DataLoader workers, a subprocess, a pool, an actor."""
-    inner, _ = user_part(python_frames(thread))
-    if loader_wait(thread.frames) or waits_for_child(inner) or waits_for_message(inner) or in_event_loop(inner):
-        return True
-    lock = lock_wait(inner)
-    return (kernel is not None and kernel.syscall_name in CHILD_CALLS) or (lock is not None and lock.by_processes)
+def _wrote(before: ProcessState, after: ProcessState) -> bool:
+    """Whether the main thread has written anything: what waits in vain says nothing, and a loop that reports lives."""
+    old, new = before.main_thread, after.main_thread
+    if old is None or new is None or old.written_bytes is None or new.written_bytes is None:
+        return False
+    return new.written_bytes > old.written_bytes
 
 
-def _threads_moved(waiting: Thread, before: ProcessLook, after: ProcessLook) -> bool:
+def _threads_moved(waiting: Thread, waits: Awaited, before: ProcessLook, after: ProcessLook) -> bool:
     """Whether the threads move that ``waiting`` waits for: those that run code of the user's, for the library's wake up
-    now and then.
+    now and then. Of these, one that waits for other ranks does not move, whatever CPU its wait burns.
 
     Of a join or a future one of them is the one. A queue, an event or an event loop is fed by any of them or by none:
     there only real work counts, for a logger beside a loop that stands writes its lines as well.
     """
-    if in_backward(python_frames(waiting)):
+    if waits.threads == "engine":
         return _engine_moved(before, after)
-    inner, _ = user_part(python_frames(waiting))
-    lock, stack = lock_wait(inner), after.stack.value
-    on = lock.on if lock is not None else "signal" if in_event_loop(inner) else "lock"
-    if on == "lock" or stack is None or before.state is None or after.state is None:
+    stack = after.stack.value
+    if waits.threads not in ("work", "signal") or stack is None or before.state is None or after.state is None:
         return False
-    users = {t.os_tid for t in stack.threads if t is not waiting and user_part(python_frames(t))[1] is not None}
-    least = _Least() if on == "work" else _Least(WORK_SHARE, WORK_IO_BYTES)
+    users = {t.os_tid for t in users_threads(stack, waiting) if torch_wait(python_frames(t)) is None}
+    least = _Least() if waits.threads == "work" else _Least(WORK_SHARE, WORK_IO_BYTES)
     return _one_moved(before.state, after.state, lambda tid: tid in users, least)
+
+
+def _native_moved(waits: Awaited, before: ProcessLook, after: ProcessLook) -> bool:
+    """Whether native threads compute while the main thread rests in a futex that no Python code of a library explains:
+    a call into C that has started them (``torch.jit.wait``, a thread pool of Rust's) waits for them there.
+
+    ``with lock:`` looks the same, so a deadlock beside native threads that compute is left to --max-stall.
+    """
+    stack = after.stack.value
+    kernel = after.state.main_thread if after.state is not None else None
+    if before.state is None or after.state is None or stack is None or kernel is None:
+        return False
+    if waits.threads or waits.processes or kind_of(kernel) != "lock":
+        return False
+    known = {thread.os_tid for thread in stack.threads}
+    if None in known:
+        return False  # which of the kernel's threads run Python cannot be told
+    native = {
+        thread.tid
+        for thread in after.state.threads
+        if thread.tid not in known and not thread.name.lower().startswith(SPINNING_THREADS)
+    }
+    return _one_moved(before.state, after.state, lambda tid: tid in native, _Least(NATIVE_SHARE, WORK_IO_BYTES))
 
 
 def _engine_moved(before: ProcessLook, after: ProcessLook) -> bool:
@@ -147,8 +182,7 @@ def working_workers(look: Look) -> tuple[int, ...]:
     """
     found: list[int] = []
     for rank in look.ranks.values():
-        thread = main_thread(rank.main) if rank.main is not None else None
-        if thread is not None and loader_wait(thread.frames):
+        if rank.main is not None and _awaited(rank.main).processes == "workers":
             found += [child.pid for child in rank.children if _has_work(child)]
     return tuple(found)
 
@@ -162,7 +196,7 @@ def perhaps_polling(before: Look, after: Look) -> tuple[int, ...]:
     for number, rank in after.ranks.items():
         kernel = rank.main.state.main_thread if rank.main is not None and rank.main.state is not None else None
         earlier = before.ranks.get(number)
-        asleep = kernel is not None and kernel.syscall_name in SLEEP_CALLS
+        asleep = kernel is not None and kind_of(kernel) == "sleep"
         if rank.main is not None and earlier is not None and asleep and _children(earlier, rank) == "active":
             found.append(rank.main.pid)
     return tuple(found)
@@ -209,11 +243,39 @@ def _one_moved(before: ProcessState, after: ProcessState, counts: Callable[[int]
     elapsed_ms = max(1.0, (after.at_s - before.at_s) * 1000)
     old = {thread.tid: thread for thread in before.threads}
     new = [thread for thread in after.threads if thread.tid in old and counts(thread.tid)]
-    return any(_thread_moved(old[thread.tid], thread, elapsed_ms, least) for thread in new)
+    throttled = after.throttled_ms > before.throttled_ms
+    return any(
+        _thread_moved(old[thread.tid], thread, elapsed_ms, least)
+        or _is_runnable(old[thread.tid], thread, elapsed_ms, throttled)
+        for thread in new
+    )
+
+
+def _is_runnable(before: ThreadState, after: ThreadState, elapsed_ms: float, throttled: bool) -> bool:
+    """The thread would go on if it got a core: it is no wait that keeps it where it is.
+
+    ``throttled``: its control group has used up its share of the CPU meanwhile.
+    """
+    if after.state == "R" and (before.state == "R" or throttled):
+        return True
+    if before.queued_ms is None or after.queued_ms is None:
+        return False
+    return after.queued_ms - before.queued_ms > QUEUED_SHARE * elapsed_ms
+
+
+def _received(before: ThreadState, after: ThreadState) -> bool:
+    """Whether something has arrived for a thread that is in a call without a time limit, or runs, in each look."""
+    if before.slices is None or after.slices is None or before.ends_s is not None or after.ends_s is not None:
+        return False
+    blocked = [thread for thread in (before, after) if kind_of(thread) == "io"]
+    others = [thread for thread in (before, after) if kind_of(thread) != "io"]
+    if not blocked or any(thread.state != "R" for thread in others):
+        return False
+    return after.slices - before.slices > RECEIVED_SLICES
 
 
 def _thread_moved(before: ThreadState, after: ThreadState, elapsed_ms: float, least: _Least) -> bool:
-    if after.cpu_ms - before.cpu_ms > max(least.cpu_share * elapsed_ms, 20):
+    if after.cpu_ms - before.cpu_ms > max(least.cpu_share * elapsed_ms, 20) or _received(before, after):
         return True
     if before.io_bytes is None or after.io_bytes is None:
         return False

@@ -92,8 +92,9 @@ class Event:
     stall: Stall | None = None
 
 
-Movement = Literal["moving", "active", "still", "stopped"]
-"""What the closer look saw: a mark changed; something computes or writes; nothing does; every rank is stopped."""
+Movement = Literal["moving", "active", "still", "stopped", "elsewhere"]
+"""What the closer look saw: a mark changed; something computes or writes; nothing does; every rank is stopped; nothing
+does of what is seen, and ranks that are not seen may."""
 
 
 def started(now: float) -> State:
@@ -160,6 +161,18 @@ def _uncovered(state: State, marks: tuple[Mark, ...], policy: Policy, now: float
     return replace(state, covers=covers, base_s=now if waited_s > policy.stall_s else state.base_s)
 
 
+def limit_s(policy: Policy, stall: Stall, movement: Movement) -> float | None:
+    """How long the job may go without a step while it is not known to stand still; None: for ever.
+
+    Nobody waits for ever for ranks that are not seen.
+    """
+    if not stall.before_first_step:
+        return policy.max_stall_s
+    if policy.startup_max_s is None and movement == "elsewhere":
+        return max(policy.startup_s, policy.max_stall_s)
+    return policy.startup_max_s
+
+
 def conclude(state: State, stall: Stall, movement: Movement, policy: Policy, now: float) -> tuple[State, Event | None]:
     """What the closer look saw. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
     ``clock-restarted``; nothing when the clock was started again while the look was under way."""
@@ -169,7 +182,7 @@ def conclude(state: State, stall: Stall, movement: Movement, policy: Policy, now
         return replace(state, status=Status.WATCHING), Event("recovered", stall)
     if movement == "stopped":
         return State(base_s=now, last_tick_s=now), Event("clock-restarted", stall)
-    limit = policy.startup_max_s if stall.before_first_step else policy.max_stall_s
+    limit = limit_s(policy, stall, movement)
     if movement == "still" or (limit is not None and now - stall.mark_s >= limit):
         return replace(state, status=Status.HUNG), Event("hang", stall)
     # Looking closer costs the job a little, so the looks grow rarer as the wait grows longer.

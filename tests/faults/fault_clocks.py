@@ -1,4 +1,4 @@
-"""The wall clock jumps, the machine is suspended, and many runs at once share every directory."""
+"""Faults of time and of sharing: a wall clock that jumps, a suspended machine, many runs that share directories."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AT_ONCE = 8
 
 @contextmanager
 def clock_of_its_own(setting: Setting) -> Iterator[None]:
-    """The job and its safelaunch see a wall clock that can be set; the machine's own is left alone."""
+    """Gives the job and safelaunch a wall clock that the test can set, apart from the machine's clock."""
     library, offset = setting.scratch / "libclock.so", setting.scratch / "offset"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, PROGRAMS / "libclock.c"], check=True)
     offset.write_bytes(struct.pack("q", 0))
@@ -50,7 +50,7 @@ def jump(seconds: float, then: Callable[[Scene], None]) -> Callable[[Scene], Non
 
 
 def suspend(scene: Scene) -> None:
-    """Every process of the job and of safelaunch stops, and all go on later, as on a laptop that was closed."""
+    """Stops and later continues every process of the job and of safelaunch, like a closed laptop."""
     scene.remember()
     own = identify(scene.pid)
     everybody = [process for process in (own, *scene.seen) if process is not None and process.is_alive()]
@@ -65,7 +65,7 @@ def suspend(scene: Scene) -> None:
 
 
 def with_others(does: Callable[[list[Scene]], None]) -> Callable[[Scene], None]:
-    """Seven more of the same, in the same run root and the same bundle directory; waits for all of them."""
+    """Runs seven more jobs of this kind in the same run root and bundle directory, and waits for all."""
 
     def inject(scene: Scene) -> None:
         with ExitStack() as stack:
@@ -98,7 +98,7 @@ def all_hang(scenes: list[Scene]) -> None:
 
 
 def one_is_killed(scenes: list[Scene]) -> None:
-    """Its guardian ends what is its own, and nothing of the others'."""
+    """Kills one safelaunch. Its guardian must end its own job and no other."""
     scenes[1].job.process.kill()
     goes_on(scenes[0])
     for scene in scenes:

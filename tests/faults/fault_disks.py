@@ -1,4 +1,4 @@
-"""Faults of disks: the bundle directory or the run directory is full, read-only, dead, gone, or in the way."""
+"""Faults of disks: the bundle or run directory is full, read-only, hung, missing, or replaced."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from row import DIES, NAMED, RESTARTS, TRAINS, Promise, Row
 from scene import RESTARTING, TRAINING, Kind, Scene, Setting
 
 REFUSED = Promise((2,), starts=False)
-LOCAL = replace(NAMED, kept_locally=True, said=("the bundle is not where it was wanted",))
-# The evidence is collected there: what is removed meanwhile is gone, but neither the job's end nor the verdict.
+LOCAL = replace(NAMED, kept_locally=True, said=("could not be written to the requested directory",))
+# The evidence is collected there. Removing it loses artifacts, but neither the job's end nor the verdict.
 GONE = replace(NAMED, culprits=None, said=("the job hangs: ",))
 SMALL_KB = 512
 
 
 def _needs_mounts() -> str:
-    """Mounting takes root; tried on a directory of our own."""
+    """Returns why mounting is impossible, after trying it on a private directory. It takes root."""
     if os.getuid():
         return "needs root to mount a small file system"
     place = tempfile.mkdtemp(prefix="sd-", dir="/tmp")
@@ -49,14 +49,14 @@ def _unmount(place: Path) -> bool:
 
 @contextmanager
 def _small_disk() -> Iterator[Path]:
-    """A directory (0700, of a short name) on a file system of its own that holds little."""
+    """Provides a directory (0700, with a short name) on its own small file system."""
     place = Path(tempfile.mkdtemp(prefix="sd-", dir="/tmp"))
     try:
         if not _mount(place, f"size={SMALL_KB}k"):
             raise OSError("the small file system could not be mounted")
         yield place
     finally:
-        while _unmount(place):  # what a fault has mounted above it as well
+        while _unmount(place):  # including what a fault has mounted over it
             pass
         place.rmdir()
 
@@ -86,7 +86,7 @@ def bundles_in_a_directory(setting: Setting) -> Iterator[None]:
 
 
 def _fill(place: Path) -> None:
-    """Not a byte is left."""
+    """Fills the disk to the last byte."""
     with suppress(OSError), (place / "data").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
@@ -105,7 +105,7 @@ def make_read_only(scene: Scene) -> None:
 
 
 def let_die(place: Path) -> None:
-    """Mounts a FUSE file system over ``place`` whose server never answers: whatever touches it waits for ever.
+    """Mounts a FUSE file system over ``place`` whose server never answers. Every access to it hangs.
 
     The server is this process, for as long as its descriptor is open.
     """
@@ -127,7 +127,7 @@ def kill_the_disk(scene: Scene) -> None:
 
 @contextmanager
 def bundles_on_a_mortal_disk(setting: Setting) -> Iterator[None]:
-    """In the end, whatever still waits for the dead disk is let go."""
+    """Provides a bundle directory whose disk can hang. Releases all waiting processes at the end."""
     place = Path(tempfile.mkdtemp(prefix="sd-", dir="/tmp"))
     setting.bundle_dir = place
 
@@ -162,13 +162,13 @@ def replace_by_a_file(scene: Scene) -> None:
 
 
 def replace_by_a_fifo(scene: Scene) -> None:
-    """Nobody ever reads from it or writes to it: whoever opens it waits for ever."""
+    """Replaces a file by a FIFO that nobody reads or writes. Every open hangs."""
     remove_bundles(scene)
     os.mkfifo(scene.job.bundle_dir)
 
 
 def remove_run(scene: Scene) -> None:
-    """As a cleaner of /tmp does; what is made in it meanwhile may stay."""
+    """Removes the run directory, like a cleaner of /tmp. Files created meanwhile may remain."""
     assert scene.run is not None
     shutil.rmtree(scene.run.root, ignore_errors=True)
 
@@ -205,7 +205,7 @@ def _promised(moment: str, otherwise: Promise) -> Promise:
 
 
 def then(fault: Callable[[Scene], None]) -> Callable[[Scene], None]:
-    """The fault while all is well; the hang comes after it."""
+    """Injects the fault into a healthy job, then lets it hang."""
 
     def inject(scene: Scene) -> None:
         fault(scene)

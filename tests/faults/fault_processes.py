@@ -1,4 +1,4 @@
-"""Faults of processes: ``kill -9`` and SIGSTOP of each one that takes part, at each moment of its life."""
+"""Faults of processes: ``kill -9`` and SIGSTOP of each process, at each moment of the job."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from scene import LOADING, RESTARTING, TRAINING, Kind, Scene, pass_time, safelau
 from safelaunch.launch.paths import sweep
 from safelaunch.launch.process import ProcessId
 
-STOPPED_S = 6.5  # longer than the gap that the watch takes for a suspended machine
+STOPPED_S = 6.5  # longer than the gap that the watchdog takes for a suspended machine
 IMPATIENT = replace(TRAINING, own=("--startup-timeout=3",))
 RESTARTING_IMPATIENTLY = replace(RESTARTING, own=(*RESTARTING.own, "--startup-timeout=3"))
-LIVE = Promise((0,), (1, 1), (), trains=True)  # a bundle that was asked for, of a job that goes on
+LIVE = Promise((0,), (1, 1), (), trains=True)  # a requested bundle of a job that continues
 HANGS = ("suspicion", "capture", "writing")
 
 
 def _victim(scene: Scene, role: str) -> ProcessId:
-    """Who is meant by a role. ``peer`` is a rank that waits for the culprit."""
+    """Returns the process in a role. ``peer`` is a rank that waits for the culprit."""
     roles: dict[str, Callable[[], int | None]] = {
         "safelaunch": lambda: scene.pid,
         "guardian": scene.guardian,
@@ -38,7 +38,7 @@ def _victim(scene: Scene, role: str) -> ProcessId:
 
 
 def kill(*roles: str) -> Callable[[Scene], None]:
-    """``kill -9`` of these, in this order."""
+    """Kills these processes with ``kill -9``, in this order."""
 
     def inject(scene: Scene) -> None:
         scene.remember()
@@ -49,13 +49,13 @@ def kill(*roles: str) -> Callable[[Scene], None]:
 
 
 def kill_both(scene: Scene) -> None:
-    """Nobody is left to remove the run directory: the next run does."""
+    """Kills both. The next run must remove the run directory."""
     kill("guardian", "safelaunch")(scene)
     scene.setting.release.append(lambda: sweep(scene.job.runtime / "safelaunch"))
 
 
 def stop(*roles: str) -> Callable[[Scene], None]:
-    """SIGSTOP, for good."""
+    """Sends SIGSTOP without a later SIGCONT."""
 
     def inject(scene: Scene) -> None:
         for victim in [_victim(scene, role) for role in roles]:
@@ -65,7 +65,7 @@ def stop(*roles: str) -> Callable[[Scene], None]:
 
 
 def stop_a_while(*roles: str) -> Callable[[Scene], None]:
-    """SIGSTOP, and SIGCONT when the clock shows a gap."""
+    """Sends SIGSTOP, and SIGCONT once the gap is long enough."""
 
     def inject(scene: Scene) -> None:
         victims = [_victim(scene, role) for role in roles]
@@ -79,7 +79,7 @@ def stop_a_while(*roles: str) -> Callable[[Scene], None]:
 
 
 def stop_beyond_the_end(role: str) -> Callable[[Scene], None]:
-    """Stopped while the job ends, and continued then."""
+    """Stops a process, lets the job end, then continues the process."""
 
     def inject(scene: Scene) -> None:
         victim = _victim(scene, role)
@@ -93,7 +93,7 @@ def stop_beyond_the_end(role: str) -> Callable[[Scene], None]:
 
 
 def stop_and_kill(scene: Scene) -> None:
-    """The guardian cannot act when safelaunch is killed; it is let go when the kernel has had its time."""
+    """Stops the guardian, kills safelaunch, and continues the guardian a while later."""
     guardian = _victim(scene, "guardian")
     guardian.send(signal.SIGSTOP)
     kill("safelaunch")(scene)
@@ -102,12 +102,12 @@ def stop_and_kill(scene: Scene) -> None:
 
 
 def hold_the_copy(scene: Scene) -> None:
-    """It stays stopped, as on a disk that does not answer, until safelaunch gives it up."""
+    """Keeps the copier stopped, like a hung disk, until safelaunch gives up on it."""
     scene.until(lambda: scene.helper("copier.py") is None, "the end of the copy", patience_s=100.0)
 
 
 def dump_with_py_spy(signum: int) -> Callable[[Scene], None]:
-    """``safelaunch dump`` of a job that trains; the signal meets py-spy while it may hold a rank."""
+    """Runs ``safelaunch dump`` on a training job. The signal hits py-spy while it may hold a rank."""
 
     def inject(scene: Scene) -> None:
         before = scene.steps()
@@ -135,7 +135,7 @@ def _kind_at(moment: str, kind: Kind = TRAINING) -> Kind:
 
 
 def _promised(moment: str, *, otherwise: Promise = NAMED) -> Promise:
-    """Of a job that nobody has reason to touch: it trains on before a hang, and a hang is found and acted upon."""
+    """Returns the promise for a fault that harms no rank: the job trains on, and a hang is found and ended."""
     if moment in ("restart", "new attempt"):
         return RESTARTS
     return otherwise if moment in HANGS else TRAINS
@@ -144,7 +144,7 @@ def _promised(moment: str, *, otherwise: Promise = NAMED) -> Promise:
 def _killed() -> list[Row]:
     dies = {"restart": Promise((KILLED,), (1, 1), (0,))}
     agent = {moment: replace(NAMED, codes=(KILLED,)) for moment in ("capture", "writing")}
-    agent["restart"] = Promise((KILLED, HUNG), (1, 1), (0,))  # nothing came after the hang
+    agent["restart"] = Promise((KILLED, HUNG), (1, 1), (0,))  # nothing follows the hang
     hung_or_crashed = Promise((1, HUNG), (1, 2), (1,))
     crash_at_suspicion = Promise((1,), (1, 2), (1,))
     before, after = ("start-up", "training"), ("suspicion", "capture", "writing", "restart")
@@ -162,7 +162,7 @@ def _killed() -> list[Row]:
         Row("kill -9 rank", "capture", hung_or_crashed, kill("rank")),
         Row("kill -9 rank", "writing", hung_or_crashed, kill("rank")),
         Row("kill -9 rank", "new attempt", Promise((0,), (2, 2), (0,), trains=True), kill("rank"), RESTARTING),
-        # Its Flight Recorder goes with it, which may have been what told the two ranks apart.
+        # Its Flight Recorder is lost, which may have told the two ranks apart.
         Row("kill -9 waiting rank", "capture", replace(hung_or_crashed, culprits=None), kill("peer")),
         Row("kill -9 DataLoader worker", "ranks' start", CRASHES, kill("worker"), LOADING),
         Row("kill -9 DataLoader worker", "training", CRASHES, kill("worker"), LOADING),
@@ -194,9 +194,9 @@ def _stopped() -> list[Row]:
         Row("SIGSTOP rank, SIGCONT", "training", TRAINS, stop_a_while("rank", "peer")),
         *(Row("SIGSTOP rank", at, NAMED, stop("rank")) for at in ("suspicion", "writing")),
         Row("SIGSTOP waiting rank", "suspicion", replace(NAMED, culprits=None), stop("peer")),
-        # It no longer answers for its Flight Recorder, which may be what tells the two ranks apart.
+        # Its Flight Recorder is unreachable, which may have told the two ranks apart.
         Row("SIGSTOP waiting rank", "capture", replace(NAMED, culprits=None), stop("peer")),
-        # The only rank: as on a suspended machine, nobody is accused.
+        # The only rank: nobody is blamed, as on a suspended machine.
         Row("SIGSTOP rank, SIGCONT", "new attempt", RESTARTS, stop_a_while("rank"), RESTARTING_IMPATIENTLY),
         Row("SIGSTOP DataLoader worker", "training", stuck_worker, stop("worker"), LOADING),
         *(Row("SIGSTOP DataLoader worker", at, stuck_worker, stop("worker"), LOADING)

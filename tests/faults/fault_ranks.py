@@ -1,4 +1,4 @@
-"""What a rank may do to itself, and what may happen to its progress page."""
+"""Faults that a rank causes itself, and faults of its progress page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _oddities() -> list[Row]:
     ]
     cases = [*((what, "training") for what in any_time), *((what, "start-up") for what in at_start)]
     rows += [Row(f"rank {what}, then hangs", when, NAMED, and_hangs, _odd(what, when)) for what, when in cases]
-    # Its connections are gone, or nobody serves them any more: a crash of the job's own, or a hang.
+    # Its connections are closed or no longer served: the job itself crashes or hangs.
     rows += [
         Row(
             "rank forks and exits",
@@ -67,7 +67,7 @@ DAMAGE = {
 
 
 def damage(data: bytes, then: Callable[[Scene], None] = goes_on) -> Callable[[Scene], None]:
-    """Overwrites the whole page of the last rank, as a stray write of its own might."""
+    """Overwrites the whole page of the last rank, like a stray write of that rank."""
 
     def inject(scene: Scene) -> None:
         scene.until(lambda: len(scene.pages()) == scene.kind.ranks, "the pages of all ranks")

@@ -1,6 +1,6 @@
-"""Faults of py-spy: it is missing, may not be run, never answers, is denied, or says something else.
+"""Faults of py-spy: it is missing, not executable, hangs, lacks permission, or prints something else.
 
-Each from the start, and from the suspicion on: then the first look has still met a good one.
+Each fault occurs from the start, or from the suspicion on. In the latter case, the first sample still succeeds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DENIED = "echo 'Error: Permission Denied: Try running again with elevated permis
 
 
 def _interpreter(home: Path) -> Path:
-    """An interpreter with everything that ours has installed but for the programs beside it; returns its directory."""
+    """Makes an interpreter with this one's packages but without its programs. Returns its directory."""
     (home / "bin").mkdir(parents=True)
     (home / "bin" / "python").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
     (home / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
@@ -63,14 +63,14 @@ def flooding(place: Path) -> None:
 
 
 def _script(place: Path, does: str, mode: int = 0o755) -> None:
-    """Another py-spy in place of the one that is there; whoever has that one open keeps it."""
+    """Replaces py-spy by a script. Processes that have the old file open keep it."""
     place.unlink(missing_ok=True)
     place.write_text(f"#!/bin/sh\n{does}\n")
     place.chmod(mode)
 
 
 def _arranged(fault: Callable[[Path], None] | None) -> Callable[[Setting], AbstractContextManager[object]]:
-    """An interpreter whose py-spy is broken from the start, or (None) a good one."""
+    """Provides an interpreter whose py-spy is broken from the start, or works (None)."""
 
     @contextmanager
     def arrange(setting: Setting) -> Iterator[None]:
@@ -89,7 +89,7 @@ def _arranged(fault: Callable[[Path], None] | None) -> Callable[[Setting], Abstr
 def _broken(fault: Callable[[Path], None]) -> Callable[[Scene], None]:
     def inject(scene: Scene) -> None:
         fault(scene.scratch / "bare" / "bin" / "py-spy")
-        scene.steer("hang")  # where it has not begun
+        scene.steer("hang")  # if it has not begun
 
     return inject
 

@@ -1,4 +1,4 @@
-"""The fault matrix: every row, in the order in which the table shows them."""
+"""The fault matrix: every row, in the order of the table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import fault_ranks
 import fault_tools
 from row import Row
 
-# The shorter form, which runs with all other tests: one of each kind, those that cost the least.
+# The shorter form, which runs with the other tests: the cheapest row of each kind.
 SHORT = (
     "kill -9 safelaunch, writing, training",
     "kill -9 guardian, suspicion, training",

@@ -1,4 +1,4 @@
-"""A row of the fault matrix: one fault at one moment of one job, what is promised then, and how that is judged."""
+"""A row of the fault matrix: one fault at one moment of one job, the promise, and the check of the promise."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from jobs import Bundle, Result
-from scene import MOMENTS, TRAINING, Kind, Scene, Setting, let_the_copy_go_on
+from scene import HOLDING, MOMENTS, TRAINING, Kind, Scene, Setting, let_the_copy_go_on
 
 import safelaunch
 from safelaunch.launch.paths import run_root
 
 KILLED = -9
 HUNG = 124
-LEAVES_S = 30.0  # for the guardian to end what a killed safelaunch has left
+LEAVES_S = 30.0  # for the guardian to end the processes of a killed safelaunch
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What has to be true when all is over, besides what is true of every row (see ``judge``).
+    """What must be true in the end, in addition to what ``judge`` checks in every row.
 
-    ``bundles``: at least and at most so many. ``culprits``: the ranks that a verdict has to name; None where the
-    evidence itself is damaged. ``trains``: every rank says at its end that it has trained. ``kept_locally``: the bundle
-    is in a local place that was named, with the reason. ``said``: words of safelaunch's own that must be there.
+    ``bundles``: minimum and maximum count. ``culprits``: the ranks that the verdict must name; None if the evidence
+    itself is damaged. ``trains``: every rank reports at its end that it has trained. ``kept_locally``: the bundle is in
+    a local directory that safelaunch has named, with the reason. ``said``: required words of safelaunch's output.
     """
 
     codes: tuple[int, ...]
@@ -38,12 +38,12 @@ class Promise:
     trains: bool = False
     kept_locally: bool = False
     said: tuple[str, ...] = ()
-    partial_stays: bool = False  # on a disk that did not answer; the next bundle there sweeps it a day later
-    starts: bool = True  # False: it is refused before anything is started
+    partial_stays: bool = False  # on a disk that hung; the next bundle there removes it a day later
+    starts: bool = True  # False: refused before the start
 
 
 TRAINS = Promise((0,), trains=True)
-NAMED = Promise((HUNG,), (1, 1), (1,))  # the hang is found and its rank is named, whatever was done to us
+NAMED = Promise((HUNG,), (1, 1), (1,))  # the hang is found and its rank named, despite the fault
 CRASHES = Promise((1,), (1, 1), (1,))
 DIES = Promise((KILLED,), (0, 1))
 RESTARTS = Promise((0,), (1, 1), (0,), trains=True)
@@ -55,9 +55,9 @@ def nothing(_: Any) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """``arrange`` comes before the start (disks, tools; a context that is left at the end), ``inject`` at ``moment``.
+    """One row. ``arrange`` is a context around the whole run (disks, tools). ``inject`` is the fault at ``moment``.
 
-    ``needs`` says why it cannot run here, or nothing.
+    ``needs`` returns why the row cannot run here, or an empty string.
     """
 
     fault: str
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a row ended. ``wrong`` is empty where every promise was kept; ``skipped`` says why it did not run."""
+    """The result of a row. ``wrong`` is empty if every promise was kept. ``skipped``: why it did not run."""
 
     row: Row
     wrong: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class Outcome:
     stderr: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        """One line of the table, as ``HEAD`` names its columns."""
+        """Returns one line of the table, in the columns of ``HEAD``."""
         result = f"{_NOT_RUN}: {self.skipped}" if self.skipped else "; ".join(self.wrong) or _KEPT
         exit_code = "-" if self.code is None else str(self.code)
         what = (self.row.fault, self.row.moment, self.row.kind.name)
@@ -98,7 +98,7 @@ class Outcome:
 HEAD = ("fault", "moment", "job", "exit", "left", "bundle", "verdict", "seconds", "promise")
 
 
-PROPERTY = "fault matrix"  # under which a test reports its row's cells
+PROPERTY = "fault matrix"  # the property in which a test reports its row
 _KEPT, _NOT_RUN = "kept", "not run"
 
 
@@ -107,7 +107,7 @@ def line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """All rows, as ``Outcome.cells`` gives them, and how many there are."""
+    """Formats all rows (from ``Outcome.cells``) and their count."""
     widths = [max(len(cells[column]) for cells in (HEAD, *rows)) for column in range(len(HEAD) - 1)]
     return "\n".join([*(line(cells, widths) for cells in (HEAD, *rows)), total(rows)])
 
@@ -122,7 +122,7 @@ def run(row: Row, scratch: Path) -> Outcome:
     """Runs one row in the empty directory ``scratch``."""
     if skipped := row.needs():
         return Outcome(row, skipped=skipped)
-    setting = Setting(scratch)
+    setting = Setting(scratch, interpreter=HOLDING if row.moment == "writing" else ())
     begin = time.monotonic()
     decoy = subprocess.Popen(["sleep", "3605"], env={"SAFELAUNCH_RUN_DIR": "/tmp/x"}, cwd="/")
     try:
@@ -138,7 +138,7 @@ def run(row: Row, scratch: Path) -> Outcome:
 
 
 def _through(row: Row, scene: Scene) -> Outcome:
-    """From the moment of the fault to the judgement; a wait that was in vain is a promise that was broken."""
+    """Runs from the moment of the fault to the checks. A wait that times out is a broken promise."""
     try:
         if row.moment in MOMENTS:
             MOMENTS[row.moment](scene)
@@ -154,7 +154,7 @@ def _through(row: Row, scene: Scene) -> Outcome:
 
 
 def _end_of(scene: Scene) -> Result:
-    """The result, once safelaunch has ended and its guardian has had its time."""
+    """Returns the result, once safelaunch has ended and its guardian has had time to act."""
     scene.until(lambda: scene.job.process.poll() is not None, "the end of safelaunch", patience_s=150.0)
     deadline = time.monotonic() + LEAVES_S
     while (scene.job.pids() or _alive(scene)) and time.monotonic() < deadline:
@@ -172,7 +172,7 @@ def _alive(scene: Scene) -> list[str]:
 
 
 def judge(row: Row, scene: Scene, result: Result) -> Outcome:
-    """In every row: nothing is left behind, every bundle is whole, no traceback of safelaunch's own is shown."""
+    """Checks every row: no process or directory remains, every bundle is whole, safelaunch prints no own traceback."""
     promise = row.promise
     left = sorted({*result.leftovers, *_alive(scene)})
     wrong = [f"left behind: {what}" for what in left]
@@ -180,8 +180,8 @@ def judge(row: Row, scene: Scene, result: Result) -> Outcome:
         wrong.append(f"exit code {result.code}, not {' or '.join(map(str, promise.codes))}")
     if any(str(Path(safelaunch.__file__).parent) in frame for frame in _innermost_frames(result.stderr)):
         wrong.append("a traceback of safelaunch's own")
-    if "a fault of safelaunch's own" in result.stderr or "a source of evidence failed" in result.stderr:
-        wrong.append("a fault of safelaunch's own")
+    if "an internal error" in result.stderr or "a source of evidence failed" in result.stderr:
+        wrong.append("an internal error of safelaunch")
     wrong += [f"safelaunch did not say {words!r}" for words in promise.said if words not in result.said]
     if not promise.starts and (list(scene.scratch.glob("t*-?")) or not result.said or result.stdout):
         wrong.append("the job was started, or nothing was said")
@@ -202,13 +202,13 @@ def judge(row: Row, scene: Scene, result: Result) -> Outcome:
 
 
 def _innermost_frames(stderr: str) -> list[str]:
-    """Where each exception that is shown was raised; the launcher's and the script's may be."""
+    """Returns where each printed exception was raised. Those of the launcher and the script are allowed."""
     shown = stderr.split("Traceback (most recent call last):")[1:]
     return [next((line for line in reversed(text.splitlines()) if line.startswith('  File "')), "") for text in shown]
 
 
 def _bundles(scene: Scene, result: Result, promise: Promise) -> tuple[list[Bundle], str]:
-    """What was published, or what was kept in a local place that was named."""
+    """Returns the published bundles and those kept in a local directory that safelaunch named."""
     named = [Path(line.removeprefix("bundle: ")) for line in result.said.splitlines() if line.startswith("bundle: ")]
     local = [Bundle(path) for path in named if path.parent != scene.job.bundle_dir and path.is_dir()]
     return (local, "local") if local else (list(result.bundles), "")
@@ -231,7 +231,7 @@ def _of_bundles(promise: Promise, bundles: list[Bundle]) -> list[str]:
 
 
 def _halves(scene: Scene, whole: tuple[Bundle, ...]) -> list[str]:
-    """What lies in the bundle directory, or in the local place, and is neither a bundle nor the link to one."""
+    """Returns files in the bundle directory or the local one that are neither bundles nor links to one."""
     names = {bundle.path.name for bundle in whole} | {"latest", "data"}
     places = [scene.job.bundle_dir] if scene.job.bundle_dir.is_dir() else []
     found = [str(path) for place in places for path in place.iterdir() if path.name not in names]

@@ -1,7 +1,7 @@
-"""One job to which a fault is done: its processes by their roles, its pages, and the moments of its life.
+"""The job that a fault hits: its processes by role, its pages, and the moments of its life.
 
-A moment is recognised by a sign of the job's own (a process, a step, a line on stderr, what the control socket says),
-never by time alone. ``hang`` and ``finish`` are files that steer ``programs/steered.py``.
+A moment is recognised by a sign of the job itself (a process, a step, a line on stderr, an answer of the control
+socket), never by time alone. The files ``hang`` and ``finish`` steer ``programs/steered.py``.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from pathlib import Path
 
 from jobs import PROGRAMS, Job
 
+from safelaunch.control.protocol import Request, ask
 from safelaunch.errors import SafelaunchError
 from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId, descendants, identify
-from safelaunch.session.control import Request, ask
-from safelaunch.watch.progress import Roster
+from safelaunch.roster.progress import Roster
 
 STEERED = PROGRAMS / "steered.py"
+HOLDING = (sys.executable, os.fspath(Path(__file__).parent / "holding.py"))  # runs in place of safelaunch
 CULPRIT = 1
 POLL_S = 0.02
-LONGER_S = 5.5  # than the stall timeout of these jobs and the closer look together
-FAST_S = 0.001  # for what lives for milliseconds
+LONGER_S = 5.5  # longer than these jobs' stall timeout plus the closer look
+FAST_S = 0.001  # for processes that live for milliseconds
 
 
 @dataclass
 class Setting:
-    """What is arranged before the job is started: places, an interpreter, variables, more words."""
+    """What is arranged before the job starts: directories, an interpreter, variables, further options."""
 
     scratch: Path
     bundle_dir: Path | None = None
@@ -41,12 +42,12 @@ class Setting:
     interpreter: tuple[str, ...] = ()
     env: dict[str, str | None] = field(default_factory=dict)
     words: tuple[str, ...] = ()
-    release: list[Callable[[], None]] = field(default_factory=list)  # before anybody looks at what is left
+    release: list[Callable[[], None]] = field(default_factory=list)  # before the checks
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of job: safelaunch's words, the script's, and how many ranks it has."""
+    """A kind of job: the options of safelaunch and of the script, and the number of ranks."""
 
     name: str
     ranks: int = 2
@@ -65,7 +66,7 @@ RESTARTING = Kind("restarting", ranks=1, own=("--on-stall=restart", "--max-resta
 
 
 class Scene:
-    """A running job. ``until`` also remembers every process below safelaunch, so that none can be lost sight of."""
+    """A running job. ``until`` also records every process below safelaunch, so that none is missed later."""
 
     def __init__(self, kind: Kind, setting: Setting) -> None:
         self.kind = kind
@@ -117,7 +118,7 @@ class Scene:
         return sorted(path for path in files if path.name.count("-") == 2 and "." not in path.name)
 
     def steps(self) -> dict[int, int]:
-        """rank → step of the newest attempt, as its page says."""
+        """Returns rank → step of the newest attempt, from the pages."""
         run = self.run
         if run is None:
             return {}
@@ -126,7 +127,7 @@ class Scene:
         return {rank: page.read().step or 0 for rank, page in roster.pages().items()}
 
     def watch_says(self) -> str:
-        """The state of the watch: watching, confirming, undecided, hung; empty when nobody answers."""
+        """Returns the watchdog's state (watching, confirming, undecided, hung); empty without an answer."""
         run = self.run
         try:
             return str(json.loads(ask(run.control, Request("status"), deadline_s=2.0))["watch"]) if run else ""
@@ -144,16 +145,21 @@ class Scene:
         return found
 
     def agent(self) -> int | None:
-        """torchrun, as soon as it has become that."""
-        return next((pid for pid in self._children(self.pid) if b"torchrun" in command(pid)), None)
+        """Returns torchrun, after its exec. Its parent is the guardian, or safelaunch once the guardian has died."""
+        near = [pid for child in self._children(self.pid) for pid in (child, *self._children(child))]
+        return next((pid for pid in near if b"torchrun" in command(pid)), None)
 
     def guardian(self) -> int | None:
-        """A fork of safelaunch's own that leads a session."""
-        own = command(self.pid)
-        return next((pid for pid in self._children(self.pid) if command(pid) == own and _leads(pid)), None)
+        """Returns the guardian: a child of safelaunch with a known name, or its replacement."""
+        return next((pid for pid in self._children(self.pid) if name_of(pid) == "sl-guardian"), None)
+
+    def first(self) -> int | None:
+        """Returns the first process of the job, before or after its exec."""
+        guardian = self.guardian()
+        return next(iter(self._children(guardian)), None) if guardian is not None else None
 
     def helper(self, word: str) -> int | None:
-        """A program that safelaunch runs for itself: ``py-spy``, or ``copier.py``."""
+        """Returns a helper of safelaunch: ``py-spy`` or ``copier.py``."""
         found = (pid for pid in self._children(self.pid) if word.encode() in command(pid))
         return next((pid for pid in found if not _leads(pid)), None)
 
@@ -161,14 +167,14 @@ class Scene:
         return self.job.ranks().get(min(number, self.kind.ranks - 1))
 
     def worker(self, number: int = CULPRIT) -> int | None:
-        """A DataLoader worker of that rank: a fork of it, with its command line."""
+        """Returns a DataLoader worker of the rank: a fork with the same command line."""
         rank = self.rank(number)
         if rank is None:
             return None
         return next((pid for pid in self._children(rank) if command(pid) == command(rank)), None)
 
     def wait_for(self, role: Callable[[], int | None], what: str, *, patience_s: float = 60.0) -> ProcessId:
-        """The process in that role, once there is one."""
+        """Waits for the process in that role and returns it."""
         found: list[ProcessId] = []
 
         def there() -> bool:
@@ -180,6 +186,13 @@ class Scene:
         self.until(there, what, patience_s=patience_s, poll_s=FAST_S)
         self.seen.add(found[0])
         return found[0]
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def command(pid: int) -> bytes:
@@ -200,17 +213,17 @@ def _leads(pid: int) -> bool:
 
 
 def at_launch(scene: Scene) -> None:
-    """The first moment at which there is a job at all: torchrun's process has just been made."""
-    scene.until(lambda: scene._children(scene.pid), "the first process of the job", poll_s=FAST_S)
+    """The first moment of the job: torchrun's process has just been created."""
+    scene.until(scene.first, "the first process of the job", poll_s=FAST_S)
 
 
 def at_start_up(scene: Scene) -> None:
-    """Everything of safelaunch's own is there; ranks may be, none has made a step."""
+    """All of safelaunch's processes run. Ranks may run, and none has made a step."""
     scene.until(lambda: scene.guardian() and scene.agent(), "guardian and agent")
 
 
 def at_ranks_start(scene: Scene) -> None:
-    """All ranks are there and none has made a step."""
+    """All ranks run and none has made a step."""
     scene.until(lambda: len(scene.job.ranks()) == scene.kind.ranks, "all ranks")
 
 
@@ -219,7 +232,7 @@ def at_training(scene: Scene) -> None:
 
 
 def at_suspicion(scene: Scene) -> None:
-    """No step for the threshold; the closer look is under way."""
+    """No step within the threshold: the closer look is in progress."""
     at_training(scene)
     scene.steer("hang")
     scene.until(lambda: scene.watch_says() == "confirming", "a suspicion")
@@ -232,28 +245,23 @@ def at_capture(scene: Scene) -> None:
 
 
 def at_writing(scene: Scene) -> None:
-    """The copy into the bundle directory has begun. It is held there, as it may take less than a tenth of a second."""
+    """The copy to the bundle directory has begun and stops itself (``HOLDING``)."""
     at_training(scene)
     scene.steer("hang")
     copy = scene.wait_for(lambda: scene.helper("copier.py"), "the copy")
-    while True:  # a millisecond at a time
-        copy.send(signal.SIGSTOP)
-        scene.until(copy.is_stopped, "the copy to stop", poll_s=FAST_S)
-        if list(scene.job.bundle_dir.glob(".*.partial")):
-            return
-        copy.send(signal.SIGCONT)
-        time.sleep(FAST_S)
+    scene.until(copy.is_stopped, "the copy to stop")
+    assert list(scene.job.bundle_dir.glob(".*.partial")), "it stops once it has begun"
 
 
 def at_restart(scene: Scene) -> None:
-    """The ranks of the hung attempt are being ended; torchrun has not started new ones."""
+    """safelaunch is ending the hung attempt's ranks, and torchrun has not started new ones."""
     at_training(scene)
     scene.steer("hang")
     scene.until(lambda: "ending the ranks" in scene.job.stderr, "the restart", poll_s=FAST_S)
 
 
 def at_new_attempt(scene: Scene) -> None:
-    """torchrun has started a rank again, and it has made no step."""
+    """torchrun has restarted a rank, which has made no step."""
     at_training(scene)
     first = scene.rank()
     scene.steer("hang")
@@ -274,13 +282,13 @@ MOMENTS: dict[str, Callable[[Scene], None]] = {
 
 
 def pass_time(scene: Scene, seconds: float) -> None:
-    """Time that passes while something is stopped."""
+    """Lets time pass while something is stopped."""
     end = time.monotonic() + seconds
     scene.until(lambda: time.monotonic() >= end, "time to pass")
 
 
 def goes_on(scene: Scene) -> None:
-    """The job trains on, for longer than a hang would take to be found."""
+    """Lets the job train for longer than safelaunch needs to detect a hang."""
     at_training(scene)
     pass_time(scene, LONGER_S)
 
@@ -293,5 +301,5 @@ def let_the_copy_go_on(scene: Scene) -> None:
 
 
 def safelaunch_command(scene: Scene, words: Sequence[str]) -> list[str]:
-    """Another safelaunch beside the job, as a user types it."""
+    """Runs another safelaunch command, as a user would."""
     return [*(scene.setting.interpreter or (sys.executable, "-m", "safelaunch")), *words]

@@ -1,6 +1,6 @@
-"""Many independent safelaunch processes that want the same eight GPUs, some of them killed; what came of it.
+"""Runs many independent safelaunch processes that compete for eight GPUs, kills some, and checks the outcome.
 
-Also a program: ``python tests/integration/crowd.py --jobs 50``.
+It is also a program: ``python tests/integration/crowd.py --jobs 50``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KILLED_EVERY = 5
 
 @dataclass
 class Member:
-    """One safelaunch. ``doomed``: what is killed with SIGKILL, and when."""
+    """One safelaunch process. ``doomed``: what SIGKILL hits, and when."""
 
     number: int
     gpus: int
@@ -43,7 +43,7 @@ class Member:
 
 @dataclass
 class Outcome:
-    """What is wrong (nothing, mostly), and what happened."""
+    """What went wrong, if anything, and what happened."""
 
     problems: list[str] = field(default_factory=list)
     killed: dict[str, int] = field(default_factory=dict)
@@ -53,14 +53,14 @@ class Outcome:
 
 
 class Crowd:
-    """``jobs`` jobs against the stand-in's eight GPUs. ``torchrun``: each with torchrun between and a leased port."""
+    """``jobs`` jobs on eight simulated GPUs. ``torchrun``: each runs torchrun with a leased port."""
 
     def __init__(self, place: Path, jobs: int, *, torchrun: bool, seed: int, hold_s: float, users: int = 1) -> None:
         self.place = place
         self.witnesses = place / "witnesses"
         for shared in (self.witnesses, place / "bundles"):
             shared.mkdir()
-            shared.chmod(0o777)
+            shared.chmod(0o1777)
         self.node = stub.Node(place / "state", place / "leases")
         self.node.write()
         self.torchrun = torchrun
@@ -103,7 +103,7 @@ class Crowd:
         return member
 
     def run(self, patience_s: float) -> Outcome:
-        """Until all have ended, or ``patience_s`` seconds have passed."""
+        """Runs until all jobs have ended or ``patience_s`` seconds have passed."""
         outcome = Outcome()
         begin = time.monotonic()
         decoy = self._decoy()
@@ -125,7 +125,7 @@ class Crowd:
         return outcome
 
     def _decoy(self) -> subprocess.Popen[bytes]:
-        """A stranger with the very environment that a job of ours has, as a shell started from there would have it."""
+        """Starts an unrelated process with the environment of a job, like a shell started from it."""
         first = self.members[0]
         environ = {**self.node.environ, "PATH": os.environ["PATH"], "SAFELAUNCH_SUPERVISOR_PID": str(first.process.pid)}
         environ |= {"SAFELAUNCH_RUN_DIR": f"/tmp/safelaunch-{os.getuid()}/r{first.process.pid}", "RANK": "0"}
@@ -134,7 +134,7 @@ class Crowd:
     def _kill(self, member: Member, outcome: Outcome) -> None:
         pid = self._victim(member)
         if member.process.poll() is not None:
-            member.killed = True  # too late: it has ended as it should
+            member.killed = True  # too late: it has ended normally
             member.doomed = ""
         elif pid is not None:
             os.kill(pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ class Crowd:
         outcome.most_at_once = _most_at_once(log)
 
     def _left(self) -> list[str]:
-        """What is still held, waited for, or runs; the guardians of killed supervisors have some seconds."""
+        """Returns leases, tickets and processes that remain. Guardians of killed supervisors get some seconds."""
         store = Store(os.fspath(self.node.lease_dir))
         things = [*(stub.uuid(n) for n in range(8)), *(path.name for path in self.witnesses.glob("port-*"))]
         deadline = time.monotonic() + 20.0
@@ -186,7 +186,7 @@ class Crowd:
         return found
 
     def clean_up(self) -> None:
-        """Ends what a failed test leaves: only what carries this crowd's own mark."""
+        """Ends the processes that a failed test leaves: only those with this crowd's mark."""
         for pid in self._pids():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -197,7 +197,7 @@ class Crowd:
 
 
 def may_be_two_users() -> bool:
-    """Whether we may act as another user, and he may read this installation."""
+    """Whether this process can act as another user who can read this installation."""
     if os.getuid() != 0:
         return False
     command = [sys.executable, "-c", "import safelaunch.cli, psutil, pynvml"]
@@ -221,13 +221,13 @@ def _runs(pid: int, what: str) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    if b"safelaunch" in words[:4]:
-        return False  # the guardian
+    if b"safelaunch" in words[:4] or words[0] == b"sl-guardian":
+        return False
     return any(word.endswith(b"torchrun") for word in words[:3]) == (what == "torchrun")
 
 
 def _most_at_once(log: list[str]) -> int:
-    """How many GPUs were in use at once, by what the jobs wrote; that some were is what makes the rest worth saying."""
+    """Returns how many GPUs the jobs used at once. The other checks prove nothing unless some were in use."""
     now: set[tuple[str, str]] = set()
     most = 0
     for line in sorted(log):
@@ -243,12 +243,12 @@ def _most_at_once(log: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=50)
-    parser.add_argument("--torchrun", action="store_true", help="with torchrun and a leased port between (slower)")
+    parser.add_argument("--torchrun", action="store_true", help="run torchrun with a leased port (slower)")
     parser.add_argument("--users", type=int, default=2 if may_be_two_users() else 1, choices=(1, 2))
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="crowd") as place:
-        Path(place).chmod(0o1777)  # as /tmp is: any of them may be the first to make the directory of leases
+        Path(place).chmod(0o1777)  # like /tmp: any of them may create the lease directory
         crowd = Crowd(
             Path(place), options.jobs, torchrun=options.torchrun, seed=options.seed, hold_s=0.3, users=options.users
         )

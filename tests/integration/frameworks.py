@@ -1,7 +1,7 @@
-"""Training frameworks under safelaunch, with no change to their launchers or to the scripts, and the hangs planted.
+"""Training frameworks under safelaunch, with unmodified launchers and scripts, healthy and with planted hangs.
 
-What of them is not in the environment is skipped: ``scripts/frameworks.sh`` installs all of them (the extra
-``frameworks``) and runs every row.
+Frameworks that are not installed are skipped. ``scripts/frameworks.sh`` installs all of them (the extra ``frameworks``)
+and runs every row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ALONE = {"asleep": "stuck-in-user-code", "fifo": "blocking-io", "loader": "data
 
 @dataclass(frozen=True)
 class Framework:
-    """``hangs``: how → cause. ``launcher``: run by ``safelaunch exec``; empty for torchrun's place."""
+    """One framework. ``hangs``: how → cause. ``launcher``: for ``safelaunch exec``; empty: like torchrun."""
 
     name: str
     hangs: dict[str, str]
@@ -36,13 +36,13 @@ class Framework:
         return find_spec(self.needs) is not None
 
     def lines(self, how: str) -> set[int]:
-        """Where it hangs."""
+        """Returns the lines at which it hangs."""
         lines = enumerate(self.script.read_text().splitlines(), 1)
         return {number for number, line in lines if line.partition("# HANGS: ")[2] == how}
 
 
 _BESIDE = Path(sys.executable).parent
-# Without a GPU, its launcher starts several ranks on one machine only where it is told of several GPUs.
+# Without a GPU, its launcher starts several ranks on one machine only if a variable claims several GPUs.
 _ACCELERATE = ("launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
 FRAMEWORKS = (
     Framework("fsdp", {"asleep": "stuck-in-user-code", "eval": "collective-mismatch"}),
@@ -61,7 +61,7 @@ FRAMEWORKS = (
     ),
     Framework(
         "deepspeed",
-        {"asleep": "stuck-in-user-code", "barrier": "group-order"},  # the barrier is of another group than its own
+        {"asleep": "stuck-in-user-code", "barrier": "group-order"},  # the barrier belongs to another group
         "deepspeed",
         (str(_BESIDE / "deepspeed"), "--num_accelerators=2"),
         (("DS_ACCELERATOR", "cpu"),),
@@ -71,14 +71,14 @@ BY_NAME = {framework.name: framework for framework in FRAMEWORKS}
 
 
 def run(framework: Framework, scratch: Path, how: str = "none", culprit: int = -1) -> Result:
-    """One job of two ranks, to its end; ``how`` "none": a healthy one."""
+    """Runs one job of two ranks to its end. ``how`` "none": a healthy one."""
     words = [f"--how={how}", f"--culprit={culprit}", f"--scratch={scratch}"]
     own = ["--stall-timeout=5"]
     if framework.launcher:
         command: list[str | Path] = ["exec", *own, "--", *framework.launcher, framework.script, *words]
     else:
         command = [*own, "--nproc-per-node=2", framework.script, *words]
-    path = f"{_BESIDE}:/usr/local/bin:/usr/bin:/bin"  # launchers start others by name
+    path = f"{_BESIDE}:/usr/local/bin:/usr/bin:/bin"  # launchers find programs by name
     with Job(command, scratch, env={"PATH": path, **dict(framework.env)}) as job:
         return job.wait(170.0)
 
@@ -89,7 +89,7 @@ def judge_healthy(result: Result) -> list[str]:
 
 
 def judge_hang(framework: Framework, how: str, culprit: int, result: Result) -> list[str]:
-    """What is not as it has to be. Of two ranks in two different collectives, both may be named."""
+    """Returns what is wrong. If two ranks are in two different collectives, the verdict may name both."""
     wrong = [f"exit code {result.code}"] if result.code != EXIT_HUNG else []
     wrong += [f"left behind: {what}" for what in result.leftovers]
     if len(result.bundles) != 1:

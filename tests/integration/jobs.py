@@ -1,7 +1,7 @@
-"""Runs safelaunch on a program of ``programs/`` and reads what it left: exit code, output, bundle, processes.
+"""Runs safelaunch on a program of ``programs/`` and reads the results: exit code, output, bundle, processes.
 
-Everything that a job starts carries a variable of its own in the environment. That is how a test finds what is left
-behind, and how it cleans up after itself: only processes of this very job, each checked again before it is ended.
+Every process of a job inherits a unique environment variable. Tests use it to find processes that remain, and to clean
+up: they end only processes of this job, and check each one again before ending it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ PATIENCE_S = 150.0
 
 @cache
 def port_of_its_own() -> dict[str, str]:
-    """Variables that let several jobs run on one node at once, as torchrun does by itself since it draws a free port.
+    """Returns variables that let several jobs run on one node at once.
 
-    Before, a job without ``--standalone`` took the one port 29500; the variables ask for what became the default.
+    Older torchrun versions use port 29500 for every job without ``--standalone``. The variables make them choose a free
+    port, which is the default of newer versions.
     """
     from torch.distributed.run import get_args_parser
 
     if get_args_parser().get_default("master_port") is None:
         return {}
-    run = "0123abcd-0123-4567-89ab-0123456789ab"  # torchrun draws one; it is part of the names of its logs
+    run = "0123abcd-0123-4567-89ab-0123456789ab"  # torchrun generates one; it is part of its log names
     return {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0", "PET_RDZV_ID": run}
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A published bundle, as somebody who receives it reads it."""
+    """A published bundle, as its recipient reads it."""
 
     path: Path
 
@@ -66,7 +67,7 @@ class Bundle:
         return (self.path / name).read_text()
 
     def problems(self) -> list[str]:
-        """What is wrong with it as a bundle: files, manifest, modes, secrets."""
+        """Returns what is wrong with the bundle: files, manifest, modes, secrets."""
         found = []
         listed = {artifact["path"]: artifact for artifact in self.json("manifest.json")["artifacts"]}
         files = {str(path.relative_to(self.path)) for path in self.path.rglob("*") if path.is_file()}
@@ -94,7 +95,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Result:
-    """What is left of a job that has ended."""
+    """The results of a job that has ended."""
 
     code: int
     stdout: str
@@ -105,7 +106,7 @@ class Result:
 
     @property
     def bundle(self) -> Bundle:
-        """The only bundle; the assertion shows what the job said instead."""
+        """The only bundle. The assertion shows the job's output if there is none."""
         assert len(self.bundles) == 1, (self.bundles, self.code, self.stderr)
         return self.bundles[0]
 
@@ -115,15 +116,15 @@ class Result:
 
     @property
     def said(self) -> str:
-        """safelaunch's own lines, without their prefix, as one text."""
+        """safelaunch's own messages, without their prefix, as one string."""
         own = [line for line in self.stderr.splitlines() if line.startswith("safelaunch: ")]
         return "\n".join(line.removeprefix("safelaunch: ") for line in own)
 
 
 class Job:
-    """A safelaunch of its own, with its own run directory and bundle directory. ``with Job(...) as job: job.wait()``
+    """A safelaunch process with private run and bundle directories. ``with Job(...) as job: job.wait()``
 
-    ``words`` is the whole command line after ``safelaunch``. Leaving the block ends whatever is still there.
+    ``words`` is the whole command line after ``safelaunch``. Leaving the block ends the processes that remain.
     """
 
     def __init__(
@@ -138,14 +139,14 @@ class Job:
     ) -> None:
         self.scratch = scratch
         self.bundle_dir = bundle_dir or scratch / "bundles"
-        # Sockets need a short path, and nobody else's run directories are to be taken for ours.
+        # Sockets need a short path, and run directories of other jobs must not be mistaken for this job's.
         self._own_runtime = Path(tempfile.mkdtemp(prefix="sl-", dir="/tmp"))
         self.runtime = runtime or self._own_runtime
         self.tag = uuid.uuid4().hex
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_"))}
         environ |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": os.fspath(self.runtime), TAG: self.tag, **SECRETS}
         environ |= port_of_its_own()
-        if has_driver(environ):  # several jobs at once on a machine with one GPU: they need none
+        if has_driver(environ):  # lets several jobs run on a machine with one GPU: they need none
             environ["SAFELAUNCH_NO_LEASE"] = "1"
         for name, value in (env or {}).items():
             environ.pop(name, None)
@@ -179,7 +180,7 @@ class Job:
         return self._out.read_text(errors="replace")
 
     def until(self, reached: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-        """Waits until ``reached`` is true; a job that has ended meanwhile has one last chance."""
+        """Waits until ``reached`` is true. Checks once more after the job has ended."""
         deadline = time.monotonic() + patience_s
         while not reached():
             assert time.monotonic() < deadline, f"waited {patience_s:g} s for {what}\n{self.stderr}"
@@ -189,14 +190,14 @@ class Job:
             time.sleep(0.05)
 
     def wait(self, patience_s: float = PATIENCE_S) -> Result:
-        """The result, once safelaunch has ended."""
+        """Waits for safelaunch to end and returns the result."""
         self.until(lambda: self.process.poll() is not None, "the end of safelaunch", patience_s)
         took, left = self.seconds, tuple(self.left_behind())
         return Result(self.process.returncode, self.stdout, self.stderr, took, self.bundles(), left)
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Returns the seconds since the start."""
         return time.monotonic() - self.begin_s
 
     def bundles(self) -> tuple[Bundle, ...]:
@@ -204,7 +205,7 @@ class Job:
         return tuple(Bundle(path) for path in sorted(found) if path.is_dir() and not path.is_symlink())
 
     def left_behind(self) -> list[str]:
-        """Processes and run directories of this job that are still there; a moment's grace for the kernel."""
+        """Returns processes and run directories of this job that remain after a short grace period."""
         deadline = time.monotonic() + 3.0
         while (pids := self.pids()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -213,7 +214,7 @@ class Job:
         return left + [str(path) for path in (runs.iterdir() if runs.is_dir() else ()) if path.name != "bundles"]
 
     def pids(self) -> list[int]:
-        """All processes of this job, safelaunch itself excepted; zombies have no environment and do not count."""
+        """Returns all processes of this job except safelaunch. Zombies have no environment and don't count."""
         mark = f"{TAG}={self.tag}".encode()
         found = []
         for entry in list(os.scandir("/proc")):
@@ -227,7 +228,7 @@ class Job:
         return found
 
     def ranks(self) -> dict[int, int]:
-        """rank → pid of the processes that torchrun has started as ranks and that live."""
+        """Returns rank → pid of the live processes that torchrun started as ranks."""
         found = {}
         for pid in self.pids():
             try:
@@ -241,7 +242,7 @@ class Job:
         return found
 
     def clean_up(self) -> None:
-        """Ends what this job may have left, and its directories in /tmp."""
+        """Ends the processes of this job that remain, and removes its directories in /tmp."""
         if self.process.poll() is None:
             self.process.kill()
         for _ in range(100):

@@ -1,7 +1,7 @@
-"""Healthy jobs of every rhythm, none of which may be ended, and frozen ones, none of which may be missed.
+"""Healthy jobs of every rhythm, which safelaunch must not end, and frozen ones, which it must not miss.
 
-All run under ``auto`` with a floor of 5 s, far below the default: what holds there holds the more at 60 s. Only what
-looks frozen from every side for longer than that, a download without a byte, has the default floor.
+All run under ``auto`` with a floor of 5 s. That is stricter than the default of 60 s. One case keeps the default: a
+download without a byte, which looks frozen in every respect for longer than 5 s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STOPPED_S = 9.0
 
 @dataclass(frozen=True)
 class Healthy:
-    """A job that ends by itself, exit code 0. ``meanwhile``: what is done to it from outside."""
+    """A job that ends by itself with exit code 0. ``meanwhile``: what the test does to it from outside."""
 
     name: str
     how: str = "steady"
@@ -36,7 +36,7 @@ class Healthy:
 
 @dataclass(frozen=True)
 class Frozen:
-    """A job of some rhythm that freezes after ``after`` steps, on rank ``culprit``, in the way ``freeze``."""
+    """A job that freezes after ``after`` steps on rank ``culprit``. ``freeze``: how."""
 
     name: str
     how: str
@@ -54,7 +54,7 @@ def _trained(job: Job) -> bool:
 
 
 def stop_the_ranks(job: Job) -> None:
-    """As a debugger, a scheduler or a frozen cgroup does to the whole job."""
+    """Stops the whole job, like a debugger, a scheduler or a frozen cgroup."""
     job.until(lambda: _trained(job), "some steps")
     pids = job.pids()
     for pid in pids:
@@ -65,7 +65,7 @@ def stop_the_ranks(job: Job) -> None:
 
 
 def suspend_everything(job: Job) -> None:
-    """As a laptop's lid or a virtual machine's pause: the watch stands still as well."""
+    """Stops the job and safelaunch, like a closed laptop or a paused virtual machine."""
     job.until(lambda: _trained(job), "some steps")
     pids = [job.process.pid, *job.pids()]
     for pid in pids:
@@ -79,7 +79,7 @@ def _send(pid: int, signum: int) -> None:
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
-        pass  # it has ended meanwhile
+        pass  # it has ended by now
 
 
 DEFAULT_FLOOR: tuple[str, ...] = ()
@@ -155,13 +155,13 @@ _STEPPING = (
 )
 FROZEN: tuple[Frozen, ...] = (
     *_STEPPING,
-    # Without a step: known to be in its loop after a minute, and frozen after ten floors without a collective.
+    # Without step marks: in its loop after a minute, frozen after ten floors without a collective.
     Frozen("collectives, no steps", "collectives", "sleep", 1, after=900, causes=("stuck-in-user-code",)),
 )
 
 
 def run_healthy(case: Healthy, scratch: Path) -> list[str]:
-    """What went wrong; empty when the job came to its end untouched."""
+    """Runs a healthy job. Returns what went wrong; empty if safelaunch left it alone."""
     mine = [f"--how={case.how}", f"--steps={case.steps}", f"--length={case.length}", f"--scratch={scratch}", *case.more]
     with Job([*case.own, f"--nproc-per-node={case.ranks}", SCRIPT, *mine], scratch) as job:
         if case.meanwhile is not None:
@@ -175,7 +175,7 @@ def run_healthy(case: Healthy, scratch: Path) -> list[str]:
 
 
 def run_frozen(case: Frozen, scratch: Path) -> tuple[list[str], Result]:
-    """What went wrong; empty when the freeze was found, named and ended."""
+    """Runs a frozen job. Returns what went wrong; empty if safelaunch found, named and ended the freeze."""
     mine = [f"--how={case.how}", f"--freeze={case.freeze}", f"--culprit={case.culprit}", f"--after={case.after}"]
     mine += [f"--length={case.length}", f"--scratch={scratch}", *(["--busy-thread"] if case.busy else [])]
     with Job([f"--stall-floor={FLOOR_S}", f"--nproc-per-node={case.ranks}", SCRIPT, *mine], scratch) as job:

@@ -23,7 +23,7 @@ from safelaunch.beacon import layout, ring
 from safelaunch.capture import worker_server
 from safelaunch.launch.paths import RunPaths
 from safelaunch.model import GilTest
-from safelaunch.watch.progress import Page, Roster, read_meta
+from safelaunch.roster.progress import Page, Roster, read_meta
 
 pytestmark = pytest.mark.torch
 
@@ -37,7 +37,7 @@ RUN_DIR = Path(os.environ["SAFELAUNCH_RUN_DIR"])
 BASE = RUN_DIR / "pages" / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{RANK}-{os.getpid()}"
 
 def progress():
-    from safelaunch.watch.progress import Page
+    from safelaunch.roster.progress import Page
     return Page(BASE).read()
 
 def pages():
@@ -532,7 +532,7 @@ def test_who_the_rank_is(start: Start) -> None:
         inside = subprocess.run([sys.executable, "-c", "import sys; print([n for n in sys.modules if 'beacon' in n])"],
             capture_output=True, text=True)
         from safelaunch.launch.paths import RunPaths
-        from safelaunch.watch.progress import Roster
+        from safelaunch.roster.progress import Roster
         roster = Roster(RunPaths(RUN_DIR))
         roster.refresh()
         tell(pages=pages(), me=os.getpid(), chosen={rank: page.pid for rank, page in roster.pages().items()},
@@ -759,4 +759,5 @@ def test_a_fault_and_an_exception(start: Start) -> None:
         f'  File "{job.scratch / "script.py"}", line {PRELUDE.count(chr(10)) + 4}, in <module>',
     ]
     assert own[2:4] == ['    raise ValueError("mine")', "ValueError: mine"]
-    assert "beacon" not in "\n".join(own)
+    assert "safelaunch_beacon" not in "\n".join(own)
+    assert "safelaunch/beacon" not in "\n".join(own)

@@ -21,7 +21,7 @@ from safelaunch.capture import gpu, logs, node, proc, stacks, worker_server
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
-from safelaunch.model import GilTest, ProcessState
+from safelaunch.model import FileLock, GilTest, ProcessState
 
 Start = Callable[..., "Program"]
 
@@ -157,6 +157,21 @@ def test_what_a_blocked_call_waits_for(start: Start, case: str) -> None:
     main = state.main_thread
     assert main is not None
     assert re.fullmatch(target, main.fd_target), main
+
+
+def test_the_locks_on_the_files_of_a_process(start: Start, tmp_path: Path) -> None:
+    """Of one that sleeps and asks again, as sqlite does, those of others, too; never one that it shares."""
+    path = tmp_path / "cache.lock"
+    opened = "import fcntl, os, sys, time; file = open(sys.argv[1], 'w'); "
+    source = opened + "fcntl.flock(file, 2); child = os.fork()\nif child: print(child, flush=True)\ntime.sleep(1000)"
+    holder = start(source, str(path))
+    child = int(holder.line())
+    lock = FileLock(str(path), holder.pid)
+    assert holder.wait_for(in_call("clock_nanosleep")).locks == (lock,)
+    assert proc.read_process(child).locks == ()
+    asking = start(opened + "\nwhile True: time.sleep(0.1)", str(path))
+    assert asking.wait_for(lambda state: in_call("clock_nanosleep")(state) and bool(state.locks)).locks == (lock,)
+    assert start(opened + "input()", str(path)).wait_for(in_call("read")).locks == ()
 
 
 def test_the_tree_and_a_zombie(start: Start) -> None:
@@ -489,7 +504,7 @@ def test_an_answer_that_is_none(
     begin = time.monotonic()
     with pytest.raises(worker_server.Unanswered) as caught:
         worker_server.post(path, "ping", deadline_s=0.3)
-    assert caught.value.reason == reason
+    assert caught.value.kind == reason
     assert time.monotonic() - begin < 1.0
     thread.join(5)
 
@@ -499,15 +514,15 @@ def test_a_server_that_accepts_nothing(listener: tuple[str, socket.socket], tmp_
     for _ in range(4):  # fills the queue: then connecting itself fails
         with pytest.raises(worker_server.Unanswered) as caught:
             worker_server.post(path, "ping", deadline_s=0.1)
-        assert caught.value.reason == "timeout"
+        assert caught.value.kind == "timeout"
     assert worker_server.gil_test(path, deadline_s=0.1) == GilTest(ping=False)
     assert worker_server.gil_test(str(tmp_path / "none")) == GilTest()
     capture = flight_record_of(str(tmp_path / "none"))
-    assert capture.record.missing == "the worker server is not up"
+    assert capture.record.missing == "the worker server is not running"
     too_long = str(tmp_path / ("x" * 200))
     with pytest.raises(worker_server.Unanswered) as caught:
         worker_server.post(too_long, "ping", deadline_s=0.1)
-    assert caught.value.reason == "broken"
+    assert caught.value.kind == "broken"
 
 
 SERVER = """
@@ -551,14 +566,17 @@ def test_the_worker_server_of_a_real_rank(start: Start, tmp_path: Path) -> None:
     program.process.stdin.write("\n")
     program.process.stdin.flush()
     program.wait_for(in_call("clock_nanosleep"))
-    assert worker_server.gil_test(path, deadline_s=0.3) == GilTest(ping=True, python=False)
+    # The ping is answered by a thread of the server: on a busy machine that can take more than a moment.
+    assert worker_server.gil_test(path, deadline_s=2.0) == GilTest(ping=True, python=False)
     held = flight_record_of(path, pickle_deadline_s=0.3)
     assert held.record.value is not None
     assert held.record.note == "without frames"
     assert "no answer within 0.3 s" in held.pickle.missing
-    assert flight_record_of(path, ask_python=False).pickle.missing == "not asked: the GIL is not free"
+    assert flight_record_of(path, ask_python=False).pickle.missing == "not asked, because the GIL is not free"
 
     os.kill(program.pid, signal.SIGSTOP)
+    # Every thread: the server's may run on for a moment, and answer.
+    program.wait_for(lambda state: all(thread.state == "T" for thread in state.threads))
     assert worker_server.gil_test(path, deadline_s=0.3) == GilTest(ping=False)
 
 
@@ -603,7 +621,7 @@ def test_gpus_or_the_reason_why_not(tmp_path: Path) -> None:
     fake.write_text("#!/bin/sh\nexec sleep 1000\n")
     fake.chmod(0o755)
     stuck = gpu.gpus_json(deadline_s=0.3, python=str(fake))
-    assert "the driver itself may be stuck" in stuck.missing
+    assert "the driver may be stuck" in stuck.missing
     assert stuck.duration_s < 1.5
 
 
@@ -618,7 +636,7 @@ def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     fake.write_text("#!/bin/sh\nexec /bin/sleep 1000\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "the driver itself may be stuck" in gpu.nvidia_smi_text(deadline_s=0.3).missing
+    assert "the driver may be stuck" in gpu.nvidia_smi_text(deadline_s=0.3).missing
 
 
 def test_kernel_log_versions_and_resources(tmp_path: Path) -> None:

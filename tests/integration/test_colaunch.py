@@ -232,7 +232,7 @@ def test_each_job_has_gpus_of_its_own(tmp_path: Path) -> None:
 def test_a_job_that_asks_for_more_than_there_is_is_refused(tmp_path: Path) -> None:
     sweep, result = run(tmp_path, f"jobs: {{a: {{gpus: 3, command: '{SWEPT} a ok 0'}}}}", "--slots", "2")
     assert result.code == 2
-    assert "the job a asks for 3 slots, and there are 2 here" in result.said
+    assert "the job a needs 3 slots, but this node has 2" in result.said
     assert not (sweep.scratch / "s").exists()
 
 
@@ -257,13 +257,13 @@ def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: 
         result = sweep.wait()
     assert result.leftovers == ()
     assert result.code == 130
-    assert "stopping 2 running jobs; once more kills them" in result.said
+    assert "stopping 2 running jobs; repeat to kill them" in result.said
     states = list(sweep.states().values())
     assert (states.count("succeeded"), states.count("cancelled")) == (2, 4)
     assert sum(sweep.marks("left").values()) == 2
     refused = run(tmp_path, several("polite", 2))[1]
     assert refused.code == 2
-    assert "was run before (2 of 6 jobs have succeeded)" in refused.said
+    assert "an earlier sweep (2 of 6 jobs have succeeded)" in refused.said
     again, result = run(tmp_path, several("polite", 2), "--slots", "6", "--resume")
     assert result.code == 0, result.stderr
     assert set(again.states().values()) == {"succeeded"}
@@ -301,7 +301,7 @@ def test_killed_it_leaves_no_job_behind_and_resume_repeats_none_that_is_done(tmp
     assert {name: count for name, count in again.marks("begun").items() if name in done} == dict.fromkeys(done, 1)
     assert set(begun) <= set(again.marks("begun"))
     assert again.marks("twice") == {}
-    assert f"{len(done)} of 6 jobs have succeeded before" in result.said
+    assert f"{len(done)} of 6 jobs have already succeeded" in result.said
 
 
 def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path) -> None:
@@ -313,11 +313,11 @@ def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path)
         sweep.process.wait()
         again, result = run(tmp_path, spec, "--resume")
     assert result.code == 0, result.stderr
-    assert "waiting for what is left of them to end: j0" in result.said
+    assert "waiting for the processes of its jobs to end: j0" in result.said
     assert again.marks("twice") == {}
     assert again.marks("begun") == {"j0": 1}
     assert (again.states(), again.jobs["j0"]["attempts"]) == ({"j0": "succeeded"}, 1)
-    assert "1 of 1 jobs have succeeded before" in result.said
+    assert "1 of 1 jobs have already succeeded" in result.said
 
 
 def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:

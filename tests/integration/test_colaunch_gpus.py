@@ -89,7 +89,7 @@ def test_waiting_for_others_is_not_a_jobs_own_time(node: stub.Node, tmp_path: Pa
         result = sweep.wait()
     assert sweep.states() == {"a": "succeeded"}, result.stderr
     assert sweep.jobs["a"]["duration_s"] < 3
-    assert "a waits for GPUs that others have:" in result.said
+    assert "a waits for GPUs that others hold:" in result.said
     assert f"GPU 0    leased by pid {os.getpid()}" in result.stderr and "their.py" in result.stderr
 
 

@@ -58,6 +58,7 @@ def test_an_exception_on_one_rank(culprit: int, tmp_path: Path) -> None:
     assert f"rank      : {culprit} (local_rank: {culprit})" in result.stderr  # torchrun's own account is there
 
 
+@pytest.mark.quick
 def test_a_rank_that_exits_with_a_code(tmp_path: Path) -> None:
     result = crash(tmp_path, 2, "exit", 1)
     assert (result.verdict["cause"], culprits(result)) == ("rank-exited", [1])

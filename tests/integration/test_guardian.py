@@ -6,52 +6,202 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from jobs import PROGRAMS, TAG, Job
 
 from safelaunch.capture.proc import state_letter
+from safelaunch.launch import controlgroup
 from safelaunch.launch.paths import run_root
 
 pytestmark = pytest.mark.torch
 
 
 def agent_of(job: Job) -> int:
-    """torchrun's pid: the child of safelaunch that leads a session and is no fork of it."""
+    """torchrun's pid."""
+    return next(pid for pid in job.pids() if b"torchrun" in cmdline(pid))
+
+
+def guardian_of(job: Job) -> int:
+    """Its pid; 0 while there is none."""
     children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
-    own = Path(f"/proc/{job.process.pid}/cmdline").read_bytes()
-    return next(int(pid) for pid in children if Path(f"/proc/{pid}/cmdline").read_bytes() != own)
+    return next((int(pid) for pid in children if comm(pid) == "sl-guardian\n"), 0)
 
 
-def started(job: Job, ranks: int) -> None:
-    job.until(lambda: len(list(job.scratch.glob("ready-*"))) == ranks, "the ranks' relatives")
-    # The guardian looks every two seconds; what has just lost its parent has to be seen once.
-    time.sleep(3.0)
+def comm(pid: str) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
 
 
-@pytest.mark.parametrize("killed", ["supervisor", "torchrun", "both"])
-def test_nothing_is_left(tmp_path: Path, killed: str) -> None:
+def cmdline(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def kin(tmp_path: Path, kind: str) -> list[str | Path]:
+    """Two ranks with relatives of one kind, see the program."""
+    return ["--nproc-per-node=2", PROGRAMS / "kin.py", kind, tmp_path / "marker", "60"]
+
+
+def started(job: Job) -> list[int]:
+    """The pids of both ranks, once they have all their relatives."""
+    files = [job.scratch / f"marker-ready-{rank}" for rank in range(2)]
+    job.until(lambda: all(file.exists() and file.read_text() for file in files), "the ranks' relatives")
+    return [int(file.read_text()) for file in files]
+
+
+def holders(job: Job) -> list[int]:
+    """The processes that hold the job's file open, whatever has become of their environment, session and parents."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if any(link.readlink() == job.scratch / "marker" for link in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return found
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def until_nothing_is_left(job: Job, patience_s: float = 40.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while (left := {*job.pids(), *holders(job)} - {job.process.pid}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in left if Path(f"/proc/{pid}").exists()}
+    kill(holders(job))
+    assert not commands
+    assert not job.left_behind()
+
+
+def may_have_a_group() -> bool:
+    group = controlgroup.create(f"test-{os.getpid()}")
+    if group is not None:
+        group.dissolve()
+    return group is not None
+
+
+def without_group(root_only: str = "takes root, to hide the control groups from one job") -> tuple[str, ...]:
+    """An interpreter for a job that can have no control group of its own."""
+    if os.geteuid():
+        pytest.skip(root_only)
+    hide = 'umount -l /sys/fs/cgroup/unified 2>/dev/null; umount -l /sys/fs/cgroup 2>/dev/null; exec "$0" "$@"'
+    return ("unshare", "-m", "sh", "-c", hide, sys.executable, "-m", "safelaunch")
+
+
+@pytest.mark.parametrize(
+    ("kind", "killed"),
+    [
+        ("family", "supervisor"),
+        ("family", "torchrun"),
+        ("family", "supervisor and torchrun"),
+        ("daemonizing", "supervisor and torchrun"),
+        ("wiped", "torchrun"),
+        ("wiped", "supervisor and ranks"),
+    ],
+)
+def test_nothing_is_left(tmp_path: Path, kind: str, killed: str) -> None:
+    """Nobody waits for anybody's next look at what has just lost its parent."""
     decoy = subprocess.Popen(["sleep", "3600"], env={"PATH": os.environ["PATH"], "SAFELAUNCH_RUN_DIR": "/tmp/x"})
+    words = ["--nproc-per-node=2", PROGRAMS / "family.py", tmp_path] if kind == "family" else kin(tmp_path, kind)
+    interpreter = without_group() if kind == "daemonizing" else ()
     try:
-        with Job(["--nproc-per-node=2", PROGRAMS / "family.py", tmp_path], tmp_path) as job:
-            started(job, 2)
-            assert len(job.pids()) >= 9, "torchrun, and for each rank itself, a worker, and two others"
-            pids = {"supervisor": [job.process.pid], "torchrun": [agent_of(job)]}
-            pids["both"] = pids["supervisor"] + pids["torchrun"]
-            for pid in pids[killed]:
-                os.kill(pid, signal.SIGKILL)
-            deadline = time.monotonic() + 30
-            while job.pids() and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert not job.left_behind()
+        with Job(words, tmp_path, interpreter=interpreter) as job:
+            if kind == "family":
+                job.until(lambda: len(list(job.scratch.glob("ready-*"))) == 2, "the ranks' relatives")
+                assert len(job.pids()) >= 9, "torchrun, and for each rank itself, a worker, and two others"
+                ranks = []
+            else:
+                ranks = started(job)
+            pids = {"supervisor": [job.process.pid], "torchrun": [agent_of(job)], "ranks": ranks}
+            kill(pid for part in killed.split(" and ") for pid in pids[part])
+            until_nothing_is_left(job)
             job.process.wait(30)
             assert job.process.returncode == -signal.SIGKILL
         assert decoy.poll() is None, "a process that only carries our variables was ended"
     finally:
         decoy.kill()
         decoy.wait()
+
+
+def test_a_guardian_that_dies_is_replaced(tmp_path: Path) -> None:
+    """It is said, the job goes on, and the next one does what the first would have done."""
+    with Job(kin(tmp_path, "daemons"), tmp_path) as job:
+        started(job)
+        for dead in range(1, 3):
+            first = guardian_of(job)
+            kill([first])
+            job.until(lambda first=first: guardian_of(job) not in (0, first), "another guardian")
+            said = "safelaunch: the guardian of this job was ended by signal 9; starting another\n"
+            assert job.stderr.count(said) == dead
+        time.sleep(1.5)  # it is told, and looks, every second
+        assert job.process.poll() is None
+        kill([job.process.pid])
+        until_nothing_is_left(job)
+
+
+def test_who_kills_safelaunch_by_name_does_not_kill_the_guardian(tmp_path: Path) -> None:
+    with Job(kin(tmp_path, "wiped"), tmp_path) as job:
+        started(job)
+        guardian = Path(f"/proc/{guardian_of(job)}")
+        assert b"safelaunch" not in (guardian / "cmdline").read_bytes() + (guardian / "comm").read_bytes()
+        named = [pid for pid in {job.process.pid, *job.pids()} if b"safelaunch" in cmdline(pid)]
+        assert job.process.pid in named
+        kill(named)
+        until_nothing_is_left(job)
+
+
+@pytest.mark.parametrize("group", [True, False], ids=["control group", "none"])
+def test_supervisor_and_guardian_killed_at_once(tmp_path: Path, group: bool) -> None:
+    """torchrun's beacon notices, and starts another guardian."""
+    kind = "wiped" if group and may_have_a_group() else "session"
+    with Job(kin(tmp_path, kind), tmp_path, interpreter=() if group else without_group()) as job:
+        started(job)
+        kill([job.process.pid, guardian_of(job)])
+        until_nothing_is_left(job)
+
+
+def test_supervisor_guardian_and_torchrun_killed_at_once(tmp_path: Path) -> None:
+    """Nobody is left to end the ranks but the kernel."""
+    with Job(kin(tmp_path, "plain"), tmp_path) as job:
+        started(job)
+        kill([job.process.pid, guardian_of(job), agent_of(job)])
+        deadline = time.monotonic() + 10
+        while job.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not job.pids()
+
+
+def test_supervisor_and_guardian_killed_under_exec(tmp_path: Path) -> None:
+    """The first process of the job is a shell: a rank with torch acts in place of torchrun's beacon."""
+    script = tmp_path / "train.py"
+    script.write_text("import time, torch.optim; open('there', 'w').close(); time.sleep(3600)\n")
+    with Job(["exec", "--", "sh", "-c", f"sleep 3600 & {sys.executable} {script}; true"], tmp_path) as job:
+        job.until((tmp_path / "there").exists, "the rank")
+        kill([job.process.pid, guardian_of(job)])
+        until_nothing_is_left(job)
+
+
+def test_a_rank_that_goes_on_as_a_daemon_stays(tmp_path: Path) -> None:
+    """After a normal end nobody is left to end the job, and that is as it should be."""
+    script = tmp_path / "daemon.py"
+    script.write_text(
+        "import os, time\nif not os.fork():\n    os.setsid()\n    os.fork()\n    open(f'd{os.getpid()}', 'w').close()\n"
+        "    time.sleep(3600)\nwhile len([n for n in os.listdir('.') if n[0] == 'd' and n[1:].isdigit()]) < 2:\n"
+        "    time.sleep(0.01)\n"
+    )
+    with Job(["--nproc-per-node=1", script], tmp_path) as job:
+        assert job.wait().code == 0
+        time.sleep(0.5)
+        assert len(job.pids()) == 2
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
@@ -61,7 +211,6 @@ def test_a_rank_in_uninterruptible_sleep_goes_when_the_kernel_lets_go(tmp_path: 
     mine = ["--culprit=1", "--how=disk", f"--scratch={tmp_path}"]
     with Job(["--nproc-per-node=2", PROGRAMS / "blocked.py", *mine], tmp_path) as job:
         job.until(lambda: any(state_letter(pid) == "D" for pid in job.pids()), "a rank in state D")
-        time.sleep(2.5)  # the guardian looks every two seconds
         os.kill(job.process.pid, signal.SIGKILL)
         deadline = time.monotonic() + 30
         while job.pids() and time.monotonic() < deadline:
@@ -92,6 +241,7 @@ def test_the_directories_of_dead_runs_are_swept_by_the_next(tmp_path: Path) -> N
     (dead / "owner").write_text("999999999 1\n")
     unfinished = run_root({}, os.getuid()) / "bundles" / f".r999999999-{os.getpid()}-hang-1"
     unfinished.mkdir(parents=True)
+    os.utime(unfinished, (1, 1))  # a young one may be about to be locked
     script = tmp_path / "nothing.py"
     script.write_text("")
     with Job(["--nproc-per-node=1", script], tmp_path, runtime=runtime) as job:

@@ -15,11 +15,18 @@ import pytest
 import zoo
 from jobs import Job
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+# One group: whoever waits for a specimen has started those that follow.
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240), pytest.mark.xdist_group("hangs")]
 
 SEED = int(os.environ.get("SAFELAUNCH_ZOO_SEED", time.localtime().tm_yday))
+QUICK = ("all-gather", "loader-asleep")
 CASES = [
-    pytest.param(specimen, (SEED + number) % specimen.ranks, id=f"{specimen.name}-{(SEED + number) % specimen.ranks}")
+    pytest.param(
+        specimen,
+        (SEED + number) % specimen.ranks,
+        id=f"{specimen.name}-{(SEED + number) % specimen.ranks}",
+        marks=[pytest.mark.quick] if specimen.name in QUICK else [],
+    )
     for number, specimen in enumerate(zoo.SPECIMENS)
 ]
 

@@ -17,10 +17,10 @@ from jobs import PROGRAMS, Bundle, Job
 from stub import GIB
 
 from safelaunch.launch.paths import RunPaths
-from safelaunch.session import health
-from safelaunch.watch.progress import Roster
+from safelaunch.roster.progress import Roster
+from safelaunch.supervise import pollers
+from safelaunch.supervise.watch import Watch
 from safelaunch.watch.stall import Policy
-from safelaunch.watch.watch import Watch
 
 pytestmark = pytest.mark.torch
 TWO = ["--nproc-per-node=2"]
@@ -216,10 +216,10 @@ def test_a_straggler_is_seen_from_outside(tmp_path: Path) -> None:
             time.monotonic(),
         )
         watch.tick(time.monotonic())
-        (note,) = health.look(watch.targets(), ())
+        (note,) = pollers.look(watch.targets(), ())
         (tmp_path / "stop").touch()
         assert job.wait().code == 0
-    assert note.startswith("rank 1 is slower than its peers: it came last to ")
+    assert note.words.startswith("rank 1 is slower than its peers: it came last to ")
 
 
 def test_ranks_on_one_gpu_and_a_strangers_memory_are_seen_from_outside(
@@ -235,16 +235,16 @@ def test_ranks_on_one_gpu_and_a_strangers_memory_are_seen_from_outside(
         watch = Watch(roster, Policy(60, 60, 60, 60), time.monotonic())
         watch.tick(time.monotonic())
         node.write(f"process 0 {first} {GIB}", f"process 1 {second} {GIB}", f"process 3 {stranger.pid} {GIB}")
-        assert health.look(watch.targets(), {first, second}) == ()
+        assert pollers.look(watch.targets(), {first, second}) == ()
         node.write(
             f"process 0 {first} {GIB}",
             f"process 0 {second} {GIB}",
             f"process 0 {stranger.pid} {GIB}",
             f"process 1 1 {GIB}",
         )
-        assert health.look(watch.targets(), {first, second}) == (
-            "ranks 0, 1 are on the same GPU 0: is torch.cuda.set_device(LOCAL_RANK) called?",
-            f"pid {stranger.pid}, not of this job, holds 1024 MiB on GPU 0, which rank 0 uses",
-        )
+        assert [note.words for note in pollers.look(watch.targets(), {first, second})] == [
+            "ranks 0, 1 are on the same GPU 0: does each call torch.cuda.set_device(LOCAL_RANK)?",
+            f"pid {stranger.pid}, not of this job, holds 1024 MiB of GPU 0, which rank 0 uses",
+        ]
         stranger.kill()
         finish(job)

@@ -170,8 +170,8 @@ def test_a_port_that_a_stranger_took_is_replaced_by_another(scene: Scene, words:
     assert port != lost
     said = [line for line in stderr.splitlines() if line.startswith("safelaunch: ")]
     assert said == [
-        f"safelaunch: port {lost} was taken, by somebody without a lease, before torchrun could listen on it; "
-        f"starting again with port {port}"
+        f"safelaunch: another program, without a lease, took port {lost} before torchrun could listen on it; "
+        f"starting the job again with port {port}"
     ]
     assert scene.leased() == []
 
@@ -189,7 +189,7 @@ def test_it_is_not_tried_for_ever(scene: Scene) -> None:
     for server in seen.values():
         server.close()
     assert process.returncode == 1
-    assert stderr.count("starting again with port") == 3 and "Address already in use" in stderr
+    assert stderr.count("starting the job again with port") == 3 and "Address already in use" in stderr
     assert scene.ran == []
 
 
@@ -200,14 +200,14 @@ def test_a_failure_of_the_script_is_its_own(scene: Scene) -> None:
         scene.end.touch()
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 7, stderr
-    assert len(scene.ran) == 1 and "starting again" not in stderr
+    assert len(scene.ran) == 1 and "starting the job again" not in stderr
 
 
 def test_a_launcher_that_fails_by_itself_is_not_started_again(scene: Scene) -> None:
     scene.bind.touch()
     with safelaunch("--master-port=auto", "--nproc-per-node", env=scene.env) as process:
         _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2 and "starting again" not in stderr
+    assert process.returncode == 2 and "starting the job again" not in stderr
     assert scene.ran == []
 
 
@@ -223,5 +223,5 @@ def test_the_installed_torchrun_gets_another_port_as_well(scene: Scene, tmp_path
             _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert len(scene.ran) == 2 and scene.ran[0] == scene.ran[1] != lost
-    assert f"safelaunch: port {lost} was taken" in stderr
+    assert f"took port {lost} before" in stderr
     assert not list(tmp_path.glob("bundles/*")), "nothing has crashed"

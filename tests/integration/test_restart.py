@@ -29,7 +29,7 @@ def test_the_same_hang_twice_ends_the_job_with_125(tmp_path: Path) -> None:
     result = run(tmp_path, "hang", "always")
     assert result.code == 125, result.stderr
     assert "the same hang came back" in result.said
-    assert "attempts.py:" in result.said.rpartition("not starting again")[2]
+    assert "attempts.py:" in result.said.rpartition("not restarting")[2]
     assert [bundle.verdict["outcome"] for bundle in result.bundles] == ["hang", "hang"], "each attempt has its own"
     assert not result.leftovers
 

@@ -1,7 +1,7 @@
-"""The hang zoo: one specimen per class of hang, what its verdict has to be, and how a run is judged.
+"""The hang zoo: one specimen per class of hang, its expected verdict, and the checks of a run.
 
-A specimen is a program of ``programs/`` that hangs after a few steps of training, on a rank of choice. The line that it
-hangs at carries a comment ``# HANGS: <how>``.
+A specimen is a program of ``programs/`` that hangs after a few steps of training, on any given rank. The line at which
+it hangs has a comment ``# HANGS: <how>``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 from jobs import PROGRAMS, Job, Result
 from torch._C import _distributed_c10d
 
+from safelaunch.capture import sources
 from safelaunch.diagnose import diagnose
 from safelaunch.postmortem import locate
-from safelaunch.session import sources
 
 EXIT_HUNG = 124
 
@@ -34,16 +34,20 @@ def with_neighbour(rank: int, world: int) -> set[int]:
     return {rank, (rank + 1) % world}
 
 
+def everybody(rank: int, world: int) -> set[int]:
+    return set(range(world))
+
+
 def nobody(rank: int, world: int) -> set[int]:
     return set()
 
 
 @dataclass(frozen=True)
 class Specimen:
-    """One class of hang. ``process``: how the culprit's process name begins. ``line`` False: it hangs anywhere.
+    """One class of hang. ``process``: prefix of the culprit's process name. ``line`` False: no fixed line.
 
-    ``more``: of the program's options. ``needs``: a program; ``python``: the oldest that can; ``recorder``: only a
-    Flight Recorder of gloo tells it from other hangs.
+    ``more``: further options of the program. ``needs``: a required program. ``python``: the oldest version that detects
+    the hang. ``recorder``: only gloo's Flight Recorder tells it from other hangs.
     """
 
     name: str
@@ -65,17 +69,17 @@ class Specimen:
         return PROGRAMS / f"{self.program}.py"
 
     def lines(self) -> set[int]:
-        """The lines at which it hangs."""
+        """Returns the lines at which it hangs."""
         marked = (line.partition("# HANGS: ")[2].split(", ") for line in self.script.read_text().splitlines())
         return {number for number, names in enumerate(marked, 1) if self.how in names}
 
     def unavailable(self) -> str:
-        """Why it cannot run here, or an empty string."""
+        """Returns why it cannot run here, or an empty string."""
         if self.needs and not shutil.which(self.needs):
             return f"needs {self.needs}"
         if sys.version_info < self.python:
             return f"needs Python {self.python[0]}.{self.python[1]}"
-        # the server of torch 2.6 and 2.9 knows NCCL's recorder only, and takes no handlers that could ask for more
+        # in torch 2.6 and 2.9, the server only reads NCCL's recorder and accepts no further handlers
         known = not self.recorder or hasattr(_distributed_c10d, "_register_handler")
         return "" if known else "needs a worker server that tells of gloo's collectives"
 
@@ -114,6 +118,9 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("thread-join", "locks", "join", "blocking-io"),
     Specimen("future", "locks", "future", "blocking-io"),
     Specimen("queue", "locks", "queue", "lock-deadlock"),
+    Specimen("sqlite-lock", "held", "sqlite", "lock-deadlock", 3, culprits=everybody),
+    Specimen("library-lock", "held", "filelock", "lock-deadlock", 3, culprits=everybody),
+    Specimen("thread-behind", "held", "thread", "stuck-in-user-code", 3, recorder=True),
     Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=with_neighbour, recorder=True),
     Specimen("left-out", "pairs", "leaves-out", "collective-mismatch", 3, recorder=True),
     Specimen("recv-recv", "pairs", "recv", "p2p-cycle", 3, culprits=with_neighbour),
@@ -139,7 +146,7 @@ def start(specimen: Specimen, culprit: int, scratch: Path, *, ranks: int | None 
 
 
 def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None = None) -> list[str]:
-    """Everything that is not as it has to be; an empty list for a right verdict, a good bundle and a clean end."""
+    """Returns everything that is wrong: nothing for a correct verdict, a good bundle and a clean end."""
     wrong = []
     if result.code != EXIT_HUNG:
         wrong.append(f"exit code {result.code}")
@@ -155,7 +162,7 @@ def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None
 
 
 def _judge_again(result: Result) -> list[str]:
-    """From the files of the bundle the same verdict is reached."""
+    """Checks that the bundle's files lead to the same verdict."""
     found = locate.read(result.bundle.path)
     again = json.loads(msgspec.json.encode(diagnose(found.evidence, read_source=sources.text)))
     wrong = [f"not read again: {problem}" for problem in found.problems]

@@ -1,4 +1,4 @@
-"""Builds the stand-in for libnvidia-ml.so.1 and writes the state that it shows. Used through LD_LIBRARY_PATH."""
+"""Builds the fake libnvidia-ml.so.1 and writes the state that it reports. Processes load it by LD_LIBRARY_PATH."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mig_uuid(index: int, instance: int) -> str:
 
 @cache
 def library() -> Path | None:
-    """The directory with the built library; None where there is no compiler."""
+    """Returns the directory with the built library, or None without a compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         return None
@@ -43,14 +43,14 @@ def library() -> Path | None:
 
 @dataclass(frozen=True)
 class Node:
-    """A node whose GPUs are in the file ``state``, read whenever NVML is initialised."""
+    """A simulated node. The file ``state`` describes its GPUs; initialising NVML reads it."""
 
     state: Path
     lease_dir: Path
 
     @property
     def environ(self) -> dict[str, str]:
-        """What a process needs to see this node, and to share its leases."""
+        """The variables that let a process see this node and share its leases."""
         found = library()
         assert found is not None
         return {
@@ -60,7 +60,7 @@ class Node:
         }
 
     def write(self, *lines: str, gpus: int = 8, used: Sequence[int] = ()) -> None:
-        """``gpus`` idle GPUs of 80 GiB, those in ``used`` with 10 GiB taken, and further lines of the state."""
+        """Writes ``gpus`` GPUs of 80 GiB, idle or (if in ``used``) with 10 GiB in use, and further lines of state."""
         text = [f"gpu {n} {uuid(n)} {10 * GIB if n in used else 4 << 20} {80 * GIB}" for n in range(gpus)]
         unfinished = self.state.with_suffix(".new")
         unfinished.write_text("\n".join([*text, *lines]) + "\n")

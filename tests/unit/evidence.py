@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from safelaunch.model import (
     Collective,
@@ -87,7 +91,8 @@ def in_worker(line: int, function: str = "Data.__getitem__") -> tuple[Frame, ...
 
 
 KERNEL: dict[str, dict[str, Any]] = {
-    "sleep": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep"},
+    "sleep": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep", "ends_s": 86_400.0},
+    "nap": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep", "ends_s": 3.0},
     "futex": {"wchan": "futex_do_wait", "syscall": 202, "syscall_name": "futex"},
     "pipe": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 7, "fd_target": "pipe:[1]"},
     "stdin": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 0, "fd_target": "pipe:[1]"},
@@ -105,7 +110,7 @@ KERNEL: dict[str, dict[str, Any]] = {
     "wait4": {"wchan": "do_wait", "syscall": 61, "syscall_name": "wait4"},
     "select": {"wchan": "do_select", "syscall": 23, "syscall_name": "select"},
     "restart_futex": {"wchan": "futex_do_wait", "syscall": 219, "syscall_name": "restart_syscall"},
-    "logs": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep", "cpu": 200},
+    "logs": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep", "cpu": 100},
     "run": {"state": "R", "wchan": "0", "cpu": 2000},
     "disk": {"state": "D", "wchan": "rpc_wait_bit_killable"},
     "stop": {"state": "T", "wchan": "do_signal_stop"},
@@ -194,6 +199,28 @@ def record(*entries: Collective, groups: dict[str, tuple[int, ...]] | None = Non
 def past(count: int, op: str = "all_reduce", line: int = 50) -> tuple[Collective, ...]:
     """``count`` completed collectives, numbered from 1."""
     return tuple(entry(op, n, done=True, line=line) for n in range(1, count + 1))
+
+
+_CALL = re.compile(r"(?:(?P<op>\w+):)?(?P<group>\w+)@(?P<line>\d+)(?:x(?P<times>\d+))?(?P<pending>\*?)")
+
+
+def calls(text: str, *, first: int = 1) -> tuple[Collective, ...]:
+    """A rank's calls in order: ``"1@60x3 barrier:2@61 1@60*"``.
+
+    ``[OP:]GROUP@LINE[xTIMES][*]``: all_reduce unless an operation is named, completed unless ``*`` follows. Each group
+    counts its calls from ``first``, and ``record_id`` counts all of them from 1.
+    """
+    counts: Counter[str] = Counter()
+    found: list[Collective] = []
+    for word in text.split():
+        call = _CALL.fullmatch(word)
+        assert call is not None, f"{word!r} is no call"
+        for _ in range(int(call["times"] or 1)):
+            counts[call["group"]] += 1
+            number, line = counts[call["group"]] + first - 1, int(call["line"])
+            one = entry(call["op"] or "all_reduce", number, done=not call["pending"], group=call["group"], line=line)
+            found.append(msgspec.structs.replace(one, record_id=len(found) + 1))
+    return tuple(found)
 
 
 def progress(rank: int, step: int | None = 60, state: str = "torch") -> Progress:

@@ -1,6 +1,6 @@
-"""Flight Recorder dumps of NCCL jobs as torch 2.5 to 2.13 write them: what ``ProcessGroupNCCL`` records for each call.
+"""Writes Flight Recorder dumps of NCCL jobs in the formats of torch 2.5 to 2.13, as ``ProcessGroupNCCL`` records them.
 
-A rank's calls are told in order, each with the state in which the dump found it. What is modelled after the recorder
+A test lists a rank's calls in order, each with its state at the time of the dump. These properties follow the recorder
 and the process group of those versions:
 
 - The numbers. A collective counts ``collective_seq_id``, a send or receive ``p2p_seq_id``, each per group; ``op_id``
@@ -31,7 +31,7 @@ BEGIN_NS = 1_724_779_239_936_775_119
 
 @dataclass(frozen=True)
 class Format:
-    """``blocks``: collectives of a block get entries. ``bumps``: a batch counts a collective, too."""
+    """One format version. ``blocks``: collectives of a block get entries. ``bumps``: a batch counts a collective."""
 
     torch: str
     version: str
@@ -65,7 +65,7 @@ class Op:
 
 @dataclass
 class Group:
-    """A process group as one rank counts it. ``number``: the rank's own, by which ``pg_status`` goes."""
+    """A process group as one rank counts it. ``number``: the rank's own number, the key in ``pg_status``."""
 
     number: int
     ranks: Sequence[int]
@@ -133,7 +133,7 @@ class Recorder:
     def batch(
         self, ops: Sequence[Op], state: State | None = "completed", *, group: str = "0", line: int = 70
     ) -> Recorder:
-        """``batch_isend_irecv``. ``state`` None: not ended yet."""
+        """Records ``batch_isend_irecv``. ``state`` None: not ended yet."""
         mine = self.groups[group]
         mine.transfers += 1
         mine.collectives += self.layout.bumps
@@ -153,8 +153,10 @@ class Recorder:
         line: int = 80,
         kind: str = "",
     ) -> Recorder:
-        """Collectives under one launch; ``kind``: ``ALLGATHER`` where one uneven all_gather became several broadcasts.
-        ``state`` None: not ended yet."""
+        """Records collectives under one launch.
+
+        ``kind``: ``ALLGATHER`` if one uneven all_gather became several broadcasts. ``state`` None: not ended yet.
+        """
         mine = self.groups[group]
         mine.collectives += 1 + (len(ops) if self.layout.bumps else 0)
         for op in ops:
@@ -221,7 +223,7 @@ class Recorder:
         is_p2p: bool = False,
         number: int = 0,
     ) -> None:
-        """What has events: the watchdog follows its state, and the group's status."""
+        """Records an entry with events: the watchdog updates its state and the group's status."""
         entry = self._entry(group, name, line, inputs, outputs, dtype, is_p2p=is_p2p)
         mine, at_ns = self.groups[group], entry["time_created_ns"]
         number = number or (mine.transfers if is_p2p else mine.collectives)
@@ -251,7 +253,7 @@ class Recorder:
         return found
 
     def json(self, window: int = 2000) -> bytes:
-        """As the worker server gives it: no frames, 0 for a time that is not known, the status in strings."""
+        """Converts a dump to the worker server's JSON: no frames, 0 for an unknown time, the status as strings."""
         dump = self.dump(window)
         entries = [
             {key: 0 if value is None else value for key, value in entry.items() if key != "frames"}
@@ -272,7 +274,7 @@ def _frames(name: str, line: int) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, recorders: Sequence[Recorder], *, as_json: bool = False, window: int = 2000) -> Path:
-    """``nccl_trace_rank_<rank>`` for each; in a folder of its own."""
+    """Writes ``nccl_trace_rank_<rank>`` for each rank to a new folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for one in recorders:
         data = one.json(window) if as_json else pickle.dumps(one.dump(window), protocol=2)

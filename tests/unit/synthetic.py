@@ -186,18 +186,25 @@ def evidence_of(
     *,
     window: Callable[[int], int] = lambda rank: 2000,
     stacks: bool = True,
+    frames: bool = True,
+    ahead: int = 0,
 ) -> Evidence:
-    """What would be captured: stacks, unless the dumps are all there is, and the last ``window(rank)`` entries."""
+    """What would be captured: stacks, unless the dumps are all there is, and the last ``window(rank)`` entries.
+
+    ``frames`` False: as in JSON dumps, entries without them. ``ahead``: how many calls behind the one in which it waits
+    each rank's CPU has queued; nothing tells which of them the device has begun.
+    """
     groups = layout.groups()
     known: dict[tuple[Call, bool], tuple[Frame, ...]] = {}
     ranks = []
     for number, (done, waits) in rest.items():
         entries: list[Collective] = []
         seqs: dict[tuple[str, bool], int] = {}
-        for place, call in enumerate(programs[number][: done + waits]):
+        queued = ahead if waits else 0
+        for place, call in enumerate(programs[number][: done + waits + queued]):
             seqs[call.group, call.is_p2p] = seqs.get((call.group, call.is_p2p), 0) + 1
             arrow = f" {groups[call.group].index(number)}{'->' if call.op == 'send' else '<-'}{call.peer}"
-            frames = known.setdefault(
+            lines = known.setdefault(
                 (call, True),
                 (Frame(C10D, 3245, call.op), Frame(LOGGER, 83, "wrapper"), at(call.line), at(MODULE_LINE, "<module>")),
             )
@@ -214,7 +221,7 @@ def evidence_of(
                     record_id=place,
                     input_sizes=((call.size,),) if call.size else (),
                     input_dtypes=("Float",) if call.size else (),
-                    frames=frames,
+                    frames=lines if frames else (),
                 )
             )
         mine = {n: groups[n] for n in ("0", *layout.of_rank(number).values()) if n in groups}

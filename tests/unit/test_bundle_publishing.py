@@ -20,10 +20,10 @@ import pytest
 from safelaunch.bundle import copier
 from safelaunch.bundle.onbundle import Notifier, variables
 from safelaunch.bundle.onbundle import run as run_command
-from safelaunch.bundle.publishing import Keeping, Published, name_of, publish
+from safelaunch.bundle.publishing import Keeping, Published, check_directory, name_of, publish
 from safelaunch.bundle.staging import Staging, cut
-from safelaunch.capture.job_secrets import Redactor
 from safelaunch.model import Artifact, Culprit, Verdict
+from safelaunch.redaction.redactor import Redactor
 
 NAME = "train-20260101T000000Z-hang"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
@@ -35,7 +35,7 @@ def staged(root: Path) -> Path:
     staging = Staging(root)
     staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
     staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.1), "Thread 1\n")
-    staging.write("manifest.json", b"{}")
+    staging.finish({})
     return root
 
 
@@ -138,6 +138,16 @@ def test_many_at_once_get_a_name_each(tmp_path: Path) -> None:
     assert {Path(path).name for path in paths} == {NAME, *(f"{NAME}-{n}" for n in range(2, 9))}
     assert all((Path(path) / "ranks/0/stack.txt").is_file() for path in paths)
     assert [name for name in names(directory) if name.startswith(".")] == []
+
+
+def test_beside_the_whole_a_nodes_part_is_not_the_latest(tmp_path: Path) -> None:
+    directory, whole = tmp_path / "bundles", "a-20260101T000000Z-hang"
+    part = Keeping(whole=whole)
+    published(directory, "a-node2-20260101T000000Z-hang", part)
+    assert (directory / "latest").readlink() == Path("a-node2-20260101T000000Z-hang"), "the whole is elsewhere"
+    published(directory, whole)
+    published(directory, "a-node3-20260101T000000Z-hang", part)
+    assert (directory / "latest").readlink() == Path(whole)
 
 
 def test_latest_is_replaced_in_one_go(tmp_path: Path) -> None:
@@ -289,7 +299,7 @@ def test_a_copy_that_is_killed_leaves_nothing_beside(tmp_path: Path, monkeypatch
     killed.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(killed))
     result = publish(staged(tmp_path / "s"), tmp_path / "bundles", NAME, tmp_path / "fallback", deadline_s=30.0)
-    assert (result.path, result.problem) == (tmp_path / "fallback" / NAME, "the copy ended with -9")
+    assert (result.path, result.problem) == (tmp_path / "fallback" / NAME, "the copy failed with exit code -9")
     assert names(tmp_path / "bundles") == []
 
 
@@ -395,7 +405,7 @@ def test_a_full_disk(archive: bool, tmp_path: Path) -> None:
         result = publish(source, directory, NAME, tmp_path / "fallback", keeping, deadline_s=30.0)
         if archive:
             assert (result.path, result.problem) == (directory / NAME, "")
-            assert result.note == "no archive of the bundle: No space left on device"
+            assert result.note == "the archive could not be written: No space left on device"
             assert names(directory) == ["latest", NAME]
         else:
             assert result.path == tmp_path / "fallback" / NAME
@@ -436,7 +446,7 @@ def test_an_archive_never_takes_the_place_of_another_file(tmp_path: Path) -> Non
     (directory / f"{NAME}.tar.gz").write_text("mine")
     result = published(directory, keeping=Keeping(archive=True))
     assert result.path == directory / NAME
-    assert result.note == "no archive of the bundle: File exists"
+    assert result.note == "the archive could not be written: File exists"
     assert (directory / f"{NAME}.tar.gz").read_text() == "mine"
     assert names(directory) == ["latest", NAME, f"{NAME}.tar.gz"]
 
@@ -745,3 +755,23 @@ def test_the_command_has_its_signals_though_we_block_them(tmp_path: Path) -> Non
     group, session = map(int, (tmp_path / "g").read_text().split())
     assert session == os.getsid(0)
     assert group != os.getpgid(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.symlink_to("/nowhere/at/all"), "is a link to /nowhere/at/all, which does not exist: create"),
+        (os.mkfifo, "is a FIFO, not a directory: move it away"),
+        (lambda path: path.write_text("x"), "is a file, not a directory: move it away"),
+    ],
+)
+@pytest.mark.parametrize("below", ["", "below/it"])
+def test_what_is_in_the_way_of_the_bundle_directory_is_named_with_the_next_step(
+    tmp_path: Path, make: Callable[[Path], object], says: str, below: str
+) -> None:
+    """Beforehand, and where it appears while the job runs."""
+    make(tmp_path / "b")
+    assert f"{tmp_path}/b {says}" in check_directory(tmp_path / "b" / below)
+    published = publish(staged(tmp_path / "s"), tmp_path / "b" / below, NAME, tmp_path / "fallback", deadline_s=20.0)
+    assert f"{tmp_path}/b {says}" in published.problem and "File exists" not in published.problem
+    assert published.path.parent == tmp_path / "fallback"

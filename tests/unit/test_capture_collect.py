@@ -1,11 +1,18 @@
-"""Which look at a rank its files are written from."""
+"""Which look at a rank its files are written from, and what the manifest says of them."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from safelaunch.beacon import layout, ring
+from safelaunch.capture import collect
 from safelaunch.capture.collect import most_telling
 from safelaunch.capture.look import Look, ProcessLook, RankLook
 from safelaunch.capture.result import Result
-from safelaunch.model import ProcessState, StackSample
+from safelaunch.model import Artifact, ProcessState, StackSample
+from safelaunch.redaction.redactor import Redactor
 
 STATE = ProcessState(7, 1, 5, 0.0, "python", ("python",), "S")
 
@@ -37,3 +44,27 @@ def test_without_a_stack_the_newest_with_anything() -> None:
     assert chosen("nothing", "state") == 1
     assert chosen("nothing") == 0
     assert chosen("absent") is None
+
+
+class Listed:
+    """Takes artifacts, and keeps their lines of the manifest and their texts."""
+
+    redactor = Redactor()
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[str, object]] = {}
+
+    def add(self, artifact: Artifact, data: bytes | str | None) -> None:
+        self.found[artifact.path] = artifact.note, data
+
+    def add_json(self, artifact: Artifact, value: object) -> None: ...
+
+
+@pytest.mark.parametrize(("text", "note"), [("loss\t0.1\n", ""), ("\x1b[2Jloss\n", collect.RAW_OUTPUT)])
+def test_output_with_terminal_sequences_is_kept_and_noted(text: str, note: str, tmp_path: Path) -> None:
+    writer = ring.Ring(str(tmp_path / f"0-0-7{layout.RING_SUFFIX}"))
+    writer.append(ring.STDOUT, text.encode())
+    listed = Listed()
+    collect.of_ended(0, collect.Known(pid=7, page_name="0-0-7"), tmp_path, "node1", listed)
+    noted, data = listed.found["ranks/0/log_tail.txt"]
+    assert noted == note and text in str(data)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from nccl_formats import FORMATS, Format, Recorder
 
 from safelaunch.capture import flight_dump, flight_recorder
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
@@ -245,7 +246,7 @@ def test_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_column_of_one_number_is_without_a_gap() -> None:
     """What asks whether a window is whole asks for a range."""
-    from safelaunch.entries import Same, packed
+    from safelaunch.model.entries import Same, packed
 
     assert packed([7]) == range(7, 8)
     assert packed([7, 8, 9]) == range(7, 10)
@@ -263,3 +264,20 @@ def test_an_entry_without_its_groups_name_belongs_to_the_group_of_its_number() -
     ]
     record = parse_pickle(pickle.dumps({"version": "2.10", "entries": entries}))
     assert [entry.group for entry in record.entries] == ["2", "5", "5", "5", "3"]
+
+
+@pytest.mark.parametrize("dump", [GLOO, NCCL], ids=["gloo", "nccl"])
+def test_a_record_that_is_written_again_says_the_same(dump: dict[str, Any]) -> None:
+    record = parse_pickle(pickle.dumps(dump))
+    assert parse_json(flight_dump.to_json(record)) == record
+
+
+@pytest.mark.parametrize("timing", [True, False])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"torch {form.torch}")
+def test_nccls_records_written_again_say_the_same(form: Format, timing: bool) -> None:
+    recorder = Recorder(1, {"0": (0, 1, 2), "5": (1, 2)}, form, timing=timing)
+    recorder.collective("all_reduce").collective("broadcast", group="5", size=(2, 3)).send(0).recv(2)
+    recorder.collective("all_gather", "timed out").collective("all_reduce", "started")
+    recorder.collective("all_reduce", "scheduled")
+    record = parse_json(recorder.json())
+    assert parse_json(flight_dump.to_json(record)) == record

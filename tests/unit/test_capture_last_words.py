@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import safelaunch
-from safelaunch.beacon.caught import SLOT_BYTES
+from safelaunch.beacon.caught_exceptions import SLOT_BYTES
+from safelaunch.capture.cgroups import nearest
 from safelaunch.capture.last_words import parse_caught, parse_exit_call, parse_fatal, read
 from safelaunch.capture.memory import KillCounts, count_in, kill_counts, kills_of
 from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, MemoryKills
@@ -105,11 +106,20 @@ def test_kills_before_the_job_do_not_count() -> None:
     assert kills_of(1, KillCounts(None, 7), KillCounts(4, 7), "") == MemoryKills("", None, 0)
 
 
-def test_counts_of_both_cgroup_versions(tmp_path: Path) -> None:
-    (tmp_path / "events").write_text("low 0\noom 5\noom_kill 2\noom_group_kill 0\n")
-    (tmp_path / "oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    assert (count_in(tmp_path / "events"), count_in(tmp_path / "oom_control")) == (2, 3)
-    assert count_in(tmp_path / "none") is None
+def test_counts_of_both_cgroup_versions() -> None:
+    assert count_in("low 0\noom 5\noom_kill 2\noom_group_kill 0\n") == 2
+    assert count_in("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n") == 3
+    assert count_in("") is None
+
+
+def test_a_group_without_the_controller_is_counted_by_the_one_above_it(tmp_path: Path) -> None:
+    job = tmp_path / "user.slice" / "safelaunch-run"
+    job.mkdir(parents=True)
+    assert nearest(job, "memory.events", root=tmp_path) == ""
+    (job.parent / "memory.events").write_text("oom_kill 2\n")
+    assert nearest(job, "memory.events", root=tmp_path) == "oom_kill 2"
+    (job / "memory.events").write_text("oom_kill 1\n")
+    assert nearest(job, "memory.events", root=tmp_path) == "oom_kill 1"
 
 
 def test_this_kernel_counts() -> None:
@@ -121,8 +131,8 @@ def test_this_kernel_counts() -> None:
 
 CATCHING = """
 import contextlib, sys, threading
-from safelaunch.beacon import caught
-caught.install(sys.argv[1])
+from safelaunch.beacon import caught_exceptions
+caught_exceptions.install(sys.argv[1])
 
 def fails(kind):
     raise kind("a\\ttab, and\\na line")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch import procstat
 from safelaunch.capture import cgroups, filelocks, sockets, syscalls
-from safelaunch.capture.proc import parse_io, parse_syscall, process_tree, role_of
+from safelaunch.capture.proc import parse_io, parse_schedstat, parse_syscall, process_tree, role_of
 from safelaunch.model import Frame, ProcessState, StackSample, Thread
+from safelaunch.system import procstat
 
 REST = "S 10 20 30 0 -1 4194304 98 0 0 0 250 50 7 8 20 0 1 0 77510 3133440 360 18446744073709551615 1 2 3"
 
@@ -39,11 +39,11 @@ a line of another kernel, with six words
 
 
 def test_who_holds_a_file_lock() -> None:
-    assert filelocks.parse(LOCKS, 0xFE, 0, 131, waiter=4712) == 4711
-    assert filelocks.parse(LOCKS, 0xFE, 0, 131, waiter=4711) is None  # it does not wait for itself
-    assert filelocks.parse(LOCKS, 0x08, 2, 77, waiter=1) == 4000
-    assert filelocks.parse(LOCKS, 0xFE, 0, 132, waiter=1) is None  # of another container
-    assert filelocks.parse(LOCKS, 0xFE, 0, 999, waiter=1) is None
+    """Not who waits for one, nor who is of another container."""
+    assert list(filelocks.parse(LOCKS)) == [
+        filelocks.Held(4000, (0x08, 2, 77), exclusive=True),
+        filelocks.Held(4711, (0xFE, 0, 131), exclusive=True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,53 @@ def test_syscall(text: str, expected: object) -> None:
 
 
 def test_io_counts_what_was_read_and_written() -> None:
-    assert parse_io("rchar: 100\nwchar: 23\nsyscr: 5\nread_bytes: 4096\n") == 123
+    assert parse_io("rchar: 100\nwchar: 23\nsyscr: 5\nread_bytes: 4096\n") == (100, 23)
     assert parse_io("") is None
+
+
+def test_time_spent_waiting_for_a_core() -> None:
+    assert parse_schedstat("35191115 6325405 221") == (6, 221)
+    assert parse_schedstat("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "microseconds"),
+    [
+        ("nr_periods 14\nnr_throttled 13\nthrottled_time 6727857053\n", 6_727_857),
+        ("usage_usec 5\nnr_throttled 1\nthrottled_usec 4711\n", 4711),
+        ("", 0),
+    ],
+    ids=["v1", "v2", "no limit"],
+)
+def test_time_a_control_group_was_throttled(text: str, microseconds: int) -> None:
+    assert cgroups.parse_throttled_us(text) == microseconds
+
+
+HALF = (0).to_bytes(8, "little") + (500_000_000).to_bytes(8, "little")
+AT_110 = (110).to_bytes(8, "little") + bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "memory", "ends"),
+    [
+        ("clock_nanosleep", (1, 1, 8, 0), AT_110, 110.0),  # time.sleep() of Python 3.11: until a time
+        ("clock_nanosleep", (1, 0, 8, 0), HALF, 100.5),
+        ("clock_nanosleep", (1, 1, 8, 0), b"", 0.0),  # it has a limit that nobody can read
+        ("nanosleep", (8,), HALF, 100.5),
+        ("futex", (4096, 393, 0, 0), b"", None),  # lock.acquire()
+        ("futex", (4096, 137, 0, 8), AT_110, 110.0),  # lock.acquire(timeout=10)
+        ("futex", (4096, 128, 0, 8), HALF, 100.5),
+        ("poll", (8, 1, 2500), b"", 102.5),
+        ("poll", (8, 1, 0xFFFFFFFF), b"", None),
+        ("epoll_wait", (3, 8, 1, 0xFFFFFFFFFFFFFFFF), b"", None),
+        ("select", (0, 0, 0, 0, 8), (0).to_bytes(8, "little") + (500_000).to_bytes(8, "little"), 100.5),
+        ("pselect6", (0, 0, 0, 0, 0), b"", None),
+        ("read", (7, 8, 1), b"", None),
+    ],
+)
+def test_when_a_call_ends_by_itself(name: str, arguments: tuple[int, ...], memory: bytes, ends: float | None) -> None:
+    arguments = (*arguments, *(0,) * (6 - len(arguments)))
+    assert syscalls.ends_s(name, arguments, lambda address, size: memory[:size], now=100.0) == ends
 
 
 @pytest.mark.parametrize(

@@ -125,29 +125,30 @@ def facts(**changes: object) -> tracing.Facts:
 
 
 @pytest.mark.parametrize(
-    ("stderr", "known", "expected"),
+    ("stderr", "known", "expected", "kind"),
     [
-        (NO_CAPABILITY, facts(capable=False, container=True), "--cap-add=SYS_PTRACE"),
-        (NO_CAPABILITY, facts(capable=False, yama=1), "sysctl kernel.yama.ptrace_scope=0"),
-        (NO_CAPABILITY, facts(yama=3), "nobody may trace until the next reboot"),
-        (NO_CAPABILITY, facts(alive=False), "the process is gone"),
-        (OTHER_USER, facts(capable=False, same_user=False), "it runs as another user; run safelaunch as that user"),
-        ("Error: Failed to suspend process\n", FACTS, "the process is stopped"),
-        ("Error: Failed to find python version from target process\n", FACTS, "not a Python process"),
-        ("Error: Unsupported version of Python: 3.19.0\n", FACTS, "upgrade py-spy"),
-        ("Error: Failed to find a python interpreter in the .data section\n", FACTS, "still starting"),
+        (NO_CAPABILITY, facts(capable=False, container=True), "--cap-add=SYS_PTRACE", "denied"),
+        (NO_CAPABILITY, facts(capable=False, yama=1), "sysctl kernel.yama.ptrace_scope=0", "denied"),
+        (NO_CAPABILITY, facts(yama=3), "no process may trace another until the next reboot", "denied"),
+        (NO_CAPABILITY, facts(alive=False), "the process is gone", ""),
+        (OTHER_USER, facts(capable=False, same_user=False), "run safelaunch as that user", "denied"),
+        ("Error: Failed to suspend process\n", FACTS, "the process is stopped", ""),
+        ("Error: Failed to find python version from target process\n", FACTS, "not a Python process", ""),
+        ("Error: Unsupported version of Python: 3.19.0\n", FACTS, "upgrade py-spy", "outdated"),
+        ("Error: Failed to find a python interpreter in the .data section\n", FACTS, "the process is starting", ""),
         (
             "Error: Strange\n\nCaused by:\n    0: Deep\n    1: Deep\n\nStack backtrace:\n   0: x\n",
             FACTS,
             "Strange: Deep",
+            "",
         ),
-        ("", FACTS, "it failed without a message"),
+        ("", FACTS, "py-spy failed without a message", ""),
     ],
 )
-def test_complaints_lead_to_a_remedy(stderr: str, known: tracing.Facts, expected: str) -> None:
+def test_complaints_lead_to_a_remedy(stderr: str, known: tracing.Facts, expected: str, kind: str) -> None:
     explained = tracing.explain(stderr, known)
-    assert expected in explained
-    assert "\n" not in explained
+    assert expected in str(explained) and explained.kind == kind
+    assert "\n" not in explained.message + explained.fix
 
 
 def test_py_spy_is_the_given_one_or_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

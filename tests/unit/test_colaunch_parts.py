@@ -12,15 +12,23 @@ from pathlib import Path
 import pytest
 import stub
 
-from safelaunch.cli.colaunch_check import OURS, check_jobs, make_pool
+from safelaunch.cli.colaunch import OURS, check_jobs, make_pool, picture
 from safelaunch.cli.colaunch_options import parse
-from safelaunch.cli.colaunch_rows import COLUMNS, cells, choose, columns, describe, headline, summary_lines, time_left_s
-from safelaunch.cli.colaunch_screen import picture
-from safelaunch.colaunch import metrics, outcome, summary
-from safelaunch.colaunch.affinity import ranks, threads
+from safelaunch.cli.colaunch_rows import (
+    COLUMNS,
+    cells,
+    choose,
+    columns,
+    describe,
+    headline,
+    summary_lines,
+    time_left_s,
+)
+from safelaunch.colaunch import active, metrics, summary
 from safelaunch.colaunch.jobs import Job, Outcome, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, share_out
+from safelaunch.colaunch.runner import ranks, threads
 from safelaunch.colaunch.steps import slowest
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
@@ -80,7 +88,7 @@ def test_a_pattern_that_takes_for_ever_is_given_up_and_costs_the_others_nothing(
     assert found == {"acc": 7.0}
     assert time.process_time() - begin < 2 * metrics.MOST_CPU_S
     assert said == [
-        "job: the metric 'loss=((?:[0-9]+)+!)' was given up: searching attempt-1.log takes too long",
+        "job: no value for 'loss=((?:[0-9]+)+!)': searching attempt-1.log takes too long",
     ]
 
 
@@ -158,7 +166,7 @@ def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> Non
 
 
 def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
-    with pytest.raises(UsageError, match="the job big asks for 4 slots, and there are 2 here"):
+    with pytest.raises(UsageError, match="the job big needs 4 slots, but this node has 2"):
         check_fits({"big": 4}, Slots(2, [0, 1]))
 
 
@@ -194,7 +202,7 @@ def test_the_pool_is_what_cuda_visible_devices_leaves(
 
 
 def test_without_gpus_or_with_slots_the_pool_is_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "inventory", lambda environ: Inventory(missing="no NVIDIA driver here"))
+    monkeypatch.setattr(gpus, "inventory", lambda environ: Inventory(missing="no NVIDIA driver on this node"))
     assert make_pool([job()], None, None, {}).kind == "slot"
     assert make_pool([job()], 3, None, {}).capacity == 3
     monkeypatch.setattr(gpus, "inventory", lambda environ: Inventory((Gpu("0", "GPU-0"),)))
@@ -243,11 +251,11 @@ def test_the_ranks_of_a_job(words: str, count: int) -> None:
     ],
 )
 def test_the_state_of_a_job_that_has_ended(code: int, verdict: str, by_us: str | None, state: str) -> None:
-    assert outcome.state_of(code, verdict, by_us) == state  # type: ignore[arg-type]
+    assert active.state_of(code, verdict, by_us) == state  # type: ignore[arg-type]
 
 
 def test_exit_codes_are_a_shells() -> None:
-    assert [outcome.exit_code(status) for status in (0, 256, 124 << 8, signal.SIGKILL)] == [0, 1, 124, 137]
+    assert [active.exit_code(status) for status in (0, 256, 124 << 8, signal.SIGKILL)] == [0, 1, 124, 137]
 
 
 def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None:
@@ -260,9 +268,9 @@ def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None
     found = paths.bundles_of("a")
     assert {Path(path).name for path in found} == {"a-20260101T000000Z-crash", "a-20260102T000000Z-hang"}
     before = {path for path in found if "crash" in path}
-    assert Path(outcome.newest(found - before)).name == "a-20260102T000000Z-hang"
-    assert outcome.verdict_of(outcome.newest(found - before)) == "hang"
-    assert (outcome.newest(set()), outcome.verdict_of(""), outcome.verdict_of(str(tmp_path))) == ("", "", "")
+    assert Path(active.newest(found - before)).name == "a-20260102T000000Z-hang"
+    assert active.verdict_of(active.newest(found - before)) == "hang"
+    assert (active.newest(set()), active.verdict_of(""), active.verdict_of(str(tmp_path))) == ("", "", "")
     assert paths.bundles_of("nobody") == set()
 
 
@@ -295,14 +303,14 @@ def test_the_one_liner_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "neither a file nor a command"),
-        ("--grid a=1", "neither a file nor a command"),
-        ("--grid a=1 --", "nothing stands behind --"),
-        ("s.yaml -- t.py", "exclude each other"),
-        ("s.yaml --grid a=1", "exclude each other"),
-        ("s.yaml --gpus-per-job 2", "--gpus-per-job goes with --grid"),
-        ("s.yaml --retries 0", "--retries goes with --grid"),
-        ("--grid a=1 --grid a=2 -- t.py {a}", "--grid a is given twice"),
+        ("", "a file or a command is missing"),
+        ("--grid a=1", "a file or a command is missing"),
+        ("--grid a=1 --", "the command after -- is missing"),
+        ("s.yaml -- t.py", "either a file or a grid"),
+        ("s.yaml --grid a=1", "either a file or a grid"),
+        ("s.yaml --gpus-per-job 2", "--gpus-per-job works only with --grid"),
+        ("s.yaml --retries 0", "--retries works only with --grid"),
+        ("--grid a=1 --grid a=2 -- t.py {a}", "--grid a occurs twice"),
         ("--metric loss -- t.py", "metric 'loss'"),
     ],
 )
@@ -329,8 +337,8 @@ def test_what_argparse_rejects(words: str, capsys: pytest.CaptureFixture[str]) -
         (("--stall-timeout", "soon", "t.py"), "'soon' is not auto or a positive number"),
         (("--stall-timeout",), "needs a value"),
         (("--preset", "hang-debgu", "t.py"), "did you mean 'hang-debug'"),
-        (("--nproc-per-node=2",), "there is no script"),
-        (("exec", "--stall-timeout", "9"), "there is no script"),
+        (("--nproc-per-node=2",), "names no script"),
+        (("exec", "--stall-timeout", "9"), "names no script"),
         (("exec", "--run-name", "x", "--", "t.py"), "--run-name cannot be given here"),
     ],
 )
@@ -359,7 +367,7 @@ def test_what_safelaunch_takes_passes_the_script_may_have_options_like_ours(tmp_
 
 
 def test_a_working_directory_that_is_not_there_and_gpus_set_by_hand(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no directory /nowhere"):
+    with pytest.raises(UsageError, match="directory /nowhere does not exist"):
         check_jobs([job(cwd="/nowhere")], Slots(1, [0]), dict(os.environ))
     by_hand = job(env=(("CUDA_VISIBLE_DEVICES", "0"),), cwd=str(tmp_path))
     check_jobs([by_hand], Slots(1, [0]), dict(os.environ))

@@ -103,8 +103,8 @@ def test_a_journal_on_a_full_disk_holds_jobs_back_and_loses_none(
     assert scene.run() == ["succeeded"] * 3
     assert refused == ["a", "a"]
     assert len((tmp_path / "ran").read_text().split()) == 3, "a job ran that the journal did not know"
-    assert [note for note in scene.screen.notes if "no job can be started" in note] == [
-        "no job can be started, and it is tried again and again "
+    assert [note for note in scene.screen.notes if "no job can start now" in note] == [
+        "no job can start now; colaunch keeps trying "
         f"({scene.paths.journal} cannot be written: No space left on device)"
     ]
     assert {track.attempts for track in scene.sweep.tracks.values()} == {1}
@@ -150,7 +150,10 @@ def test_a_fault_of_the_screen_costs_no_job(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(scene.screen, "show", show)
     assert scene.run() == ["succeeded"] * 3
-    assert scene.screen.notes.count("a fault of safelaunch's own ended the display (ZeroDivisionError: oops)") == 1
+    assert (
+        scene.screen.notes.count("an internal error ended the display (ZeroDivisionError: oops). The sweep continues.")
+        == 1
+    )
 
 
 def test_a_process_that_is_not_told_to_go_never_runs(tmp_path: Path) -> None:
@@ -275,7 +278,7 @@ def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node:
     assert (track.state, late[0] >= 1000.0, store.waiting()) == ("succeeded", True, [])
     assert track.outcome is not None and track.outcome.duration_s < 60
     (waits,) = [note for note in scene.screen.notes if "waits" in note]
-    assert waits.startswith("a waits for GPUs that others have:\n  GPU 0    leased by pid 1 ") and "their.py" in waits
+    assert waits.startswith("a waits for GPUs that others hold:\n  GPU 0    leased by pid 1 ") and "their.py" in waits
 
 
 def test_gpus_of_a_job_that_is_killed_at_its_start_go_to_the_next(tmp_path: Path, node: stub.Node) -> None:

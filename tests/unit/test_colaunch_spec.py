@@ -14,8 +14,7 @@ from safelaunch.colaunch.expand import Places, derive, expand
 from safelaunch.colaunch.grid import Matrix, axis, parse_grid
 from safelaunch.colaunch.jobs import Job
 from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.spec import Extra, templates_of
-from safelaunch.colaunch.templates import Template
+from safelaunch.colaunch.spec import Extra, Template, templates_of
 from safelaunch.errors import UsageError
 from safelaunch.settings.yamlfile import parse_yaml
 
@@ -101,7 +100,7 @@ def test_a_grid_word_names_a_parameter_and_its_values(word: str, name: str, valu
         ("seed=4..0", "is empty"),
         ("seed=0..99999", "more than 10000 values"),
         ("seed=0..999999999999999999", "more than 10000 values"),
-        ("name=a", "safelaunch's own"),
+        ("name=a", "built-in placeholder"),
     ],
 )
 def test_a_wrong_grid_word_is_named(word: str, said: str) -> None:
@@ -219,7 +218,7 @@ def test_ports_are_filled_in_when_they_are_known() -> None:
         ("jobs: {m: {ports: 1, command: 't.py {port} {port2}'}}", "unknown placeholder {port2}"),
         ("jobs: {m: {ports: 2, command: 't.py {port}'}}", "the port {port2} is not used"),
         ("jobs: {m: {ports: 1, command: 't.py {port}', cwd: '{port}'}}", "unknown placeholder {port}"),
-        ("jobs: {m: {ports: 1, command: 't.py {port}', matrix: {port: 1}}}", "{port} is a port that is leased"),
+        ("jobs: {m: {ports: 1, command: 't.py {port}', matrix: {port: 1}}}", "{port} is the name of a leased port"),
         ("jobs: {m: {ports: x, command: 't.py {port}'}}", "ports: 'x' is not a whole number"),
     ],
 )
@@ -262,17 +261,17 @@ def test_the_fingerprint_is_of_the_work_not_of_its_limits() -> None:
         assert of(other) != plain
 
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "colaunch.md"
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        (re.findall(r"```yaml\n(defaults:.*?)```", README.read_text(), re.S)[0], 11),
+        (re.findall(r"```yaml title=\S+\n(defaults:.*?)```", PAGE.read_text(), re.S)[0], 5),
         (textwrap.dedent(re.findall(r"^  defaults:.*?(?=^  more keys)", EPILOG, re.S | re.M)[0]), 11),
         (textwrap.dedent(re.findall(r"^    defaults:.*?(?=^Scalars)", spec.__doc__ or "", re.S | re.M)[0]), 11),
     ],
-    ids=["README", "help", "module"],
+    ids=["docs", "help", "module"],
 )
 def test_the_examples_that_users_are_given_are_right(text: str, count: int) -> None:
     assert len(jobs(text)) == count
@@ -317,10 +316,10 @@ def test_derived_names() -> None:
         ("", "sweep.yaml:1: the file is empty"),
         ("jobs:\n  a: {comand: x}", "sweep.yaml:2: unknown key 'comand'; did you mean 'command'?"),
         ("job: {}", "sweep.yaml:1: unknown key 'job'; did you mean 'jobs'?"),
-        ("defaults: {gpus: 1}", "neither 'jobs' nor a 'command'"),
+        ("defaults: {gpus: 1}", "both 'jobs' and a 'command'"),
         ("defaults: {name: x, command: y}", "sweep.yaml:1: unknown key 'name'"),
         ("jobs:\n  - command: x", "sweep.yaml:2: jobs must be a mapping"),
-        ("jobs: {}", "there are no jobs"),
+        ("jobs: {}", "'jobs' is empty"),
         ("jobs: {a: {gpus: 1}}", "the job 'a' has no 'command'"),
         ("jobs: {a: {command: ''}}", "command must be text, not empty"),
         ("jobs: {a: {command: []}}", "command is empty"),
@@ -354,7 +353,7 @@ def test_derived_names() -> None:
             "jobs: {a: {command: t.py, name: 'a{lr}', matrix: {lr: [1]}}}",
             "the parameter 'lr' is not used by the job 'a'",
         ),
-        ("jobs: {a: {command: t.py, needs: b}}", "needs: there is no job 'b'"),
+        ("jobs: {a: {command: t.py, needs: b}}", "needs: unknown job 'b'"),
         ("jobs: {abc: {command: t.py}, b: {command: t.py, needs: abd}}", "did you mean 'abc'?"),
         ("jobs: {a: {command: t.py, needs: a}}", "needs form a circle: a -> a"),
         (
@@ -378,12 +377,12 @@ def test_what_is_wrong_is_said_with_its_place(text: str, said: str) -> None:
         ("{a: [~]}", "not nothing"),
         ("{a: [1], exclude: {a: 1}}", "exclude must be a list"),
         ("{a: [1], exclude: [{}]}", "an empty mapping"),
-        ("{a: [1], exclude: [{b: 1}]}", "exclude: 'b' is no parameter of this matrix"),
+        ("{a: [1], exclude: [{b: 1}]}", "exclude: 'b' is not a parameter of this matrix"),
         ("{a: [1], exclude: [{a: 2}]}", "no combination is a=2"),
         ("{a: [1], exclude: [{a: 1}]}", "every combination of the matrix is excluded"),
-        ("{a: [1], include: [{a: 1}]}", "a=1 is there already"),
-        ("{a: [1], include: [{a: 2, b: 2}]}", "include: 'b' is no parameter"),
-        ("{job_dir: [1]}", "safelaunch's own"),
+        ("{a: [1], include: [{a: 1}]}", "the matrix already has a=1"),
+        ("{a: [1], include: [{a: 2, b: 2}]}", "include: 'b' is not a parameter"),
+        ("{job_dir: [1]}", "built-in placeholder"),
     ],
 )
 def test_a_wrong_matrix(matrix: str, said: str) -> None:

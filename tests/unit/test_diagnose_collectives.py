@@ -11,6 +11,7 @@ from evidence import (
     SCRIPT,
     at,
     behind,
+    calls,
     entry,
     in_backward,
     in_c10d,
@@ -204,29 +205,22 @@ def test_groups_entered_in_opposite_orders(culprit: int, known: bool) -> None:
     assert verdict.confidence == ("high" if known else "medium")
 
 
-def _rounds(count: int, lines: tuple[int, int]) -> list[Collective]:
-    """Completed rounds over the groups "1" and "2", each called from its own line."""
-    return [
-        entry("all_reduce", n, done=True, group=group, line=line)
-        for n in range(1, count + 1)
-        for group, line in zip(("1", "2"), lines, strict=True)
-    ]
+TWO = {"1": (0, 1), "2": (0, 1)}
 
 
-def _two_groups(odd: int, count: int, lines: tuple[int, int], odd_line: int) -> Verdict:
-    """Rank ``odd`` of two is in group "2", from ``odd_line``, where the other is in group "1"."""
-    groups = {"1": (0, 1), "2": (0, 1)}
+def _two_groups(odd: int, rounds: str, usual: str, other: str) -> Verdict:
+    """Two ranks after the same rounds: ``odd`` waits in the call ``other``, its peer in ``usual``."""
     ranks = []
     for n in range(2):
-        group, line = ("2", odd_line) if n == odd else ("1", lines[0])
-        flight = record(*_rounds(count, lines), entry("all_reduce", count + 1, group=group, line=line), groups=groups)
-        ranks.append(rank(n, in_c10d("all_reduce", line), flight=flight))
+        pending = other if n == odd else usual
+        flight = record(*calls(f"{rounds} {pending}*"), groups=TWO)
+        ranks.append(rank(n, in_c10d("all_reduce", flight.entries[-1].frames[2].line), flight=flight))
     return diagnose(job(*ranks))
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_call_left_out_of_one_group_is_known_by_the_ranks_own_habit(odd: int) -> None:
-    verdict = _two_groups(odd, 4, (60, 61), 61)
+    verdict = _two_groups(odd, "1@60 2@61 " * 4, "1@60", "2@61")
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [odd]), verdict.summary
     assert verdict.confidence == "medium" and any("different orders" in text for text in verdict.ruled_out)
     assert f"Rank {odd} left out all_reduce at train.py:60 (train) (number 5 of group '1')" in verdict.summary
@@ -234,51 +228,38 @@ def test_a_call_left_out_of_one_group_is_known_by_the_ranks_own_habit(odd: int) 
 
 
 @pytest.mark.parametrize(
-    ("count", "lines", "odd_line", "sure"),
-    [(4, (60, 61), 71, True), (4, (60, 60), 60, False), (2, (60, 61), 61, False)],
+    ("rounds", "usual", "other", "sure"),
+    [
+        ("1@60 2@61 " * 4, "1@60", "2@71", True),
+        ("1@60 2@60 " * 4, "1@60", "2@60", False),
+        ("1@60 2@61 " * 2, "1@60", "2@61", False),
+    ],
     ids=["from a line of its own", "from one line for both", "too few rounds"],
 )
-def test_where_no_habit_tells_it_is_an_order(count: int, lines: tuple[int, int], odd_line: int, sure: bool) -> None:
-    verdict = _two_groups(1, count, lines, odd_line)
+def test_where_no_habit_tells_it_is_an_order(rounds: str, usual: str, other: str, sure: bool) -> None:
+    verdict = _two_groups(1, rounds, usual, other)
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("group-order", [0, 1]), verdict.summary
     assert verdict.confidence == ("high" if sure else "medium")
 
 
-@pytest.mark.parametrize(("every", "sure"), [(1, True), (2, False)])
-def test_calls_that_are_not_of_one_round_have_no_order(every: int, sure: bool) -> None:
-    """Group "2" is called in one of ``every`` rounds: a rank alone there may have left out a call, or made one more."""
-    before = [("1", 60), ("2", 61)] * 5 if every == 1 else [*([("1", 60), ("1", 60), ("2", 61)] * 5), ("1", 60)]
-    ranks = []
-    for n, pending in enumerate((("1", 60), ("2", 71 if every == 1 else 61))):
-        counts = {"1": 0, "2": 0}
-        entries = []
-        for place, (group, line) in enumerate((*before, pending), start=1):
-            counts[group] += 1
-            one = entry("all_reduce", counts[group], done=True, group=group, line=line)
-            entries.append(msgspec.structs.replace(one, record_id=place))
-        entries[-1] = msgspec.structs.replace(entries[-1], completed=False)
-        flight = record(*entries, groups={"1": (0, 1), "2": (0, 1)})
-        ranks.append(rank(n, in_c10d("all_reduce", pending[1]), flight=flight))
-    verdict = diagnose(job(*ranks))
+@pytest.mark.parametrize(
+    ("rounds", "other", "sure"),
+    [("1@60 2@61 " * 5, "2@71", True), ("1@60 1@60 2@61 " * 5 + "1@60", "2@61", False)],
+    ids=["in every round", "in one of two rounds"],
+)
+def test_calls_that_are_not_of_one_round_have_no_order(rounds: str, other: str, sure: bool) -> None:
+    """A rank alone in group "2" may have left out a call where not every round has one, or made one more."""
+    verdict = _two_groups(1, rounds, "1@60", other)
     assert verdict.confidence == ("high" if sure else "medium"), verdict.summary
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_of_two_calls_that_take_turns_the_one_left_out_long_ago_is_known(odd: int) -> None:
     """As if rank ``odd`` had made the other call once too often: then, however, the ends of both would not agree."""
-    groups = {"1": (0, 1), "2": (0, 1)}
-    calls = [(group, line) for _ in range(8) for group, line in (("2", 61), ("1", 60))]
-    ranks = []
-    for n in range(2):
-        mine = [*calls[:7], *calls[8:], ("2", 70)] if n == odd else calls
-        counts = {"1": 0, "2": 0}
-        entries = []
-        for place, (group, line) in enumerate(mine, start=1):
-            counts[group] += 1
-            op, done = ("barrier" if line == 70 else "all_reduce"), place < len(mine)
-            one = entry(op, counts[group], done=done, group=group, line=line)
-            entries.append(msgspec.structs.replace(one, record_id=place))
-        ranks.append(rank(n, in_c10d(op, line), flight=record(*entries, groups=groups)))
+    usual = calls("2@61 1@60 " * 7 + "2@61 1@60*")
+    left_out = calls("2@61 1@60 " * 3 + "2@61 " + "2@61 1@60 " * 4 + "barrier:2@70*")
+    ranks = [rank(1 - odd, in_c10d("all_reduce", 60), flight=record(*usual, groups=TWO))]
+    ranks.insert(odd, rank(odd, in_c10d("barrier", 70), flight=record(*left_out, groups=TWO)))
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [odd]), verdict.summary
     assert f"Rank {odd} left out all_reduce at train.py:60 (train), which its peer" in verdict.summary
@@ -370,16 +351,16 @@ def test_two_roots_of_one_gather(culprit: int, before: bool) -> None:
 
     ranks = []
     for n in range(3):
-        calls = [gather(n, seq, done=True) for seq in range(1, 4)] if before else past(3)
+        earlier = [gather(n, seq, done=True) for seq in range(1, 4)] if before else past(3)
         past_it = n not in (0, culprit)
         after = [entry("barrier", 5, line=18)] if past_it else []
-        flight = record(*calls, gather(n, 4, done=past_it), *after)
+        flight = record(*earlier, gather(n, 4, done=past_it), *after)
         ranks.append(rank(n, in_c10d("barrier", 18) if past_it else in_c10d("gather", 8), flight=flight))
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium"), verdict.summary
     assert [c.rank for c in verdict.culprits] == ([culprit] if before else [0, culprit])
     assert verdict.culprits[0].frame == at(8)
-    assert f"Ranks {format_ranks([0, culprit])} each take themselves for the root of gather number 4" in verdict.summary
+    assert f"Ranks {format_ranks([0, culprit])} each act as root of gather number 4" in verdict.summary
 
 
 # --- loops and history ------------------------------------------------------------------------------------------------
@@ -403,12 +384,9 @@ def test_past_the_loop_of_its_peers(world: int, culprit: int) -> None:
 
 def test_a_call_left_out_long_ago_is_the_fault() -> None:
     """Rank 0 skipped one all_reduce at line 50 long ago; all operations look alike until the barrier."""
-    long = [entry("all_reduce", n, done=True, line=50 if n % 2 else 60) for n in range(1, 7)]
-    skipped = [e for e in long if e.seq < 3] + [
-        entry("all_reduce", n, done=True, line=60 if n % 2 else 50) for n in range(3, 7)
-    ]
-    ranks = [rank(n, in_c10d("all_reduce", 50), flight=record(*long, entry("all_reduce", 7, line=50))) for n in (1, 2)]
-    odd = rank(0, in_c10d("barrier", 70), flight=record(*skipped, entry("barrier", 7, line=70)))
+    usual, skipped = calls("0@50 0@60 " * 3 + "0@50*"), calls("0@50 0@60 " + "0@60 0@50 " * 2 + "barrier:0@70*")
+    ranks = [rank(n, in_c10d("all_reduce", 50), flight=record(*usual)) for n in (1, 2)]
+    odd = rank(0, in_c10d("barrier", 70), flight=record(*skipped))
     verdict = diagnose(job(odd, *ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [0])
     assert "Rank 0 left out all_reduce at train.py:50 (train), which its peers called (number 3" in verdict.summary
@@ -416,19 +394,11 @@ def test_a_call_left_out_long_ago_is_the_fault() -> None:
     assert verdict.confidence == "high"
 
 
-def history(*lines: int, seq: int = 1, pending: bool = True) -> FlightRecord:
-    """Completed all_reduces at these lines, the last one pending."""
-    count = len(lines)
-    return record(
-        *(entry("all_reduce", n, done=n < seq + count - pending, line=line) for n, line in enumerate(lines, seq))
-    )
-
-
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_call_too_many_long_ago_beats_the_sleep_at_the_end(culprit: int) -> None:
     """All sizes agree, so nothing complains: at the end one waits, and the other is done and rests in its own code."""
-    ahead = rank(culprit, in_c10d("all_reduce", 50), flight=history(50, 50, 50, 41, 50, 50, 50, 50))
-    done = rank(1 - culprit, in_user(90), "sleep", flight=history(50, 50, 50, 50, 50, 50, 50, pending=False))
+    ahead = rank(culprit, in_c10d("all_reduce", 50), flight=record(*calls("0@50x3 0@41 0@50x3 0@50*")))
+    done = rank(1 - culprit, in_user(90), "sleep", flight=record(*calls("0@50x7")))
     verdict = diagnose(job(ahead, done))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "high")
     assert [(c.rank, c.frame.line if c.frame else 0) for c in verdict.culprits] == [(culprit, 41)]
@@ -438,34 +408,35 @@ def test_a_call_too_many_long_ago_beats_the_sleep_at_the_end(culprit: int) -> No
 
 def test_a_rank_that_is_behind_for_a_reason_of_its_own_stays_the_culprit() -> None:
     """The call too many explains one of the two numbers that it lacks."""
-    ahead = rank(0, in_c10d("all_reduce", 50), flight=history(50, 50, 50, 41, 50, 50, 50, 50))
-    asleep = rank(1, in_user(7), "sleep", flight=history(50, 50, 50, 50, 50, 50, pending=False))
+    ahead = rank(0, in_c10d("all_reduce", 50), flight=record(*calls("0@50x3 0@41 0@50x3 0@50*")))
+    asleep = rank(1, in_user(7), "sleep", flight=record(*calls("0@50x6")))
     assert named(job(ahead, asleep)) == ("stuck-in-user-code", [1])
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs"),
     [
-        ((50, 50, 50, 41, 42, 41, 42, 41), (50, 50, 50, 42, 41, 42, 41)),  # branches by turns
-        ((50, 50, 41, 60, 61, 62), (50, 50, 50, 50, 50)),  # never the same again
+        ("0@50x3 0@41 0@42 0@41 0@42 0@41*", "0@50x3 0@42 0@41 0@42 0@41"),  # branches by turns
+        ("0@50x2 0@41 0@60 0@61 0@62*", "0@50x5"),  # never the same again
     ],
 )
-def test_different_lines_alone_are_no_fault(mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
-    ahead = rank(0, in_c10d("all_reduce", mine[-1]), flight=history(*mine))
-    asleep = rank(1, in_user(7), "sleep", flight=history(*theirs, pending=False))
+def test_different_lines_alone_are_no_fault(mine: str, theirs: str) -> None:
+    flight = record(*calls(mine))
+    ahead = rank(0, in_c10d("all_reduce", flight.entries[-1].frames[2].line), flight=flight)
+    asleep = rank(1, in_user(7), "sleep", flight=record(*calls(theirs)))
     assert named(job(ahead, asleep)) == ("stuck-in-user-code", [1])
 
 
 def test_what_began_before_the_window_is_out_of_sight() -> None:
-    ahead = rank(0, in_c10d("all_reduce", 50), flight=history(41, 50, 50, 50, 50, 50, seq=20))
-    asleep = rank(1, in_user(7), "sleep", flight=history(50, 50, 50, 50, 50, seq=20, pending=False))
+    ahead = rank(0, in_c10d("all_reduce", 50), flight=record(*calls("0@41 0@50x4 0@50*", first=20)))
+    asleep = rank(1, in_user(7), "sleep", flight=record(*calls("0@50x5", first=20)))
     assert named(job(ahead, asleep)) == ("stuck-in-user-code", [1])
 
 
 def test_several_calls_too_many_of_a_minority() -> None:
     """Two of five ranks evaluate by themselves: four calls each, and then the loop again."""
-    extra = history(50, 50, 50, 41, 42, 41, 42, 50, 50, 50, 50)
-    usual = history(*[50] * 7, pending=False)
+    extra = record(*calls("0@50x3 0@41 0@42 0@41 0@42 0@50x3 0@50*"))
+    usual = record(*calls("0@50x7"))
     ranks = [rank(n, in_c10d("all_reduce", 50), flight=extra) for n in (1, 3)]
     ranks += [rank(n, in_user(90), "sleep", flight=usual) for n in (0, 2, 4)]
     verdict = diagnose(job(*ranks))

@@ -9,7 +9,7 @@ from evidence import C10D, SITE, at, behind, entry, in_c10d, in_user, job, past,
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.gone import remote_error
+from safelaunch.diagnose.exits import remote_error
 from safelaunch.model import ExitCall, FatalError, Frame, MemoryKills, Progress, RankEvidence, RankException, RankExit
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
@@ -96,9 +96,9 @@ def test_an_early_clean_exit_explains_closed_connections() -> None:
     assert named(raised(0, "RuntimeError", RESET, 101.0), ended(1, 0)) == ("uneven-batches", [1])
 
 
-def test_of_several_that_have_left_is_spoken_in_the_plural() -> None:
+def test_several_that_have_left_are_named_together() -> None:
     verdict = diagnose(job(ended(0, 0), ended(1, 0), raised(2, "RuntimeError", RESET, 101.0), outcome="crash"))
-    assert verdict.summary.startswith("Ranks 0-1 have left the training loop: they exited cleanly"), verdict.summary
+    assert verdict.summary.startswith("Each of ranks 0-1 has left the training loop: it exited cleanly")
 
 
 @pytest.mark.parametrize(

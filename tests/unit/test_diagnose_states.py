@@ -106,7 +106,7 @@ def test_several_are_equally_at_fault() -> None:
     verdict = diagnose(job(waiting(0), sleepers[0], waiting(2), sleepers[1]))
     assert verdict.cause == "stuck-in-user-code"
     assert [c.rank for c in verdict.culprits] == [1, 3]
-    assert verdict.summary.startswith("Ranks 1,3 are asleep")
+    assert verdict.summary.startswith("Each of ranks 1,3 is asleep")
 
 
 def test_causes_that_differ_lower_the_confidence_and_name_both() -> None:
@@ -279,7 +279,7 @@ def test_a_collective_with_a_file_locked_that_its_peers_need_is_a_deadlock_of_al
     assert (verdict.cause, verdict.confidence) == ("lock-deadlock", "high")
     assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(0, 9), (1, 23), (2, 9)]
     assert (
-        "Ranks 0,2 wait for a file lock at train.py:9 (cache_lock) that rank 1 holds, while rank 1 waits in barrier"
+        "Each of ranks 0,2 waits for a file lock at train.py:9 (cache_lock) that rank 1 holds, while rank 1 waits in"
         in (verdict.summary)
     )
 
@@ -293,7 +293,7 @@ def test_a_rank_that_keeps_a_file_locked_is_named_not_those_who_wait_for_it(peer
 
 
 def test_a_lock_that_is_held_outside_the_job_stays_blocking_io() -> None:
-    verdict = diagnose(job(_locked_out(0), waiting(2), world=2))
+    verdict = diagnose(job(_locked_out(0), structs.replace(waiting(1), pid=7)))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("blocking-io", [0])
 
 
@@ -407,6 +407,8 @@ def test_all_at_the_same_line_singles_nobody_out(kernel: str, world: int) -> Non
     verdict = diagnose(job(*(rank(n, in_user(7), kernel, flight=behind()) for n in range(world))))
     assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
     assert verdict.confidence != "high"
+    assert any("outside the job" in advice for advice in verdict.suggestions)
+    assert not any("transport" in advice for advice in verdict.suggestions)
 
 
 def test_all_arrived_singles_nobody_out() -> None:

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
@@ -91,6 +94,7 @@ def test_the_rank_and_the_call_are_named(
     assert names(verdict, fault, calls, layout), (fault, calls[fault.index], verdict.summary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=PIPELINES, steps=st.integers(4, 9), layers=st.integers(1, 3), stacks=st.booleans())
 @jobs
@@ -114,6 +118,73 @@ def test_where_stages_send_to_each_other(
         assert told or tells(verdict, here.group, alike(calls, fault.index))
     else:
         assert tells(verdict, here.group, alike(calls, fault.index)), (fault, here, verdict.summary, verdict.evidence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), layout=LAYOUTS, steps=st.integers(4, 9), layers=st.integers(1, 3))
+@jobs
+def test_dumps_without_frames_accuse_nobody_wrongly(
+    kind: str, data: st.DataObject, layout: Layout, steps: int, layers: int
+) -> None:
+    """JSON dumps: calls are told by operation and size alone. The rank at fault is among those named, always."""
+    fault, calls, faulty, rest = made(data, kind, layout, steps, layers)
+    verdict = diagnose(evidence_of(layout, faulty, rest, stacks=False, frames=False))
+    event(f"{verdict.cause}, {verdict.confidence}")
+    assert fault.rank in [culprit.rank for culprit in verdict.culprits], (fault, calls[fault.index], verdict.summary)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    data=st.data(), layout=LAYOUTS, steps=st.integers(4, 9), layers=st.integers(1, 3), ahead=st.sampled_from((2, 4, 8))
+)
+@jobs
+def test_where_cpus_run_ahead_of_their_devices(
+    kind: str, data: st.DataObject, layout: Layout, steps: int, layers: int, ahead: int
+) -> None:
+    """NCCL without timing: every rank has queued all that its peers wait in. Nobody is named wrongly; a call too many
+    or left out is found by the order of whole programs.
+    """
+    fault, calls, faulty, rest = made(data, kind, layout, steps, layers)
+    verdict = diagnose(evidence_of(layout, faulty, rest, stacks=False, ahead=ahead))
+    event(f"{verdict.cause}, {verdict.confidence}, {'named' if verdict.culprits else 'nobody'}")
+    assert not accuses_an_innocent(verdict, fault), (fault, calls[fault.index], verdict.summary)
+
+
+def test_the_same_evidence_has_the_same_verdict_to_the_word() -> None:
+    """Also where sets and dicts are walked in another order: every node of a job reaches the same document."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from synthetic import Fault, Layout, evidence_of, inject, play, schedule\n"
+        "from safelaunch.diagnose import diagnose\n"
+        "layout = Layout(4, 2, 2)\n"
+        "for kind, rank, index in (('skip', 6, 9), ('group', 3, 8), ('swap', 1, 4), ('group', 9, 12)):\n"
+        "    faulty = inject(schedule(layout, 6, 2), Fault(kind, rank, index))\n"
+        "    if faulty is not None:\n"
+        "        print(diagnose(evidence_of(layout, faulty, play(layout, faulty))))\n"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code, os.fspath(Path(__file__).parent)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3", "4")
+    }
+    assert len(said) == 1 and said != {""}
+
+
+@pytest.mark.parametrize("kind", ("extra", "skip"))
+def test_a_parting_behind_which_cpus_ran_ahead_is_named(kind: str) -> None:
+    layout = Layout(4, 2, 1)
+    programs = schedule(layout, 8, 2)
+    fault = Fault(kind, 5, 7)
+    faulty = inject(programs, fault)
+    assert faulty is not None
+    verdict = diagnose(evidence_of(layout, faulty, play(layout, faulty), stacks=False, ahead=4))
+    assert names(verdict, fault, programs[5], layout), verdict.summary
 
 
 @pytest.mark.parametrize("kind", KINDS)

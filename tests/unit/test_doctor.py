@@ -17,9 +17,9 @@ from safelaunch.doctor.check import Check, failed, ok, warning
 from safelaunch.doctor.rules import GIB, MIB, Clock, Disk
 from safelaunch.doctor.torch_rules import Probe
 from safelaunch.doctor.tracing import Rights, Trial
-from safelaunch.errors import UsageError
+from safelaunch.errors import Failure, UsageError
 
-DENIED = Trial("permission denied: no ptrace here (seccomp, or CAP_SYS_PTRACE missing)")
+DENIED = Trial("permission denied: CAP_SYS_PTRACE is missing", kind="denied")
 WELL = Trial("", 0.02)
 HOST = Rights(yama=None, capable=False, seccomp=0, place="host")
 
@@ -71,15 +71,15 @@ def test_root_is_told_that_others_may_fare_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "fix"),
+    ("problem", "kind", "fix"),
     [
-        ("this py-spy does not know the target's Python (3.20); upgrade py-spy", "pip install -U py-spy"),
-        ("no answer within 3 s", "overloaded"),
-        ("something else", "by hand"),
+        ("this py-spy does not know the target's Python: 3.20", "outdated", "pip install -U py-spy"),
+        ("no answer within 3 s", "timeout", "overloaded"),
+        ("something else", "", "by hand"),
     ],
 )
-def test_other_failures_have_remedies_of_their_own(problem: str, fix: str) -> None:
-    check = tracing.attach_check(Trial(problem), HOST)
+def test_other_failures_have_remedies_of_their_own(problem: str, kind: Failure, fix: str) -> None:
+    check = tracing.attach_check(Trial(problem, kind=kind), HOST)
     assert check.result == "failed" and problem in check.detail and fix in check.fix
     assert "SYS_PTRACE" not in check.fix
 
@@ -170,7 +170,7 @@ def test_shared_memory(total: int, free: int, place: tracing.Place, result: str,
 
 def test_a_run_root_that_cannot_be_used_fails_with_what_to_do() -> None:
     check = rules.run_root_check(Disk("/tmp/safelaunch-7"), "not a private directory of yours (owner 0, mode 755)")
-    assert check.result == "failed" and "unwatched" in check.detail and "XDG_RUNTIME_DIR" in check.fix
+    assert check.result == "failed" and "cannot watch jobs" in check.detail and "XDG_RUNTIME_DIR" in check.fix
 
 
 @pytest.mark.parametrize(("longest", "result"), [(53, "ok"), (107, "ok"), (108, "failed")])
@@ -256,7 +256,7 @@ def test_limits(files: int, processes: int, used: int, result: str) -> None:
         ({"memory.max": "max", "pids.max": "max"}, "ok", "no memory limit"),
         ({"memory.limit_in_bytes": "9223372036854771712"}, "ok", "no memory limit"),
         ({"memory.max": str(200 * GIB)}, "ok", "no memory limit"),
-        ({"memory.max": str(32 * GIB), "memory.current": str(GIB)}, "ok", "memory 32 GiB"),
+        ({"memory.max": str(32 * GIB), "memory.current": str(GIB)}, "ok", "memory limit 32 GiB"),
         ({"memory.max": str(GIB)}, "warning", "little"),
         ({"memory.max": str(32 * GIB), "memory.events": "oom 3; oom_kill 2"}, "warning", "2 of its processes"),
         ({"memory.oom_control": "oom_kill_disable 0; under_oom 0; oom_kill 1"}, "warning", "1 of its processes"),
@@ -347,18 +347,27 @@ def test_torch_version(version: str, options: int, result: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "cuda", "devices", "result"),
+    ("missing", "kind", "cuda", "devices", "result"),
     [
-        ("", "12.8", True, "ok"),
-        ("no NVIDIA driver here (libnvidia-ml.so.1 not found)", "", False, "ok"),
-        ("no NVIDIA driver here (libnvidia-ml.so.1 not found)", "12.8", False, "warning"),
-        ("no NVIDIA driver here (libnvidia-ml.so.1 not found)", "", True, "warning"),
-        ("the Python package nvidia-ml-py is not installed", "", False, "warning"),
-        ("NVML: no answer within 5 s: the driver itself may be stuck", "12.8", True, "failed"),
+        ("", "", "12.8", True, "ok"),
+        ("no NVIDIA driver on this node (libnvidia-ml.so.1 not found)", "", "", False, "ok"),
+        ("no NVIDIA driver on this node (libnvidia-ml.so.1 not found)", "", "12.8", False, "warning"),
+        ("no NVIDIA driver on this node (libnvidia-ml.so.1 not found)", "", "", True, "warning"),
+        ("the Python package nvidia-ml-py is not installed", "not installed", "", False, "warning"),
+        ("NVML: no answer within 5 s: the driver may be stuck", "timeout", "12.8", True, "failed"),
     ],
 )
-def test_gpus(missing: str, cuda: str, devices: bool, result: str) -> None:
-    assert torch_rules.gpu_check(0 if missing else 8, missing, cuda, devices).result == result
+def test_gpus(missing: str, kind: Failure, cuda: str, devices: bool, result: str) -> None:
+    assert torch_rules.gpu_check(0 if missing else 8, missing, kind, cuda, devices).result == result
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "result"), [("ext4", 5 << 30, "ok"), ("nfs4", 5 << 30, "ok"), ("nfs4", 1 << 20, "failed")]
+)
+def test_bundles_may_go_to_a_network_disk_with_room(kind: str, free: int, result: str) -> None:
+    check = rules.bundle_check(rules.Disk("/b", 10 << 30, free, kind))
+    assert check.result == result
+    assert ("network disk" in check.detail) == ((kind, result) == ("nfs4", "ok"))
 
 
 @pytest.mark.parametrize(
@@ -382,7 +391,7 @@ def test_a_probe_is_read_from_its_last_line() -> None:
 def test_hints_name_what_is_set() -> None:
     assert "PET_NNODES" in torch_rules.hints({"PET_NNODES": "2"}).detail
     assert "PYTHONSAFEPATH" in torch_rules.hints({"PYTHONSAFEPATH": "1"}).detail
-    assert torch_rules.hints({"HOME": "/"}).detail.startswith("nothing")
+    assert torch_rules.hints({"HOME": "/"}).detail.startswith("no variable")
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -457,7 +466,7 @@ def test_a_look_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
         monkeypatch.setattr(doctor, name, lambda _: ())
     monkeypatch.setattr(doctor.node, "run_root", broken)
     checks = doctor.examine({"PATH": os.environ["PATH"]}, os.getuid(), tmp_path)
-    assert warning("disks", "not examined: RuntimeError: the disk is on fire") in checks
+    assert warning("disks", "the check failed: RuntimeError: the disk is on fire") in checks
 
 
 def test_a_wrong_variable_of_ours_is_found(tmp_path: Path) -> None:
@@ -496,4 +505,4 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"beacon", "run directory", "socket paths", "/dev/shm", "ports", "host name", "clock"} <= set(results)
     for name in ("py-spy", "torch", "import torch", "beacon", "worker server", "run directory", "ports"):
         assert results[name] == "ok", found
-    assert not [check for check in found["checks"] if "not examined" in check["detail"]]
+    assert not [check for check in found["checks"] if check["detail"].startswith("the check ")]

@@ -16,117 +16,34 @@ import safelaunch
 
 PACKAGE = Path(safelaunch.__file__).parent
 
-# A module may import from the layers below its own, and from its own. The one table to change when a module is added.
-LAYERS: list[tuple[str, set[str]]] = [
-    ("what runs inside the job", {"beacon.*", "safelaunch"}),
-    ("packages, which hold nothing themselves", {"settings", "launch", "watch", "bundle", "session"}),
-    (
-        "records, pure rules, small tools",
-        {
-            "errors",
-            "model",
-            "entries",
-            "atmost",
-            "procstat",
-            "asknvml",
-            "watch.stall",
-            "watch.rhythm",
-            "watch.pulse",
-            "watch.stragglers",
-            "console",
-            "task",
-            "bundle.copier",
-        },
-    ),
-    (
-        "configuration",
-        {
-            "settings.yamlfile",
-            "settings.values",
-            "settings.options",
-            "settings.presetfile",
-            "settings.presets",
-            "settings.config",
-        },
-    ),
-    (
-        "resources",
-        {
-            "leases",
-            "leases.files",
-            "leases.holder",
-            "leases.tickets",
-            "leases.lease",
-            "leases.store",
-            "leases.driver",
-            "leases.choose",
-            "leases.nvml",
-            "leases.users",
-            "leases.claims",
-            "leases.telling",
-            "leases.gpus",
-            "leases.ports",
-        },
-    ),
-    (
-        "starting a job",
-        {
-            "launch.argv",
-            "launch.torchrun",
-            "launch.plan",
-            "launch.process",
-            "launch.forward",
-            "launch.guardian",
-            "launch.job",
-            "launch.job_processes",
-            "launch.paths",
-            "session.control",
-            "session.discover",
-            "watch.restart",
-        },
-    ),
-    ("looking", {"watch.progress", "capture.*"}),
-    ("judging", {"diagnose.*", "watch.movement"}),
-    ("evidence from files", {"postmortem.*"}),
-    (
-        "watching and telling",
-        {
-            "watch.watch",
-            "bundle.staging",
-            "bundle.publishing",
-            "bundle.report",
-            "launch.dryrun",
-            "bundle.timeline",
-            "doctor.*",
-        },
-    ),
-    (
-        "one job, many jobs",
-        {
-            "session.incident",
-            "session.group_timeout",
-            "session.looks",
-            "session.patience",
-            "session.notices",
-            "session.health",
-            "session.pulses",
-            "session.gpu_use",
-            "session.node_evidence",
-            "bundle.onbundle",
-            "session.sources",
-            "session.stall_case",
-            "session.crash_case",
-            "session.launchinfo",
-            "session.live",
-            "session.session",
-            "session.resources",
-            "session.supervise",
-            "colaunch",
-            "colaunch.*",
-        },
-    ),
-    ("the command line", {"cli.*", "__main__"}),
-]
+# The packages in the order in which data flows. A module may import from packages before its own, and from its own.
+LAYERS = (
+    ("beacon", "what runs inside the ranks and the torchrun agent"),
+    ("safelaunch", "the public package: version, step(), phase(), pause()"),
+    ("errors", "what the command line turns into a message and an exit code"),
+    ("system", "processes, NVML, the console, threads, deadlines"),
+    ("model", "records that travel between the packages"),
+    ("settings", "options, configuration files, presets"),
+    ("redaction", "what no bundle and no screen may hold"),
+    ("leases", "who holds which GPU and port"),
+    ("launch", "the job's command line, start, signals and end; the guardian; the run directory"),
+    ("cluster", "the supervisors of one job, together"),
+    ("roster", "progress pages and the agent's events"),
+    ("reading", "what a stack, a system call, a source file tells"),
+    ("capture", "one file per source of evidence"),
+    ("watch", "when a job has stalled (pure)"),
+    ("diagnose", "evidence to verdict (pure)"),
+    ("report", "what a person reads"),
+    ("postmortem", "evidence from files"),
+    ("bundle", "assembled privately, published whole"),
+    ("control", "status and dump of a live run: the protocol, and which runs there are"),
+    ("supervise", "the loop over one job: stalls, crashes, incidents"),
+    ("doctor", "can it work here?"),
+    ("colaunch", "many jobs on one node"),
+    ("cli", "one file per subcommand"),
+    ("__main__", "python -m safelaunch"),
+)
+ORDER = {name: number for number, (name, _) in enumerate(LAYERS)}
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {
     "launch.argv",
@@ -134,9 +51,8 @@ PURE = {
     "watch.rhythm",
     "watch.pulse",
     "watch.stragglers",
-    "session.gpu_use",
     "model",
-    "entries",
+    "model.entries",
     "diagnose.*",
     "watch.movement",
     "doctor.check",
@@ -144,10 +60,8 @@ PURE = {
     "doctor.torch_rules",
 }
 PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "cli.colaunch_rows", "leases.choose"}
-PURE |= {
-    f"colaunch.{name}" for name in ("jobs", "placeholders", "grid", "templates", "expand", "spec", "scheduler", "sweep")
-}
-PURE |= {"colaunch.affinity", "colaunch.view"}
+PURE |= {f"colaunch.{name}" for name in ("jobs", "placeholders", "grid", "expand", "spec", "sweep")}
+PURE |= {"colaunch.view", "cluster.where", "cluster.council", "cluster.messages", "cluster.evidence"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 # Scripts that hang on purpose, run as jobs; and what torchrun runs.
 NOT_OURS = ("demos/", "launch/launcher/")
@@ -156,23 +70,26 @@ THIRD_PARTY = {
     "torch": {"beacon.server", "beacon.rank"},
     "yaml": {"settings.yamlfile"},
     "msgspec": {
+        "model.*",
         "model",
-        "entries",
-        "session.control",
-        "session.discover",
-        "session.live",
-        "watch.progress",
-        "session.incident",
+        "redaction.*",
+        "leases.said",
+        "cluster.*",
+        "roster.*",
         "capture.*",
-        "bundle.staging",
-        "bundle.report",
-        "cli.*",
         "diagnose.*",
         "postmortem.*",
+        "bundle.staging",
+        "control.*",
+        "supervise.incident",
+        "supervise.live",
+        "supervise.together",
+        "supervise.crash",
+        "cli.*",
     },
-    "pynvml": {"leases.nvml", "capture.gpu"},
-    "jinja2": {"bundle.report"},
-    "rich": {"bundle.report", "cli.*"},
+    "pynvml": {"leases.inventory", "capture.gpu"},
+    "jinja2": {"report.report"},
+    "rich": {"report.report", "cli.*"},
     "psutil": {"capture.*", "launch.process", "cli.*"},
     "tomli": {"settings.yamlfile", "settings.config"},
 }
@@ -247,21 +164,20 @@ def within(name: str, group: set[str]) -> bool:
 
 
 def layer(name: str) -> int:
-    return next((number for number, (_, group) in enumerate(LAYERS) if within(name, group)), -1)
+    return ORDER.get(name.partition(".")[0], -1)
 
 
 def test_the_parser_of_imports_sees_them() -> None:
     """So that the tests below cannot pass by seeing nothing."""
     seen = {(found.by, found.module) for found in IMPORTS}
-    assert {("watch.stall", "dataclasses"), ("watch.progress", "beacon.layout"), ("cli.run", "launch.plan")} <= seen
-    assert {("beacon.rank", "beacon.marks"), ("settings.yamlfile", "yaml"), ("watch.watch", "watch.stall")} <= seen
-    assert Import("session.session", "session.supervise", ours=True, late=True) in IMPORTS
+    assert {("watch.stall", "dataclasses"), ("roster.progress", "beacon.layout"), ("cli.run", "launch.plan")} <= seen
+    assert {("beacon.rank", "beacon.marks"), ("settings.yamlfile", "yaml"), ("supervise.watch", "watch.stall")} <= seen
+    assert Import("supervise.session", "supervise.loop", ours=True, late=True) in IMPORTS
     assert len(MODULES) > 50
 
 
-def test_every_module_has_its_layer() -> None:
-    homeless = [name for name in MODULES if layer(name) < 0]
-    assert not homeless, "give them a layer in this file's table"
+def test_every_package_has_its_layer() -> None:
+    assert {name.partition(".")[0] for name in MODULES} == ORDER.keys()
 
 
 def test_the_arrows_point_down() -> None:
@@ -307,6 +223,28 @@ def test_no_third_party_module_is_unknown() -> None:
     foreign = {(i.by, i.module) for i in IMPORTS if not i.ours and i.module not in sys.stdlib_module_names}
     known = {*THIRD_PARTY, "sitecustomize", "tomllib", "_safelaunch_beacon"}
     assert not {(by, module) for by, module in foreign if module not in known}
+
+
+def rebound_globals(name: str) -> Iterator[str]:
+    """Where the module rebinds a global: its own by ``global``, or an attribute of what it imports from safelaunch."""
+    tree = ast.parse(MODULES[name].read_text("utf-8"))
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if node.level or (node.module or "").startswith("safelaunch")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"{name}:{node.lineno} global {', '.join(node.names)}"
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in imported:
+            yield f"{name}:{node.lineno} {ast.unparse(node)}"
+
+
+def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
+    assert len([*rebound_globals("beacon.marks"), *rebound_globals("beacon.unknown_role")]) == 3, "it sees both kinds"
+    assert not [found for name in MODULES if not within(name, {"beacon.*"}) for found in rebound_globals(name)]
 
 
 def test_torch_is_never_imported_by_the_supervisor() -> None:
@@ -379,3 +317,8 @@ def test_a_dry_run_without_presets_imports_nothing_heavy(tmp_path: Path) -> None
 )
 def test_before_the_job_has_been_started_nothing_heavy_is_imported(tmp_path: Path, own: list[str]) -> None:
     assert not seen_by(tmp_path, AT_START, *own, "script.py") & HEAVY
+
+
+def test_unit_tests_are_named_after_the_package_and_module_they_cover() -> None:
+    names = [path.stem.split("_")[1] for path in Path(__file__).parent.glob("test_*.py")]
+    assert set(names) - {"layers", "scripts"} <= ORDER.keys()

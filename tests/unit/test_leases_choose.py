@@ -94,13 +94,13 @@ def test_wish(
 @pytest.mark.parametrize(
     ("request_", "environ", "gpus", "words"),
     [
-        ("9", {}, GPUS, "only 8 GPU(s) can be used here"),
-        ("2", {"CUDA_VISIBLE_DEVICES": "4"}, GPUS, "only 1 GPU(s) can be used here (CUDA_VISIBLE_DEVICES=4)"),
-        ("1", {}, (), "there is no GPU here (nothing found)"),
-        ("all", {"CUDA_VISIBLE_DEVICES": ""}, GPUS, "no GPU to use here"),
-        ("9,", {}, GPUS, "no GPU '9'"),
-        ("3,", {"CUDA_VISIBLE_DEVICES": "4,5"}, GPUS, "There are: 4, 5."),
-        ("0,", {}, MIG, "Name one of those: 0.0, 0.1."),
+        ("9", {}, GPUS, "only 8 GPUs are available"),
+        ("2", {"CUDA_VISIBLE_DEVICES": "4"}, GPUS, "only 1 GPU is available (CUDA_VISIBLE_DEVICES=4)"),
+        ("1", {}, (), "no GPU is available (nothing found)"),
+        ("all", {"CUDA_VISIBLE_DEVICES": ""}, GPUS, "no GPU is available"),
+        ("9,", {}, GPUS, "GPU '9' is not available"),
+        ("3,", {"CUDA_VISIBLE_DEVICES": "4,5"}, GPUS, "Available GPUs: 4, 5."),
+        ("0,", {}, MIG, "Name one of them: 0.0, 0.1."),
     ],
 )
 def test_what_does_not_exist(request_: str, environ: dict[str, str], gpus: tuple[Gpu, ...], words: str) -> None:
@@ -168,9 +168,12 @@ def test_instances_of_one_gpu_are_nearest() -> None:
     [
         (Gpu("0", "GPU-0"), ""),
         (Gpu("0", "GPU-0", memory_used_bytes=256 << 20), ""),
-        (Gpu("0", "GPU-0", memory_used_bytes=(256 << 20) + 1), "256 MiB of its memory are in use"),
+        (
+            Gpu("0", "GPU-0", memory_used_bytes=(256 << 20) + 1),
+            "used without a lease by an invisible process (256 MiB in use)",
+        ),
         (Gpu("0", "GPU-0", processes=(GpuProcess(7), GpuProcess(9))), "used without a lease by pid 7, 9"),
-        (Gpu("0", "unknown-0", error="GPU is lost"), "does not answer: GPU is lost"),
+        (Gpu("0", "unknown-0", error="GPU is lost"), "not answering: GPU is lost"),
     ],
 )
 def test_use_without_a_lease(gpu: Gpu, expected: str) -> None:

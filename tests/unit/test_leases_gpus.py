@@ -23,7 +23,7 @@ from safelaunch.leases.driver import has_driver
 from safelaunch.leases.gpus import NodeGpus, Patience
 from safelaunch.leases.gpus import take as take_claimed
 from safelaunch.leases.holder import Holder, ourselves
-from safelaunch.leases.nvml import inventory
+from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store
 from safelaunch.leases.users import User, look
 
@@ -132,7 +132,7 @@ def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPat
     if has_driver({}):
         pytest.skip("this machine has one")
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
-    assert inventory({}).missing == "no NVIDIA driver here"
+    assert inventory({}).missing == "no NVIDIA driver on this node"
 
 
 # --- taking -----------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_a_large_job_is_not_starved(store: Store) -> None:
     """Two GPUs are free, one who waits wants four, and who comes later and wants one waits for him."""
     half = take(store, terms("2"), still(FOUR), Patience())
     large = store.queue([gpu.uuid for gpu in FOUR.gpus], 3, ourselves("", "large.py"))
-    with pytest.raises(ResourceError, match=r"any of them is waited for by .*large.py"):
+    with pytest.raises(ResourceError, match=r"ahead of this job in the queue: .*large.py"):
         take(store, terms("1"), still(FOUR), Patience())
     clock = Clock(at3=lambda: store.leave(large))
     small = take(store, terms("1"), still(FOUR), clock.patience())
@@ -232,7 +232,7 @@ def test_a_scheduler_with_many_jobs(node: stub.Node, store: Store) -> None:
     assert taken is not None and [gpu.label for gpu in taken.gpus] == ["5", "7"]
     assert gpus_here.free() == 1 and gpus_here.take(2, "job-2") is None
     assert gpus_here.queue(2, "job-2", []) == (
-        "  GPU 6    10240 MiB of its memory are in use, and nobody is seen who uses it"
+        "  GPU 6    used without a lease by an invisible process (10240 MiB in use)"
     ), "what others have, not what its own jobs have"
     held = Store(os.fspath(node.lease_dir))
     assert [one.name for one in held.waiting()] == ["job-2"]
@@ -309,11 +309,11 @@ ROWS = [
     (Gpu("0", "GPU-0"), {"GPU-0": Holder(7, 1, "", "train.py", 1.0, 0, "ranks")}, {}, "ranks only", "train.py"),
     (Gpu("0", "GPU-0", processes=(GpuProcess(5), GpuProcess(6))), {}, {5: User(5, "ann", "python x.py")},
      "unleased use", "python x.py (and pid 6)"),
-    (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {}, "unleased use", "not to be seen from here"),
+    (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {}, "unleased use", "not visible from here"),
     (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {5: User(5, "ann", "a\x1b[31mb", 1.0, True)},
      "left behind", "ab"),
-    (Gpu("0", "GPU-0", memory_used_bytes=999 * MIB), {}, {}, "unleased use", "nobody is seen who uses it"),
-    (Gpu("0", "unknown-0", error="GPU is lost"), {}, {}, "fault", "does not answer: GPU is lost"),
+    (Gpu("0", "GPU-0", memory_used_bytes=999 * MIB), {}, {}, "unleased use", "no process is visible on it"),
+    (Gpu("0", "unknown-0", error="GPU is lost"), {}, {}, "fault", "not answering: GPU is lost"),
 ]  # fmt: skip
 
 
@@ -321,7 +321,10 @@ ROWS = [
 def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: str, words: str) -> None:
     (row,) = gpu_rows.rows([gpu], held, users, 256 * MIB)
     assert (row.state, row.cells[-1]) == (state, words)
-    assert gpu_rows.document([row], [], "")["gpus"][0]["state"] == state
+    (shown,) = gpu_rows.document([row], [], "")["gpus"]
+    assert shown["state"] == state
+    # Whether a holder lives is known from its lock: pid 7 of these is no process of ours.
+    assert not held or shown["lease"]["alive"] == (state == "leased")
 
 
 def test_plain_lines_are_aligned() -> None:

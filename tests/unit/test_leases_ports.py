@@ -97,6 +97,6 @@ def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: Store
 
 def test_no_port_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "candidates", lambda *_: iter([20000, 20001]))
-    with pytest.raises(ResourceError, match="no 3 free ports"):
+    with pytest.raises(ResourceError, match="fewer than 3 ports"):
         ports.take(store, 3, ABOUT)
     assert store.look([ports.key_of(20000), ports.key_of(20001)]) == {}

@@ -15,12 +15,22 @@ from typing import Any
 import msgspec
 import pytest
 from evidence import behind, entry, in_user, job, past, rank, record, waiting
+from msgspec.structs import replace
 
 from safelaunch.beacon import layout, page
 from safelaunch.cli import main
 from safelaunch.diagnose import diagnose
 from safelaunch.launch.paths import RunPaths, create_run
-from safelaunch.model import Collective, Evidence, FlightRecord, RankExit, RankFile
+from safelaunch.model import (
+    Collective,
+    Evidence,
+    FatalError,
+    FlightRecord,
+    GilTest,
+    MemoryKills,
+    RankExit,
+    RankFile,
+)
 from safelaunch.postmortem import locate
 from safelaunch.postmortem.found import Unreadable
 
@@ -88,6 +98,26 @@ def verdict_at(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dic
 def test_the_evidence_comes_back_whole(tmp_path: Path) -> None:
     evidence = hang()
     assert locate.read(write_bundle(tmp_path / "b", evidence)).evidence == evidence
+
+
+def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
+    """Each is set to something else than its default, so that one that is forgotten shows."""
+    other = replace(
+        SLEEPER,
+        host="node7",
+        pid=4711,
+        local_rank=3,
+        gil=GilTest(ping=True, python=False),
+        exit=RankExit(-9, 12.5),
+        fatal=FatalError("Segmentation fault"),
+        memory_kills=MemoryKills("Killed process 4711", 1, 2),
+        beacon=False,
+        code_roots=("/usr/lib/python3",),
+    )
+    defaults = RankFile()
+    assert [name for name, value in RankFile.of(other).fields.items() if value == getattr(defaults, name)] == []
+    (found,) = locate.read(write_bundle(tmp_path / "b", job(other))).evidence.ranks
+    assert found == other
 
 
 def test_the_document_of_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +233,20 @@ def test_bundles_of_different_jobs_are_not_put_together(tmp_path: Path) -> None:
         locate.read(nodes(tmp_path, (0, 1), (1, 2, 3)))
 
 
+def test_the_bundles_of_nodes_that_judged_together_are_one(tmp_path: Path) -> None:
+    """One of them holds every rank: the others bring nothing that is not there."""
+    folder = nodes(tmp_path, (0, 1), (0, 1, 2, 3), (2, 3))
+    for number in range(3):
+        told = {"outcome": "hang", "bundle": {"host": "h", "path": "/b/train-node1", "whole": number == 1}}
+        (folder / f"train-node{number}" / "verdict.json").write_text(json.dumps(told))
+    found = locate.read(folder)
+    assert ([rank.rank for rank in found.evidence.ranks], found.files) == ([0, 1, 2, 3], {"": "train-node1/"})
+    told["bundle"] = {"host": "h", "path": "/b/another", "whole": False}
+    (folder / "train-node2" / "verdict.json").write_text(json.dumps(told))
+    with pytest.raises(Unreadable, match="rank 0 is in train-node0 and in train-node1"):
+        locate.read(folder)
+
+
 # --- plain dumps ------------------------------------------------------------------------------------------------------
 
 NAMES = {
@@ -275,7 +319,7 @@ def test_dumps_of_two_attempts_are_not_mixed(newest: str, tmp_path: Path, capsys
     _, verdict = verdict_at(folder, capsys)
     assert (verdict["cause"], [c["rank"] for c in verdict["culprits"]]) == ("collective-mismatch", [2])
     other = next(name for name in ("dump.{}.pkl", "nccl_trace_rank_{}") if name != newest)
-    assert any(text.startswith(f"{other.format(0)} and 3 more: passed over") for text in verdict["missing"])
+    assert any(text.startswith(f"{other.format(0)} and 3 more: ignored") for text in verdict["missing"])
 
 
 def test_the_dumps_of_the_nodes_may_have_names_of_their_own(tmp_path: Path) -> None:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from safelaunch.postmortem import cores
 from safelaunch.postmortem.cores import parse_all
-
-PARENT = os.getpid()
-
-
-def read(paths: Sequence[Path]) -> list[tuple[str, int]]:
-    return [(path.read_text(), os.getpid()) for path in paths]
+from safelaunch.postmortem.found import Unreadable
+from safelaunch.postmortem.guard import Bounds, TooMuch, in_child
 
 
-def read_and_die_of_it(paths: Sequence[Path]) -> list[tuple[str, int]]:
-    if os.getpid() != PARENT and any(path.name == "70" for path in paths):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return read(paths)
+def read(paths: Sequence[Path]) -> Iterator[tuple[str, int]]:
+    return ((path.read_text(), os.getpid()) for path in paths)
+
+
+def read_and_die_of(*names: str) -> Callable[[Sequence[Path]], Iterator[tuple[str, int]]]:
+    return partial(_read_and_die, names)
+
+
+def _read_and_die(names: tuple[str, ...], paths: Sequence[Path]) -> Iterator[tuple[str, int]]:
+    for path in paths:
+        if path.name in names:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        yield from read([path])
+
+
+def texts(found: Sequence[tuple[str, int] | str]) -> list[str]:
+    return [one if isinstance(one, str) else one[0] for one in found]
 
 
 @pytest.fixture
@@ -33,27 +43,86 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return [tmp_path / str(number) for number in range(100)]
 
 
-def test_several_processes_give_all_in_order(files: list[Path]) -> None:
-    found = list(parse_all(files, read, worth_it_bytes=0))
-    assert [text for text, _ in found] == [f"text {number}" for number in range(100)]
-    assert os.getpid() not in {pid for _, pid in found}
+ALL = [f"text {number}" for number in range(100)]
 
 
-def test_little_is_read_here(files: list[Path]) -> None:
-    found = list(parse_all(files, read))
-    assert [text for text, _ in found] == [f"text {number}" for number in range(100)]
-    assert {pid for _, pid in found} == {os.getpid()}
+@pytest.mark.parametrize("worth_it_bytes", [0, 1 << 30])
+def test_all_come_in_order_from_other_processes(files: list[Path], worth_it_bytes: int) -> None:
+    found = list(parse_all(files, read, worth_it_bytes=worth_it_bytes))
+    assert texts(found) == ALL
+    assert os.getpid() not in {one[1] for one in found}
 
 
-def test_a_process_that_is_killed_costs_nothing(files: list[Path]) -> None:
-    found = list(parse_all(files, read_and_die_of_it, worth_it_bytes=0))
-    assert [text for text, _ in found] == [f"text {number}" for number in range(100)]
+@pytest.mark.parametrize("worth_it_bytes", [0, 1 << 30])
+def test_a_file_that_ends_its_reader_costs_itself(files: list[Path], worth_it_bytes: int) -> None:
+    found = list(parse_all(files, read_and_die_of("3", "70"), worth_it_bytes=worth_it_bytes))
+    died = "reading it killed the reader (SIGSEGV)"
+    assert texts(found) == [died if number in (3, 70) else text for number, text in enumerate(ALL)]
 
 
-def test_no_processes_to_be_had(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_some_such_files_the_rest_is_not_read(files: list[Path]) -> None:
+    found = texts(list(parse_all(files, read_and_die_of(*map(str, range(10, 20))))))
+    assert found[:10] == ALL[:10]
+    assert found[14:] == ["skipped, because 4 other files could not be read"] * 86
+
+
+def test_no_pool_of_processes_to_be_had(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(cores, "ProcessPoolExecutor", refuse)
-    found = list(parse_all(files, read, worth_it_bytes=0))
-    assert [text for text, _ in found] == [f"text {number}" for number in range(100)]
+    assert texts(list(parse_all(files, read, worth_it_bytes=0))) == ALL
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def dies_of_a_deep_key() -> object:
+    key: tuple[object, ...] = ()
+    for _ in range(1_000_000):
+        key = (key,)
+    return {key: 1}
+
+
+def spins() -> object:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("work", "why"),
+    [
+        (dies_of_a_deep_key, "reading it killed the reader .SIGSEGV."),
+        (lambda: bytearray(1 << 30), "reading it takes more than 256 MB of memory"),
+        (spins, "reading it takes more than 0 s of CPU time"),
+        (lambda: os._exit(3), "its reader failed with exit code 3"),
+        (
+            lambda: {}["a key"],
+            r"an internal error of safelaunch; .*: KeyError \(test_postmortem_cores.py:\d+\): 'a key'",
+        ),
+    ],
+)
+def test_work_that_is_too_much(work: Callable[[], object], why: str) -> None:
+    with pytest.raises(TooMuch, match=why):
+        in_child(work, Bounds(256 << 20, cpu_s=0 if work is spins else 20))
+
+
+def test_what_the_work_refuses_is_refused() -> None:
+    def refuse() -> None:
+        raise Unreadable("no")
+
+    with pytest.raises(Unreadable, match=r"^no$"):
+        in_child(refuse, Bounds(256 << 20, cpu_s=5))
+
+
+def test_a_large_answer_comes_whole() -> None:
+    assert in_child(lambda: b"." * 10_000_000, Bounds(256 << 20, cpu_s=5)) == b"." * 10_000_000
+
+
+def test_no_file_grows_beyond_its_bound(tmp_path: Path) -> None:
+    def fill() -> int:
+        with pytest.raises(OSError, match="File too large"):
+            (tmp_path / "file").write_bytes(bytes(2 << 20))
+        return (tmp_path / "file").stat().st_size
+
+    assert in_child(fill, Bounds(256 << 20, cpu_s=5, file_bytes=1 << 20)) == 1 << 20

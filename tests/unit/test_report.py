@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job, process, rank, waiting
 from msgspec.structs import replace
 
-from safelaunch.bundle import report
 from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.overview import culprit_lines
-from safelaunch.diagnose.suggestions import ADVICE
-from safelaunch.model import Artifact, Evidence, Frame, RankException, RankExit
+from safelaunch.diagnose.advice import ADVICE
+from safelaunch.model import CAUSES, Artifact, Evidence, Frame, RankException, RankExit
+from safelaunch.report import report
+from safelaunch.report.overview import culprit_lines
 
 BUNDLE = "/home/me/safelaunch-bundles/train-20261120T102233Z-hang"
 EVIL = "\x1b]0;owned\x07\x1b[2J<script>alert(1)</script>|`*x*\r\n# no\u202e"
@@ -65,7 +64,12 @@ def test_screen_is_one_screen(width: int, culprits: int) -> None:
     assert lines[-1].endswith(BUNDLE)
 
 
-@pytest.mark.parametrize("advice", sorted({text for texts in ADVICE.values() for text in texts}))
+def test_every_cause_has_advice() -> None:
+    assert set(ADVICE) == set(CAUSES)
+    assert all(advice for advice in ADVICE.values())
+
+
+@pytest.mark.parametrize("advice", sorted({one.text for advice in ADVICE.values() for one in advice}))
 def test_advice_is_shown_whole(advice: str) -> None:
     verdict = replace(diagnose(sleeping()), suggestions=(advice,))
     shown = report.screen(verdict, bundle_path=BUNDLE, width=80)
@@ -158,18 +162,6 @@ def test_html_escapes_what_comes_from_the_job() -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", page)
 
 
-def test_source_line_reads_python_files_only(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import time\n    time.sleep(1)\n")
-    assert report.source_line(str(script), 2) == "time.sleep(1)"
-    assert report.source_line(str(script), 9) is None
-    assert report.source_line(str(script), 0) is None
-    assert report.source_line(str(tmp_path / "none.py"), 1) is None
-    secret = tmp_path / "secret.txt"
-    secret.write_text("x\n")
-    assert report.source_line(str(secret), 1) is None
-
-
 def test_clean() -> None:
     assert report.clean("a\x1b[31mb\x1b[0m\tc\nd") == "ab c d"
     assert report.clean(at(1).file) == "/home/me/train.py"
@@ -193,3 +185,15 @@ def test_a_line_that_the_rank_has_left_is_not_shown_as_part_of_its_stack() -> No
     assert lines[0].startswith("→ ") and ":99 " in lines[0]
     assert lines[1:3] == ["", "now in:"]
     assert any(":7 load" in line for line in lines[3:])
+
+
+@pytest.mark.parametrize(
+    ("log", "raw"), [("loss 0.1\n\tmore\n", False), ("\x1b[2Jloss 0.1\n", True), ("\x9b2J\n", True)]
+)
+def test_a_log_with_terminal_sequences_is_said_to_hold_them(log: str, raw: bool) -> None:
+    ranks = [waiting(0), rank(1, in_user(7, "load"), "sleep", flight=behind(), more={"log_tail": log}), waiting(2)]
+    evidence = job(*ranks)
+    verdict = diagnose(evidence)
+    for made in (report.markdown(verdict, evidence, ()), report.html(verdict, evidence, ())):
+        assert "The end of its output" in made and "\x1b" not in made and "\x9b" not in made
+        assert ("terminal sequences raw" in made) == raw

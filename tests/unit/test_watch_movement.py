@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from safelaunch.capture.look import Look, ProcessLook, RankLook
 from safelaunch.capture.result import Result
-from safelaunch.model import Frame, ProcessEvidence
+from safelaunch.model import Frame, ProcessEvidence, ThreadState
 from safelaunch.watch.movement import judge, perhaps_polling
 
 WORK = (at(31, "compress"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
@@ -61,6 +61,11 @@ def judged(main: ProcessEvidence, children: Sequence[ProcessEvidence] = ()) -> s
 def test_a_thread_that_is_waited_for_and_computes_moves(frames: tuple[Frame, ...]) -> None:
     assert judged(process(10, frames, threads=[("pool-0", WORK, "run")])) == "active"
     assert judged(process(10, frames, threads=[("pool-0", WORK, "sleep")])) == "still"
+
+
+@pytest.mark.parametrize("frames", [FUTURE, JOIN])
+def test_a_thread_that_waits_for_peers_does_not_move_whatever_it_burns(frames: tuple[Frame, ...]) -> None:
+    assert judged(process(10, frames, threads=[("saver", in_c10d("barrier", 31), "run")])) == "still"
 
 
 @pytest.mark.parametrize("name", ["pt_autograd_0", "logger"])
@@ -122,6 +127,44 @@ def test_who_sleeps_while_a_child_computes_may_be_polling_it(kernel: str, child:
     assert perhaps_polling(*seen) == ((10,) if polls else ())
 
 
+# --- runnable, and without a core -------------------------------------------------------------------------------------
+
+
+def starved(states: str, *, queued_ms: int = 0, throttled_ms: int = 0, frames: tuple[Frame, ...] = ()) -> str:
+    """Judged of a main thread that used next to no CPU: its state in both looks, and what it lost between them."""
+    main = process(10, frames or in_user(7))
+    kernel = [
+        replace(
+            state,
+            state=letter,
+            throttled_ms=number * throttled_ms,
+            threads=(replace(state.threads[0], state=letter, queued_ms=number * queued_ms),),
+        )
+        for number, (state, letter) in enumerate(zip(main.states, states, strict=True))
+    ]
+    return judged(replace(main, states=tuple(kernel)))
+
+
+@pytest.mark.parametrize(
+    ("states", "lost", "moves"),
+    [
+        ("RR", {}, True),
+        ("SR", {}, False),
+        ("SR", {"throttled_ms": 90}, True),
+        ("SS", {"throttled_ms": 90}, False),
+        ("SS", {"queued_ms": 900}, True),
+        ("SS", {"queued_ms": 40}, False),
+    ],
+    ids=["in both looks", "woken", "throttled", "asleep in a throttled group", "queued", "queued for our look"],
+)
+def test_who_is_runnable_and_gets_no_core_moves(states: str, lost: dict[str, int], moves: bool) -> None:
+    assert starved(states, **lost) == ("active" if moves else "still")
+
+
+def test_who_spins_for_its_peers_does_not_move() -> None:
+    assert starved("RR", queued_ms=900, frames=in_c10d("all_reduce", 7)) == "still"
+
+
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 SELECT = Frame(f"{STDLIB}/selectors.py", 415, "_PollLikeSelector.select")
@@ -159,3 +202,68 @@ def test_a_server_without_steps_waits_for_callers(server: ProcessEvidence, waits
     before, after = looks(server, PEER)
     assert judge(before, after, without_steps=True) == ("active" if waits_for_callers else "still")
     assert judge(before, after) == "still", "a training that stands is a hang, whatever serves beside it"
+
+
+# --- signs of life that need no CPU to speak of ---------------------------------------------------------------------
+
+
+def then(one: ProcessEvidence, tid: int, **fields: int) -> ProcessEvidence:
+    """The same with ``fields`` of thread ``tid`` 0 in the first look and as given in the second."""
+    states = []
+    for state, known in zip(one.states, (dict.fromkeys(fields, 0), fields), strict=True):
+        threads = tuple(replace(thread, **known) if thread.tid == tid else thread for thread in state.threads)
+        states.append(replace(state, threads=threads))
+    return replace(one, states=tuple(states))
+
+
+@pytest.mark.parametrize(("written", "expected"), [(0, "still"), (40, "active")])
+def test_a_main_thread_that_writes_a_line_now_and_then_moves(written: int, expected: str) -> None:
+    assert judged(then(process(10, in_user(7), "nap"), 10, written_bytes=written)) == expected
+
+
+def test_a_line_of_another_thread_moves_nothing() -> None:
+    main = process(10, in_user(7), "sleep", threads=[("logger", WORK, "nap")])
+    assert judged(then(main, 11, written_bytes=40)) == "still"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "slices", "expected"),
+    [("pipe", 4, "still"), ("pipe", 6, "active"), ("flock", 6, "active"), ("nap", 6, "still"), ("futex", 6, "still")],
+)
+def test_a_blocked_read_that_is_given_a_core_has_received(kernel: str, slices: int, expected: str) -> None:
+    """A stack reader's stop is two; a sleep in a loop is no sign that anything arrives."""
+    assert judged(then(process(10, in_user(7), kernel), 10, slices=slices)) == expected
+
+
+@pytest.mark.parametrize(("slices", "expected"), [(4, "still"), (60, "active")])
+def test_a_thread_that_receives_moves_what_waits_for_its_queue(slices: int, expected: str) -> None:
+    main = process(10, QUEUE, threads=[("downloader", WORK, "pipe")])
+    assert judged(then(main, 11, slices=slices)) == expected
+
+
+def with_native(main: ProcessEvidence, name: str, cpu_ms: int) -> ProcessEvidence:
+    """A further thread of the kernel's, which runs no Python."""
+    states = [
+        replace(state, threads=(*state.threads, ThreadState(tid=99, name=name, state="S", cpu_ms=cpu_ms * number)))
+        for number, state in enumerate(main.states)
+    ]
+    return replace(main, states=tuple(states))
+
+
+@pytest.mark.parametrize(
+    ("frames", "kernel", "name", "cpu_ms", "expected"),
+    [
+        (in_user(7), "futex", "PTThreadPool", 1900, "active"),
+        (in_user(7), "futex", "rayon-3", 1900, "active"),
+        (in_user(7), "futex", "rayon-3", 300, "still"),
+        (in_user(7), "futex", "NCCL Progress", 1900, "still"),
+        (in_user(7), "futex", "cuda-EvtHandlr", 1900, "still"),
+        (in_user(7), "sleep", "rayon-3", 1900, "still"),
+        (in_c10d("all_reduce", 7), "futex", "rayon-3", 1900, "still"),
+        (JOIN, "futex", "rayon-3", 1900, "still"),
+    ],
+)
+def test_native_threads_move_a_call_into_c_that_waits_for_them(
+    frames: tuple[Frame, ...], kernel: str, name: str, cpu_ms: int, expected: str
+) -> None:
+    assert judged(with_native(process(10, frames, kernel), name, cpu_ms)) == expected

@@ -16,10 +16,10 @@ import pytest
 from safelaunch.capture.proc import times_scheduled
 from safelaunch.launch.process import identify
 from safelaunch.model import Progress
-from safelaunch.session.patience import LEAST_S, Patience
+from safelaunch.supervise.looks import LEAST_S, Patience
+from safelaunch.supervise.watch import Watch
 from safelaunch.watch import stall
 from safelaunch.watch.rhythm import Bounds
-from safelaunch.watch.watch import Watch
 
 POLICY = stall.Policy(stall_s=600.0, startup_s=1800.0, max_stall_s=1800.0, startup_max_s=None)
 
@@ -28,7 +28,7 @@ class Ranks:
     """Stands in for the roster: pages whose steps the test sets."""
 
     def __init__(self, count: int) -> None:
-        self.attempt, self.workers, self.agent_page = 0, {}, None
+        self.attempt, self.starts, self.workers, self.agent_page = 0, 0, {}, None
         me = identify(os.getpid())
         assert me is not None
         self.progress = {
@@ -152,6 +152,7 @@ def test_a_worker_that_sleeps_between_items_is_active(process: int) -> None:
     assert judged(process)[0] == "active"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", ["time.sleep(86400)"], indirect=True)
 def test_a_worker_that_never_wakes_is_still(process: int) -> None:
     movement, took_s = judged(process)

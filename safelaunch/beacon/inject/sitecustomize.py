@@ -1,12 +1,12 @@
-# Run by every Python process that inherits the job's PYTHONPATH. Decides in a few microseconds which of three roles
-# this one has (torchrun agent, rank, neither), wakes the beacon in the first two, and then does what Python would have
-# done without it: runs the sitecustomize that this one shadows. Nothing may be imported before the role is known.
+# Every Python process that inherits the job's PYTHONPATH runs this file. In a few microseconds it decides which role
+# the process has (torchrun agent, rank, neither) and starts the beacon in the first two. Then it does what Python would
+# have done without it: it runs the sitecustomize that it shadows. Nothing may be imported before the role is known.
 import os
 import sys
 
 
 def _restore_path(here, env):
-    """Takes our directory out of sys.path; returns PYTHONPATH as the user had it, or None where it was not set."""
+    """Removes our directory from sys.path. Returns the user's own PYTHONPATH, or None if it was not set."""
     sys.path[:] = [entry for entry in sys.path if entry != here]
     parts = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part != here]
     original = os.pathsep.join(parts)
@@ -14,21 +14,23 @@ def _restore_path(here, env):
 
 
 def _role(env):
-    """``agent``, ``rank``, ``spawned`` (its number arrives later, torchrun --run-path), ``candidate`` or None."""
+    """Returns the role of this process: ``agent``, ``rank``, ``spawned``, ``unknown_role`` or None.
+
+    A ``spawned`` rank (torchrun --run-path) learns its number later. ``unknown_role``: under safelaunch exec.
+    """
     if env.get("SAFELAUNCH_MODE") == "exec":
-        return "rank" if env.get("RANK", "").isdigit() else "candidate"
+        return "rank" if env.get("RANK", "").isdigit() else "unknown_role"
     agent = env.get("SAFELAUNCH_AGENT_PID")
-    parent = str(os.getppid())
-    if agent is None:
-        return "agent" if parent == env.get("SAFELAUNCH_SUPERVISOR_PID") else None
+    if agent == str(os.getpid()):
+        return "agent"
     if "RANK" in env and "LOCAL_RANK" in env:
         return "rank"
-    return "spawned" if parent == agent and "--multiprocessing-fork" in sys.orig_argv else None
+    return "spawned" if str(os.getppid()) == agent and "--multiprocessing-fork" in sys.orig_argv else None
 
 
 def _load(here, name):
-    """Loads ``_safelaunch_beacon.<name>`` by path: safelaunch need not be installed in this interpreter."""
-    # A bare package with a path: importlib.util would cost every rank 3 ms for the same.
+    """Loads ``_safelaunch_beacon.<name>`` by path, because this interpreter may not have safelaunch installed."""
+    # A bare package with a path: importing importlib.util would cost every rank 3 ms.
     if "_safelaunch_beacon" not in sys.modules:
         package = type(sys)("_safelaunch_beacon")
         package.__path__ = [os.path.dirname(here)]
@@ -36,29 +38,29 @@ def _load(here, name):
     return __import__("_safelaunch_beacon." + name, fromlist=["start"])
 
 
-def _wake():
+def _start_beacon():
     env = os.environ
     here = os.path.dirname(os.path.abspath(__file__))
     original = _restore_path(here, env)
     run_dir = env.get("SAFELAUNCH_RUN_DIR", "")
     role = _role(env) if run_dir else None
     if role in ("rank", "spawned"):
-        # The rank, and so everything that it starts, gets the user's own PYTHONPATH back.
+        # The rank and everything that it starts get the user's own PYTHONPATH back.
         if original is None:
             env.pop("PYTHONPATH", None)
         else:
             env["PYTHONPATH"] = original
         env.pop("SAFELAUNCH_PYTHONPATH", None)
     if role is not None and os.path.isdir(run_dir):
-        _load(here, role if role in ("agent", "candidate") else "rank").start(run_dir, role)
+        _load(here, role if role in ("agent", "unknown_role") else "rank").start(run_dir, role)
 
 
 try:
-    _wake()
-except Exception:  # a fault of ours must never reach the job
+    _start_beacon()
+except Exception:  # our own errors must never reach the job
     pass
 
-# The sitecustomize that ours shadows (a virtual environment's, a distribution's) runs as if we were not here.
+# The sitecustomize that ours shadows (a virtual environment's, a distribution's) runs as usual.
 _ours = sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401

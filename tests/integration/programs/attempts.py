@@ -1,9 +1,9 @@
-"""Hangs or crashes in the first attempt, in every one, or one step later each time; otherwise trains to its end.
+"""Hangs or crashes in the first attempt, in every attempt, or one step later in each. Otherwise trains to its end.
 
 attempts.py hang|raise first|always|moving
 
-One rank and no process group: what is tested is who starts what again. (gloo's own second initialisation under one
-torchrun is not reliable, with or without safelaunch.)
+It uses one rank and no process group, because the tests only check restarts. A second initialisation of gloo under one
+torchrun is unreliable, with or without safelaunch.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One rank does not come back from a call between two steps."""
+"""One rank blocks in a call between two steps."""
 
 import ctypes
 import multiprocessing

@@ -1,4 +1,4 @@
-"""One rank computes for ever between two steps: in Python code, or in C code called from it."""
+"""One rank computes forever between two steps, in Python or in C code called from it."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""One rank enters a collective that its peers do not enter, or not in the same shape."""
+"""One rank enters a collective that its peers skip or enter with another shape or dtype."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""One rank fails between two steps, while its peers wait for it in the next step's all-reduce."""
+"""One rank fails between two steps while its peers wait for it in the next all-reduce."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from training import Training, parser
 
-parser.add_argument("--attempts", type=int, default=1_000_000, help="it fails in so many attempts")
+parser.add_argument("--attempts", type=int, default=1_000_000, help="number of attempts that fail")
 options = parser.parse_args()
 
 
@@ -59,7 +59,7 @@ def main() -> None:
             loss = job.train(batch)
             if not fails or step != options.after or (job.rank != options.culprit and options.how != "size"):
                 continue
-            time.sleep(0.5)  # long enough for the peers to stand in their next all-reduce
+            time.sleep(0.5)  # long enough for the peers to reach their next all-reduce
             if options.how == "size":
                 share(loss)
             elif options.how == "exception":

@@ -1,4 +1,4 @@
-"""Ranks with relatives: a DataLoader worker that sleeps, a child in a session of its own, a grandchild without parent."""
+"""Ranks with descendants: a sleeping DataLoader worker, a child in its own session, an orphaned grandchild."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A loop as accelerate's examples write it. ``--how gather``: one rank gathers its metrics alone."""
+"""A training loop in the style of accelerate's examples. ``--how gather``: one rank gathers its metrics alone."""
 
 import argparse
 import time

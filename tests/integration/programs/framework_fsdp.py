@@ -1,4 +1,4 @@
-"""FSDP2 (fully_shard) on gloo, tiny. ``--how eval``: one rank evaluates the sharded model alone."""
+"""A tiny FSDP2 (fully_shard) job on gloo. ``--how eval``: one rank evaluates the sharded model alone."""
 
 import argparse
 import time

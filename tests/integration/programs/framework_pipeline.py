@@ -1,4 +1,4 @@
-"""Pipeline parallelism of torch itself on gloo: one stage a rank, 1F1B. ``--how fifo``: a stage blocks in its forward."""
+"""torch's pipeline parallelism on gloo: one stage per rank, 1F1B. ``--how fifo``: a stage blocks in its forward."""
 
 import argparse
 import os

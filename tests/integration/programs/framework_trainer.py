@@ -1,4 +1,4 @@
-"""transformers.Trainer with a tiny GPT-2 made on the spot. ``--how barrier``: a callback calls a barrier on one rank."""
+"""transformers.Trainer with a tiny, randomly initialised GPT-2. ``--how barrier``: a callback calls a barrier on one rank."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""One rank calls native code that keeps the GIL and does not return."""
+"""One rank calls native code that holds the GIL and never returns."""
 
 import ctypes
 

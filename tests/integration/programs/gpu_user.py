@@ -1,9 +1,9 @@
-"""A job that says which GPUs it was given, and finds out by locks of its own whether it has them alone.
+"""A job that records which GPUs it got, and checks with its own locks that it has them alone.
 
     gpu_user.py WITNESSES SECONDS
 
-Its locks die with it and have nothing to do with safelaunch's: if a second job that lives has the same GPU (or port), one
-of the two sees it.
+Its locks end with the process and are independent of safelaunch's. If two live jobs have the same GPU (or port), one of
+them detects it.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ if os.environ.get("WITNESS_PORT"):
 
 
 def note(word, what):
-    """One line, appended whole."""
+    """Appends one line in a single write."""
     fd = os.open(os.path.join(witnesses, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.write(fd, f"{time.monotonic():.6f} {word} {os.getpid()} {what}\n".encode())
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Training that is well: it may evaluate for long, and ends when the file ``finish`` appears in its scratch directory."""
+"""Healthy training, which may evaluate for long. It ends when the file ``finish`` appears in its scratch directory."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ options = parser.parse_args()
 
 
 def evaluate(seconds: float) -> float:
-    """One rank computes while its peers wait for it, as in an evaluation on rank 0."""
+    """Makes one rank compute while its peers wait for it, as in an evaluation on rank 0."""
     total, weights = 0.0, torch.randn(128, 128)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -21,7 +21,7 @@ def evaluate(seconds: float) -> float:
 
 
 def finished(job: Training) -> bool:
-    """Whether to stop, the same on all ranks."""
+    """Whether to stop, with the same answer on all ranks."""
     there = torch.tensor(float(os.path.exists(os.path.join(options.scratch, "finish"))))
     dist.all_reduce(there)
     return bool(there)

@@ -1,4 +1,4 @@
-"""One rank never reaches init_process_group: it prepares data on its own before."""
+"""One rank never reaches init_process_group, because it hangs while preparing data."""
 
 import os
 import time

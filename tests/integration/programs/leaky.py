@@ -1,4 +1,4 @@
-"""Training that hands its secrets to everything that ends up in a bundle; then one rank crashes or hangs."""
+"""Training that writes secrets to every source of a bundle. Then one rank crashes or hangs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Ranks that count their steps by hand, for a while or for ever; ``--how sleep`` makes one of them sleep in the middle, ``--how slow`` makes one slower than the other."""
+"""Ranks that mark their own steps, for a while or forever. ``--how sleep``: one of them hangs. ``--how slow``: one is slower."""
 
 import argparse
 import time
@@ -11,7 +11,7 @@ import safelaunch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--how", default="", choices=["", "sleep", "lag", "slow"])
-parser.add_argument("--until", default="/", help="train until this file is there")
+parser.add_argument("--until", default="/", help="train until this file exists")
 
 
 def rest_for_a_while():

@@ -1,4 +1,4 @@
-"""One rank's DataLoader worker does not deliver."""
+"""One rank's DataLoader worker hangs and delivers no batch."""
 
 import os
 import threading

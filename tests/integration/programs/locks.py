@@ -1,4 +1,4 @@
-"""One rank's training thread waits for another thread of its own process."""
+"""One rank's training thread waits for another thread of its process."""
 
 import os
 import queue

@@ -1,4 +1,4 @@
-"""Two neighbouring ranks, the culprit and the one after it, wait for each other; the rest wait for both."""
+"""The culprit and the next rank wait for each other, and the rest wait for both."""
 
 import torch
 import torch.distributed as dist

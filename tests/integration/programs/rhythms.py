@@ -1,4 +1,4 @@
-"""Training in every kind of healthy rhythm (``--how``), to its end, or to a freeze (``--freeze``) after some steps."""
+"""Training in each kind of healthy rhythm (``--how``), to its end or until it freezes (``--freeze``)."""
 
 import gzip
 import os
@@ -17,8 +17,8 @@ from training import Training, parser
 import safelaunch
 
 parser.add_argument("--freeze", default="", help="how it freezes: sleep, lock, read, mismatch, loader, spin")
-parser.add_argument("--length", type=float, default=0.1, help="seconds of an ordinary step")
-parser.add_argument("--busy-thread", action="store_true", help="a logger and profiler beside the loop")
+parser.add_argument("--length", type=float, default=0.1, help="duration of a normal step in seconds")
+parser.add_argument("--busy-thread", action="store_true", help="run a logger and profiler thread")
 options = parser.parse_args()
 RANK = int(os.environ["RANK"])
 dice = random.Random(4711)  # the same for all ranks
@@ -39,7 +39,7 @@ def save(megabytes: int, name: str) -> None:
 
 
 def download(seconds: float) -> None:
-    """Looks frozen: not a byte comes before the end."""
+    """Waits for a download that looks frozen: no byte arrives before its end."""
     server = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(server.getsockname())
     there, _ = server.accept()
@@ -68,7 +68,7 @@ def log_for_ever() -> None:
             time.sleep(0.02)
 
 
-# What happens besides the ordinary step, by the rhythm's name: called with the step's number.
+# What a rhythm does in addition to the normal step, by name. Called with the step's number.
 
 
 def nothing(step: int) -> None:
@@ -221,7 +221,7 @@ def trains(job: Training, step: int, batch: torch.Tensor) -> None:
 
 
 def evaluate_for_ever() -> None:
-    """A rank of another kind: never a step, never a collective of the trainers'; it waits for checkpoints."""
+    """Runs a rank that never steps and never joins the trainers' collectives. It waits for checkpoints."""
     dist.init_process_group("gloo")
     dist.new_group(list(range(options.trainers)))
     while not os.path.exists(os.path.join(options.scratch, "over")):

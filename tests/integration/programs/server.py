@@ -1,4 +1,4 @@
-"""Inference: batches for a while, then rank 0 serves requests and its peers wait for the next one. Nobody calls."""
+"""Inference: some batches, then rank 0 waits for requests and its peers for rank 0. No request comes."""
 
 import http.server
 import os

@@ -1,6 +1,6 @@
-"""Training that is steered by files in its scratch directory: ``finish`` ends it, ``hang`` makes the culprit hang.
+"""Training that files in its scratch directory control: ``finish`` ends it, ``hang`` makes the culprit hang.
 
-It hangs in its first attempt only. ``--odd`` is what the culprit does to itself, at its start-up or while it trains.
+It hangs in its first attempt only. ``--odd`` selects what the culprit does to itself at start-up or during training.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def wait_for_licence() -> None:
 
 
 def overwrite(begin: int, end: int) -> None:
-    """Blanks a part of this process's memory, as libraries that change a process's title do. Fields of ``stat``."""
+    """Blanks the memory between two fields of ``stat``, like libraries that change the process title."""
     with open("/proc/self/stat") as file:
         fields = [0, 0, 0, *file.read().rpartition(")")[2].split()]
     first, last = int(fields[begin]), int(fields[end])
@@ -64,12 +64,12 @@ def closes_its_descriptors() -> None:
 def changes_directory() -> None:
     place = os.path.join(options.scratch, f"gone-{os.getpid()}")
     os.mkdir(place)
-    os.chdir(place)  # not removed: torch itself asks for it while it is imported
+    os.chdir(place)  # not removed: torch reads it during its import
 
 
 def changes_its_title() -> None:
     overwrite(48, 49)
-    ctypes.CDLL(None).prctl(15, b") S 1 1 (", 0, 0, 0)  # PR_SET_NAME: a name that a careless reader takes for fields
+    ctypes.CDLL(None).prctl(15, b") S 1 1 (", 0, 0, 0)  # PR_SET_NAME: a name that a careless parser takes for fields
 
 
 def unsets_its_environment() -> None:
@@ -106,7 +106,7 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 0:
-            time.sleep(1.0)  # as when it opens its files
+            time.sleep(1.0)  # as DataLoaders do when they open files
         if options.culprit == RANK and FIRST_ATTEMPT and there("hang"):
             wait_for_licence()
         return torch.zeros(32)
@@ -120,7 +120,7 @@ def batches(job: Training):
 
 
 def agreed(name: str) -> bool:
-    """Whether the file is there, the same on all ranks."""
+    """Whether the file exists, with the same answer on all ranks."""
     found = torch.tensor(float(there(name)))
     dist.all_reduce(found)
     return bool(found)

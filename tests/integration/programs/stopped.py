@@ -1,4 +1,4 @@
-"""One rank is stopped by a signal: it sends it itself, or somebody else does."""
+"""A signal stops one rank. The rank sends it itself, or the test does."""
 
 import os
 import signal

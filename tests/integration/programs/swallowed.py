@@ -1,6 +1,6 @@
-"""One rank cannot read a batch, catches the exception and goes on with the next: it has left out the step's collectives.
+"""One rank can't read a batch, catches the exception and continues with the next, so it skips a step's collectives.
 
-Nothing complains: later steps of that rank meet earlier ones of its peers, until it is through and they are not.
+No error follows: its later steps match earlier steps of its peers, until it is done and they are not.
 """
 
 import torch
@@ -31,7 +31,7 @@ def main() -> None:
     with Training(options) as job:
         try:
             cache[job.rank]
-        except KeyError:  # caught on every rank, and no harm
+        except KeyError:  # caught on every rank, and harmless
             cache[job.rank] = 1
         trains(job)
         dist.barrier()

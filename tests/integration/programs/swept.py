@@ -1,4 +1,4 @@
-"""One job of a sweep: marks its beginning and end in ``marks/``, prints numbered lines, and behaves as it is told.
+"""One job of a sweep: marks its start and end in ``marks/``, prints numbered lines, and ends as HOW says.
 
 python swept.py NAME HOW SECONDS [METRIC_FILE]   (HOW: ok, fail, flaky, stubborn, polite, hang)
 """

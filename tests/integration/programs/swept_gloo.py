@@ -1,4 +1,4 @@
-"""One short gloo job of a sweep: some optimizer steps over all ranks, numbered lines, and a mark at its end."""
+"""One short gloo job of a sweep: it makes some optimizer steps, prints numbered lines, and marks its end."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ for step in range(steps):
     (weight.sum() * 0.1).backward()
     optimizer.step()
     for line in range(LINES):
-        # Under torchrun ranks run with -u: print would write the newline on its own, and another rank in between.
+        # torchrun runs ranks with -u: print would write the newline separately, and another rank could write in between.
         sys.stdout.write(f"{name} rank {rank} step {step} line {line}\n")
 if rank == 0:
     sys.stdout.write(f"val_loss={weight.sum().item():.4f}\n")

@@ -1,4 +1,4 @@
-"""All ranks stand still at the same line: a wedge in which nobody is more at fault than anybody else."""
+"""All ranks hang at the same line, so no rank is more at fault than another."""
 
 import time
 

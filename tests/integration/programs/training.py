@@ -1,4 +1,4 @@
-"""The training job that all programs here share: a small DDP model over gloo, one optimizer, one batch a step."""
+"""The training job of most programs here: a small DDP model over gloo, one optimizer, one batch per step."""
 
 import argparse
 import datetime
@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--culprit", type=int, default=0, help="the rank that misbehaves")
-parser.add_argument("--how", default="", help="in which way")
-parser.add_argument("--after", type=int, default=5, help="after this many steps")
+parser.add_argument("--how", default="", help="how it misbehaves")
+parser.add_argument("--after", type=int, default=5, help="steps before it misbehaves")
 parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the whole training")
-parser.add_argument("--timeout", type=float, default=1800, help="the process group's own, in seconds")
-parser.add_argument("--trainers", type=int, default=0, help="only so many ranks train")
-parser.add_argument("--scratch", default=".", help="a directory of this job's own")
+parser.add_argument("--timeout", type=float, default=1800, help="timeout of the process group in seconds")
+parser.add_argument("--trainers", type=int, default=0, help="number of ranks that train; 0: all")
+parser.add_argument("--scratch", default=".", help="a private directory of this job")
 
 
 class Training:
@@ -37,18 +37,18 @@ class Training:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            # gloo's threads still let go of the last tensors, and need the GIL for that. Torch aborts one that asks
+            # gloo's threads still release the last tensors and need the GIL for that. Torch aborts one that asks
             # for it once Python shuts down.
             time.sleep(0.2)
             dist.destroy_process_group()
 
     def batches(self):
-        """(step, batch) for the whole training."""
+        """Yields (step, batch) for the whole training."""
         for step in range(1, self.options.steps + 1):
             yield step, torch.randn(8, 32)
 
     def train(self, batch: torch.Tensor) -> torch.Tensor:
-        """One optimizer step; all ranks meet in the gradients' all-reduce."""
+        """Makes one optimizer step. All ranks meet in the gradient all-reduce."""
         self.optimizer.zero_grad()
         loss = self.model(batch).pow(2).mean()
         loss.backward()

@@ -1,4 +1,4 @@
-"""One rank has fewer batches than its peers and leaves the training loop before them."""
+"""One rank has fewer batches than its peers and leaves the training loop first."""
 
 import os
 import sys

@@ -1,0 +1,157 @@
+"""Detects the death of the processes that would end this job, through two named pipes in the run directory.
+
+Nobody writes to the pipes. A reader of ``life`` sees end-of-file when the supervisor has died. A reader of ``keepers``
+sees it when no process is left that would end the job: no supervisor, no guardian, and no process in ``watch``. After a
+normal end, the run directory is gone and nothing is done.
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic, sleep
+
+from . import layout, log
+
+F_SETSIG = 10
+SIGKILL, SIGTERM = 9, 15  # importing signal costs a rank 2 ms
+PR_SET_CHILD_SUBREAPER = 36
+GUARDIAN_STARTS_S = 5.0
+TRIES = 30
+GUARDIAN_ENDS_S = 20.0  # longest time a live guardian takes: SIGTERM, 5 s, SIGKILL, 5 s
+
+
+@log.guarded
+def watch(run_dir: str, role: str) -> None:
+    """Starts a thread that starts another guardian once both supervisor and guardian are dead.
+
+    The thread waits in ``read`` without the GIL. ``role``: ``layout.AGENT_ROLE`` for the parent of all ranks.
+    """
+    import _thread
+    import signal
+
+    keepers = _open(run_dir, layout.KEEPERS, os.O_RDWR)
+    life = _open(run_dir, layout.LIFE, os.O_RDONLY | os.O_NONBLOCK)
+    if life < 0 or keepers < 0:
+        return  # there is no guardian; the supervisor has reported that
+    os.set_blocking(life, True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread keeps receiving signals
+    try:
+        _thread.start_new_thread(_wait, (life, run_dir, role))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@log.guarded
+def end_with_keepers(run_dir: str) -> None:
+    """Makes the kernel kill this process once no keeper of the job is left, even if a thread never releases the GIL.
+
+    Use it only in a process that the job waits for. One that may outlive the job would be killed after a normal end,
+    too.
+    """
+    import fcntl
+
+    pipe = _open(run_dir, layout.KEEPERS, os.O_RDONLY | os.O_NONBLOCK)
+    if pipe < 0:
+        return
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, F_SETSIG, SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+    try:
+        os.read(pipe, 1)  # end-of-file: all keepers are dead already
+    except BlockingIOError:
+        return
+    os.kill(os.getpid(), SIGKILL)
+
+
+def _open(run_dir: str, name: str, flags: int) -> int:
+    """Opens a file of the run directory and returns its descriptor, or -1.
+
+    A high number keeps it out of the way of scripts that close and reopen their low descriptors.
+    """
+    import fcntl
+
+    try:
+        descriptor = os.open(os.path.join(run_dir, name), flags | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 240)
+    except OSError:
+        return descriptor  # the limit on descriptors is low: keep the low number
+    os.close(descriptor)
+    return high
+
+
+@log.guarded
+def _wait(life: int, run_dir: str, role: str) -> None:
+    os.read(life, 1)
+    rescue, members = os.path.join(run_dir, layout.RESCUE), os.path.join(run_dir, layout.MEMBERS)
+    deadline = monotonic() + GUARDIAN_ENDS_S
+    while os.path.exists(rescue):
+        if monotonic() > deadline or not _is_guarded(members):
+            _start_guardian(rescue, members, role)
+            deadline = monotonic() + GUARDIAN_ENDS_S
+            sleep(GUARDIAN_STARTS_S)
+        sleep(0.1)
+
+
+def _is_guarded(members: str) -> bool:
+    """Whether a guardian is alive. A live guardian removes the run directory once it has ended the job."""
+    words = [line.split() for line in _noted(members, "guardian")]
+    return any(_lives(pid, ticks) for pid, ticks in words)
+
+
+def _noted(members: str, what: str) -> list[str]:
+    """Returns the values that the guardians have recorded in ``members`` under the keyword ``what``."""
+    try:
+        with open(members) as file:
+            lines = [line.rstrip("\n").partition(" ") for line in file]
+    except OSError:
+        return []
+    return [value for word, _, value in lines if word == what]
+
+
+def _lives(pid: str, start_ticks: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[19] == start_ticks and fields[0] not in "ZX"
+
+
+def _start_guardian(rescue: str, members: str, role: str) -> None:
+    """Starts a guardian. This process becomes a subreaper first: the guardian then finds the job's orphans below it."""
+    log.guarded(_become_subreaper)()
+    for _ in range(TRIES):  # a node without free memory regains some as the job ends
+        try:
+            with open(rescue, "rb") as file:
+                executable, code = (os.fsdecode(part) for part in file.read().split(b"\0"))
+            env = {**os.environ, layout.GUARDIAN_CODE: code, layout.GUARDIAN_STARTER: role}
+            os.posix_spawn(executable, [executable, *layout.GUARDIAN_ARGUMENTS], env)
+            return
+        except OSError:
+            log.fault("rescue")
+            sleep(0.1)
+    _end_without(members)
+
+
+def _end_without(members: str) -> None:
+    """Ends the job without a guardian.
+
+    Kills the job's control group, which includes this process. If that is not possible, sends SIGTERM to this process:
+    torchrun then ends its ranks.
+    """
+    for group in _noted(members, "group"):
+        try:
+            with open(os.path.join(group, "cgroup.kill"), "w") as file:
+                file.write("1")
+        except OSError:
+            continue  # the group was never created, or is gone with the job
+    os.kill(os.getpid(), SIGTERM)
+
+
+def _become_subreaper() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

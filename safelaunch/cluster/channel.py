@@ -1,0 +1,387 @@
+"""The thread in which a supervisor talks to the others: one connection, a beat up and a page down, again and again.
+
+Nobody waits for it: the supervisor leaves what it has to say (``tell``, ``hand_in``, ``decide``) and reads what is
+known (``seen``). When the store does not answer any more, the supervisor is alone, until it can be reached again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from msgspec import structs
+
+from safelaunch.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
+from safelaunch.cluster.messages import BadMessage, Beat, Codec, Decision, Node, Page
+from safelaunch.cluster.store import Store, StoreError, ValueTooLarge
+from safelaunch.cluster.where import Meeting
+
+IDLE_S, CROWD_IDLE_S, CROWD = 0.5, 1.0, 64  # between rounds; with so many nodes
+BUSY_S = 0.15
+ANSWER_S = 15.0  # the store's only thread may be resolving a name
+FIRST_TRIES_S = 2.0  # nothing listens there before torchrun has started
+AGAIN_S = (5.0, 15.0, 30.0, 60.0)
+GOODBYE_S = 1.0
+MOST_NAMED = 8
+NEW_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What other nodes have said of themselves. ``stopping``: a user or a scheduler stops the job there.
+
+    ``troubles``: what failed there on its own account. ``quiet``: how many have not been heard for a few seconds.
+    ``lost``: there is no connection any more.
+    """
+
+    stopping: bool = False
+    troubles: tuple[str, ...] = ()
+    quiet: int = 0
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known at this moment. ``page`` None: there is nobody to talk to, and ``why``.
+
+    ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader; then ``complete`` says
+    that the evidence of the incident is there or need not be waited for, and ``evidence`` has that of the other nodes.
+    ``nodes``: the others, the first few. ``word``: what they said last, also of before the connection was lost.
+    """
+
+    page: Page | None = None
+    why: str = "no answer yet"
+    leads: bool = False
+    complete: bool = False
+    silent_s: float = 0.0
+    decision: tuple[int, Decision] | None = None
+    evidence: Mapping[int, list[bytes]] = field(default_factory=dict)
+    nodes: tuple[Node, ...] = ()
+    word: Word = field(default_factory=Word)
+    is_local: bool = False  # the store's host is this one
+
+
+class Channel:
+    """``start`` it, and ``close`` it at the end. All methods return at once, and are for any thread."""
+
+    def __init__(self, meeting: Meeting, node: Node, key: bytes = b"") -> None:
+        self._meeting = meeting
+        self.node = node
+        self._codec = Codec(meeting.prefix, key)
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._beat = Beat(node.incarnation, 0)
+        self._to_hand_in: tuple[int, list[bytes]] | None = None
+        self._to_decide: tuple[int, Decision] | None = None
+        self.seen = Seen()
+        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Says goodbye; takes a second at most."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(GOODBYE_S)
+
+    def tell(self, **changes: Any) -> None:
+        """Changes fields of this node's beat."""
+        with self._lock:
+            beat = structs.replace(self._beat, **changes)
+            changed, self._beat = beat != self._beat, beat
+        if changed:
+            self._wake.set()
+
+    @property
+    def beat(self) -> Beat:
+        """What this node says of itself."""
+        return self._beat
+
+    def hand_in(self, incident: int, chunks: list[bytes]) -> None:
+        """This node's evidence."""
+        with self._lock:
+            self._to_hand_in = incident, chunks
+        self._wake.set()
+
+    def decide(self, incident: int, decision: Decision) -> None:
+        """The leader's word; the first one that is stored counts."""
+        with self._lock:
+            self._to_decide = incident, decision
+        self._wake.set()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        tries = 0
+        while not self._closing:
+            met = False
+            try:
+                store = Store(self._meeting.address)
+                try:
+                    session = _Session(store, self._meeting.prefix, self._codec, self.node)
+                    met = True
+                    self._converse(session)
+                finally:
+                    store.close()
+            except (StoreError, ValueTooLarge) as error:
+                self.seen = Seen(why=str(error), nodes=self.seen.nodes, word=self.seen.word)
+            except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only
+                self.seen = Seen(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
+                return
+            tries = 0 if met else tries + 1
+            refused = not met and "refused" in self.seen.why
+            pause_s = FIRST_TRIES_S if refused else AGAIN_S[min(tries, len(AGAIN_S) - 1)]
+            until = time.monotonic() + pause_s
+            while not self._closing and (left_s := until - time.monotonic()) > 0:
+                self._wake.wait(left_s)
+                self._wake.clear()
+
+    def _converse(self, session: _Session) -> None:
+        while True:
+            with self._lock:
+                beat, handing_in, deciding = self._beat, self._to_hand_in, self._to_decide
+                self._to_hand_in = None
+            if self._closing:
+                session.leave(beat)
+                return
+            if handing_in is not None:
+                number = session.hand_in(*handing_in)
+                with self._lock:
+                    if self._beat.incident == handing_in[0]:
+                        self._beat = beat = structs.replace(self._beat, chunks=number)
+            self.seen = seen = session.round(beat, deciding)
+            page = seen.page
+            busy = beat.doing == "suspecting" or (page is not None and page.phase not in ("idle", "agreed"))
+            quiet_s = CROWD_IDLE_S if page is not None and page.nodes > CROWD else IDLE_S
+            self._wake.wait(BUSY_S if busy else quiet_s)
+            self._wake.clear()
+
+
+class _Session:
+    """One connection, registered under a slot of its own. Raises StoreError where the store fails."""
+
+    def __init__(self, store: Store, prefix: str, codec: Codec, node: Node) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._codec = codec
+        # A connection is an incarnation: who comes back has not seen what was said meanwhile.
+        self._node = structs.replace(node, incarnation=uuid.uuid4().hex[:16])
+        self._slot = store.add(f"{prefix}/n", 1, deadline_s=ANSWER_S)
+        self._count = 0
+        self._hearing = Hearing()
+        self._succession = Succession()
+        self._unreadable = Hearing()  # a page that changes, in whatever key, is somebody's
+        self._leader: Leader | None = None
+        self._page_bytes = b""
+        self._slots: set[int] = set()  # whose beats have been seen
+        self._nodes: dict[int, Node] = {}
+        self._evidence: dict[int, list[bytes]] = {}
+        self._evidence_of = 0  # the incident
+        self._handed_in: list[str] = []
+        self._decision: tuple[int, Decision] | None = None
+        self._page: Page | None = None
+        self._page_s = 0.0
+        self._write(f"m/{self._slot}", codec.encode(f"m/{self._slot}", self._node))
+
+    def hand_in(self, incident: int, chunks: list[bytes]) -> int:
+        for number, chunk in enumerate(chunks):
+            place = f"e/{incident}/{self._slot}/{number}"
+            self._write(place, self._codec.seal(place, chunk))
+            self._handed_in.append(place)
+        return len(chunks)
+
+    def leave(self, beat: Beat) -> None:
+        self._count += 1
+        doing = beat.doing if beat.doing == "stopping" else "ended"
+        beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count, doing=doing)
+        place = f"b/{self._slot}"
+        self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=GOODBYE_S)
+
+    def round(self, beat: Beat, deciding: tuple[int, Decision] | None) -> Seen:
+        self._count += 1
+        beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count)
+        self._write(f"b/{self._slot}", self._codec.encode(f"b/{self._slot}", beat))
+        now = time.monotonic()
+        page = self._read_page(now)
+        complete = False
+        if self._leader is not None:
+            page, complete = self._lead(self._leader, deciding, now)
+        elif page is None:
+            if not self._page_bytes or self._unreadable.silent_s(0, now) >= SILENT_S:
+                self._begin_to_lead(Page(leader=self._slot), now)
+                page = self._page
+        elif self._succession.is_orphaned(page, now):
+            beats = self._beats()
+            if self._succession.takes_over(self._slot, beats, now):
+                hearing = self._succession.hearing(page.leader, now)
+                self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, hearing)
+        if page is not None and page.phase in ("decided", "agreed"):
+            self._read_decision(page.incident)
+        if page is not None and page.phase in ("idle", "agreed"):
+            while self._handed_in:  # nothing expires in the store
+                self._store.delete(f"{self._prefix}/{self._handed_in.pop()}", deadline_s=ANSWER_S)
+        silent_s = now - self._page_s if page is not None else 0.0
+        if page is not None:
+            self._name(page)
+        return Seen(
+            page=page,
+            why="" if page is not None else "they speak with another key, or in another version",
+            leads=self._leader is not None,
+            complete=complete,
+            silent_s=silent_s,
+            decision=self._decision,
+            evidence=dict(self._evidence),
+            nodes=tuple(self._nodes.values()),
+            word=self._word(page),
+            is_local=self._store.is_local,
+        )
+
+    # --- following --------------------------------------------------------------------------------------------------
+
+    def _read_page(self, now: float) -> Page | None:
+        data = self._store.get(f"{self._prefix}/head", deadline_s=ANSWER_S)
+        if data is None:
+            return None
+        if self._leader is not None and data != self._page_bytes:
+            self._leader = None  # somebody has taken over
+        if data != self._page_bytes:
+            self._page_bytes = data
+            try:
+                found = self._codec.decode("head", data, Page)
+            except BadMessage:
+                self._unreadable.hear({0: (data[-200:].hex(), len(data))}, now)
+                return self._page
+            self._page, self._page_s = found, now
+        return self._page
+
+    def _read_decision(self, incident: int) -> None:
+        if self._decision is not None and self._decision[0] == incident:
+            return
+        place = f"d/{incident}"
+        data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+        if data is not None:
+            try:
+                self._decision = incident, self._codec.decode(place, data, Decision)
+            except BadMessage:
+                return
+
+    def _name(self, page: Page) -> None:
+        """A few others, once each."""
+        if len(self._nodes) >= min(page.nodes - 1, MOST_NAMED):
+            return
+        number = self._number()
+        for slot in range(1, min(number, 4 * MOST_NAMED) + 1):
+            if slot != self._slot and slot not in self._nodes and slot not in page.silent:
+                data = self._store.get(f"{self._prefix}/m/{slot}", deadline_s=ANSWER_S)
+                try:
+                    node = self._codec.decode(f"m/{slot}", data, Node) if data is not None else None
+                except BadMessage:
+                    node = None
+                if node is not None:
+                    self._nodes[slot] = node
+
+    def _word(self, page: Page | None) -> Word:
+        if page is None:
+            return Word()
+        others = [slot for slot in page.stopping if slot != self._slot]
+        troubles = tuple(text for slot, text in page.troubles if slot != self._slot)
+        return Word(bool(others), troubles, sum(slot != self._slot for slot in page.quiet))
+
+    # --- leading ----------------------------------------------------------------------------------------------------
+
+    def _begin_to_lead(self, page: Page, now: float, hearing: Hearing | None = None) -> None:
+        data = self._codec.encode("head", page)
+        stored = self._store.compare_set(f"{self._prefix}/head", self._page_bytes, data, deadline_s=ANSWER_S)
+        if stored == data:
+            self._page, self._page_bytes, self._page_s = page, data, now
+            self._leader = Leader(page, now)
+            self._hearing = hearing or Hearing()
+
+    def _lead(self, leader: Leader, deciding: tuple[int, Decision] | None, now: float) -> tuple[Page, bool]:
+        beats = self._beats()
+        self._hearing.hear({slot: (beat.incarnation, beat.count) for slot, beat in beats.items()}, now)
+        here = {slot: beat for slot, beat in beats.items() if beat.doing != "ended"}
+        heard = {slot: beat for slot, beat in here.items() if self._hearing.silent_s(slot, now) < SILENT_S}
+        heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
+        # One whose ranks another has now has only come back under another slot.
+        silent = tuple(s for s in sorted(here.keys() - heard.keys()) if not heard_ranks.issuperset(here[s].ranks))
+        decided = deciding is not None and deciding[0] == leader.page.incident and leader.page.phase == "collecting"
+        if decided and deciding is not None:
+            self._store_decision(*deciding)
+        quiet = tuple(slot for slot in here if self._hearing.silent_s(slot, now) >= QUIET_S)
+        given = Given(heard, silent, decided, quiet, beats)
+        before = self._page_bytes
+        page = leader.next(given, now)
+        data = self._codec.encode("head", page)
+        stored = self._store.compare_set(f"{self._prefix}/head", before, data, deadline_s=ANSWER_S)
+        if stored != data:
+            self._leader = None  # somebody has taken over, having heard nothing of us for long
+            return page, False
+        self._page, self._page_bytes, self._page_s = page, data, now
+        if page.phase == "collecting":
+            self._fetch(page.incident, heard)
+        return page, leader.is_complete(given, now) and self._has_fetched(page.incident, heard)
+
+    def _store_decision(self, incident: int, decision: Decision) -> None:
+        place = f"d/{incident}"
+        data = self._codec.encode(place, decision)
+        stored = self._store.compare_set(f"{self._prefix}/{place}", b"", data, deadline_s=ANSWER_S)
+        try:
+            self._decision = incident, self._codec.decode(place, stored, Decision)
+        except BadMessage:
+            self._decision = incident, decision
+
+    def _number(self) -> int:
+        data = self._store.get(f"{self._prefix}/n", deadline_s=ANSWER_S)
+        return min(int(data), 1 << 16) if data is not None and data.isdigit() else 0
+
+    def _beats(self) -> dict[int, Beat]:
+        new = (slot for slot in range(1, self._number() + 1) if slot not in self._slots)
+        for slot in islice(new, NEW_AT_ONCE):  # a number in the store may be anybody's
+            if self._store.get(f"{self._prefix}/b/{slot}", deadline_s=ANSWER_S) is not None:
+                self._slots.add(slot)
+        slots = sorted(self._slots)
+        found = self._store.get_all([f"{self._prefix}/b/{slot}" for slot in slots], deadline_s=ANSWER_S) or []
+        beats = {}
+        for slot, data in zip(slots, found, strict=False):
+            try:
+                beats[slot] = self._codec.decode(f"b/{slot}", data, Beat)
+            except BadMessage:
+                continue  # as if it were not there: nobody is heard by it
+        return beats
+
+    def _fetch(self, incident: int, heard: Mapping[int, Beat]) -> None:
+        if self._evidence_of != incident:
+            self._evidence, self._evidence_of = {}, incident
+        for slot, beat in heard.items():
+            mine = beat.incident == incident and slot != self._slot
+            if not mine or beat.chunks < 0 or slot in self._evidence:
+                continue
+            chunks = []
+            for number in range(beat.chunks):
+                place = f"e/{incident}/{slot}/{number}"
+                data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+                try:
+                    chunks.append(self._codec.open(place, data or b""))
+                except BadMessage:
+                    chunks = []
+                    break
+            self._evidence[slot] = chunks
+
+    def _has_fetched(self, incident: int, heard: Mapping[int, Beat]) -> bool:
+        return all(
+            slot in self._evidence
+            for slot, beat in heard.items()
+            if slot != self._slot and beat.incident == incident and beat.chunks >= 0
+        )
+
+    def _write(self, place: str, data: bytes) -> None:
+        self._store.set(f"{self._prefix}/{place}", data, deadline_s=ANSWER_S)

@@ -1,0 +1,136 @@
+"""A node's evidence as it travels to the leader, and the evidence of all nodes as one.
+
+It has been through the node's redaction before. What is long is cut: of a Flight Recorder the newest entries travel,
+of the output its end. The whole of it stays in the node's own bundle.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from safelaunch.cluster.messages import MOST_RANKS, BadMessage, packed, unpacked
+from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, RankEvidence
+from safelaunch.model.entries import Entries, Kinds
+
+MOST_ENTRIES = 4096  # of a rank
+MOST_LOG = 8 << 10  # characters
+MOST_CHILDREN = 64
+
+
+class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A Flight Recorder by column: ``kinds`` once, and numbers for each entry; times as differences."""
+
+    version: str
+    kinds: tuple[Collective, ...]
+    kind_of: list[int]
+    seqs: list[int]
+    p2p_seqs: list[int]
+    record_ids: list[int]
+    created_ns: list[int]
+    groups: dict[str, tuple[int, ...]] = {}
+    status: dict[str, GroupStatus] = {}
+    damaged: tuple[str, ...] = ()
+
+
+class _Travelling(msgspec.Struct, frozen=True):
+    """``rest``: everything of the evidence but the Flight Recorders, which are in ``records`` by rank."""
+
+    rest: Evidence
+    records: dict[int, _Record]
+
+
+def condensed(evidence: Evidence) -> list[bytes]:
+    """Chunks that a store takes; of fewer and fewer entries until they fit."""
+    most = MOST_ENTRIES
+    ranks = tuple(
+        replace(rank, flight_record=None, log_tail=rank.log_tail[-MOST_LOG:], children=rank.children[:MOST_CHILDREN])
+        for rank in evidence.ranks
+    )
+    while True:
+        records = {
+            rank.rank: _columns(rank.flight_record, most) for rank in evidence.ranks if rank.flight_record and most
+        }
+        travelling = _Travelling(replace(evidence, ranks=ranks), records)
+        chunks = packed(msgspec.msgpack.encode(travelling))
+        if chunks is not None:
+            return chunks
+        if not most:  # stacks and states of thousands of processes: who is there is all that is said
+            bare = tuple(RankEvidence(rank.rank, rank.host, rank.pid, rank.local_rank) for rank in evidence.ranks)
+            return packed(msgspec.msgpack.encode(_Travelling(replace(evidence, ranks=bare), {}))) or []
+        most //= 4
+
+
+def expanded(chunks: list[bytes]) -> Evidence:
+    """Raises BadMessage for what ``condensed`` did not make."""
+    try:
+        found = msgspec.msgpack.decode(unpacked(chunks), type=_Travelling)
+        records = {rank: _record(columns) for rank, columns in found.records.items()}
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError) as error:
+        raise BadMessage(str(error)) from error
+    numbers = [rank.rank for rank in found.rest.ranks]
+    if len(set(numbers)) != len(numbers) or not all(0 <= number < MOST_RANKS for number in numbers):
+        raise BadMessage("evidence of ranks that there cannot be")
+    ranks = tuple(replace(rank, flight_record=records.get(rank.rank)) for rank in found.rest.ranks)
+    return replace(found.rest, ranks=ranks)
+
+
+def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
+    """The evidence of all nodes as one. Of a rank that several bring, the first counts."""
+    kept: dict[int, RankEvidence] = {}
+    for rank in (rank for evidence in (own, *others) for rank in evidence.ranks):
+        if rank.rank < own.world_size:
+            kept.setdefault(rank.rank, rank)
+    everybody = (own, *others)
+    return replace(
+        own,
+        ranks=tuple(kept[number] for number in sorted(kept)),
+        missing_ranks=tuple(number for number in range(own.world_size) if number not in kept),
+        stall_s=max(evidence.stall_s for evidence in everybody),
+        moving=any(evidence.moving for evidence in everybody),
+        notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
+    )
+
+
+def _columns(record: FlightRecord, most: int) -> _Record:
+    entries = Entries.of(record.entries)
+    begin = max(0, len(entries) - most)
+    used = sorted(set(entries.kind_of[begin:]))
+    number_of = {kind: number for number, kind in enumerate(used)}
+    created = list(entries.created_ns)[begin:]
+    return _Record(
+        version=record.version,
+        kinds=tuple(entries.kinds.all[kind] for kind in used),
+        kind_of=[number_of[kind] for kind in entries.kind_of[begin:]],
+        seqs=list(entries.seqs)[begin:],
+        p2p_seqs=list(entries.p2p_seqs)[begin:],
+        record_ids=list(entries.record_ids)[begin:],
+        created_ns=[now - before for now, before in zip(created, [0, *created], strict=False)],
+        groups=record.groups,
+        status=record.status,
+        damaged=record.damaged,
+    )
+
+
+def _record(columns: _Record) -> FlightRecord:
+    kinds = Kinds()
+    numbers = [kinds.number_of(kind) for kind in columns.kinds]
+    created, at = [], 0
+    for difference in columns.created_ns:
+        at += difference
+        created.append(at)
+    lists = (columns.kind_of, columns.seqs, columns.p2p_seqs, columns.record_ids, created)
+    if len({len(each) for each in lists}) > 1 or len(created) > MOST_ENTRIES or min(columns.kind_of, default=0) < 0:
+        raise BadMessage("a Flight Recorder whose columns do not fit")
+    entries = Entries(
+        kinds,
+        array("I", [numbers[kind] for kind in columns.kind_of]),
+        seqs=columns.seqs,
+        p2p_seqs=columns.p2p_seqs,
+        record_ids=columns.record_ids,
+        created_ns=created,
+    )
+    return FlightRecord(columns.version, entries, columns.groups, columns.status, columns.damaged)

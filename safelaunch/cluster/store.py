@@ -1,0 +1,192 @@
+"""A client of c10d's TCPStore, spoken without torch: the store in which torchrun's agents of all nodes already meet.
+
+The protocol as torch 2.6 to 2.13 speak it (libuv and the older server): little-endian, strings as u64 length and bytes,
+``/`` before each key. The server has one thread and no time limit of its own, so every operation here has a deadline;
+after one has run out the connection is closed, because what would come next on it is the answer to an old question.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _DELETE, _MULTI_GET, _PING = 0, 1, 2, 3, 4, 5, 8, 10, 13
+_MAGIC = 0x3C85F7CE
+_FOUND = 0
+
+LONGEST_KEY = 8000  # bytes; libuv's server closes the connection at 8192
+LARGEST_VALUE = 4 << 20  # bytes; half of what libuv's server takes
+CONNECT_S = 15.0  # it resolves the name of each new client in its only thread, 5 s where that fails
+_MOST_ANSWERED = 64 << 20  # bytes of one answer: a store that says more is none
+
+
+class StoreError(Exception):
+    """The store does not answer, or not as a TCPStore does. The connection is closed."""
+
+
+class ValueTooLarge(ValueError):
+    """A key or a value that some server would not take; nothing was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a store listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Store:
+    """One connection. Not safe for use by several threads at once. Every method raises ``StoreError``.
+
+    ``deadline_s`` of each: how long it may take in all, sending included.
+    """
+
+    def __init__(self, address: Address, *, deadline_s: float = CONNECT_S) -> None:
+        self.address = address
+        self._deadline = time.monotonic() + deadline_s
+        try:
+            self._socket = socket.create_connection((address.host, address.port), timeout=deadline_s)
+        except OSError as error:
+            raise StoreError(f"no store at {address}: {error.strerror or error}") from error
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = os.urandom(4)
+        if self._ask(bytes([_VALIDATE]) + struct.pack("<I", _MAGIC) + bytes([_PING]) + nonce, 4) != nonce:
+            raise self._broken("what listens there is no TCPStore")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the server runs on this very host, as far as addresses tell. Raises nothing."""
+        try:
+            return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
+        except OSError:
+            return False
+
+    def set(self, key: str, value: bytes, *, deadline_s: float) -> None:
+        """Stores ``value``; returns once the server has it. Raises ValueTooLarge."""
+        self._deadline = time.monotonic() + deadline_s
+        nonce = os.urandom(4)  # the server answers no SET: what follows it is answered
+        if self._ask(bytes([_SET]) + _key(key) + _value(value) + bytes([_PING]) + nonce, 4) != nonce:
+            raise self._broken("an answer to nothing that was asked")
+
+    def compare_set(self, key: str, expected: bytes, wanted: bytes, *, deadline_s: float) -> bytes:
+        """Stores ``wanted`` where ``expected`` is stored (empty: where nothing is). Returns what is stored then.
+
+        Where nothing is stored and something was expected, the server returns ``expected``.
+        """
+        self._deadline = time.monotonic() + deadline_s
+        self._send(bytes([_COMPARE_SET]) + _key(key) + _value(expected) + _value(wanted))
+        return self._bytes()
+
+    def get(self, key: str, *, deadline_s: float) -> bytes | None:
+        """What is stored, or None. The older server closes the connection over a missing key, so it is asked first."""
+        self._deadline = time.monotonic() + deadline_s
+        if not self._has([key]):
+            return None
+        self._send(bytes([_GET]) + _key(key))
+        return self._bytes()
+
+    def get_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes] | None:
+        """What is stored under all of ``keys``; None where one of them is missing."""
+        self._deadline = time.monotonic() + deadline_s
+        if not keys:
+            return []
+        if not self._has(keys):
+            return None
+        self._send(bytes([_MULTI_GET]) + _count(len(keys)) + b"".join(map(_key, keys)))
+        return [self._bytes() for _ in keys]
+
+    def add(self, key: str, amount: int, *, deadline_s: float) -> int:
+        """Adds to a number (0 where nothing is stored) and returns the sum."""
+        self._deadline = time.monotonic() + deadline_s
+        return _number(self._ask(bytes([_ADD]) + _key(key) + struct.pack("<q", amount), 8))
+
+    def delete(self, key: str, *, deadline_s: float) -> bool:
+        """Whether there was something to remove."""
+        self._deadline = time.monotonic() + deadline_s
+        return _number(self._ask(bytes([_DELETE]) + _key(key), 8)) > 0
+
+    # --- the wire -----------------------------------------------------------------------------------------------------
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return self._ask(bytes([_CHECK]) + _count(len(keys)) + b"".join(map(_key, keys)), 1) == bytes([_FOUND])
+
+    def _ask(self, words: bytes, answer_bytes: int) -> bytes:
+        self._send(words)
+        return self._receive(answer_bytes)
+
+    def _bytes(self) -> bytes:
+        length = _number(self._receive(8))
+        if not 0 <= length <= _MOST_ANSWERED:
+            raise self._broken(f"an answer of {length} bytes")
+        return self._receive(length)
+
+    def _send(self, words: bytes) -> None:
+        left = memoryview(words)
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                self._await(select.POLLOUT)
+            except OSError as error:
+                raise self._broken(error.strerror or str(error)) from error
+
+    def _receive(self, length: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < length:
+            try:
+                part = self._socket.recv(min(length - len(parts), 1 << 20))
+            except BlockingIOError:
+                self._await(select.POLLIN)
+                continue
+            except OSError as error:
+                raise self._broken(error.strerror or str(error)) from error
+            if not part:
+                raise self._broken("it has closed the connection")
+            parts += part
+        return bytes(parts)
+
+    def _await(self, event: int) -> None:
+        left_s = self._deadline - time.monotonic()
+        poll = select.poll()
+        poll.register(self._socket, event)
+        if left_s <= 0 or not poll.poll(left_s * 1000):
+            raise self._broken("no answer in time")
+
+    def _broken(self, reason: str) -> StoreError:
+        self._socket.close()
+        return StoreError(f"the store at {self.address}: {reason}")
+
+
+def _key(key: str) -> bytes:
+    data = f"/{key}".encode()
+    if len(data) > LONGEST_KEY:
+        raise ValueTooLarge(f"a key of {len(data)} bytes")
+    return _count(len(data)) + data
+
+
+def _value(value: bytes) -> bytes:
+    if len(value) > LARGEST_VALUE:
+        raise ValueTooLarge(f"a value of {len(value)} bytes")
+    return _count(len(value)) + value
+
+
+def _count(number: int) -> bytes:
+    return struct.pack("<Q", number)
+
+
+def _number(data: bytes) -> int:
+    (found,) = struct.unpack("<q", data)
+    return int(found)

@@ -1,0 +1,232 @@
+"""The protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
+
+It answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_dir": ""}`` after writing the bundle.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from safelaunch.errors import SafelaunchError
+
+MAX_LINE = 1 << 20
+REQUEST_DEADLINE_S = 5.0  # for a client to send its request
+ANSWER_DEADLINE_S = 5.0  # for a client to read its answer
+MOST_CLIENTS = 64
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A client's request: ``status`` or ``dump``. ``bundle_dir``: an absolute path; empty: the run's own."""
+
+    command: str
+    bundle_dir: str = ""
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """One rank in the watch's view. ``age_s``: since its last step, or since its start; None without a beacon."""
+
+    rank: int
+    pid: int
+    state: str
+    step: int | None = None
+    steps_per_s: float | None = None
+    age_s: float | None = None
+    phase: str = ""
+    signals: str = ""
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """One run. ``threshold_s``: seconds without a step before it is suspected; ``threshold_why``: its origin.
+
+    ``notes``: what slows the job down.
+    """
+
+    run: str
+    name: str
+    supervisor_pid: int
+    cwd: str
+    command: list[str]
+    started_unix_s: float
+    attempt: int
+    world_size: int
+    watch: str
+    threshold_s: float
+    threshold_why: str
+    ranks: list[RankStatus]
+    notes: list[str] = []
+
+
+class DumpAnswer(msgspec.Struct, frozen=True):
+    """The bundle of a live run. ``problem``: why it is in another place than requested, or why there is none."""
+
+    bundle: str = ""
+    summary: str = ""
+    problem: str = ""
+
+
+class Client:
+    """The server's side of one connection. No method waits for the client.
+
+    ``until_s``: the client's deadline (CLOCK_MONOTONIC) to send its request or read its answer; None while we work.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._data = b""
+        self._answer: memoryview | None = None
+        self.until_s: float | None = time.monotonic() + REQUEST_DEADLINE_S
+        self.is_open = True
+        connection.setblocking(False)
+
+    @property
+    def asks(self) -> bool:
+        """Whether its request has not arrived yet."""
+        return self.until_s is not None and self._answer is None
+
+    def read(self) -> Request | None:
+        """The request once its line is complete, None before. Raises OSError or ValueError if it can't arrive."""
+        try:
+            chunk = self._connection.recv(4096)
+        except BlockingIOError:
+            return None
+        if not chunk or len(self._data) > 4096:
+            raise ValueError("the client left, or sent too much")
+        self._data += chunk
+        if b"\n" not in self._data:
+            return None
+        request = msgspec.json.decode(self._data, type=Request)
+        self.until_s = None
+        return request
+
+    def answer(self, value: object) -> None:
+        """Sends one JSON line and closes: at once if the client reads, else in parts with each poll."""
+        self._answer = memoryview(msgspec.json.encode(value) + b"\n")
+        self.until_s = time.monotonic() + ANSWER_DEADLINE_S
+        self.send()
+
+    def send(self) -> None:
+        """Sends as much of the answer as the client reads now; closes after the end."""
+        try:
+            while self._answer:
+                self._answer = self._answer[self._connection.send(self._answer) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # it was its question
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+        self.is_open = False
+
+
+class Server:
+    """The supervisor's side. ``poll`` never blocks. Raises OSError if the socket can't be created.
+
+    It serves at most ``MOST_CLIENTS`` at once; beyond that, it drops the oldest one that has sent no request.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener.bind(os.fspath(path))
+        self._listener.listen(MOST_CLIENTS)
+        self._listener.setblocking(False)
+        self._clients: list[Client] = []
+
+    def poll(self, handle: Callable[[Request, Client], None]) -> None:
+        """Accepts connections and passes complete requests to ``handle``, which answers now or later."""
+        self._accept()
+        now = time.monotonic()
+        for client in self._clients:
+            if client.until_s is None:
+                continue
+            if now > client.until_s:
+                client.close()
+            elif client.asks:
+                self._hear(client, handle)
+            else:
+                client.send()
+        self._clients = [client for client in self._clients if client.is_open]
+
+    def close(self) -> None:
+        """Closes the socket and all connections."""
+        self._listener.close()
+        for client in self._clients:
+            client.close()
+
+    def _accept(self) -> None:
+        for _ in range(MOST_CLIENTS):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            if len(self._clients) >= MOST_CLIENTS:
+                silent = next((client for client in self._clients if client.asks), None)
+                if silent is None:
+                    connection.close()
+                    continue
+                silent.close()
+                self._clients.remove(silent)
+            self._clients.append(Client(connection))
+
+    def _hear(self, client: Client, handle: Callable[[Request, Client], None]) -> None:
+        try:
+            request = client.read()
+        except (OSError, ValueError, msgspec.DecodeError):
+            client.close()
+            return
+        if request is None:
+            return
+        try:
+            handle(request, client)
+        except Exception:  # noqa: BLE001 - a failed request costs its client, not the watch
+            client.close()
+
+
+def ask(path: Path, request: Request, *, deadline_s: float) -> bytes:
+    """Sends one request to the supervisor at ``path``; returns its answer within ``deadline_s`` seconds in all.
+
+    Raises SafelaunchError.
+    """
+    end_s = time.monotonic() + deadline_s
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(deadline_s)
+            _connect(connection, path, end_s)
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            data = bytearray()
+            while not data.endswith(b"\n") and len(data) < 16 * MAX_LINE:
+                connection.settimeout(max(end_s - time.monotonic(), 1e-3))  # the rest may arrive byte by byte
+                chunk = connection.recv(65536)
+                if not chunk:
+                    break
+                data += chunk
+    except OSError as error:
+        raise SafelaunchError(f"the run at {path.parent} does not answer: {error.strerror or error}") from error
+    if not data:
+        raise SafelaunchError(f"the run at {path.parent} ended before it answered")
+    return bytes(data)
+
+
+def _connect(connection: socket.socket, path: Path, end_s: float) -> None:
+    """Connects, with retries: if many clients ask at once, the kernel refuses until the supervisor's next poll."""
+    while True:
+        try:
+            connection.connect(os.fspath(path))
+            return
+        except BlockingIOError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.02)
+
+
+def runs(root: Path) -> list[Path]:
+    """The run directories below ``root`` that have a control socket, oldest first."""
+    found = [entry for entry in root.glob("r[0-9]*") if (entry / "control").exists()]
+    return sorted(found, key=lambda entry: entry.stat().st_mtime)

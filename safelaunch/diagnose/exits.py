@@ -1,0 +1,263 @@
+"""Ranks that have ended or raised: which of them is a cause, and which a consequence?"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from safelaunch.diagnose.conditions import Condition, Sign, View
+from safelaunch.diagnose.doubts import Doubt
+from safelaunch.model import Claim, Frame, RankEvidence, RankException
+from safelaunch.reading import calls
+from safelaunch.reading import frames as fr
+
+FAILURES = ("rank-exception", "rank-killed", "rank-exited")
+GONE_CAUSES = (*FAILURES, "uneven-batches")
+
+# Those that faulthandler catches.
+_FATAL_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+# What a rank reports when a peer has gone or does not come: transport and store errors, group timeouts.
+_CONSEQUENCE = re.compile(
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|closed by (?:the )?(?:remote )?peer|reset by peer"
+    r"|broken pipe|remote process (?:exited|has)|socket (?:was )?closed|network error|failed to connect"
+    r"|no route to host|nccl (?:communicator was aborted|error.*remote)|ncclremoteerror|ncclsystemerror"
+    r"|timed out waiting|timed out after|wait timeout|watchdog caught collective"
+    r"|\btimeout\b.*(?:recv|send|rank|store|barrier)"
+    r"|rank \d+ (?:successfully reached|failed to (?:pass|reach|reply))|ranks? .* failed to pass"
+    r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv",
+    re.IGNORECASE | re.DOTALL,
+)
+_TIMEOUT = re.compile(r"timed? ?out|failed to pass monitoredbarrier|timeout", re.IGNORECASE)
+_WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated", re.IGNORECASE)
+_DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
+
+
+def is_consequence(exception: RankException) -> bool:
+    """The message blames a peer: this rank reports somebody else's death or absence.
+
+    Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
+    connection reset on its own account.
+    """
+    kind = exception.type.rsplit(".", 1)[-1]
+    inner = [f for f in exception.frames[:6] if "/torch/" in fr.normal(f.file)]
+    if kind in ("DistStoreError", "DistNetworkError"):
+        return True
+    if kind not in _DIST_TYPES and not inner and kind not in ("RuntimeError", "DistError"):
+        return False
+    if kind in ("ConnectionResetError", "BrokenPipeError") and not inner:
+        return False
+    return _CONSEQUENCE.search(exception.message) is not None
+
+
+def is_timeout(exception: RankException) -> bool:
+    """The communication gave up waiting: what remains of a hang whose time ran out."""
+    return is_consequence(exception) and _TIMEOUT.search(exception.message) is not None
+
+
+def one_line(text: str, limit: int = 160) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def signal_name(returncode: int) -> str:
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def ended_by_others(rank: RankEvidence) -> bool:
+    """Ended by the launcher after another rank had failed, or aborted because a collective's time ran out: no cause."""
+    if rank.exit is None:
+        return False
+    return not rank.exit.before_close or _aborted_by_watchdog(rank)
+
+
+def _aborted_by_watchdog(rank: RankEvidence) -> bool:
+    aborted = rank.exit is not None and rank.exit.returncode == -signal.SIGABRT
+    return aborted and _WATCHDOG.search(rank.log_tail) is not None
+
+
+def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
+    """A crash in which no rank failed on its own account and some gave up waiting: the end of a hang, not a crash.
+
+    The process group's time-out came before the watchdog's; who kept the others waiting is the question all the same.
+    """
+    ranks = tuple(ranks)
+    own = [rank for rank in ranks if (found := gone_condition(rank, None)) is not None and found.cause in FAILURES]
+    return not own and any(_gave_up(rank) for rank in ranks)
+
+
+def _gave_up(rank: RankEvidence) -> bool:
+    if rank.exception is not None:
+        return is_timeout(rank.exception)
+    return _aborted_by_watchdog(rank)
+
+
+def failed_at(rank: RankEvidence) -> float:
+    """When this rank failed (CLOCK_REALTIME): its exception where it left one, else when the launcher noticed."""
+    if rank.exception is not None:
+        return rank.exception.time_unix_s
+    return rank.exit.time_unix_s if rank.exit is not None else float("inf")
+
+
+def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
+    """A rank that raised, was killed or exited, on its own account; None for a live one and for consequences."""
+    if rank.exception is not None and is_consequence(rank.exception):
+        return None
+    if rank.exception is not None and rank.exception.type.rsplit(".", 1)[-1] != "SystemExit":
+        return _exception_condition(rank, rank.exception)
+    if rank.exit is None:
+        dead = view is not None and bool(view.process.states) and view.process.states[-1].state in "ZX"
+        text = "has ended and nobody has reaped it; its exit status is not known"
+        claim = Claim("state Z", f"ranks/{rank.rank}/proc.json")
+        doubts = (Doubt.STATUS_UNKNOWN,)
+        return Condition("rank-exited", text, None, rank.pid, doubts=doubts, claims=(claim,)) if dead else None
+    if ended_by_others(rank):
+        return None
+    return _killed_condition(rank) if rank.exit.returncode < 0 else _exit_condition(rank)
+
+
+def _exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
+    """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault."""
+    claim = Claim(f"first exception: {exception.type}", f"ranks/{rank.rank}/exception.json")
+    text = f"raised {exception.type}: {one_line(exception.message)}"
+    frame = fr.user_frame(exception.frames, rank.code_roots)
+    where, process = (f" at {fr.place(frame)}" if frame else ""), "main"
+    remote = remote_error(exception.text)
+    inside = fr.user_frame(remote.frames, rank.code_roots) if remote is not None else None
+    if remote is not None and inside is not None:
+        process = remote.process
+        text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
+        where, frame = f" at {fr.place(inside)}", inside
+    return Condition("rank-exception", text + where, frame, rank.pid, process, claims=(claim,))
+
+
+def _claim_of_status(rank: RankEvidence) -> Claim:
+    assert rank.exit is not None
+    return Claim(f"exit status {rank.exit.returncode}, before the launcher stopped the others", "launch.json")
+
+
+def _killed_condition(rank: RankEvidence) -> Condition:
+    """By a signal: faulthandler's stack says where it came; for SIGKILL the kernel says whether it was for memory."""
+    assert rank.exit is not None
+    number = -rank.exit.returncode
+    claims, said, frame = [_claim_of_status(rank)], "", None
+    signs: set[Sign] = {"fatal-signal"} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
+    doubts: tuple[Doubt, ...] = ()
+    if number in _FATAL_SIGNALS and rank.fatal is not None:
+        frame = fr.user_frame(rank.fatal.frames, rank.code_roots)
+        claims.append(Claim(f"faulthandler: {rank.fatal.message}", f"ranks/{rank.rank}/fault.txt"))
+    if number == signal.SIGKILL:
+        words, memory, taken = _memory_words(rank)
+        said += words
+        claims += memory
+        signs.add("out-of-memory" if taken else "killed-from-outside")
+    if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
+        said += " after its script had ended, while Python shut down"
+        if number == signal.SIGABRT:
+            signs.add("after-the-end")
+        claims.append(Claim("its progress page says that the script had ended", f"ranks/{rank.rank}/progress.json"))
+    words = _abort_words(rank)
+    if words:
+        said += words
+        claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
+    where = f" at {fr.place(frame)}" if frame else ""
+    if number == signal.SIGABRT and rank.fatal is not None and calls.under_c10d(rank.fatal.frames, rank.code_roots):
+        # What a peer sent may be the reason; nothing here can tell.
+        doubts, said = (
+            (Doubt.ABORTED_IN_COLLECTIVE,),
+            f", by its communication library in the middle of a collective{said}",
+        )
+        signs.add("aborted-in-a-collective")
+    text = f"was killed by {signal_name(rank.exit.returncode)}{where}{said}"
+    return Condition("rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), signs=frozenset(signs))
+
+
+def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], bool]:
+    """What is known of a SIGKILL, and whether it was the out-of-memory killer's: its own words, else its counts since
+    the job's start.
+    """
+    kills, node = rank.memory_kills, f"node/{rank.host}"
+    if kills.kernel_line:
+        claim = Claim(f"the kernel's log: {one_line(kills.kernel_line)}", f"{node}/kernel_log.txt")
+        return ": the kernel's out-of-memory killer took it", [claim], True
+    for count, where in ((kills.cgroup, "in the job's control group"), (kills.node, "on this node")):
+        if count:
+            many = "process" if count == 1 else "processes"
+            said = f"the out-of-memory killer took {count} {many} {where} while the job ran"
+            return f": {said}", [Claim(said, f"{node}/resources.json")], True
+    if kills.cgroup is None and kills.node is None:
+        return "", [], False
+    said = "the kernel counts no out-of-memory kill while the job ran"
+    return f"; {said}, so somebody or something sent it", [Claim(said, f"{node}/resources.json")], False
+
+
+def _exit_condition(rank: RankEvidence) -> Condition:
+    """With a code of its own; the beacon noted which line called ``exit``, where it was a call."""
+    assert rank.exit is not None
+    code, call = rank.exit.returncode, rank.exit_call
+    claims = [_claim_of_status(rank)]
+    frame, where = None, ""
+    if call is not None and call.code == code:
+        frame = fr.user_frame(call.frames, rank.code_roots)
+        where = f": {call.function}() at {fr.place(frame)}" if frame else ""
+        claims.append(Claim(f"it called {call.function}()", f"ranks/{rank.rank}/exit_call.json"))
+    if code > 0:
+        text = f"exited with code {code}{where}"
+        return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims))
+    text = f"has left the training loop: it exited cleanly (code 0{where})"
+    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims))
+
+
+def _abort_words(rank: RankEvidence) -> str:
+    """The last line of output that a C++ abort leaves (``what():``, ``EnforceNotMet``), shortened."""
+    for line in reversed(rank.log_tail.splitlines()[-60:]):
+        if re.search(r"what\(\):|EnforceNotMet|Fatal Python error|terminate called", line):
+            return f"; its last words: {one_line(line)}"
+    return ""
+
+
+# --- exceptions that crossed a process boundary -------------------------------------------------------------------
+
+# torch's ExceptionWrapper, and the two pools of the standard library.
+_REMOTE = (
+    re.compile(r"Caught \w+ in (?P<who>DataLoader worker)(?: process)?(?P<number> \d+)?\.\nOriginal (?=Traceback)"),
+    re.compile(
+        r"(?P<who>)(?P<number>)(?:multiprocessing\.pool\.RemoteTraceback|concurrent\.futures\.process\._RemoteTraceback)"
+        r": \n\"\"\"\n"
+    ),
+)
+_REMOTE_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """What a worker process raised. ``frames`` innermost first; ``message``: its last line, type included."""
+
+    process: str
+    message: str
+    frames: tuple[Frame, ...]
+
+
+def remote_error(text: str) -> RemoteError | None:
+    """The traceback of a worker process inside the text of the rank's own; None where it has none."""
+    for pattern in _REMOTE:
+        begin = pattern.search(text)
+        if begin is None:
+            continue
+        frames: list[Frame] = []
+        message = ""
+        for line in text[begin.end() :].splitlines():
+            found = _REMOTE_FRAME.match(line)
+            if found:
+                frames.append(Frame(found["file"], int(found["line"]), found["function"]))
+            elif frames and line and not line.startswith(" "):
+                message = line
+                break
+        who = begin["who"].replace("DataLoader", "dataloader") or "worker process"
+        return RemoteError(f"{who}{begin['number'] or ''}", message, tuple(reversed(frames)))
+    return None

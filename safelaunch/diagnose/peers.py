@@ -1,0 +1,278 @@
+"""What a thread's communication shows: whether it waits for other ranks, and in which operation, or for its own GPU.
+
+The CPU runs ahead of the GPU, so a stack in a synchronize says only that some work queued before it does not end. That
+may be a collective that waits for peers (then the rank waits for them), or a kernel of its own. Entries of the Flight
+Recorder tell: a collective that the device has *started* waits for peers; one that is still scheduled stands behind
+something else. Where the record does not know about starts (``TORCH_NCCL_ENABLE_TIMING`` off), a pending collective
+that has peers is taken for the wait, as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
+from safelaunch.diagnose.conditions import Condition, View
+from safelaunch.diagnose.processes import Inside
+from safelaunch.model import Claim, Collective, Frame, RankEvidence
+from safelaunch.reading import calls
+from safelaunch.reading import frames as fr
+
+_SYNCHRONIZE = (
+    "torch/cuda/__init__.py",
+    "torch/cuda/streams.py",
+    "torch/cuda/graphs.py",
+    "torch/accelerator/__init__.py",
+)
+_DRIVER_CALLS = ("Synchronize", "cuMemcpy", "cudaMemcpy", "cuEventQuery", "cuStreamQuery")
+_DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
+
+
+Place = tuple[str, str]  # file and function
+
+
+@dataclass(frozen=True)
+class PeerWait:
+    """A rank waits for other ranks.
+
+    ``kind``: init | collective | p2p | store. ``group`` and ``seq`` come from the Flight Recorder; None when only a
+    stack tells. ``signature`` is what has to be equal among those that meet there. ``thread``: where the code of the
+    background thread begins that is in it, and which the main thread waits for; None where it is the main thread.
+    """
+
+    kind: str
+    op: str
+    group: str | None
+    seq: int | None
+    signature: Signature
+    frame: Frame | None
+    words: str
+    claims: tuple[Claim, ...] = ()
+    thread: Place | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.kind, self.group, self.seq, self.signature)
+
+
+def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> PeerWait | None:
+    """Does the thread wait for other ranks, and in which operation?
+
+    Its stack says so (a c10d frame innermost); or it rests inside torch or in a C call of the user's own line
+    (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder: a pending operation that
+    some rank has not joined cannot complete whatever this thread does. With no stack the record alone has to do.
+    """
+    pending = alignment.pending(rank.rank)
+    if view is None or not view.frames:
+        begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
+        return _from_entry(rank, begun) if begun is not None and not kernel_says_busy(view) else None
+    seen = view.awaited.peers
+    mine = view.user_frame
+    if seen is not None and seen.kind == "init":
+        claim = view.stack_claim(f"{view.words} is in init_process_group")
+        text = f"init_process_group at {fr.place(mine)}"
+        return PeerWait("init", seen.op, None, None, ("init",), mine, text, (claim,))
+    if seen is not None:
+        entry = _entry_for(seen, pending, mine, rank)
+        return _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
+    if pending and waits_for_device(view):  # spinning, it may be, on what the device does not finish
+        return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
+    return _quiet_wait(rank, view, pending)
+
+
+def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
+    """The main thread waits for a thread that waits for other ranks: so the rank waits for them, too."""
+    view = inside.end
+    found = peer_wait(rank, view, alignment) if view.other is not None and view.awaited.peers is not None else None
+    if found is None:
+        return None
+    on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)
+    place = begins_at(view.frames, rank.code_roots)
+    return replace(found, words=f"{found.words} in a thread of its own", claims=found.claims + on_the_way, thread=place)
+
+
+def begins_at(frames: Sequence[Frame], code_roots: Sequence[str]) -> Place | None:
+    """Where the code of a thread begins: the user's outermost function, or the library's inside ``threading``."""
+    stack = fr.user_stack(frames, code_roots) or [f for f in frames if not f.file.endswith("/threading.py")]
+    return (stack[-1].file, fr.short(stack[-1].function)) if stack else None
+
+
+def _quiet_wait(rank: RankEvidence, view: View, pending: list[Collective]) -> PeerWait | None:
+    """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
+    wait = view.wait
+    native = calls.native_wait(view.process.stacks, view.os_tid)
+    seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
+    if seen is not None and not wait.busy:
+        entry = _entry_for(None, pending, view.user_frame, rank) if seen.kind == "collective" else None
+        return _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
+    if not pending and wait.kind == "lock" and _backward_without_a_record(rank, view):
+        return _of_backward(view)
+    if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
+        return None
+    inner, mine = fr.user_part(view.frames, rank.code_roots)
+    if calls.in_torch(view.frames, rank.code_roots) or (mine is not None and not inner):
+        return _from_entry(rank, pending[0], view)
+    return None
+
+
+def _backward_without_a_record(rank: RankEvidence, view: View) -> bool:
+    """A backward pass that rests, where neither C frames nor a Flight Recorder can say on what.
+
+    torch 2.6 and 2.9 let nobody outside see gloo's collectives, and reading C frames takes its time. What a backward
+    pass rests on without a Python frame of a hook inside it is its gradients' reduction, as good as always.
+    """
+    recorded = rank.flight_record is not None and bool(rank.flight_record.entries)
+    natively = any(sample.native for sample in view.process.stacks)
+    return not recorded and not natively and calls.in_backward(view.frames, rank.code_roots)
+
+
+def _of_backward(view: View) -> PeerWait:
+    where = fr.place(view.user_frame)
+    claim = view.stack_claim(f"{view.words} rests in the backward pass at {where}, as when gradients are reduced")
+    op = "a collective"
+    return PeerWait("collective", op, None, None, (op,), view.user_frame, f"the backward pass at {where}", (claim,))
+
+
+def kernel_says_busy(view: View | None) -> bool:
+    return view is not None and view.wait.kind in ("running", "sleep", "child", "disk", "stopped", "dead")
+
+
+def _entry_for(
+    seen: calls.TorchWait | None, pending: list[Collective], mine: Frame | None, rank: RankEvidence
+) -> Collective | None:
+    """The pending entry that the stack shows: made by the same user line, else of the same name, else the newest.
+
+    The main thread blocks in what it called last; older entries are asynchronous ones, which wait on their own.
+    """
+    fitting = [e for e in pending if e.is_p2p == (seen is not None and seen.kind == "p2p")]
+    if seen is not None and seen.op == "new_group":
+        return None
+    for entry in reversed(fitting):
+        site = fr.user_frame(entry.frames, rank.code_roots)
+        if site is not None and mine is not None and (site.file, site.line) == (mine.file, mine.line):
+            return entry
+    named = [e for e in fitting if seen is not None and op_name(e).strip("_") in seen.op]
+    best = named or fitting
+    return best[-1] if best else None
+
+
+def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:
+    mine = view.user_frame if view is not None else None
+    site = mine or fr.user_frame(entry.frames, rank.code_roots)
+    number = number_of(entry)
+    words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
+    claim = Claim(
+        f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}",
+        f"ranks/{rank.rank}/flight_recorder.json",
+    )
+    stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
+    kind = "p2p" if entry.is_p2p else "collective"
+    return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
+
+
+def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
+    mine = view.user_frame
+    claim = view.stack_claim(f"{view.words} waits in {seen.op} at {fr.place(mine)}")
+    words = f"{seen.op} at {fr.place(mine)}"
+    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+
+
+# --- waiting for the own GPU ------------------------------------------------------------------------------------------
+
+
+def gpu_condition(rank: RankEvidence, view: View, alignment: Alignment) -> Condition | None:
+    """``gpu-kernel`` where the main thread waits for the device and no peer explains it; else None."""
+    where = waits_for_device(view)
+    if not where:
+        return None
+    pending = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
+    with_peers = [entry for entry in pending if _has_peers(rank.rank, entry, alignment)]
+    if any(entry.started is not False and not alignment.is_over_elsewhere(rank.rank, entry) for entry in with_peers):
+        return None  # it waits for peers, or may do so
+    frame = view.user_frame
+    text = f"waits for its GPU in {where}{f' at {fr.place(frame)}' if frame else ''}"
+    claims = [view.stack_claim(f"its main thread is in {where}")]
+    if with_peers and with_peers[0].started is not False:
+        done = _done_elsewhere(with_peers[0])
+        text += f"; {done}"
+        claims.append(Claim(done, f"{view.folder}/flight_recorder.json"))
+    elif with_peers:
+        behind = with_peers[0]
+        text += f"; behind what runs there stands {op_name(behind)} number {behind.seq}, which the device has not begun"
+        claims.append(
+            Claim(
+                f"{op_name(behind)} number {behind.seq} is scheduled, not started",
+                f"{view.folder}/flight_recorder.json",
+            )
+        )
+    else:
+        text += ", with no collective outstanding that a peer could hold up"
+    return Condition("gpu-kernel", text, frame, view.process.pid, claims=tuple(claims))
+
+
+def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | None:
+    """``gpu-kernel`` where the record alone shows that the device, and no peer, keeps a collective from its end.
+
+    Either the device has begun nothing of what is queued, while peers' devices have; or all peers have completed what
+    it is in.
+    """
+    pending = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
+    if not pending:
+        return None
+    first = next((entry for entry in pending if entry.started), pending[0])
+    if alignment.is_over_elsewhere(rank.rank, first):
+        what = _done_elsewhere(first)
+    elif all(entry.started is False for entry in pending) and alignment.is_begun_elsewhere(rank.rank, first):
+        what = f"it has queued {op_name(first)} number {first.seq}, which its device has not begun; peers' devices have"
+    else:
+        return None
+    frame = fr.user_frame(first.frames, rank.code_roots)
+    text = f"waits for its GPU: {what}"
+    claim = Claim(
+        f"{op_name(first)} number {first.seq} of group {first.group!r}: {what}",
+        f"ranks/{rank.rank}/flight_recorder.json",
+    )
+    return Condition(
+        "gpu-kernel",
+        text + (f", at {fr.place(frame)}" if frame else ""),
+        frame,
+        rank.pid,
+        confidence="medium",
+        claims=(claim,),
+    )
+
+
+def _done_elsewhere(entry: Collective) -> str:
+    return f"all its peers have completed {op_name(entry)} number {entry.seq}, in which it still is"
+
+
+def _has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:
+    return bool(alignment.members(entry.group)[0] - {rank})
+
+
+def waits_for_device(view: View) -> str:
+    """``torch.cuda.synchronize`` or the driver's call by name; empty where the thread is elsewhere."""
+    inner, _ = fr.user_part(view.frames, view.code_roots)
+    for frame in inner[:2]:
+        if fr.normal(frame.file).endswith(_SYNCHRONIZE) and fr.short(frame.function) in (
+            "synchronize",
+            "wait",
+            "replay",
+        ):
+            return "a synchronize"
+    for sample in view.process.stacks:
+        for thread in sample.threads if sample.native else ():
+            if thread.os_tid == view.process.pid:
+                called = next((name for f in takewhile(fr.is_native, thread.frames) if (name := _driver_call(f))), "")
+                if called:
+                    return called
+    return ""
+
+
+def _driver_call(frame: Frame) -> str:
+    """Of the driver or the runtime; futexes and locks of libc are not."""
+    if any(call in frame.function for call in _DRIVER_CALLS):
+        return frame.function.partition("(")[0]
+    return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

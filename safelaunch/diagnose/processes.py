@@ -1,0 +1,269 @@
+"""What keeps one process where it is: the edges between its threads and its children, and what stands at their end.
+
+Each thread is followed to whom it waits for where that is one alone: into the thread that it joins, the child that it
+waits for or expects a message from, the DataLoader worker that owes it a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from safelaunch.diagnose.conditions import Condition, View, thread_condition
+from safelaunch.diagnose.graph import Edge, Graph, Kind, Node
+from safelaunch.model import Claim, Confidence, Thread
+from safelaunch.reading import calls
+from safelaunch.reading import frames as fr
+
+_HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
+_CANNOT_RUN = ("stopped", "dead", "disk")
+# Of the workers that owe a batch, the one to name: who cannot run before who is blocked, and that before who computes,
+# which may only be slow.
+_WORST_FIRST = (
+    "rank-stopped",
+    "rank-exited",
+    "uninterruptible-io",
+    "lock-deadlock",
+    "blocking-io",
+    "stuck-in-user-code",
+    "busy-loop",
+)
+_FORK_NOTE = "; a lock that another thread held when the worker was forked is never released in it"
+
+
+class Inside:
+    """One process (``main``: its main thread) with its ``children``, as a part of the graph of waits."""
+
+    def __init__(self, main: View, children: Sequence[View] = ()) -> None:
+        self.main = main
+        self._children = children
+        self._views: dict[Node, View] = {}
+        self._own: dict[Node, Condition] = {}
+        self._of_children: dict[int, Condition] = {}
+        self._graph = Graph(self._edges())
+
+    @cached_property
+    def path(self) -> tuple[Edge, ...]:
+        """From the main thread to whom it waits for in the end; empty where it waits for nobody who can be told."""
+        return self._graph.path(self._node(self.main))
+
+    @property
+    def end(self) -> View:
+        return self._views[self.path[-1].on[0]] if self.path else self.main
+
+    def condition(self) -> Condition:
+        """What holds the process: what is the matter at the end of the path, told from its main thread on."""
+        found = self._at_the_end(self.end)
+        for edge in reversed(self.path):
+            found = self._along(edge, found)
+        return found
+
+    def _node(self, view: View) -> Node:
+        node = (view.process.pid, (view.other.os_tid or view.other.name) if view.other else None)
+        self._views.setdefault(node, view)
+        return node
+
+    def _condition(self, view: View) -> Condition:
+        """What one thread does by its own doing."""
+        node = self._node(view)
+        if node not in self._own:
+            self._own[node] = thread_condition(view)
+        return self._own[node]
+
+    # --- the edges ----------------------------------------------------------------------------------------------------
+
+    def _edges(self) -> Iterator[Edge]:
+        queue, seen = [self._node(self.main)], set()
+        for node in queue:  # grows while it is walked
+            if node in seen:
+                continue
+            seen.add(node)
+            edge = self._edge_of(self._views[node])
+            if edge is not None:
+                yield edge
+                queue += edge.on
+
+    def _edge_of(self, view: View) -> Edge | None:
+        children = self._children if view.process is self.main.process else ()
+        if view.awaited.processes == "workers" and view.process is self.main.process:
+            return self._to(view, "workers", self._owing(children))
+        own = self._condition(view)
+        if own.lock is not None and view.other is None:
+            return self._to_thread(view, own.lock, children)
+        if own.cause == "stuck-in-user-code" and view.awaited.processes == "child":
+            return self._to(view, "child", _running_users_code(children))
+        if own.cause == "blocking-io" and view.awaited.processes == "message":
+            return self._to(view, "message", self._to_send(children))
+        return None
+
+    def _to(self, view: View, kind: Kind, others: Sequence[View]) -> Edge | None:
+        """An edge where it can be told who is waited for."""
+        if not others or (len(others) > 1 and kind != "workers"):
+            return None
+        claims = self._condition(view).claims
+        nodes = tuple(self._node(other) for other in others)
+        return Edge(self._node(view), nodes, kind, claims, may_end=kind in ("signal", "message"))
+
+    def _to_thread(self, view: View, lock: calls.LockWait, children: Sequence[View]) -> Edge | None:
+        """Who could end the wait?
+
+        A joined thread or a future (``work``) is somebody's work, so whichever single thread (or, with no thread,
+        child) still runs user code is what the main thread waits for. A queue or an event (``signal``) is fed by some
+        thread: it is followed to one that is blocked, not to one asleep, which is more likely a timer. A plain lock is
+        held by somebody we cannot see. One that waits for other ranks may be meant by each of them.
+        """
+        others, among_peers = view.beside(), _waiting_for_peers(view)
+        if lock.on == "work":
+            edge = self._to(view, "work", others or among_peers)
+            return edge or (self._to(view, "work", _running_users_code(children)) if not others else None)
+        if lock.on == "signal":
+            blocked = [o for o in others if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
+            return self._to(view, "signal", blocked or among_peers)
+        return self._to(view, "lock", among_peers) if others == among_peers else None
+
+    def _to_send(self, children: Sequence[View]) -> list[View]:
+        """Who was to send a message? A child that is blocked itself; one asleep is more likely a timer, and one that
+        waits for a message has perhaps nothing to do.
+        """
+        senders = _running_users_code(children)
+        return [
+            one
+            for one in (senders if len(senders) == 1 else ())
+            if self._told(one).cause != "stuck-in-user-code" and one.awaited.processes != "message"
+        ]
+
+    def _owing(self, children: Sequence[View]) -> list[View]:
+        """The workers that have work, or cannot do any; one that waits for the next index owes nobody anything."""
+        found = [v for v in _workers(children) if not calls.worker_idle(v.frames) or v.wait.kind in _CANNOT_RUN]
+        seen = [v for v in found if v.frames or v.wait.kind in _CANNOT_RUN]
+        return sorted(seen, key=lambda v: (_rank_of(self._told(v).cause), v.process.pid))
+
+    def _told(self, child: View) -> Condition:
+        """What holds a child."""
+        if child.process.pid not in self._of_children:
+            self._of_children[child.process.pid] = Inside(child).condition()
+        return self._of_children[child.process.pid]
+
+    # --- what stands at the end ---------------------------------------------------------------------------------------
+
+    def _at_the_end(self, view: View) -> Condition:
+        own = self._condition(view)
+        children = self._children if view is self.main else ()
+        if view is self.main and view.awaited.processes == "workers":
+            return _no_worker_to_blame(view, len(_workers(children)))
+        if own.lock is not None and view.other is None:
+            return self._of_a_lock(view, own, own.lock)
+        dead = [child.process.pid for child in children if child.wait.kind == "dead"]
+        if own.cause == "blocking-io" and view.awaited.processes == "message" and dead:
+            words = f"its child process {dead[0]} has" if len(dead) == 1 else f"{len(dead)} child processes of its have"
+            claims = tuple(view.kernel_claim(f"child process {pid}: state Z") for pid in dead[:4])
+            return replace(own, reason=f"{own.reason}; {words} ended and not been reaped", claims=own.claims + claims)
+        return own
+
+    def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
+        """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
+
+        One that computes may be on its way to end the wait, so that is told, and less sure.
+        """
+        others = [(other, self._condition(other)) for other in view.beside()]
+        waiting = [f"thread {o.name} {c.reason}" for o, c in others if c.lock is not None]
+        busy = [f"thread {o.name} {c.reason}" for o, c in others if c.cause == "busy-loop"]
+        claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
+        for_good = own.for_good and all(c.for_good for _, c in others)
+        own = replace(own, claims=claims, for_good=for_good)
+        if lock.on == "work" and waiting and len(waiting) == len(others):
+            reason = "has threads that wait for each other's locks: " + ", ".join(waiting[:4])
+            for_good = all(c.for_good for _, c in others)
+            return replace(others[0][1], reason=reason, claims=claims, for_good=for_good)
+        if busy and not waiting and lock.on != "work":
+            return replace(own, reason=f"{own.reason} while {', '.join(busy[:4])}", confidence="medium")
+        if waiting:
+            return replace(own, reason=f"{own.reason} while {', '.join(waiting[:4])}", confidence="high")
+        return own
+
+    def _along(self, edge: Edge, found: Condition) -> Condition:
+        """``found`` is at the end of ``edge``: told from where the edge begins."""
+        waiter, other = self._views[edge.of], self._views[edge.on[0]]
+        if edge.kind == "workers":
+            return self._of_a_worker(waiter, other, [self._views[node] for node in edge.on[1:]], found)
+        own, is_thread = self._condition(waiter), other.process is waiter.process
+        who = f"its thread {other.name}" if is_thread else f"child process {other.process.pid}"
+        process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
+        told = replace(
+            found, reason=f"{own.reason}; {who} {found.reason}", process=process, claims=own.claims + found.claims
+        )
+        if edge.may_end:
+            return replace(told, confidence="medium", for_good=False)
+        # Any other thread in the user's code may be the one that is waited for.
+        others = waiter.beside() if own.lock is not None else ()
+        return replace(told, for_good=found.for_good and all(self._condition(o).for_good for o in others))
+
+    def _of_a_worker(self, view: View, worker: View, further: Sequence[View], found: Condition) -> Condition:
+        """``data-loading``, with the worker that is stuck as the process at fault."""
+        told = [(other, self._told(other)) for other in further]
+        reason = f"waits for its DataLoader; worker {worker.process.pid} {found.reason}"
+        claims = [*found.claims, _waits_for_loader(view)]
+        claims += [v.stack_claim(f"DataLoader worker {v.process.pid} {c.reason}") for v, c in told[:3]]
+        idle = len(_workers(self._children)) - len(further) - 1
+        if idle:
+            claims.append(view.stack_claim(f"{idle} other worker{'s' * (idle > 1)} wait for the next index"))
+        sure: Confidence = "medium" if found.cause == "busy-loop" else "high"
+        return replace(
+            found,
+            cause="data-loading",
+            reason=reason + (_FORK_NOTE if found.lock is not None else ""),
+            frame=found.frame or view.user_frame,
+            process=f"dataloader worker (pid {worker.process.pid})",
+            pid=worker.process.pid,
+            confidence=sure,
+            claims=tuple(claims),
+            for_good=found.for_good and all(c.for_good for _, c in told),
+        )
+
+
+def _no_worker_to_blame(view: View, workers: int) -> Condition:
+    seen = f"none of its {workers} workers that were seen has work" if workers else "no worker of it was seen"
+    text = f"waits for its DataLoader at {fr.place(view.user_frame)}; {seen}"
+    claims = (_waits_for_loader(view),)
+    return Condition("data-loading", text, view.user_frame, view.process.pid, "main", "medium", claims)
+
+
+def _waits_for_loader(view: View) -> Claim:
+    return view.stack_claim(f"{view.words} waits for a DataLoader at {fr.place(view.user_frame)}")
+
+
+def _rank_of(cause: str) -> int:
+    return _WORST_FIRST.index(cause) if cause in _WORST_FIRST else len(_WORST_FIRST)
+
+
+def _workers(children: Sequence[View]) -> list[View]:
+    return [v for v in children if v.process.role == "dataloader worker" or calls.is_loader_worker(v.frames)]
+
+
+def _running_users_code(children: Sequence[View]) -> list[View]:
+    """Loader workers serve nobody else, and the helpers of multiprocessing run no code of the user's."""
+    return [
+        v
+        for v in children
+        if v.user_frame is not None and v.process.role not in _HELPERS and not calls.is_loader_worker(v.frames)
+    ]
+
+
+def _waiting_for_peers(view: View) -> list[View]:
+    """The other threads that are in a call of c10d's, the user's and a library's (a checkpoint written meanwhile)."""
+    threads = view.sample.threads if view.sample else ()
+    others = (replace(view, other=thread) for thread in threads if thread is not view.thread)
+    return [other for other in others if other.awaited.peers is not None]
+
+
+_TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn/", "optim/", "_tensor.py"))
+
+
+def may_train_elsewhere(view: View) -> bool:
+    """Whether another thread than the main one may be the one that trains, or computes: then where the main thread
+    rests says little."""
+    others: list[Thread] = [t for t in (view.sample.threads if view.sample else ()) if t is not view.thread]
+    if any(part in fr.normal(frame.file) for t in others for frame in fr.python_frames(t) for part in _TRAINING):
+        return True
+    return any(thread_condition(other).cause == "busy-loop" for other in view.beside())

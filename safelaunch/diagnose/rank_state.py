@@ -1,0 +1,327 @@
+"""Evidence → one :class:`RankFacts` per rank: either it waits for its peers, or it has a condition of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
+
+from msgspec import structs
+
+from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
+from safelaunch.diagnose.conditions import Condition, View, gil_condition, thread_condition
+from safelaunch.diagnose.divergence import Histories
+from safelaunch.diagnose.exits import FAILURES, ended_by_others, gone_condition, is_consequence, one_line
+from safelaunch.diagnose.peers import (
+    PeerWait,
+    begins_at,
+    device_condition,
+    gpu_condition,
+    kernel_says_busy,
+    peer_wait,
+    through_a_thread,
+)
+from safelaunch.diagnose.processes import Inside, may_train_elsewhere
+from safelaunch.model import Claim, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
+from safelaunch.reading import calls
+from safelaunch.reading import frames as fr
+from safelaunch.reading.loops import ReadSource
+
+# What is true of all its threads.
+_WHOLE_PROCESS = ("rank-stopped", *FAILURES)
+UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank, understood as far as its own evidence goes.
+
+    Either ``wait`` or ``condition`` is set; neither, when the rank was ended from outside before it was looked at.
+    """
+
+    evidence: RankEvidence
+    frame: Frame | None
+    wait: PeerWait | None
+    condition: Condition | None
+
+    @property
+    def rank(self) -> int:
+        return self.evidence.rank
+
+    @property
+    def step(self) -> int | None:
+        return self.evidence.progress.step if self.evidence.progress else None
+
+    @property
+    def folder(self) -> str:
+        return f"ranks/{self.rank}"
+
+
+F = TypeVar("F", bound="Facts")
+
+
+@dataclass(frozen=True)
+class Facts:
+    evidence: Evidence
+    ranks: Mapping[int, RankFacts]
+    alignment: Alignment
+    histories: Histories
+    read_source: ReadSource = field(default=lambda path: None)
+
+    @classmethod
+    def of(cls: type[F], evidence: Evidence, read_source: ReadSource | None = None) -> F:
+        if evidence.outcome == "hang":
+            evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
+        alignment = Alignment(evidence.ranks, evidence.world_size)
+        ranks = {r.rank: rank_facts(r, alignment) for r in sorted(evidence.ranks, key=lambda r: r.rank)}
+        histories = Histories(alignment, {r.rank: r.code_roots for r in evidence.ranks})
+        facts = cls(evidence, ranks, alignment, histories, read_source or (lambda path: None))
+        changed = {rank: one for rank in ranks if (one := _seen_from_the_others(facts, rank)) is not None}
+        return replace(facts, ranks={**ranks, **changed}) if changed else facts
+
+    @property
+    def world(self) -> frozenset[int]:
+        return frozenset(range(self.evidence.world_size)) | frozenset(self.ranks)
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        return frozenset(self.evidence.missing_ranks) | (self.world - frozenset(self.ranks))
+
+    @cached_property
+    def processes(self) -> dict[tuple[str, int], tuple[int, tuple[FileLock, ...]]]:
+        """(host, pid) → whose process that is, be it a child of the rank, and the file locks that it holds."""
+        found = {}
+        for rank, one in self.ranks.items():
+            host, main = one.evidence.host, one.evidence.main
+            found[host, one.evidence.pid] = (rank, _locks_of(main) if main is not None else ())
+            found |= {(host, child.pid): (rank, _locks_of(child)) for child in one.evidence.children}
+        return found
+
+    @cached_property
+    def in_threads(self) -> list[PeerWait]:
+        """The waits of background threads for which main threads wait, each once."""
+        waits = (one.wait for one in self.ranks.values() if one.wait is not None and one.wait.thread is not None)
+        return list({(wait.key, wait.thread): wait for wait in waits}.values())
+
+    def may_wait_elsewhere(self, rank: int) -> bool:
+        """What this rank does may be to wait for a rank that was not seen: by polling for a file of its, say."""
+        condition = self.ranks[rank].condition
+        return bool(self.unseen) and condition is not None and not condition.for_good and not self.of_dump(rank)
+
+    def of_dump(self, rank: int) -> bool:
+        """Only a Flight Recorder dump is there: of what the rank does it says nothing, only what it did not come to."""
+        return self.ranks[rank].evidence.main is None
+
+    @property
+    def roots(self) -> dict[int, tuple[str, ...]]:
+        return {rank: facts.evidence.code_roots for rank, facts in self.ranks.items()}
+
+
+def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
+    locks = process.states[-1].locks if process.states else ()
+    return tuple(lock for lock in locks if lock.pid == process.pid)
+
+
+def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
+    """A rank as the others' evidence shows it, where that says more than its own."""
+    one = facts.ranks[rank]
+    if one.wait is not None:
+        condition = _absent_thread(facts, one, one.wait)
+        return replace(one, wait=None, condition=condition) if condition is not None else None
+    condition = one.condition
+    if condition is not None and condition.cause == "stuck-in-user-code":
+        condition = _locked_by_a_peer(facts, one, condition)
+    pid = condition.locked_by if condition is not None else None
+    if condition is not None and pid is not None and (one.evidence.host, pid) not in facts.processes:
+        condition = replace(condition, reason=f"{condition.reason}, held by a process of no rank that was seen")
+    return replace(one, condition=condition) if condition is not one.condition else None
+
+
+def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition:
+    """``filelock`` closes the file between its attempts, so the kernel tells only who holds one: where that is one
+    other rank's process alone, it is what is waited for."""
+    view = view_of(one.evidence)
+    if view is None or not calls.polls_file_lock(view.frames, view.code_roots):
+        return own
+    others = [
+        (rank, locks) for (host, _), (rank, locks) in facts.processes.items() if host == one.evidence.host and locks
+    ]
+    if len(others) != 1 or others[0][0] == one.rank:
+        return own
+    ((rank, (lock, *_)),) = others
+    text = f"of all processes that were seen, {lock.pid} of rank {rank} alone has a file locked: {lock.path}"
+    return replace(
+        own,
+        cause="blocking-io",
+        reason=f"asks again and again for a file lock at {fr.place(own.frame)}",
+        confidence="medium",
+        claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
+        locked_by=lock.pid,
+        for_good=False,
+    )
+
+
+def _absent_thread(facts: Facts, one: RankFacts, main: PeerWait) -> Condition | None:
+    """A thread of the rank is where its peers' threads are not: beside the call in which these wait, by its own doing.
+
+    The peers wait in threads for the same thread of this rank, whatever its main thread waits in. A thread that waits
+    for what others feed it, the main one, say, does nothing of its own.
+    """
+    for wait in facts.in_threads:
+        if wait.thread == main.thread or wait.group is None or wait.seq is None:
+            continue
+        members, _ = facts.alignment.members(wait.group)
+        missing = one.rank in members and facts.alignment.last(one.rank, wait.group) < wait.seq
+        view = view_of(one.evidence) if missing else None
+        for other in view.beside() if view is not None else ():
+            if begins_at(other.frames, other.code_roots) != wait.thread or other.awaited.peers is not None:
+                continue
+            found = thread_condition(other)
+            if found.lock is None or found.lock.on == "lock":
+                return replace(found, reason=f"waits in {main.words}, and its thread {other.name} {found.reason}")
+    return None
+
+
+def _before_its_end(rank: RankEvidence) -> RankEvidence:
+    """A rank that ended while it was looked at, as it was before: its end came later than the stall, whose it is not
+    the cause. (Somebody lost patience, or the out-of-memory killer came by.)
+    """
+    states = rank.main.states if rank.main is not None else ()
+    living = tuple(state for state in states if state.state not in "ZX")
+    if rank.main is None or not living or len(living) == len(states):
+        return rank
+    return structs.replace(rank, main=structs.replace(rank.main, states=living), exit=None)
+
+
+def view_of(rank: RankEvidence) -> View | None:
+    return View(rank.main, rank.code_roots, f"ranks/{rank.rank}") if rank.main else None
+
+
+def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
+    """The user's frames of the main thread, innermost first: where it raised, else where it is."""
+    view = view_of(rank)
+    frames = rank.exception.frames if rank.exception is not None else view.frames if view is not None else ()
+    return fr.user_stack(frames, rank.code_roots)
+
+
+def child_views(rank: RankEvidence) -> list[View]:
+    return [View(child, rank.code_roots, f"ranks/{rank.rank}") for child in rank.children]
+
+
+def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
+    """The surest reading first.
+
+    Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its GPU;
+    waiting for peers; waiting for its DataLoader; then whatever its own stack and the kernel say.
+    """
+    view = view_of(rank)
+    frame = view.user_frame if view else None
+    condition = gone_condition(rank, view)
+    condition = replace(condition, for_good=True) if condition is not None else None
+    if condition is None and view is not None:
+        condition = _held(view) or gil_condition(rank, view) or _left(rank, view)
+    if condition is None and view is not None and rank.exception is None:
+        condition = gpu_condition(rank, view, alignment)
+    if condition is None and (view is None or not view.frames) and not kernel_says_busy(view):
+        condition = device_condition(rank, alignment)
+    wait = None
+    if condition is None:
+        wait = _raised_wait(rank) or peer_wait(rank, view, alignment)
+    if condition is None and wait is None and (view is not None or not ended_by_others(rank)):
+        inside = Inside(view, child_views(rank)) if view is not None else None
+        wait = through_a_thread(rank, inside, alignment) if inside is not None else None
+        condition = _own(rank, inside, alignment) if wait is None else None
+    if wait is not None and frame is None:
+        frame = wait.frame
+    if condition is not None and condition.for_good and view is not None and condition.cause not in _WHOLE_PROCESS:
+        condition = replace(condition, for_good=not may_train_elsewhere(view))
+    return RankFacts(rank, frame, wait, condition)
+
+
+def _held(view: View) -> Condition | None:
+    return thread_condition(view) if view.wait.kind in ("stopped", "disk") else None
+
+
+def _left(rank: RankEvidence, view: View) -> Condition | None:
+    """The script has ended or has given up its process group, and the process is still there.
+
+    A rank whose script ended by the error that reports a peer's death has not left: it was thrown out. The page of one
+    that is gone was read at its end, and says nothing of where it stood when it was looked at.
+    """
+    if rank.exception is not None:
+        return None
+    folder = view.folder
+    why, claim = "", view.stack_claim("its main thread is past the end of the script")
+    raw = view.thread.frames if view.thread else ()
+    if rank.exit is None and rank.progress is not None and rank.progress.state == "exited":
+        why = "its script has ended"
+        claim = Claim("its progress page says that the script has ended", f"{folder}/progress.json")
+    elif raw:
+        why = calls.leaving(raw)
+    wait = view.awaited.peers
+    if not why and wait is not None and wait.kind == "teardown":
+        why = "it is in destroy_process_group"
+        claim = view.stack_claim("its main thread is in destroy_process_group")
+    if not why:
+        return None
+    frame = view.user_frame
+    if frame is None:  # the interpreter waits for a thread of the user's
+        threads = view.sample.threads if view.sample else ()
+        inside = (fr.user_frame(fr.python_frames(thread), rank.code_roots) for thread in threads)
+        frame = next((found for found in inside if found is not None), None)
+    where = f", now at {fr.place(frame)}" if frame else ""
+    text = f"has left the training loop: {why}{where}"
+    return Condition("uneven-batches", text, frame, view.process.pid, claims=(claim,), for_good=True)
+
+
+def _own(rank: RankEvidence, inside: Inside | None, alignment: Alignment) -> Condition:
+    view = inside.main if inside is not None else None
+    if inside is None or view is None or not (view.process.states or view.frames):
+        return _only_record(rank, alignment)
+    condition = inside.condition()
+    if condition.cause == "missing-from-collective":
+        return _only_record(rank, alignment)
+    computes = condition.cause in ("busy-loop", "data-loading")
+    if calls.loader_on_stack(view.frames) and not computes:
+        return replace(condition, reason=f"{condition.reason}, in its dataset, called by a DataLoader without workers")
+    return condition
+
+
+def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
+    """No stack: the Flight Recorder alone says how far the rank came."""
+    record = alignment.records.get(rank.rank)
+    unended = alignment.unended(rank.rank)
+    if unended is not None:
+        site = fr.user_frame(unended.frames, rank.code_roots)
+        text = f"has begun a group of operations that it has not ended: {op_name(unended)}"
+        text += f" at {fr.place(site)}" if site else ""
+        claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
+        return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
+    if record is None or not record.entries:
+        text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
+        return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
+    last = record.entries[-1]
+    site = fr.user_frame(last.frames, rank.code_roots)
+    number = f"number {number_of(last)} of group {last.group!r}"
+    text = f"entered nothing after {op_name(last)} {number}"
+    text += f" at {fr.place(site)}" if site else ""
+    claim = Claim(f"the last on its record: {describe(last)}, {number}", f"ranks/{rank.rank}/flight_recorder.json")
+    return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
+
+
+def _raised_wait(rank: RankEvidence) -> PeerWait | None:
+    """The communication reported a peer's absence: the traceback shows what this rank was waiting in."""
+    if rank.exception is None or not is_consequence(rank.exception):
+        return None
+    frames = rank.exception.frames
+    mine = fr.user_frame(frames, rank.code_roots)
+    own = bool(frames) and frames[0] == mine
+    unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a collective")
+    seen = calls.torch_wait(frames, rank.code_roots) or unknown
+    claim = Claim(
+        f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",
+        f"ranks/{rank.rank}/exception.json",
+    )
+    words = f"{seen.op} at {fr.place(mine)}"
+    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))

@@ -1,0 +1,111 @@
+"""The rules, as one table: in which order they are asked, what each needs, which causes it may conclude.
+
+The order goes from what explains itself to what has to be inferred. The first finding wins; a rule that says why it has
+none is kept among what was ruled out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from safelaunch.diagnose.findings import Ruling
+from safelaunch.diagnose.rules_history import (
+    departed,
+    group_order,
+    left_out_between_groups,
+    parted_between_groups,
+    parted_earlier,
+    parted_out_of_step,
+)
+from safelaunch.diagnose.rules_locks import file_locks
+from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
+from safelaunch.diagnose.rules_state import (
+    a_peer_ended,
+    alone,
+    first_failure,
+    init_not_joined,
+    left_by_all,
+    nobody_stands_out,
+    slow_not_stuck,
+    stopped_ranks,
+)
+from safelaunch.diagnose.rules_wait import held_up, sends_and_receives, unseen_peers
+from safelaunch.diagnose.waits import Case
+
+Need = Literal[
+    "a live job that moves",
+    "a crash",
+    "every rank seen",
+    "ranks that wait for peers",
+    "no rank that waits for peers",
+    "a circle of waits",
+    "a circle over several groups",
+    "sends or receives in the circle",
+]
+
+_MET: Mapping[Need, Callable[[Case], bool]] = {
+    "a live job that moves": lambda case: case.evidence.outcome == "dump" and case.evidence.moving,
+    "a crash": lambda case: case.evidence.outcome == "crash",
+    "every rank seen": lambda case: not case.unseen,
+    "ranks that wait for peers": lambda case: bool(case.waits.ranks),
+    "no rank that waits for peers": lambda case: not case.waits.ranks,
+    "a circle of waits": lambda case: bool(case.waits.circle),
+    "a circle over several groups": lambda case: len(case.waits.groups_of_circle) > 1,
+    "sends or receives in the circle": lambda case: bool(case.waits.transfers_of_circle),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``concludes``: the causes that it may name."""
+
+    decide: Callable[[Case], Ruling]
+    concludes: tuple[str, ...]
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.decide.__name__
+
+    @property
+    def says(self) -> str:
+        """What has to be true for it to conclude: the first paragraph of its docstring."""
+        return " ".join((self.decide.__doc__ or "").partition("\n\n")[0].split())
+
+    def ask(self, case: Case) -> Ruling:
+        return self.decide(case) if all(_MET[need](case) for need in self.needs) else ""
+
+
+_MISMATCH = ("collective-mismatch",)
+_EITHER = ("collective-mismatch", "uneven-batches")
+_FAILED = ("rank-exception", "rank-killed", "rank-exited", "uneven-batches")
+# What a rank may do by itself, where it neither failed nor may not run.
+_OWN = ("uneven-batches", "gpu-kernel", "gil-held", "data-loading", "blocking-io", "uninterruptible-io",
+        "lock-deadlock", "busy-loop", "stuck-in-user-code", "missing-from-collective")  # fmt: skip
+
+RULES: tuple[Rule, ...] = (
+    Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
+    Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
+    Rule(first_failure, _FAILED),
+    Rule(a_peer_ended, ("rank-exited",), ("a crash",)),
+    Rule(stopped_ranks, ("rank-stopped",)),
+    Rule(init_not_joined, ("init-not-joined",)),
+    Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
+    Rule(file_locks, _OWN),
+    Rule(held_up, _OWN),
+    Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
+    Rule(parted_between_groups, _MISMATCH, ("every rank seen", "a circle of waits")),
+    Rule(sends_and_receives, ("p2p-cycle",), ("sends or receives in the circle",)),
+    Rule(departed, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
+    Rule(left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
+    Rule(group_order, ("group-order",), ("a circle over several groups",)),
+    Rule(mismatch, _EITHER, ("a circle of waits",)),
+    Rule(unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
+    Rule(parted_out_of_step, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
+    Rule(mispaired, _EITHER, ("ranks that wait for peers",)),
+    Rule(left_by_all, ("gpu-kernel",)),
+    Rule(alone, _OWN, ("no rank that waits for peers",)),
+    Rule(nobody_stands_out, ("no-rank-stands-out",)),
+)

@@ -1,0 +1,266 @@
+"""What the call histories tell: a rank made a call too many, left one out, went another way or took another order.
+
+Where ranks wait now is then only where it shows; these rules name the call at which their ways parted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from safelaunch.diagnose.collectives import describe, number_of, op_name
+from safelaunch.diagnose.divergence import Divergence, Habit
+from safelaunch.diagnose.doubts import Doubt, those
+from safelaunch.diagnose.findings import (
+    Finding,
+    Ruling,
+    apart,
+    capital,
+    conditions,
+    ranks_do,
+    ranks_word,
+    record_claim,
+    wait_claims,
+    wait_words,
+    waiting_culprit,
+    waiting_culprits,
+)
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.waits import Case, same_op
+from safelaunch.model import Claim, Collective, Frame
+from safelaunch.reading import frames as fr
+
+
+def parted_earlier(case: Case) -> Ruling:
+    """Peers wait for a rank that is behind only because of a call too many or too few, long ago.
+
+    Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
+    loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
+    """
+    groups = {w.group for w in case.waits.example.values() if w.kind == "collective" and w.group is not None}
+    for group in sorted(groups):
+        shift = case.histories.shift_in(group)
+        if shift is not None and shift.agrees_again and shift.explains_lag():
+            return shifted(case, shift, wait_words(case, shift.entered))
+    return ""
+
+
+def parted_between_groups(case: Case) -> Ruling:
+    """Ranks wait for each other across groups, because one of them made a call too many or too few."""
+    groups = case.waits.groups_of_circle
+    if not (len(groups) > 1 or case.waits.transfers_of_circle):
+        return ""
+    found = [shift for group in sorted(groups) if (shift := case.histories.shift_in(group)) is not None]
+    return _shifted_now(case, max(found, key=lambda shift: shift.matched, default=None))
+
+
+def parted_out_of_step(facts: Facts) -> Ruling:
+    """A rank made a call too many or too few over its whole program; no group shows it yet.
+
+    CPUs run ahead of what their devices do, so all have queued every call; in which order, their programs tell.
+    """
+    return _shifted_now(facts, None) if facts.histories.first_mismatch is None else ""
+
+
+def _shifted_now(facts: Facts, shift: Divergence | None) -> Ruling:
+    """``shift``, or that over the whole programs, as what keeps the ranks where they wait."""
+    shift = shift or facts.histories.shift_of_program
+    return shifted(facts, shift, wait_words(facts, facts.ranks)) if shift is not None else ""
+
+
+def departed(case: Case) -> Ruling:
+    """A rank in the circle is in another call than the others of its role made at that place."""
+    ranks = case.waits.in_circle
+    found = [one for one in case.histories.departures() if one.rank in ranks and not one.call.completed]
+    if len(found) != 1:
+        return ""
+    (one,) = found
+    site = fr.user_frame(one.call.frames, case.roots.get(one.rank, ()))
+    theirs = fr.user_frame(one.theirs.frames, case.roots.get(one.mates[0], ()))
+    mates = ranks_word(one.mates)
+    text = f"waits in {op_name(one.call)} at {fr.place(site)}, where {mates}, which had called alike until then, called"
+    text += f" {op_name(one.theirs)} at {fr.place(theirs)}"
+    claims = [
+        record_claim(rank, f"rank {rank}: {op_name(call)} is number {number_of(call)} of group {call.group!r}")
+        for rank, call in ((one.rank, one.call), (one.mates[0], one.theirs))
+    ]
+    return Finding(
+        "collective-mismatch",
+        (Doubt.ROLE_ALONE,),
+        f"Rank {one.rank} {text}.",
+        (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {text}.", site),),
+        (*claims, *wait_claims(case, sorted(ranks))),
+    )
+
+
+# --- calls too many or too few ----------------------------------------------------------------------------------------
+
+
+def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: tuple[Claim, ...] = ()) -> Finding:
+    """The finding for histories that parted: who made the call too many, or left one out, and where.
+
+    ``words``: rank → what it waits in now. ``claims``: what shows that.
+    """
+    one, extra = len(shift.ranks) == 1, shift.kind == "extra"
+    their = "its" if one else "their"
+    assert shift.call is not None  # only what is on record is a shift
+    did = f"called {_what(shift)}, which {their} peers did not"
+    if not extra:
+        did = f"left out {_what(shift)}, which {their} peers called"
+    group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift, shift.call)
+    number = f"number {seq} of group {group!r}"
+    summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it is' if one else 'they are'}"
+    summary += f" {'ahead of' if extra else 'behind'} {their} peers since"
+    summary += f", and now {apart(words)}." if words else "."
+    ends = (shift.ranks[0], shift.peers[0])
+    places = [
+        record_claim(rank, f"rank {rank}: number {shift.number} is {_called(facts, rank, shift)}")
+        for rank in (ends if extra else ends[::-1])
+    ]
+    agree = f"{shift.matched} later calls are those of the peers again, {shift.calls} further on"
+    own = list(conditions(facts).items())[:4]
+    ruled = (f"rank {rank} {condition.reason}: nobody would wait for it without that" for rank, condition in own)
+    sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
+    return Finding(
+        "collective-mismatch",
+        those({Doubt.NO_AGREEMENT_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
+        summary,
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
+        (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
+        tuple(ruled),
+    )
+
+
+def _what(shift: Divergence) -> str:
+    """``all_reduce at train.py:9, called from train.py:30``, ``3 collectives from train.py:9``."""
+    assert shift.call is not None
+    if not shift.stack:
+        what = describe(shift.call)
+        return f"{shift.calls} collectives, the first of them {what}" if shift.calls > 1 else what
+    inner = shift.stack[0]
+    where = fr.place(inner)
+    if shift.branch is not None and shift.branch != inner:
+        where += f", called from {fr.place(shift.branch)}"
+    return f"{shift.calls} collectives from {where}" if shift.calls > 1 else f"{op_name(shift.call)} at {where}"
+
+
+def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str, int]:
+    """Group and number of the call that was left out, as it would have been on the rank that left it out.
+
+    A peer made that ``call`` in a group of its own, it may be: then the rank's own group is the one in which it made
+    its other calls from there.
+    """
+    rank = shift.ranks[0]
+    mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
+    peer = shift.peers[0]
+    place, roots = fr.user_stack(call.frames, facts.roots.get(peer, ())), facts.roots.get(rank, ())
+    group = next((e.group for e in mine if fr.user_stack(e.frames, roots) == place), call.group)
+    if group == call.group and not call.is_p2p:
+        return group, call.seq
+    instead = shift.there[rank].record_id
+    after = next((number_of(e) for e in mine if e.group == group and e.record_id >= instead), None)
+    if after is not None:
+        return group, after  # it took the number
+    return group, 1 + max((number_of(e) for e in mine if e.group == group), default=0)
+
+
+def _called(facts: Facts, rank: int, shift: Divergence) -> str:
+    call = shift.there[rank]
+    stack = fr.user_stack(call.frames, facts.ranks[rank].evidence.code_roots)
+    places = " < ".join(fr.place(frame) for frame in stack[:3])
+    return f"{op_name(call)} at {places}" if places else describe(call)
+
+
+def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
+    """The line to show: of the call that was too many; of the one left out, where peers called it."""
+    if shift.kind == "missing" and shift.stack:
+        return shift.stack[0]
+    return fr.user_frame(shift.there[rank].frames, facts.ranks[rank].evidence.code_roots)
+
+
+# --- several groups: a call left out, or another order --------------------------------------------------------------
+
+
+def _broken_habits(case: Case) -> dict[int, tuple[Collective, Habit]]:
+    """rank → what it waits in, and the habit it broke by that: of those that wait for each other in several groups."""
+    found = {}
+    for rank, now in _calls_waited_in(case).items():
+        broken = case.histories.broken_habit(rank, now, case.waits.groups_of_circle)
+        if broken is not None:
+            found[rank] = (now, broken)
+    return found
+
+
+def _calls_waited_in(case: Case) -> dict[int, Collective]:
+    """rank → the recorded collective that it waits in."""
+    found = {}
+    for rank in case.waits.in_circle:
+        wait = case.ranks[rank].wait
+        now = case.alignment.entry(rank, str(wait.group), wait.seq) if wait and wait.seq is not None else None
+        if now is not None:
+            found[rank] = now
+    return found
+
+
+def left_out_between_groups(case: Case) -> Ruling:
+    """A rank in the circle left out the very call that the others wait in, which it had always made there.
+
+    Known by its own habit alone (:meth:`.Histories.broken_habit`), so where two ranks are all there is, too.
+    """
+    found = _broken_habits(case)
+    if len(found) != 1:
+        return ""
+    ((rank, (now, broken)),) = found.items()
+    usual = broken.usual
+    others = [case.waits.example[key] for key in case.waits.circle if rank not in case.waits.ranks[key]]
+    if not broken.sure or not any(usual.group == one.group and same_op(usual.op, one.op) for one in others):
+        return ""
+    roots = case.roots.get(rank, ())
+    site, after = fr.user_frame(usual.frames, roots), fr.user_frame(now.frames, roots)
+    number = case.alignment.last(rank, usual.group) + 1
+    text = f"left out {op_name(usual)} at {fr.place(site)} (number {number} of group {usual.group!r}), which it had"
+    text += f" always called right before {op_name(now)} at {fr.place(after)}, and waits there"
+    claim = record_claim(
+        rank,
+        f"rank {rank}: each earlier {op_name(now)} of group {now.group!r} at {fr.place(after)} follows"
+        f" {op_name(usual)} of group {usual.group!r}; number {number_of(now)} does not",
+    )
+    return Finding(
+        "collective-mismatch",
+        (Doubt.HABIT_ALONE,),
+        f"Rank {rank} {text}.",
+        (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", site),),
+        (claim, *wait_claims(case, case.waits.in_circle)),
+        (f"the groups entered in different orders is the runner-up: rank {rank} may yet call the other",),
+    )
+
+
+def group_order(case: Case) -> Ruling:
+    """Ranks entered several groups in different orders: nothing shows that one of them left a call out."""
+    ranks, groups = case.waits.in_circle, case.waits.groups_of_circle
+    members = {key: case.alignment.members(str(case.waits.example[key].group)) for key in case.waits.circle}
+    words = []
+    for key, (group, known) in members.items():
+        example = case.waits.example[key]
+        of = f" of {ranks_word(group)}" if known else ""
+        who = ranks_do(case.waits.ranks[key], "waits", "wait")
+        words.append(f"{who} in group {example.group!r}{of} ({example.words})")
+    more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
+    text = " while ".join(words[:3]) + more
+    known = all(known for _, known in members.values())
+    if known:  # who is in one of the groups only had no order to choose
+        of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
+        ranks = of_several or ranks
+    doubts = {
+        Doubt.MEMBERS_UNKNOWN: not known,
+        Doubt.RINGS_NOT_WHOLE: case.histories.may_have_parted_before(groups),
+        Doubt.NOT_CALLED_ALIKE: not case.histories.called_alike(groups),
+        Doubt.NOT_IN_TURNS: not case.histories.taken_in_turns(_calls_waited_in(case)),
+        Doubt.HABIT_BROKEN: bool(_broken_habits(case)),
+    }
+    return Finding(
+        "group-order",
+        those(doubts),
+        f"{capital(text)}: they entered the groups in different orders.",
+        waiting_culprits(case, ranks),
+        wait_claims(case, ranks, limit=10),
+    )

@@ -1,0 +1,143 @@
+"""A control group for the job (cgroup v2), if we may create one: then the kernel knows which processes are the job's.
+
+No process leaves the group by forking, by a new session, by a new environment or by losing its parents, and
+``cgroup.kill`` (Linux 5.14) kills all of them at once. Root, systemd user sessions and containers that delegate their
+groups may create one. Elsewhere jobs run without.
+
+The group must change nothing for the job. It has no controllers, so it neither limits nor shares anything. It is
+created only if our own group sets no limit, because programs that size themselves look for a limit in their group.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMITS = ("memory.max", "memory.high", "cpu.max", "pids.max", "cpuset.cpus")
+PREFIX = "safelaunch-"
+OLD_S = 60.0  # younger groups may wait for their job
+LEAVES_S = 0.2  # for processes that have just ended to leave the group
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """The control group in directory ``path``. Failures are silent: safelaunch also finds the processes otherwise."""
+
+    path: Path
+
+    def add(self, pid: int) -> bool:
+        """Moves a process into it; what the process starts afterwards is in it too. Takes up to 20 ms."""
+        return _write(self.path / "cgroup.procs", str(pid))
+
+    def leave(self) -> bool:
+        """Moves the calling process out of it."""
+        return _write(self.path.parent / "cgroup.procs", "0")
+
+    def members(self) -> list[int]:
+        """The pids in it and in the groups that the job created below it."""
+        lists = [_read(directory / "cgroup.procs") for directory in self._directories()]
+        return [int(pid) for text in lists for pid in text.split() if pid != "0"]
+
+    def kill(self) -> None:
+        """Sends SIGKILL to every member at once: none can escape by forking."""
+        _write(self.path / "cgroup.kill", "1")
+
+    def dissolve(self) -> None:
+        """Removes it; processes that the job left running move to the group that the job was started in."""
+        deadline = time.monotonic() + LEAVES_S
+        while True:
+            for pid in self.members():
+                _write(self.path.parent / "cgroup.procs", str(pid))
+            for directory in reversed(self._directories()):
+                _remove(directory)
+            if not self.path.exists() or time.monotonic() > deadline:
+                return
+            time.sleep(0.005)
+
+    def _directories(self) -> list[Path]:
+        """Its own directory, then those below it."""
+        return [Path(directory) for directory, _, _ in os.walk(self.path)]
+
+
+def create(name: str) -> ControlGroup | None:
+    """Creates a group below our own for the run ``name``; None if that is impossible or would change something."""
+    own = _own()
+    if own is None or any(_limits(_read(own / limit)) for limit in LIMITS):
+        return None
+    group = ControlGroup(own / f"{PREFIX}{name}")
+    try:
+        group.path.mkdir()
+    except OSError:
+        return None
+    if _read(group.path / "cgroup.controllers").strip() or not (group.path / "cgroup.kill").exists():
+        _remove(group.path)
+        return None
+    return group
+
+
+def sweep() -> None:
+    """Removes empty groups below our own, whose jobs and guardians were killed. Groups of live jobs are not empty."""
+    own = _own()
+    for group in own.glob(f"{PREFIX}*") if own is not None else ():
+        try:
+            if time.time() - group.stat().st_mtime > OLD_S:
+                _remove(group)
+        except OSError:
+            continue  # it was just removed
+
+
+def _own() -> Path | None:
+    """The directory of our group if we may write it, else None."""
+    found = locate(_read(Path("/proc/self/cgroup")), _read(Path("/proc/self/mountinfo")))
+    return found if found is not None and os.access(found, os.W_OK) else None
+
+
+def locate(membership: str, mounts: str) -> Path | None:
+    """Our group in the unified hierarchy; None if that is not mounted, or its mount does not include our group.
+
+    ``membership`` and ``mounts``: the contents of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
+    """
+    path = next((line[3:] for line in membership.splitlines() if line.startswith("0::")), None)
+    if path is None:
+        return None
+    for line in mounts.splitlines():
+        fields, _, kind = line.partition(" - ")
+        if kind.startswith("cgroup2 "):
+            root, place = fields.split()[3:5]
+            if path == root or path.startswith(root.rstrip("/") + "/"):
+                return Path(place) / path[len(root) :].strip("/")
+    return None
+
+
+def _limits(value: str) -> bool:
+    return value.split()[:1] not in ([], ["max"])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _write(path: Path, text: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.write(descriptor, text.encode())
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _remove(directory: Path) -> None:
+    try:
+        directory.rmdir()
+    except OSError:
+        return  # it still has members or groups of others: retry, or leave it

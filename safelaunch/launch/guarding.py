@@ -1,0 +1,334 @@
+"""The guardian's own code: it watches over a job, and ends it if nobody else does. See ``guardian``.
+
+The supervisor forks the first guardian, which is the job's parent. A replacement, or one that a beacon starts after the
+death of supervisor and guardian, is a new interpreter. It finds the job by the records in the run directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from safelaunch.beacon import layout
+from safelaunch.launch import process
+from safelaunch.launch.controlgroup import ControlGroup
+from safelaunch.launch.paths import RunPaths, discard_unfinished
+from safelaunch.launch.process import ProcessId
+from safelaunch.launch.remains import Remains, members_of, note, parse
+
+NAME = "sl-guardian"
+GO, WELL = b"go", b"well"
+GRACE_S = 5.0
+LOOK_EVERY_S = 1.0  # of a guardian that is not the job's parent
+ORPHANS_EVERY_S = 0.25  # its own children are one small file
+CHASE_S = 0.05
+LEAVE_IT = os.WEXITED | os.WNOHANG | os.WNOWAIT  # for waitid: only look, the process stays a zombie
+LEAST_IDLE = 500  # on a node with many processes, a look takes longer and comes less often: 0.2 % of a core
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What the first guardian gets: the supervisor's pid, pipes from and to it, and descriptors to hold."""
+
+    supervisor: int
+    commands: int
+    reports: int
+    held: tuple[int, ...]
+
+
+class First:
+    """The job's parent, and the reaper of its orphans."""
+
+    def __init__(self, run: RunPaths, group: ControlGroup | None, post: Post) -> None:
+        self._run = run
+        self._group = group
+        self._post = post
+        self._reports = post.reports
+        self._agent: ProcessId | None = None
+        self._ended = False
+        self._helpers: set[ProcessId] = set()
+        self._noted: set[int] = set()
+        self._supervisor = post.supervisor
+
+    def guard(self, become: Callable[[], NoReturn], at_once: bool) -> None:
+        """Starts the job and guards it until its end."""
+        os.setsid()
+        disguise(NAME)
+        process.become_subreaper()
+        try:
+            self._agent = process.fork(become, lambda agent: self._may_go(agent, at_once))
+        except OSError as error:
+            self._report(f"failed {error.errno or 0}")
+            if os.getppid() != self._supervisor:
+                _clean_up(self._run.root, self._group)
+            return
+        self._report("started")
+        if self._group is not None and not at_once:
+            self._group.add(self._agent.pid)  # takes a few ms, in which the launcher still looks for its modules
+        _silence()
+        if self._stay(*self._settle()):
+            process.end_all(self._agent, self._all, grace_s=GRACE_S, kill=self._kill)
+            _clean_up(self._run.root, self._group)
+
+    def _may_go(self, agent: ProcessId, at_once: bool) -> None:
+        """Waits until the supervisor releases the job. Raises OSError if the supervisor was killed."""
+        if at_once and self._group is not None:
+            self._group.add(agent.pid)
+        self._noted.add(agent.pid)
+        _note_ourselves(self._run)
+        note(self._run, "agent", str(agent))
+        if self._group is not None:
+            note(self._run, "group", os.fspath(self._group.path))
+        self._report(f"agent {agent}")
+        if os.read(self._post.commands, len(GO) + 1).strip() != GO:
+            raise InterruptedError(errno.EINTR, "the supervisor was killed")
+
+    def _settle(self) -> tuple[int, int]:
+        """Closes inherited descriptors. Returns a pipe that becomes readable when a child ends."""
+        woken, wake = os.pipe()
+        os.set_blocking(woken, False)
+        os.set_blocking(wake, False)
+        commands, self._reports, woken, wake, *_ = _keep_only(
+            [self._post.commands, self._post.reports, woken, wake, *self._post.held]
+        )
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        return commands, woken
+
+    def _stay(self, pipe: int, woken: int) -> bool:
+        """Stays until the supervisor dismisses it (False) or is killed (True)."""
+        commands = Commands(pipe)
+        look = Every(ORPHANS_EVERY_S, self._note_orphans)
+        while True:
+            self._reap()
+            ready = select.select([pipe, woken], [], [], look())[0]
+            if woken in ready:
+                os.read(woken, 4096)
+            if pipe in ready:
+                told = commands.read()
+                if told is None or told.well:
+                    return told is None
+                self._helpers.update(told.members)
+
+    def _reap(self) -> None:
+        """Reaps children. It reports the agent's end first, so that the supervisor can reap it if we are killed."""
+        assert self._agent is not None
+        try:
+            if not self._ended and (ended := os.waitid(os.P_PID, self._agent.pid, LEAVE_IT)) is not None:
+                self._ended = True
+                self._report(f"ended {_wait_status(ended)}")
+                if os.getppid() == self._supervisor:
+                    os.kill(self._supervisor, signal.SIGCHLD)  # wakes it when one of its children ends
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return  # no process of the job is left
+
+    def _note_orphans(self) -> None:
+        """Records orphans for the next guardian, in case we are killed together with the supervisor."""
+        for pid in process.children():
+            if pid not in self._noted and (orphan := process.identify(pid)) is not None:
+                self._noted.add(pid)
+                note(self._run, "orphan", str(orphan))
+
+    def _report(self, line: str) -> None:
+        try:
+            os.write(self._reports, f"{line}\n".encode())
+        except OSError:
+            return  # the supervisor is gone, as the next read of its commands shows
+
+    def _all(self) -> set[ProcessId]:
+        self._reap()
+        helpers = {helper for helper in self._helpers if helper.is_alive()}
+        return helpers | {*process.descendants([os.getpid()])} | members_of(self._group)
+
+    def _kill(self) -> None:
+        """Kills the job: at once with a control group, else repeatedly, as escaping processes become our children."""
+        if self._group is not None:
+            self._group.kill()
+        deadline = time.monotonic() + CHASE_S
+        while time.monotonic() < deadline and (below := process.children()):
+            for pid in below:
+                os.kill(pid, signal.SIGKILL)  # only we reap this child, so the pid is its own
+            self._reap()
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A message of the supervisor: a dismissal, or members that can't be found from the others."""
+
+    well: bool
+    members: list[ProcessId]
+
+
+class Commands:
+    """The supervisor's pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+        self._rest = b""
+
+    def read(self) -> Told | None:
+        """Reads a message; call it when one is ready. None: the supervisor was killed."""
+        chunk = os.read(self.pipe, 65536)
+        if not chunk:
+            return None
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return Told(WELL in lines, parse(line.decode("ascii", "replace") for line in lines))
+
+
+class Every:
+    """Does ``what`` every ``seconds``, or less often if it takes long."""
+
+    def __init__(self, seconds: float, what: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._what = what
+        self._next_s = 0.0
+
+    def __call__(self) -> float:
+        """Does it when due; returns the seconds until the next time."""
+        begin = now = time.monotonic()
+        if begin >= self._next_s:
+            self._what()
+            now = time.monotonic()
+            self._next_s = now + max(self._seconds, LEAST_IDLE * (now - begin))
+        return max(0.0, self._next_s - now)
+
+
+def _wait_status(ended: os.waitid_result) -> int:
+    """The status in the form of ``waitpid``."""
+    if ended.si_code == os.CLD_EXITED:
+        return ended.si_status << 8
+    return ended.si_status | (0x80 if ended.si_code == os.CLD_DUMPED else 0)
+
+
+def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
+    """Replaces a dead guardian, in a new interpreter. It is not the parent of the job.
+
+    ``descriptors``: the supervisor's pipe, then the leases.
+    """
+    _begin()
+    run = RunPaths(Path(root))
+    keepers = os.open(run.keepers, os.O_RDWR | os.O_CLOEXEC)
+    commands = Commands(_keep_only([*descriptors, keepers])[0])
+    _note_ourselves(run)
+    remains = Remains(run)
+    look = Every(LOOK_EVERY_S, remains.find)
+    while True:
+        if select.select([commands.pipe], [], [], look())[0]:
+            told = commands.read()
+            if told is None:
+                break
+            if told.well:
+                os._exit(0)
+            remains.know(told.members)
+    process.end_all(remains.agent, remains.find, grace_s=GRACE_S, kill=_kill_of(remains))
+    _clean_up(run.root, remains.group)
+    os._exit(0)
+
+
+def rescue(root: str) -> NoReturn:
+    """Ends the job, in a new interpreter that a beacon started: the supervisor and the guardian are dead."""
+    starter = process.identify(os.getppid())
+    _begin()
+    run = RunPaths(Path(root))
+    try:
+        keepers = os.open(run.keepers, os.O_RDWR | os.O_CLOEXEC)
+        record = os.open(run.members, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os._exit(0)  # the job has ended, or another rank's beacon was faster
+    _keep_only([keepers, record])
+    _note_ourselves(run)
+    remains = Remains(run)
+    if remains.group is not None and not remains.group.leave():
+        remains.group = None  # otherwise we would kill ourselves first
+    if remains.group is None and os.environ.get(layout.GUARDIAN_STARTER) == layout.AGENT_ROLE and starter is not None:
+        _end_below(starter, remains)
+    process.end_all(remains.agent, remains.find, grace_s=GRACE_S, kill=_kill_of(remains))
+    _clean_up(run.root, remains.group)
+    os._exit(0)
+
+
+def _end_below(agent: ProcessId, remains: Remains) -> None:
+    """Ends everything below the agent, which has become the reaper of what is below it.
+
+    The agent is stopped meanwhile: it exits once its ranks have ended, and then nobody would adopt their orphans.
+    """
+    agent.send(signal.SIGSTOP)
+    remains.spare = agent
+    process.end_all(None, remains.find, grace_s=GRACE_S)
+    remains.spare = None
+    agent.send(signal.SIGKILL)
+
+
+def _kill_of(remains: Remains) -> Callable[[], object]:
+    return remains.group.kill if remains.group is not None else lambda: None
+
+
+def _note_ourselves(run: RunPaths) -> None:
+    if (ourselves := process.identify(os.getpid())) is not None:
+        note(run, "guardian", str(ourselves))
+
+
+def _begin() -> None:
+    os.setsid()
+    disguise(NAME)
+    signal.pthread_sigmask(signal.SIG_BLOCK, process.FORWARDED)
+    _silence()
+
+
+def disguise(name: str) -> None:
+    """Changes this process's name and command line, so that a kill of safelaunch by name does not hit it.
+
+    /proc shows the memory that held the arguments, which nothing else reads by now. Best effort.
+    """
+    try:
+        with open("/proc/self/stat", "rb") as stat:
+            begin, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[45:47])
+        memory = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.pwrite(memory, name.encode()[: end - begin - 1].ljust(end - begin, b"\0"), begin)
+        finally:
+            os.close(memory)
+        with open("/proc/self/comm", "w") as comm:
+            comm.write(name)
+    except (OSError, ValueError):
+        return  # a kernel that shows neither: a kill by name then hits both
+
+
+def _silence() -> None:
+    """Replaces stdin, stdout and stderr: we must not keep anybody's pipe open."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    if null > 2:
+        os.close(null)
+
+
+def _keep_only(descriptors: Sequence[int]) -> list[int]:
+    """Closes all descriptors from 3 on except ``descriptors``, which it renumbers from 3; returns the new numbers."""
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3 + len(descriptors)) for descriptor in descriptors]
+    numbers = range(3, 3 + len(descriptors))
+    for number, descriptor in zip(numbers, high, strict=True):
+        os.dup2(descriptor, number, inheritable=False)
+    os.closerange(3 + len(descriptors), 65536)
+    return list(numbers)
+
+
+def _clean_up(root: Path, group: ControlGroup | None) -> None:
+    from shutil import rmtree
+
+    rmtree(root, ignore_errors=True)
+    discard_unfinished(root.name)
+    if group is not None:
+        group.dissolve()

@@ -1,0 +1,259 @@
+"""The node's GPUs as NVML lists them: memory, processes, MIG instances, and how they are linked.
+
+A broken driver blocks its callers for ever, so a separate process asks it, which can be killed:
+``python -m safelaunch.leases.inventory`` prints one JSON document. Without a driver, no process is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory
+from safelaunch.leases.driver import has_driver
+from safelaunch.system import procstat
+from safelaunch.system.nvml import ask, processes, text
+
+DEADLINE_S = 10.0
+GRACE_S = 0.5
+LONGEST_S = 60.0
+LOOK_EVERY_S = 0.1
+MOST_COUNTED_S = 1.0  # of the time since the last look: this process may have been stopped
+ASKING = b"asking\n"
+if TYPE_CHECKING:
+    import subprocess
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_MOST_INSTANCES = 64
+
+
+def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
+    """Asks NVML; never raises. Waits ``deadline_s`` seconds for the driver."""
+    question = Asking(environ, deadline_s=deadline_s)
+    while (found := question.answer(LOOK_EVERY_S)) is None:
+        pass
+    return found
+
+
+class Asking:
+    """A question to NVML that need not block: call ``answer`` until it returns one; the first call starts it.
+
+    The driver's time starts with ``ASKING``, and excludes time in which the process itself works: while many jobs
+    start at once, an interpreter alone takes seconds. ``LONGEST_S`` limits the total.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> None:
+        self._environ = environ
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def answer(self, wait_s: float = 0.0) -> Inventory | None:
+        """NVML's answer, or the reason for none; None while it is pending. Waits at most ``wait_s`` seconds."""
+        if self._process is None:
+            if not has_driver(self._environ):
+                return Inventory(missing="no NVIDIA driver on this node")
+            try:
+                self._process = _ask_elsewhere(self._environ)
+            except OSError as error:
+                return Inventory(missing=f"NVML could not be asked: {error.strerror or error}")
+            self._data = b""
+            self._began_s = self._looked_s = time.monotonic()
+            self._silent_s = 0.0
+        found = self._look(self._process, wait_s)
+        if found is not None:
+            self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Ends the question."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+    def _look(self, process: subprocess.Popen[bytes], wait_s: float) -> Inventory | None:
+        assert process.stdout is not None
+        output = process.stdout.fileno()
+        while select.select([output], [], [], wait_s)[0]:
+            chunk = os.read(output, 65536)
+            if not chunk:
+                return _read(self._data.removeprefix(ASKING))
+            self._data += chunk
+        now = time.monotonic()
+        seen = procstat.read(process.pid)
+        if self._data.startswith(ASKING) and (seen is None or seen.state != "R"):
+            self._silent_s += min(now - self._looked_s, MOST_COUNTED_S)
+        self._looked_s = now
+        if self._silent_s < self._deadline_s and now - self._began_s < max(LONGEST_S, self._deadline_s):
+            return None
+        silent = f"the NVIDIA driver did not answer within {self._deadline_s:g} s"
+        return Inventory(missing=silent, trouble="silent")
+
+
+def _ask_elsewhere(environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    import subprocess
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "safelaunch.leases.inventory"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=_PACKAGE_ROOT,  # with -m the working directory comes first on the module path: ours, not the user's
+        env=dict(environ),
+    )
+
+
+def _read(answer: bytes) -> Inventory:
+    try:
+        return parse(json.loads(answer))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        garbled = f"NVML gave no usable answer ({type(error).__name__}: {error})"
+        return Inventory(missing=garbled, trouble="garbled")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process without waiting for long: the kernel does not let it die while it is stuck in the driver."""
+    import subprocess
+
+    if process.stdout is not None:
+        process.stdout.close()
+    process.kill()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.returncode = -9  # nobody waits for it
+
+
+def parse(document: Mapping[str, Any]) -> Inventory:
+    """``query``'s document as records. A GPU in MIG mode appears as its instances."""
+    gpus: list[Gpu] = []
+    for one in document.get("gpus", ()):
+        instances = one.get("instances")
+        if instances is None:
+            gpus.append(_record(one, str(one["index"])))
+            continue
+        for instance in instances:
+            gpus.append(_record(instance, f"{one['index']}.{instance['index']}", parent=str(one["uuid"])))
+    distances = {(str(a), str(b)): int(distance) for a, b, distance in document.get("distances", ())}
+    missing = "" if gpus else str(document.get("missing") or "no NVIDIA GPU found")
+    return Inventory(tuple(gpus), distances, missing)
+
+
+def _record(one: Mapping[str, Any], label: str, parent: str = "") -> Gpu:
+    return Gpu(
+        label=label,
+        uuid=str(one.get("uuid") or f"unknown-{label}"),
+        name=str(one.get("name") or ""),
+        parent=parent,
+        memory_used_bytes=one.get("memory_used_bytes"),
+        memory_total_bytes=one.get("memory_total_bytes"),
+        processes=tuple(GpuProcess(int(p["pid"]), p.get("memory_bytes")) for p in one.get("processes") or ()),
+        error=str(one.get("error") or ""),
+    )
+
+
+# --- in the separate process ------------------------------------------------------------------------------------------
+
+
+def query(nvml: Any) -> dict[str, Any]:
+    """GPUs by the module ``pynvml``, or ``{"missing": reason}``.
+
+    ``gpus``: index, uuid, name, memory_used_bytes, memory_total_bytes, processes (pid, memory_bytes) and, in MIG mode,
+    instances with the same fields; or index and error. ``distances``: uuid, uuid, distance (see ``choose``).
+    """
+    try:
+        nvml.nvmlInit()
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError as error:
+        return {"missing": f"NVML: {error}"}
+    found = [_gpu(nvml, index) for index in range(count)]
+    return {"gpus": [one for one, _ in found], "distances": _distances(nvml, found)}
+
+
+def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], Any]:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        one = {"index": index, **_device(nvml, handle)}
+    except nvml.NVMLError as error:  # fallen off the bus, or hidden from us
+        return {"index": index, "error": str(error)}, None
+    mode = ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
+    if mode:
+        one["instances"] = _instances(nvml, handle, one)
+    return one, handle
+
+
+def _device(nvml: Any, handle: Any) -> dict[str, Any]:
+    """One GPU's fields. Raises NVMLError if not even the UUID is available: without it, nothing can be leased."""
+    uuid = text(nvml.nvmlDeviceGetUUID(handle))
+    memory = _memory(nvml, handle)
+    return {
+        "uuid": uuid,
+        "name": ask(nvml, lambda: text(nvml.nvmlDeviceGetName(handle))),
+        "memory_used_bytes": memory.used if memory else None,
+        "memory_total_bytes": memory.total if memory else None,
+        "processes": processes(nvml, handle),
+    }
+
+
+def _memory(nvml: Any, handle: Any) -> Any:
+    """Memory use, by version 2 of the call if possible: ``used`` then excludes the driver's own hundreds of MiB."""
+    version = getattr(nvml, "nvmlMemory_v2", None)
+    found = ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
+    return found or ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+
+
+def _instances(nvml: Any, handle: Any, parent: Mapping[str, Any]) -> list[dict[str, Any]]:
+    most = ask(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
+    found = []
+    for index in range(min(most, _MOST_INSTANCES)):
+        try:
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            one = {"index": index, **_device(nvml, instance)}
+        except nvml.NVMLError:
+            continue  # numbers may have gaps
+        found.append({**one, "name": one["name"] or parent.get("name")})
+    return found
+
+
+def _distances(nvml: Any, found: list[tuple[dict[str, Any], Any]]) -> list[tuple[str, str, int]]:
+    known = []
+    gpus = [(str(one["uuid"]), handle) for one, handle in found if handle is not None]
+    for number, (uuid, handle) in enumerate(gpus):
+        for other, other_handle in gpus[:number]:
+            distance = _distance(nvml, handle, other_handle)
+            if distance is not None:
+                a, b = sorted((uuid, other))
+                known.append((a, b, distance))
+    return known
+
+
+def _distance(nvml: Any, one: Any, other: Any) -> int | None:
+    status = ask(nvml, lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
+    if status is not None and status == nvml.NVML_P2P_STATUS_OK:
+        return NVLINK
+    level = ask(nvml, lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
+    return max(int(level), 1) if level is not None else None
+
+
+def _main() -> int:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    try:
+        import pynvml
+    except ImportError:
+        document: dict[str, Any] = {"missing": "the Python package nvidia-ml-py is not installed"}
+    else:
+        os.write(1, ASKING)
+        document = query(pynvml)
+    print(json.dumps(document), flush=True)
+    os._exit(0)  # nvmlShutdown and the library's exit handlers are not needed, and can hang too
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())

@@ -1,0 +1,42 @@
+"""The format of the files in a lease directory, with bounds, whoever wrote them. Imported only to read one."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+NAME_CHARACTERS = 64
+COMMAND_CHARACTERS = 1000
+MOST_THINGS = 1024
+
+_Thing = Annotated[str, Meta(max_length=256)]
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A lock file's description of its holder. Times are in seconds since 1970, up to the year 5138."""
+
+    pid: Annotated[int, Meta(ge=0, le=1 << 22)]
+    start_ticks: Annotated[int, Meta(ge=0, le=1 << 62)]
+    name: Annotated[str, Meta(max_length=NAME_CHARACTERS)]
+    command: Annotated[str, Meta(max_length=COMMAND_CHARACTERS)]
+    since_unix_s: Annotated[float, Meta(ge=0, le=1e11)]
+
+
+class SaidTicket(Said, frozen=True):
+    """A ticket's contents: who waits, and for how many of what."""
+
+    candidates: Annotated[list[_Thing], Meta(max_length=MOST_THINGS)]
+    count: Annotated[int, Meta(ge=0, le=MOST_THINGS)]
+
+
+_AnySaid = TypeVar("_AnySaid", bound=Said)
+
+
+def read(data: bytes, kind: type[_AnySaid]) -> _AnySaid | None:
+    """The contents of a file; None if they have any other form."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None

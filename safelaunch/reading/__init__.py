@@ -1,0 +1,1 @@
+"""What one stack, one system call or one line of source tells."""

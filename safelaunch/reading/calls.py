@@ -1,0 +1,297 @@
+"""What the library frames inside the user's line wait in: peers, a DataLoader, a lock, a subprocess.
+
+Recognised by file and function of torch and of the standard library, never by anything of the user's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
+from safelaunch.model import Frame, StackSample, Thread
+from safelaunch.reading.frames import is_native, normal, own_part, python_frames, short, user_part
+
+_C10D_FILES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/utils.py",
+    "torch/nn/parallel/distributed.py",
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/constants.py",
+)
+_C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
+_INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
+_NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
+_P2P = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"})
+_TEARDOWN = frozenset({"destroy_process_group", "_shutdown_backend"})
+_RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_bootstrap", "run_path", "run_module"})
+_LOADER_WAITS = frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"})
+
+
+@dataclass(frozen=True)
+class TorchWait:
+    """A wait for other ranks, seen on a stack. ``op`` is the public function nearest to the user's line."""
+
+    kind: str  # "init" | "collective" | "p2p" | "teardown"
+    op: str
+
+
+def _in(frame: Frame, *endings: str) -> bool:
+    return normal(frame.file).endswith(endings)
+
+
+def torch_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> TorchWait | None:
+    """The c10d call in which these frames wait for other ranks, or None.
+
+    The innermost Python frame has to be in c10d itself: then the thread is inside a C++ collective, rendezvous or
+    store call that this frame made. (A collective on the stack with, say, a pickle frame inside it is computing.)
+    ``init_process_group`` and ``new_group`` keep frames of the store and of the rendezvous handlers inside them, so
+    for these two any library frame may be innermost.
+    """
+    inner, _ = user_part(frames, code_roots)
+    names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
+    if _INIT_FUNCTIONS.intersection(names) and any("torch/distributed/" in normal(f.file) for f in inner):
+        return TorchWait("init", "init_process_group")
+    if _NEW_GROUP.intersection(names):
+        return TorchWait("collective", "new_group")
+    if not inner or not _in(inner[0], *_C10D_FILES):
+        return None
+    calls = [short(f.function) for f in inner if _in(f, *_C10D_FILES) and short(f.function) not in _C10D_NOISE]
+    if not calls:
+        return None
+    if _TEARDOWN.intersection(calls):
+        return TorchWait("teardown", "destroy_process_group")
+    op = next((name for name in reversed(calls) if not name.startswith("_")), calls[0])
+    if _P2P.intersection(calls):
+        return TorchWait("p2p", op)
+    return TorchWait("collective", op.lstrip("_"))
+
+
+def under_c10d(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """A call of c10d is under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator."""
+    inner, _ = user_part(frames, code_roots)
+    return any(_in(f, *_C10D_FILES) for f in inner)
+
+
+def in_torch(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
+    inner, _ = user_part(frames, code_roots)
+    return bool(inner) and "/torch/" in normal(inner[0].file) and not loader_wait(frames, code_roots)
+
+
+def in_backward(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """The thread is in C++ under ``backward()``: in no hook of Python's."""
+    inner, _ = user_part(frames, code_roots)
+    return bool(inner) and _in(inner[0], "torch/autograd/graph.py", "torch/autograd/__init__.py")
+
+
+def loader_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """The thread waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``)."""
+    inner, _ = user_part(frames, code_roots)
+    return any(_in(f, "torch/utils/data/dataloader.py") and short(f.function) in _LOADER_WAITS for f in inner)
+
+
+def loader_on_stack(frames: Sequence[Frame]) -> bool:
+    """The dataset's code runs in this very process, called by a DataLoader without workers."""
+    return any("torch/utils/data/" in normal(f.file) for f in own_part(frames))
+
+
+def is_loader_worker(frames: Sequence[Frame]) -> bool:
+    return any(_in(f, "torch/utils/data/_utils/worker.py") for f in frames)
+
+
+def worker_idle(frames: Sequence[Frame]) -> bool:
+    """A DataLoader worker that waits for the next index: it owes nobody anything."""
+    return is_loader_worker(frames) and any(_in(f, "multiprocessing/queues.py") for f in frames[:8])
+
+
+def polls_file_lock(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+    """The library ``filelock`` asks for its lock, sleeps, and asks again. It has the file open only as it asks."""
+    inner, _ = user_part(frames, code_roots)
+    return any("/filelock/" in normal(f.file) and short(f.function) == "acquire" for f in inner)
+
+
+def leaving(frames: Sequence[Frame]) -> str:
+    """Why these frames of a main thread mean that its script has ended; ``""`` if they do not.
+
+    ``threading._shutdown`` joins the threads that are left. Exit handlers are called by the interpreter itself: under
+    them there is no ``<module>`` and none of ``runpy``'s frames, which every running script has.
+    """
+    if any(_in(f, "/threading.py", "<frozen threading>") and short(f.function) == "_shutdown" for f in frames):
+        return "its script has ended and the interpreter waits for the remaining threads"
+    outer = own_part(frames)
+    running = any(f.function == "<module>" or short(f.function) in _RUNNERS for f in outer)
+    return "" if running or not outer else "its script has ended and exit handlers are running"
+
+
+@dataclass(frozen=True)
+class LockWait:
+    """A wait on a lock of this process. ``on`` says who can end it.
+
+    ``work``: a thread or future that runs to an end; ``signal``: a queue, event or condition that some thread feeds;
+    ``lock``: whoever holds it.
+    """
+
+    what: str
+    on: Literal["work", "signal", "lock"] = "lock"
+
+    @property
+    def by_processes(self) -> bool:
+        """Whether another process may be the one to end the wait."""
+        return self.on == "work" or "multiprocessing" in self.what
+
+
+_LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
+    ("/threading.py", frozenset({"join", "_wait_for_tstate_lock"}), LockWait("Thread.join", on="work")),
+    ("/concurrent/futures/_base.py", frozenset({"result", "exception", "wait"}), LockWait("Future.result", on="work")),
+    ("/concurrent/futures/thread.py", frozenset({"shutdown"}), LockWait("Executor.shutdown", on="work")),
+    ("/multiprocessing/pool.py", frozenset({"wait", "get", "map", "join"}), LockWait("a pool's result", on="work")),
+    ("/queue.py", frozenset({"get", "put", "join"}), LockWait("a queue", on="signal")),
+    ("/logging/__init__.py", frozenset({"acquire", "handle", "_acquireLock"}), LockWait("a logging lock")),
+    ("/threading.py", frozenset({"wait", "wait_for"}), LockWait("an event or condition", on="signal")),
+    ("/threading.py", frozenset({"acquire", "__enter__"}), LockWait("a lock or semaphore")),
+    (
+        "/multiprocessing/synchronize.py",
+        frozenset({"acquire", "wait", "__enter__"}),
+        LockWait("a multiprocessing lock"),
+    ),
+)
+
+
+def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
+    """What the library frames inside the user's line wait for, if that is a lock, a thread or a queue.
+
+    The frame nearest to the user's line decides: ``Future.result`` waits on a Condition, but what it waits *for* is
+    the future.
+    """
+    for frame in reversed(inner):
+        for ending, functions, wait in _LOCK_CALLS:
+            if _in(frame, ending) and short(frame.function) in functions:
+                return wait
+    return None
+
+
+def waits_for_child(inner: Sequence[Frame]) -> bool:
+    return any(
+        _in(f, "/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py") for f in inner
+    )
+
+
+def waits_for_message(inner: Sequence[Frame]) -> bool:
+    """A ``multiprocessing`` queue or pipe: another process is to send something."""
+    return any(
+        _in(f, "multiprocessing/queues.py", "multiprocessing/connection.py")
+        and short(f.function) in ("get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait")
+        for f in inner
+    )
+
+
+def in_event_loop(inner: Sequence[Frame]) -> bool:
+    return any("/asyncio/" in normal(f.file) for f in inner)
+
+
+def serves(frames: Sequence[Frame]) -> bool:
+    """A thread of a server: it waits for whoever may want something, and has no work until then."""
+    return any(
+        (_in(f, "/socketserver.py") and short(f.function) == "serve_forever") or "/uvicorn/" in normal(f.file)
+        for f in frames
+    )
+
+
+_Threads = Literal["", "work", "signal", "engine", "lock"]
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Whom one thread waits for: the ends of its edges in the graph of waits.
+
+    ``peers``: the c10d call in which it waits for other ranks; whatever else is on its stack, these end the wait.
+    ``threads``: others of its process. ``work``: one of them, to its end; ``signal``: any that feeds a queue or event;
+    ``engine``: torch's, under ``backward()``; ``lock``: one that holds a lock, and cannot be told from the others.
+    ``processes``: its children. ``workers`` of a DataLoader; ``child``: one, to its end; ``message``: one that sends
+    something; ``any``: whichever may be behind a pool, an executor, or an event loop.
+    """
+
+    peers: TorchWait | None = None
+    threads: _Threads = ""
+    processes: Literal["", "workers", "child", "message", "any"] = ""
+
+
+def awaited(frames: Sequence[Frame], kind: str = "", code_roots: Sequence[str] = ()) -> Awaited:
+    """Read from a thread's Python frames, and from the ``kind`` of its system call (:mod:`.kernel`)."""
+    peers = torch_wait(frames, code_roots)
+    if peers is not None:
+        return Awaited(peers)
+    inner, _ = user_part(frames, code_roots)
+    lock, loop = lock_wait(inner), in_event_loop(inner)
+    of_threads: _Threads = lock.on if lock is not None else "signal" if loop else ""
+    if in_backward(frames, code_roots):
+        of_threads = "engine"
+    if loader_wait(frames, code_roots):
+        return Awaited(None, of_threads, "workers")
+    if kind == "child" or waits_for_child(inner):
+        return Awaited(None, of_threads, "child")
+    if waits_for_message(inner):
+        return Awaited(None, of_threads, "message")
+    return Awaited(None, of_threads, "any" if loop or (lock is not None and lock.by_processes) else "")
+
+
+def users_threads(sample: StackSample | None, but: Thread | None, code_roots: Sequence[str] = ()) -> list[Thread]:
+    """The threads beside ``but`` that run code of the user's; pools that wait for work and library threads do not."""
+    threads = (thread for thread in (sample.threads if sample else ()) if thread is not but)
+    return [thread for thread in threads if user_part(python_frames(thread), code_roots)[1] is not None]
+
+
+_LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock", "_PySemaphore", "rlock_acquire")
+_PEER_SYMBOLS = ("c10d::", "gloo::", "nccl", "ProcessGroup")
+_STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
+_P2P_SYMBOLS = ("RecvWork", "SendWork")
+
+
+_NATIVE_WAITS = (
+    ("p2p", _P2P_SYMBOLS),
+    ("store", _STORE_SYMBOLS),
+    ("peers", _PEER_SYMBOLS),
+    ("lock", _LOCK_SYMBOLS),
+)
+_PEER_WAITS = {
+    "p2p": TorchWait("p2p", "a send or receive"),
+    "store": TorchWait("store", "a key of the store"),
+    "peers": TorchWait("collective", "a collective"),
+}
+
+
+def native_peer_wait(samples: Iterable[StackSample], os_tid: int | None) -> TorchWait | None:
+    """The wait for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line."""
+    return _PEER_WAITS.get(native_wait(samples, os_tid))
+
+
+def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``"lock"``, ``"peers"``, ``"p2p"`` or ``"store"``, by the C frames inside a thread's innermost Python frame.
+
+    ``""`` where no native sample has them.
+
+    ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
+    and both rest in ``futex``.
+    """
+    return _native(samples, os_tid, _NATIVE_WAITS)
+
+
+def native_sleep(samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``"sqlite"``, which asks for a lock again and again, or ``"python"``, by the C frames of a thread that sleeps."""
+    return _native(samples, os_tid, _NATIVE_SLEEPS)
+
+
+_NATIVE_SLEEPS = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))
+
+
+def _native(samples: Iterable[StackSample], os_tid: int | None, answers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    for thread in (t for s in samples if s.native for t in s.threads if t.os_tid == os_tid):
+        names = [f.function for f in takewhile(is_native, thread.frames)]
+        for answer, symbols in answers:
+            if any(symbol in name for name in names for symbol in symbols):
+                return answer
+    return ""

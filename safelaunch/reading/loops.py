@@ -1,0 +1,54 @@
+"""Has a rank left the loop that its peers are still in? The source says where the loop ends."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+
+from safelaunch.model import Frame
+from safelaunch.reading.frames import short
+
+ReadSource = Callable[[str], "str | None"]  # path → text of the file, or None
+
+
+def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> int | None:
+    """The line of the loop that ``behind`` is inside of and ``ahead`` is past, in the same function; None if there
+    is none. Stacks are innermost first.
+
+    Both stacks are walked from outside to where they part: there, one function is at two lines. If one line lies in
+    the body of a ``for`` or ``while`` and the other after that loop's end, the rank has left the loop. A collective
+    under ``if rank == 0`` inside the loop has both lines inside.
+    """
+    for one, other in zip(reversed(ahead), reversed(behind), strict=False):
+        if (one.file, short(one.function)) != (other.file, short(other.function)):
+            return None
+        if one.line != other.line:
+            text = read_source(one.file)
+            return _loop_between(text, other.line, one.line) if text else None
+    return None
+
+
+def _loop_between(source: str, inside: int, after: int) -> int | None:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    scope = _scope(tree, inside)
+    if scope is not _scope(tree, after):
+        return None
+    loops = [
+        node
+        for node in ast.walk(scope)
+        if isinstance(node, (ast.For, ast.While, ast.AsyncFor))
+        and node.lineno <= inside <= (node.end_lineno or 0) < after
+    ]
+    return min((node.lineno for node in loops), default=None)
+
+
+def _scope(tree: ast.Module, line: int) -> ast.AST:
+    """The innermost function (or the module) that holds ``line``."""
+    found: ast.AST = tree
+    for node in ast.walk(tree):  # breadth first: inner functions come later
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0):
+            found = node
+    return found

@@ -1,0 +1,1 @@
+"""Removes secrets from everything that is written or shown."""

@@ -1,0 +1,202 @@
+"""One job's secrets: the values under secret names in its environment and on its command line, and parts of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from urllib.parse import unquote
+
+from safelaunch.redaction.names import Kind, is_shown, kind_of
+from safelaunch.redaction.redact import by_rule, is_plain_value
+
+LEAST = 4  # characters: what is shorter is found by the name before it only
+_MOST_PARTS = 64  # of one value
+# Passwords as weak as these are words of every log. They are replaced only beside what calls them a password.
+COMMON_WORDS = {
+    "root", "admin", "user", "guest", "test", "tests", "train", "training", "trainer", "loss", "error", "errors",
+    "warning", "info", "debug", "main", "master", "model", "models", "data", "dataset", "datasets", "rank", "ranks",
+    "node", "nodes", "step", "steps", "epoch", "batch", "password", "passwd", "pass", "secret", "token", "default",
+    "public", "private", "local", "localhost", "none", "null", "true", "false", "auto", "name", "value", "file",
+    "files", "home", "work", "worker", "workers", "host", "port", "time", "start", "stop", "done", "eval", "valid",
+    "validation", "checkpoint", "torch", "cuda", "python", "system", "service", "server", "client", "login", "access",
+    "open", "close", "read", "write", "number", "string", "float", "tensor", "shape", "size", "device", "gradient",
+    "weight", "weights", "bias", "layer", "layers", "input", "output", "label", "labels", "sample", "samples",
+}  # fmt: skip
+_PATH = re.compile(r"(?:~|\.{1,2})?(?:/[\w.@+~\-]*)+")
+_RUN = re.compile(r"[A-Za-z0-9+/=]{20,}")
+
+
+# ``--db user:password@host``; in a URL a rule finds it.
+_USER_AND_PASSWORD = re.compile(r"(?:\A|[=,;\s])[^\s:/@=,;]{1,64}:([^\s:/@]{3,256})@[\w.\[\]-]")
+
+
+def secret_values(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str] = ()) -> tuple[str, ...]:
+    """What the environment and the command line hold under secret names, at random, or within their texts.
+
+    Values that one of ``ordinary`` (directories, names) is, or has as a component, are left out: every mention of these
+    would be replaced. So are those that it contains, unless nobody would take them for words.
+    """
+    plain = _Ordinary(ordinary)
+    return tuple(sorted({value for _, value in _learned(environment, argv) if value not in plain}))
+
+
+def left_out(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str]) -> tuple[str, ...]:
+    """The variables and options whose values ``secret_values`` leaves out because they are, or are part of, names."""
+    plain = _Ordinary(ordinary)
+    return tuple(sorted({name for name, value in _learned(environment, argv) if value in plain}))
+
+
+class _Ordinary:
+    """Directories and names that stand all over a bundle."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+
+    def __contains__(self, value: str) -> bool:
+        if not is_telling(value):
+            return value in self._names
+        whole = f"/{value.strip('/')}/"
+        return any(whole in f"/{name.strip('/')}/" or (value in name and not is_mixed(value)) for name in self._names)
+
+
+def _learned(environment: Mapping[str, str], argv: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each secret with what it stands under: a variable or an option."""
+    words = list(argv)
+    found = [(name, part) for name, value in environment.items() for part in _under(kind_of(name), value)]
+    found += [(name, value) for name, value in environment.items() if not is_shown(name) and _is_random(value)]
+    for before, word in pairwise(["", *words]):
+        name, equals, value = word.partition("=")
+        found += [(name if equals else before, password) for password in _USER_AND_PASSWORD.findall(word)]
+        if equals:
+            found += [(name, part) for part in _under(kind_of(name), value)]
+        elif before.startswith("-") and "=" not in before and not word.startswith("-"):
+            found += [(before, part) for part in _under(kind_of(before), word)]
+    texts = [*environment.items(), *((word.partition("=")[0], word) for word in words)]
+    for name, text in texts:  # passwords of URLs, headers, what is known by its looks
+        for begin, end in by_rule(text):
+            within = text[begin:end].strip("\"'")
+            first = _SEPARATOR.split(within, maxsplit=1)[0]  # ``Password=x;User=y``, ``?key=x&y=z``
+            pieces = (within, first) if len(first) >= LEAST and first.lower() not in COMMON_WORDS else (within,)
+            found += [(name, way) for piece in pieces for way in (piece, unquote(piece))]
+    yield from ((name, value) for name, value in found if len(value) >= LEAST)
+
+
+_SEPARATOR = re.compile(r"[;&,]")
+_PARTED = re.compile(r"[,;\s]+")
+_VERSIONED = re.compile(r"[A-Za-z_\-]*[\-=@<>~]{0,2}\d+(?:\.\d+)+")
+
+
+def _under(kind: Kind, value: str) -> Iterator[str]:
+    """The secrets in a value under a name of that kind."""
+    bare = value.strip().strip("\"'")
+    doubtful: Kind = "secret" if kind == "maybe" else kind  # in an environment, what it is called will do
+    if not kind or is_plain_value(doubtful, bare) or (kind != "password" and _is_path(bare)):
+        return
+    lines = [line.strip() for line in value.splitlines()]
+    yield from (line for line in (bare, *lines) if not line.startswith("-----"))
+    for pair in bare.split(";"):  # a connection string
+        name, equals, part = pair.partition("=")
+        if equals and kind_of(name.strip()):
+            yield part
+    if kind == "secret" and bare.count(":") == 1:  # user:password
+        yield bare.partition(":")[2]
+    if kind == "secret" and bare.count(" ") == 1 and "\n" not in bare:  # Bearer ...
+        yield bare.partition(" ")[2]
+    leaves = _leaves(bare)
+    yield from leaves or _parts(kind, bare)
+    if decoded := _from_base64(bare):  # as Kubernetes keeps them
+        yield from _under(kind, decoded)
+
+
+def _parts(kind: Kind, value: str) -> Iterator[str]:
+    """The secrets of a list: ``a,b``, ``a;b``, lines, words."""
+    if "-----BEGIN" in value:
+        return
+    by_space = not re.search(r"[,;\n]", value)
+    parts = [part.strip("()[]{}<>\"'") for part in _PARTED.split(value, maxsplit=_MOST_PARTS)[:_MOST_PARTS]]
+    for part in parts if len(parts) > 1 else ():
+        user, colon, password = part.partition(":")
+        for one in (part, password) if colon and user else (part,):
+            if _is_part(one, kind, by_space):
+                yield one
+
+
+def _is_part(part: str, kind: Kind, by_space: bool) -> bool:
+    """Whether a part of a secret value is a secret of its own, rather than a word, a number, a name or a version."""
+    if part.isalpha():
+        return not by_space and kind != "maybe" and len(part) >= 6 and part.lower() not in COMMON_WORDS
+    if is_plain_value("secret", part) or "://" in part or _is_path(part) or _VERSIONED.fullmatch(part):
+        return False
+    if by_space and kind == "password":  # a passphrase
+        return False
+    return len(part) >= 8 or (any(map(str.isdigit, part)) and len(part) >= (6 if by_space else LEAST))
+
+
+def _from_base64(value: str) -> str:
+    """The text that ``value`` stands for, or an empty string."""
+    if len(value) < 8 or len(value) % 4:
+        return ""
+    try:
+        text = base64.b64decode(value, validate=True).decode("utf-8").strip()
+    except ValueError:
+        return ""
+    return text if text.replace("\n", "").replace("\t", "").isprintable() else ""
+
+
+def _leaves(text: str) -> list[str]:
+    """The texts of a JSON document that nobody would take for a word: the key in a service account's file."""
+    if not text.startswith(("{", "[")):
+        return []
+    found: list[str] = []
+
+    def walk(value: object, name: str) -> None:
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                walk(entry, str(key))
+        elif isinstance(value, list):
+            for entry in value:
+                walk(entry, name)
+        elif isinstance(value, str) and (kind_of(name) or not name or _is_random(value) or _is_of_nobody(value)):
+            found.extend(line for line in value.splitlines() if not line.startswith("-----"))
+
+    try:
+        walk(json.loads(text), "")
+    except (ValueError, RecursionError):
+        return []  # not JSON; the value as a whole is known
+    return found
+
+
+def is_telling(value: str) -> bool:
+    """Whether ``value`` cannot be mistaken for anything else, wherever it stands."""
+    if len(value) < 8 or (value.isdigit() and len(value) < 12):
+        return False
+    return len(value) >= 16 or not value.isalpha()
+
+
+def is_mixed(value: str) -> bool:
+    """Letters and digits within one part of it, or letters of both cases in wild alternation: nobody's words."""
+    if any(not (part.isalpha() or part.isdigit()) for part in re.split(r"[\W_]+", value) if part):
+        return True
+    changes = sum(before.islower() != after.islower() for before, after in pairwise(filter(str.isalpha, value)))
+    return 3 * changes >= len(value)
+
+
+def _is_of_nobody(value: str) -> bool:
+    return is_telling(value) and is_mixed(value) and "://" not in value and not _is_path(value)
+
+
+def _is_path(value: str) -> bool:
+    return bool(_PATH.fullmatch(value)) and not _is_random(value)
+
+
+def _is_random(value: str) -> bool:
+    """Letters of both cases and digits in wild alternation, 20 or more: no name, path, version or hash is like that."""
+    for run in _RUN.findall(value):
+        kinds = ["digit" if c.isdigit() else "upper" if c.isupper() else "lower" if c.islower() else "" for c in run]
+        changes = sum(before != after for before, after in pairwise(kinds))
+        if {"digit", "upper", "lower"} <= set(kinds) and 3 * changes >= len(run):
+            return True
+    return False

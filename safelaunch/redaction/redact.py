@@ -1,0 +1,275 @@
+"""Keeps secrets out of everything written and shown: by their names, their shapes, or the options of commands.
+
+A bundle is made to be sent to somebody else. When in doubt, a value is redacted: a redacted setting costs a question, a
+leaked key costs an account. A match in any reading of a text (``readings``) is replaced in the text.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+
+from safelaunch.redaction.names import Kind, is_secret_name, is_shown, kind_of
+from safelaunch.redaction.readings import readings
+from safelaunch.redaction.shapes import Span, shapes_in
+
+REDACTED = "[redacted]"
+NOT_SHOWN = "[not shown]"
+
+# Truth values, and the word before a credential in a header.
+_PLAIN_WORD = re.compile(r"true|false|none|null|yes|no|on|off|bearer|basic|digest|negotiate|token", re.IGNORECASE)
+_SETTINGS = {
+    "enabled", "disabled", "auto", "default", "required", "optional", "always", "never", "local", "file", "keyring",
+    "environment", "anonymous", "public", "private", "sasl", "plain", "x509", "oauth", "oauth2", "jwt",
+}  # fmt: skip
+_SHORT_HASH = re.compile(r"(?=\w*\d)[0-9a-f]{8,12}")
+_NUMBER = re.compile(r"-?\d{1,6}(?:\.\d{0,20})?(?:e-?\d{1,4})?", re.IGNORECASE)
+_BARE_TOKEN = re.compile(r"[A-Za-z0-9_\-+/=.]{16,}")
+_OPAQUE = re.compile(r"[A-Za-z0-9_\-+/=~%]{8,}")
+_SIGNAL = re.compile(r"SIG[A-Z0-9]{2,8}")
+
+URL_PASSWORD = re.compile(
+    r"(?<![a-zA-Z0-9+.\-])[a-zA-Z][a-zA-Z0-9+.\-]{0,30}://[^\s/@:?#]{0,256}:(?P<value>[^\s/@]{1,1024})@"
+)
+_URL_TOKEN = re.compile(r"(?<![a-zA-Z0-9+.\-])[a-zA-Z][a-zA-Z0-9+.\-]{0,30}://(?P<value>[^\s/@:?#]{16,1024})@")
+_HEADER = re.compile(
+    r"(?:\b(?:proxy-)?authorization[\"']?\s{0,8}[:=]\s{0,8}(?:b?[\"'])?(?:(?:bearer|basic|token|digest|negotiate)\s{1,8})?"
+    r"|\bbearer\s{1,8}(?=[A-Za-z0-9_\-+/=.]{16}))(?P<value>[^\s\"',;]+)",
+    re.IGNORECASE,
+)
+_COOKIE = re.compile(
+    r"\b(?:set-)?cookie[\"']?\s{0,8}:\s{0,8}[\"']?(?P<value>[^\s\"'=;,]{1,128}=[^\r\n\"']+)", re.IGNORECASE
+)
+# name=value, name: value, "name": "value", ("name", "value"), ["name"] = value; the name decides.
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.\-]{1,200}"
+_ASSIGNED = re.compile(
+    rf"(?<![A-Za-z0-9_.\-])-{{0,2}}(?P<name>{_NAME})(?:[\"']?\]?\s{{0,32}}[=:]{{1,2}}>?\s{{0,32}}|[\"']\s{{0,8}},\s{{0,8}}(?=b?[\"']))"
+)
+_VALUE = re.compile(
+    r"[\[(](?:[bruf]{0,2}(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')(?:,\s{0,8})?)+[\])]?"
+    r"|(?:[bruf]{1,2}(?=[\"']))?(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')|[\"']?(?:[^\s\"',\\]|\\(?![nrt\"']))+"
+)
+_MORE = re.compile(r"(?:,[^\s\"',=:\\]{4,256}(?![^\s,]))*")  # ``tokens=a,b``
+# --name value, '--name', 'value'.
+_OPTION = re.compile(
+    rf"(?<![\w\-])--?(?P<name>{_NAME})(?:[\"'],?\s{{0,8}}(?=[\"'])|\s{{1,32}})"
+    r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s\"'\-][^\s\"']*)"
+)
+_XML = re.compile(r"<(?P<name>[A-Za-z][\w.\-]{1,64})>(?P<value>[^<>\s][^<>\n]{0,1024})</")
+# curl -u user:password, mysql -ppassword, sshpass -p password; also as a list of words.
+_USER_OPTION = re.compile(
+    r"(?<![\w\-])(?:-u|--user|--proxy-user)(?:[\"'],?\s{0,8}[\"']|[\s=]{1,8}[\"']?)[^\s:\"',]{1,128}:(?P<value>[^\s\"']+)"
+)
+_DATABASE_CLIENT = re.compile(r"(?<![\w\-])(?:mysql|mariadb)[a-z\-]{0,16}(?![\w])")
+_DATABASE_OPTION = re.compile(r"(?<=[\s\"'])-p(?P<value>[^\s\"',]+)")
+_SSHPASS = re.compile(r"(?<![\w\-])sshpass[\"',]{0,2}\s{1,8}[\"']?-p[\"',]{0,2}\s{0,8}[\"']?(?P<value>[^\s\"',]+)")
+# ~/.netrc, on one line or on several.
+_NETRC = re.compile(
+    r"(?:^[ \t]{0,64}(?:\d\d:\d\d:\d\d\.\d{3} (?:out|err)\|[ \t]{1,64})?"
+    r"|\b(?:login|account)[ \t]{1,8}\S{1,256}[ \t]{1,8})password[ \t]{1,8}(?P<value>[^\s:=]\S*)[ \t]{0,64}$",
+    re.MULTILINE,
+)
+_CALL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*[(\[]")  # code that gets a value is none
+_TELLS = 256  # characters of a value that tell whether it is a secret
+_COMMAND = 512  # characters behind a command's name in which its options are looked for
+ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{16,}={0,2}")
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def redact_text(text: str) -> str:
+    """Free text (logs, tracebacks, messages), with everything that looks like a secret replaced."""
+    return replaced(text, secrets_in(text))
+
+
+def replaced(text: str, spans: Iterable[Span], by: str = REDACTED) -> str:
+    """``text`` with each of ``spans`` replaced; spans that overlap or touch count as one."""
+    parts: list[str] = []
+    done = 0
+    for begin, end in merged(spans):
+        parts += [text[done:begin], by]
+        done = end
+    return "".join([*parts, text[done:]]) if parts else text
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The spans in order, with those that overlap or touch merged."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif begin < end:
+            found.append((begin, end))
+    return found
+
+
+def secrets_in(text: str) -> Iterator[Span]:
+    """The places in ``text`` that look like a secret, however it is escaped or encoded."""
+    for reading in readings(text):
+        if not reading.joined:
+            for begin, end in chain(by_rule(reading.text), encoded_in(reading.text, by_rule)):
+                yield reading.origin(begin, end)
+
+
+def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], words: re.Pattern[str] = ENCODED) -> Iterator[Span]:
+    """Base64 words whose decoded text has a match of ``rule``."""
+    for match in words.finditer(text):
+        decoded = _printable(match[0])
+        if decoded and next(rule(decoded), None) is not None:
+            yield match.span()
+
+
+def _printable(word: str) -> str:
+    """The decoded base64 if it is ASCII text, else an empty string."""
+    bare = word.rstrip("=").replace("-", "+").replace("_", "/")
+    if len(bare) % 4 == 1 or not base64.b64decode(bare[:4].ljust(4, "A")).isascii():
+        return ""
+    data = base64.b64decode(bare + "=" * (-len(bare) % 4))
+    text = data.decode("latin-1")
+    return text if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable() else ""
+
+
+def by_rule(text: str) -> Iterator[Span]:
+    """The places in ``text``, read as it is, that look like a secret. The time is proportional to its length."""
+    yield from shapes_in(text)
+    if "://" in text:
+        yield from _found(URL_PASSWORD, text)
+        yield from _found(_URL_TOKEN, text)
+    lower = text.lower()
+    if "authorization" in lower or "bearer" in lower:
+        yield from _found(_HEADER, text)
+    if "cookie" in lower:
+        yield from _found(_COOKIE, text)
+    yield from _assigned(text)
+    if "-" in text:
+        yield from _options(text)
+        yield from _commands(text)
+    if "</" in text:
+        yield from (match.span("value") for match in _XML.finditer(text) if kind_of(match["name"]))
+    if "password" in lower:
+        yield from _found(_NETRC, text)
+
+
+def _found(pattern: re.Pattern[str], text: str) -> Iterator[Span]:
+    for match in pattern.finditer(text):
+        if REDACTED not in match["value"]:
+            yield match.span("value")
+
+
+def _assigned(text: str) -> Iterator[Span]:
+    done = 0
+    for match in _ASSIGNED.finditer(text):
+        if match.start() < done:
+            continue
+        kind = kind_of(match["name"])
+        # Judged by its beginning, so that many names before one long value do not make it be read as many times.
+        head = _VALUE.match(text[match.end() : match.end() + _TELLS]) if kind else None
+        if head and not _is_plain(kind, match, head[0]) and (value := _VALUE.match(text, match.end())):
+            more = _MORE.match(text, value.end()) if match["name"][-1] in "sS" else None
+            done = more.end() if more else value.end()
+            yield value.start(), done
+
+
+def _is_plain(kind: Kind, assigned: re.Match[str], value: str) -> bool:
+    """Whether it is a number, words of a log line (``session: starting``, ``token: the``), code, or redacted."""
+    bare = value.lstrip("brufBRUF").strip("\"'") if value[-1:] in "\"'" else value.strip("\"'")
+    name, between = assigned["name"].lower(), assigned[0][len(assigned["name"]) :]
+    if is_plain_value(kind, bare) or (name.endswith("pwd") and bare.startswith("/")):
+        return True
+    if kind == "secret" and between == " = " and _CALL.match(value):
+        return True
+    if name == "session" and not _is_opaque(bare):
+        return True
+    if name in ("key", "keys") and _SHORT_HASH.fullmatch(bare):  # of a cache, a sample, a commit
+        return True
+    ambiguous = name.rstrip("0123456789") in {"token", "session", "pass", "auth", "signature", "cookie"}
+    return ambiguous and ":" in between and not _BARE_TOKEN.fullmatch(bare)
+
+
+def is_plain_value(kind: Kind, value: str) -> bool:
+    """Whether ``value``, under a name of that kind, is not a secret."""
+    if not value or REDACTED in value or NOT_SHOWN in value or _PLAIN_WORD.fullmatch(value):
+        return True
+    if kind == "password":
+        return value.isdigit() and len(value) < 3
+    return value.lower() in _SETTINGS or bool(_NUMBER.fullmatch(value)) or (kind == "maybe" and not _is_opaque(value))
+
+
+def _is_opaque(value: str) -> bool:
+    """Whether it mixes letters and digits within one part, unlike a word. ``layer_12`` and ``SIGUSR1`` don't."""
+    if not _OPAQUE.fullmatch(value) or _SIGNAL.fullmatch(value):
+        return False
+    return any(not (part.isalpha() or part.isdigit()) for part in re.split(r"[_\-]", value) if part)
+
+
+def _options(text: str) -> Iterator[Span]:
+    for match in _OPTION.finditer(text):
+        if not (kind := kind_of(match["name"])):
+            continue
+        if kind != "maybe" or not is_plain_value(kind, match["value"].strip("\"'")):
+            yield match.span("value")
+
+
+def _commands(text: str) -> Iterator[Span]:
+    """Passwords after one-letter options of known programs."""
+    if "-u" in text:
+        for match in _USER_OPTION.finditer(text):
+            if not match["value"].isdigit():  # docker run -u 1000:1000
+                yield match.span("value")
+    if "sshpass" in text:
+        yield from _found(_SSHPASS, text)
+    done = 0
+    for client in _DATABASE_CLIENT.finditer(text) if "mysql" in text or "mariadb" in text else ():
+        begin, done = max(client.end(), done), client.end() + _COMMAND
+        yield from (match.span("value") for match in _DATABASE_OPTION.finditer(text, begin, done))
+
+
+# --- environments and command lines -----------------------------------------------------------------------------------
+
+
+def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables, sorted by name; values of secret names are replaced whole, others by their shape."""
+    return {name: _value(name, environment[name]) for name in sorted(environment)}
+
+
+def shown_env(environment: Mapping[str, str]) -> dict[str, str]:
+    """Like ``redact_env``, for other people: only known variables keep their values."""
+    return {
+        name: value if is_shown(name) or value in ("", REDACTED) else NOT_SHOWN
+        for name, value in redact_env(environment).items()
+    }
+
+
+def _value(name: str, value: str) -> str:
+    return REDACTED if value and is_secret_name(name) else redact_text(value)
+
+
+def redact_argv(argv: Iterable[str]) -> list[str]:
+    """A command line with ``--token X``, ``--api-key=X``, ``KEY=X`` and secrets by their shape replaced."""
+    result: list[str] = []
+    before = program = ""
+    for argument in argv:
+        program = program or argument
+        result.append(_argument(argument, before, program))
+        before = argument
+    return result
+
+
+def _argument(argument: str, before: str, program: str) -> str:
+    name, equals, value = argument.partition("=")
+    named = before if before.startswith("-") and "=" not in before else ""
+    if named and not argument.startswith("-") and (kind := kind_of(named)):
+        return argument if kind == "maybe" and is_plain_value(kind, argument) else REDACTED
+    if equals and re.fullmatch(r"-*[A-Za-z_][\w.\-]*", name) and (kind := kind_of(name)):
+        return argument if kind == "maybe" and is_plain_value(kind, value) else f"{name}={REDACTED}"
+    if named in ("-u", "--user", "--proxy-user", "-p") or (argument.startswith("-p") and _takes_password(program)):
+        together = f"{program} {named} {argument}"
+        return redact_text(together)[len(program) + len(named) + 2 :]
+    return redact_text(argument)
+
+
+def _takes_password(program: str) -> bool:
+    return bool(_DATABASE_CLIENT.match(program.rpartition("/")[2]))

@@ -1,0 +1,384 @@
+"""Keeps one job's own secrets out of its bundle, wherever they stand: a rank may print the password that it got.
+
+Values that cannot be mistaken are replaced in every text, in every reading and encoding. Short ones, numbers and plain
+words are replaced only where the job itself speaks (its output, messages, command lines, names it gave), and only as
+whole words; a number also not where it counts something: ``PIN=1234`` leaves step 1234, line 1234 and port 1234 alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from safelaunch.redaction.job_secrets import COMMON_WORDS, is_mixed, is_telling
+from safelaunch.redaction.readings import DECIMAL, HEXADECIMAL, listed_in, readings
+from safelaunch.redaction.redact import by_rule, encoded_in, merged, redact_argv, replaced
+from safelaunch.redaction.shapes import Span, shapes_in
+
+_EDGE = 6  # characters of a value that tell it where the text was cut there
+_ENOUGH = 10  # characters of a value that tell it where it was cut and nothing says so
+_ANY_CASE = 12  # characters of a value that tell it in capitals, too
+_CALLED_SO = re.compile(
+    r"(?:pass(?:word|wd|phrase|code)?|pwd|pw|secret|token|credentials?|auth|pin)s?[\"']?(?:\s?[=:]\s?|\s(?:is|was)\s|\s)[\"']?\Z",
+    re.IGNORECASE,
+)
+_SHORT_ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
+_LINE_HEAD = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (?:out|err)\| ")
+_CUT_OFF = ".… '\")]}\n"  # what is put behind a text that was cut
+_MARK = r"\.{2,}|…|\*{2,}|x{4,}|X{4,}|[ \[(<]{0,2}(?:\.{3}|…|truncated|snip|omitted|cut)"
+_MARK_BEHIND = re.compile(_MARK, re.IGNORECASE)
+_MARK_BEFORE = re.compile(rf"(?:{_MARK})[\])>]?\s?\Z", re.IGNORECASE)
+_MARK_LENGTH = 16
+# Where a number counts: what stands before it, and what behind it.
+_COUNTED = re.compile(
+    r"(?:\b(?:line|lineno|l|step|global_step|steps|rank|ranks|pid|tid|thread|process|port|epoch|iter|iteration|it|batch|seq"
+    r"|number|no|size|len|length|shape|dim|count|total|gpu|cuda|device|worker|node|version|seed|timeout|after|of|to|from"
+    r"|in|at|took|samples?|tokens?|world_size|local_rank|lr|loss|bytes|ms|seconds?)\b[\"']?\s?[=:#]?\s?"
+    r"|[#./\-×*+<>$~]|\d[,.x:]|\d, |\[|0x|%)\Z",
+    re.IGNORECASE,
+)
+_AFTER_COLON = 5  # digits at most of a line or a port
+_UNIT = re.compile(
+    r"\s?(?:%|ms|s|us|ns|sec\w*|min\w*|h|hours?|[kKMGT]i?B|bytes?|B|steps?|tokens?|samples?|it/s|GPUs?|ranks?|times)\b"
+    r"|[.,]\d|,? ?\]|, \d|[/x:\-]\d",
+)
+_COUNTS = re.compile(r"last_|ranks?\b|pg_id|version|(?:record|collective_seq|p2p_seq|op)_id|name\b")  # keys of a dump
+_BEFORE = 24  # characters that are looked at
+
+
+@dataclass(frozen=True)
+class Redactor:
+    """The one place that decides what is a secret, for everything that is written or shown: what looks like one
+    (``redact``), and besides the very secrets of one job (``secret_values``), wherever they stand.
+    """
+
+    values: tuple[str, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def _forms(self) -> tuple[str, ...]:
+        """What gives a telling value away, as it stands in a text: itself, in base64 and the like."""
+        return tuple(dict.fromkeys(form for value in self._telling for form in _forms_of(value)))
+
+    @cached_property
+    def _any_case(self) -> tuple[str, ...]:
+        """The same for a text in small letters."""
+        long = [value for value in self._telling if len(value) >= _ANY_CASE]
+        forms = [form for value in long for form in (lowered(value), _identifier(lowered(value)))]
+        return tuple(dict.fromkeys([*forms, *self._digits]))
+
+    @cached_property
+    def _digits(self) -> tuple[str, ...]:
+        """In hexadecimal, as UTF-8 and as UTF-16."""
+        return tuple(data.hex() for value in self._telling for data in (_bytes(value), _utf16(value)))
+
+    @cached_property
+    def _numbers(self) -> tuple[str, ...]:
+        return tuple(" ".join(map(str, _bytes(value))) for value in self._telling)
+
+    @cached_property
+    def _telling(self) -> tuple[str, ...]:
+        return tuple(value for value in self.values if is_telling(value))
+
+    @cached_property
+    def _short(self) -> tuple[str, ...]:
+        return tuple(value for value in self.values if not is_telling(value))
+
+    def text(self, text: str) -> str:
+        """Text that we have put together, without secrets."""
+        return replaced(text, self._secrets_in(text, by_rule)) if text else text
+
+    def said(self, text: str) -> str:
+        """The job's own words, without secrets: the short ones go as well."""
+        return replaced(text, self._secrets_in(text, by_rule, short=True)) if text else text
+
+    def argv(self, words: Iterable[str]) -> list[str]:
+        """A command line without secrets."""
+        return [self.said(word) for word in redact_argv(words)]
+
+    def markup(self, text: str) -> str:
+        """A report made of what has no secrets any more; to look for assignments in it would damage it."""
+        return replaced(text, self._secrets_in(text, shapes_in))
+
+    def _secrets_in(self, text: str, rule: Callable[[str], Iterator[Span]], *, short: bool = False) -> Iterator[Span]:
+        for reading in readings(text):
+            for begin, end in self._in_reading(reading.text, None if reading.joined else rule, short):
+                yield reading.origin(begin, end)
+            if self._telling:
+                yield from listed_in(reading, self._digits, HEXADECIMAL)
+                yield from listed_in(reading, self._numbers, DECIMAL)
+        if self._telling:
+            yield from self._cut_off(text)
+
+    def _in_reading(self, text: str, rule: Callable[[str], Iterator[Span]] | None, short: bool) -> Iterator[Span]:
+        """``rule`` None: lines are joined here, so that only what cannot be mistaken counts."""
+        for form in self._forms:
+            yield from _occurrences(form, text)
+        small = lowered(text) if self._any_case else ""
+        for form in self._any_case:
+            yield from _occurrences(form, small)
+        if rule is None:
+            return
+        yield from rule(text)
+        yield from encoded_in(text, rule)
+        if short and self._short:
+            yield from self._short_in(text)
+            yield from encoded_in(text, self._short_in, _SHORT_ENCODED)
+            yield from self._short_hexadecimal_in(text)
+
+    def _short_in(self, text: str) -> Iterator[Span]:
+        for value in self._short:
+            for begin, end in _occurrences(value, text):
+                if value.lower() in COMMON_WORDS and not _is_called_so(text, begin, end):
+                    continue
+                if _stands_alone(value, text, begin, end) and not (value.isdigit() and _counts(text, begin, end)):
+                    yield begin, end
+
+    def _short_hexadecimal_in(self, text: str) -> Iterator[Span]:
+        for value in self._short:
+            digits = _bytes(value).hex()
+            for form in {digits, digits.upper()}:
+                yield from (span for span in _occurrences(form, text) if _is_word(text, *span))
+
+    def _cut_off(self, text: str) -> Iterator[Span]:
+        """The beginning of a value at the text's end and the end of one at its beginning: somebody has cut there."""
+        head = _LINE_HEAD.match(text)
+        begin, end = head.end() if head else 0, len(text.rstrip(_CUT_OFF))
+        for value in self._telling:
+            at = text.rfind(value[:_EDGE], max(begin, end - len(value)), end)
+            if at >= 0 and value.startswith(text[at:end]):
+                yield at, end
+            at = text.find(value[-_EDGE:], begin, begin + len(value))
+            if at >= 0 and value.endswith(text[begin : at + _EDGE]):
+                yield begin, at + _EDGE
+            yield from _abridged(value, text)
+
+    # --- values made of texts -----------------------------------------------------------------------------------------
+
+    def tree(self, value: Any) -> Any:
+        """Lists and dicts of texts and numbers, as JSON has them, every text without secrets. Numbers stay."""
+        return _walk(value, self.text, {})
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    def data(self, data: bytes) -> bytes:
+        """What the job or torch has written: a dump, JSON, text. Is the same where it holds no secret.
+
+        A dump keeps its form. What cannot be read as any of them keeps its length, with secrets overwritten.
+        """
+        if data.startswith(b"\x80"):
+            from safelaunch.system.pickles import load_pickle  # late: the rest is wanted before a job is started
+
+            return self._encoded(data, load_pickle, lambda value: pickle.dumps(value, protocol=min(data[1], 5)))
+        if data.lstrip()[:1] in (b"{", b"["):
+            return self._encoded(data, json.loads, lambda value: json.dumps(value).encode())
+        if b"\0" not in data:
+            try:
+                return self.said(data.decode("utf-8")).encode("utf-8")
+            except UnicodeDecodeError:
+                pass  # neither text nor anything else we know
+        return self._overwritten(data)
+
+    def _encoded(self, data: bytes, load: Callable[[bytes], Any], dump: Callable[[Any], bytes]) -> bytes:
+        try:
+            value = load(data)
+            cleaned = _walk(value, self.said, {})
+            # Something may stand in it that is not part of its value: behind its end, or put in and thrown away.
+            if cleaned is value and not self._certain(data):
+                return data
+            return dump(cleaned)
+        except Exception:  # noqa: BLE001 - damaged, or not what it looked like: nearly any type is raised
+            return self._overwritten(data)
+
+    def _certain(self, data: bytes) -> bool:
+        """Whether something that cannot be mistaken stands in ``data`` as it is."""
+        text = data.decode("utf-8", "surrogateescape")
+        small = lowered(text)
+        return (
+            any(form in text for form in self._forms)
+            or any(form in small for form in self._any_case)
+            or any(True for _ in shapes_in(text))
+        )
+
+    def _overwritten(self, data: bytes) -> bytes:
+        text = data.decode("utf-8", "surrogateescape")
+        parts: list[bytes] = []
+        done = 0
+        for begin, end in merged(self._secrets_in(text, by_rule, short=True)):
+            parts += [_bytes(text[done:begin]), b"*" * len(_bytes(text[begin:end]))]
+            done = end
+        return b"".join([*parts, _bytes(text[done:])])
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def _forms_of(value: str) -> Iterator[str]:
+    raw = _bytes(value)
+    yield value
+    yield value.replace(" ", "+")  # in a URL
+    yield _identifier(value)
+    for data in (raw, _utf16(value)):
+        for shift in range(3):  # how many bytes that are not the value's are encoded together with its first
+            text = base64.b64encode(bytes(shift) + data).decode()
+            own = text[(0, 2, 3)[shift] : 8 * (shift + len(data)) // 6]
+            yield own
+            yield own.replace("+", "-").replace("/", "_")
+    yield base64.b32encode(raw).decode().rstrip("=")[: 8 * len(raw) // 5]
+    whole = raw[: len(raw) // 4 * 4]
+    yield base64.b85encode(whole).decode()
+    yield base64.a85encode(whole).decode()
+    if not value.isascii():
+        yield from _ascii_forms(value, raw)
+
+
+def _ascii_forms(value: str, raw: bytes) -> Iterator[str]:
+    """What a stream that takes ASCII only makes of it (``LC_ALL=C``), read rightly or byte by byte."""
+    by_byte = raw.decode("ascii", "surrogateescape")
+    for text in (value, by_byte):
+        yield text.encode("ascii", "backslashreplace").decode()
+        yield text.encode("ascii", "replace").decode()
+    yield "".join(chr(byte) if byte < 128 else f"\\{byte:03o}" for byte in raw)
+
+
+def _abridged(value: str, text: str) -> Iterator[Span]:
+    """The beginning of ``value`` with a mark behind it (``hf_AbCdEf...``, ``<truncated>``), the end with one before."""
+    for at, edge in _occurrences(value[:_EDGE], text):
+        end = edge + _alike(value[_EDGE:], text[edge : edge + len(value)])
+        shown = text[at:end].rstrip()
+        if _MARK_BEHIND.match(text, end):
+            yield at, end
+        elif len(shown) >= _ENOUGH and "://" not in value and is_mixed(shown):
+            yield at, at + len(shown)
+    backwards = value[::-1]
+    for edge, end in _occurrences(value[-_EDGE:], text):
+        before = text[max(0, edge - len(value)) : edge]
+        at = edge - _alike(backwards[_EDGE:], before[::-1])
+        if _MARK_BEFORE.search(text[max(0, at - _MARK_LENGTH) : at]):
+            yield at, end
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _utf16(value: str) -> bytes:
+    """What both orders of bytes have in common."""
+    return value.encode("utf-16-le", "surrogatepass")[:-1]
+
+
+def lowered(text: str) -> str:
+    """``text`` in small letters, each in its place."""
+    return text.replace("\u0130", "i").lower()  # the one letter that would become two
+
+
+def _identifier(value: str) -> str:
+    """As the name of a module or a function has it."""
+    return re.sub(r"\W", "_", value)
+
+
+def _occurrences(part: str, text: str) -> Iterator[Span]:
+    at = text.find(part)
+    while at >= 0:
+        yield at, at + len(part)
+        at = text.find(part, at + len(part))
+
+
+def _is_called_so(text: str, begin: int, end: int) -> bool:
+    """Whether a word that may be anything stands beside ``password is``, or as one: ``user:word@host``."""
+    if text[begin - 1 : begin] == ":" and text[end : end + 1] == "@":
+        return True
+    return bool(_CALLED_SO.search(text[max(0, begin - _BEFORE) : begin]))
+
+
+def _stands_alone(value: str, text: str, begin: int, end: int) -> bool:
+    """A word or a number counts only where it is no part of a name; what mixes them, or has signs, anywhere."""
+    if value.isalpha() or value.isdigit():
+        return _is_word(text, begin, end)
+    return not (text[begin - 1 : begin].isalnum() or text[end : end + 1].isalnum())
+
+
+def _is_word(text: str, begin: int, end: int) -> bool:
+    """Not part of a word, nor of a name that has parts: a path, a module, a host."""
+    before, after = text[max(0, begin - 2) : begin], text[end : end + 2]
+    if (before and _in_word(before[-1])) or (after and _in_word(after[0])):
+        return False
+    joined_before = len(before) == 2 and before[1] in "./\\-" and _in_word(before[0])
+    joined_after = len(after) == 2 and after[0] in "./\\-" and _in_word(after[1])
+    return not (joined_before or joined_after)
+
+
+def _in_word(character: str) -> bool:
+    return character.isalnum() or character == "_"
+
+
+def _counts(text: str, begin: int, end: int) -> bool:
+    """Whether the number there counts or numbers something."""
+    before = text[max(0, begin - _BEFORE) : begin]
+    if before.endswith(":") and text.startswith("@", end):  # user:1234@host
+        return False
+    after_colon = before.endswith(":") and before[:-1][-1:].isalnum() and end - begin <= _AFTER_COLON
+    return after_colon or bool(_COUNTED.search(before) or _UNIT.match(text, end, end + 12))
+
+
+def remembered(text: str, clean: Callable[[str], str], known: dict[str, str]) -> str:
+    """File and function names of stacks come again and again."""
+    if text not in known:
+        known[text] = clean(text)
+    return known[text]
+
+
+def same_or(item: Any, clean: Callable[[Any], Any]) -> Any:
+    """Lists, tuples and dicts with their parts cleaned; what needs no change, and what is neither, is itself."""
+    if isinstance(item, dict):
+        pairs = {
+            key if _is_number(key) else clean(key): entry
+            if _is_number(entry) and _COUNTS.match(str(key))
+            else clean(entry)
+            for key, entry in item.items()
+        }
+        same = len(pairs) == len(item) and all(
+            key is old and entry is item[old] for (key, entry), old in zip(pairs.items(), item, strict=True)
+        )
+        return item if same else pairs
+    if isinstance(item, (list, tuple)):
+        parts = [clean(part) for part in item]
+        if all(part is old for part, old in zip(parts, item, strict=True)):
+            return item
+        return parts if isinstance(item, list) else tuple(parts)
+    return item
+
+
+def _is_number(item: object) -> bool:
+    return isinstance(item, str) and item.isdigit()
+
+
+def _walk(value: Any, clean: Callable[[str], str], done: dict[int, Any]) -> Any:
+    """As ``_same_or``, all the way down; ``done``: what is in ``value`` many times, by identity, is looked at once."""
+    known: dict[str, str] = {}
+
+    def visit(item: Any) -> Any:
+        if isinstance(item, str):
+            return remembered(item, clean, known)
+        if isinstance(item, bytes):
+            text = item.decode("utf-8", "surrogateescape")
+            cleaned = clean(text)
+            return item if cleaned == text else _bytes(cleaned)
+        if not isinstance(item, (dict, list, tuple)):
+            return item
+        if id(item) not in done:
+            done[id(item)] = item  # a list that contains itself
+            done[id(item)] = same_or(item, visit)
+        return done[id(item)]
+
+    return visit(value)

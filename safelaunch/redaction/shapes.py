@@ -1,0 +1,154 @@
+"""Recognises secrets by their shape: the prefixes of services' keys, web hooks, private keys.
+
+The prefixes come from the services' documentation, as in scanners such as gitleaks and detect-secrets.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import cache
+
+Span = tuple[int, int]
+
+# (what is in every one of them, the pattern). Looking for the first costs a twentieth of looking for the second. None
+# begins inside a word; where a long run may turn out to be none, it is tried from its beginning only.
+_KINDS = (
+    ("gh", r"gh[pousr]_[A-Za-z0-9]{20,}"),
+    ("github_pat_", r"github_pat_[A-Za-z0-9_]{20,}"),
+    ("gl", r"gl(?:pat|dt|rt|cbt|ptt|ft|imt|agent|oas|soat|ffct)-[A-Za-z0-9_\-]{16,}"),
+    ("hf_", r"hf_[A-Za-z0-9]{20,}"),
+    ("api_org_", r"api_org_[A-Za-z0-9]{20,}"),
+    ("r8_", r"r8_[A-Za-z0-9]{30,}"),
+    ("gsk_", r"gsk_[A-Za-z0-9]{20,}"),
+    ("xai-", r"xai-[A-Za-z0-9]{40,}"),
+    ("pplx-", r"pplx-[A-Za-z0-9]{32,}"),
+    ("nvapi-", r"nvapi-[A-Za-z0-9_\-]{32,}"),
+    ("lsv2_", r"lsv2_(?:pt|sk)_[A-Za-z0-9_]{24,}"),
+    ("wandb_v", r"wandb_v\d_[A-Za-z0-9_]{20,}"),
+    ("pcsk_", r"pcsk_[A-Za-z0-9_]{20,}"),
+    ("sk-", r"sk-[A-Za-z0-9_\-]{20,}"),
+    ("sk_", r"[rsp]k_(?:live|test|prod)_[A-Za-z0-9]{16,}"),
+    ("rk_", r"rk_(?:live|test|prod)_[A-Za-z0-9]{16,}"),
+    ("whsec_", r"whsec_[A-Za-z0-9+/=]{24,}"),
+    ("xox", r"xox[abeoprs]-[A-Za-z0-9\-]{10,}"),
+    ("xapp-", r"xapp-[A-Za-z0-9\-]{10,}"),
+    ("AKIA", r"AKIA[A-Z0-9]{16}(?![A-Za-z0-9])"),
+    ("ASIA", r"ASIA[A-Z0-9]{16}(?![A-Za-z0-9])"),
+    ("ABIA", r"ABIA[A-Z0-9]{16}(?![A-Za-z0-9])"),
+    ("AIza", r"AIza[A-Za-z0-9_\-]{35}"),
+    ("GOCSPX-", r"GOCSPX-[A-Za-z0-9_\-]{20,}"),
+    ("ya29.", r"ya29\.[A-Za-z0-9_\-]{20,}"),
+    ("pypi-", r"pypi-[A-Za-z0-9_\-]{32,}"),
+    ("npm_", r"npm_[A-Za-z0-9]{36}"),
+    ("rubygems_", r"rubygems_[a-f0-9]{48}"),
+    ("dckr_", r"dckr_(?:pat|oat)_[A-Za-z0-9_\-]{20,}"),
+    ("_v1_", r"do[opr]_v1_[a-f0-9]{64}"),
+    ("dapi", r"dapi[a-f0-9]{32}(?:-\d)?"),
+    ("dp.", r"dp\.(?:pt|st|ct|sa|scim|audit)\.[A-Za-z0-9]{20,}"),
+    ("hv", r"hv[sbr]\.[A-Za-z0-9_\-]{20,}"),
+    ("SG.", r"SG\.[A-Za-z0-9_\-]{16,64}\.[A-Za-z0-9_\-]{16,64}"),
+    ("gl", r"gl(?:sa|c)_[A-Za-z0-9+/=_]{32,}"),
+    ("NRAK-", r"NRAK-[A-Z0-9]{27}"),
+    ("shp", r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}"),
+    ("tskey-", r"tskey-[a-z]{2,12}-[A-Za-z0-9\-]{16,}"),
+    ("pul-", r"pul-[a-f0-9]{40}"),
+    ("PMAK-", r"PMAK-[a-f0-9]{24}-[a-f0-9]{34}"),
+    ("lin_api_", r"lin_api_[A-Za-z0-9]{40}"),
+    ("ntn_", r"ntn_[A-Za-z0-9]{40,}"),
+    ("xkeysib-", r"xkeysib-[a-f0-9]{64}-[A-Za-z0-9]{16}"),
+    ("ATATT3", r"ATATT3[A-Za-z0-9_\-=]{32,}"),
+    ("pscale_", r"pscale_(?:tkn|pw|oauth)_[A-Za-z0-9_\-.]{32,}"),
+    ("AGE-SECRET-KEY-1", r"AGE-SECRET-KEY-1[A-Z0-9]{50,}"),
+    (":AA", r"\d{8,10}:AA[A-Za-z0-9_\-]{32,34}"),
+    ("eyJhcGlfYWRkcmVzcyI6", r"eyJhcGlfYWRkcmVzcyI6[A-Za-z0-9+/=]{20,}"),
+    ("eyJ", r"(?<![\-_])eyJ[A-Za-z0-9_\-]{8,2000}\.eyJ[A-Za-z0-9_\-]{8,}(?:\.[A-Za-z0-9_\-]*)?"),
+    ("hooks.slack.com", r"https://hooks\.slack\.com/[A-Za-z0-9/_\-]+"),
+    ("/api/webhooks/", r"https://[a-z.]{0,20}discord(?:app)?\.com/api/webhooks/[A-Za-z0-9/_\-]+"),
+    ("/webhooks/", r"https://[a-z.]{0,20}discord(?:app)?\.com/api/v\d{1,2}/webhooks/[A-Za-z0-9/_\-]+"),
+    (".office.com/webhook", r"https://[a-z0-9.\-]{1,100}\.office\.com/webhook[A-Za-z0-9@/_\-]+"),
+    ("api.telegram.org/bot", r"https://api\.telegram\.org/bot[A-Za-z0-9:_\-]+"),
+)
+# Signatures of URLs: whoever has one may do what it was made for.
+_SIGNED = re.compile(
+    r"(?<=[?&;])(?P<head>(?:sig|signature|x-amz-(?:signature|credential|security-token)"
+    r"|x-goog-(?:signature|credential)|awsaccesskeyid|googleaccessid|code)=)[^\s\"'&<>;,\\]{8,}",
+    re.IGNORECASE,
+)
+
+_BEGIN = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
+_END = re.compile(r"-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
+_LONGEST_KEY = 32_768  # characters, with what a log puts before each line
+_BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+_KEY_LINE = 16  # characters of it at the least at a line's end; the last one may be shorter
+_AFTER_A_WORD = re.compile(r"(?:[^\s\"'])*")
+
+
+def shapes_in(text: str) -> Iterator[Span]:
+    """The places in ``text`` that are secrets by their shape alone."""
+    for mark, pattern in _KINDS:
+        if mark in text:
+            yield from (match.span() for match in _compiled(pattern).finditer(text))
+    if "=" in text:
+        yield from ((match.end("head"), match.end()) for match in _SIGNED.finditer(text))
+    if "PRIVATE KEY" in text:
+        yield from _private_keys(text)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """One compiled pattern, on demand: most jobs have none of these secrets, and compiling all patterns is slow."""
+    return re.compile(rf"(?<![A-Za-z0-9]){pattern}")
+
+
+def _private_keys(text: str) -> Iterator[Span]:
+    """Private keys from BEGIN to END; if one of these was cut off, the base64 lines after or before the other."""
+    ends = [match.span() for match in _END.finditer(text)]
+    begun = [end for end, _ in ends]
+    done = 0
+    with_beginning: set[int] = set()
+    for begin in _BEGIN.finditer(text):
+        if begin.start() < done:
+            continue
+        following = bisect_left(begun, begin.end())
+        whole = following < len(ends) and ends[following][1] - begin.start() <= _LONGEST_KEY
+        done = ends[following][1] if whole else _last_key_line(text, begin.end())
+        with_beginning.update({following} if whole else ())
+        yield begin.start(), done
+    for number, (start, stop) in enumerate(ends):
+        if number not in with_beginning:
+            yield _first_key_line(text, start), stop
+
+
+def _last_key_line(text: str, begin: int) -> int:
+    """The end of the base64 lines that follow ``begin``, including one that was cut off."""
+    tail = _AFTER_A_WORD.match(text, begin)
+    end = tail.end() if tail else begin
+    while end < len(text) and text[end] in "\r\n":
+        line_end = text.find("\n", end + 1)
+        line_end = len(text) if line_end < 0 else line_end
+        line = text[end + 1 : line_end]
+        own = _base64_at_end(line)
+        cut_off = line_end == len(text) and own and (" " not in line or line[:-own].endswith("| "))
+        if own < _KEY_LINE and not cut_off:
+            break
+        end = line_end
+    return end
+
+
+def _first_key_line(text: str, end: int) -> int:
+    """The start of the base64 lines before the one that contains ``end``; each line is read once."""
+    begin = text.rfind("\n", 0, end) + 1
+    while begin:
+        line = text.rfind("\n", 0, begin - 1) + 1
+        if _base64_at_end(text[line : begin - 1]) < _KEY_LINE:
+            break
+        begin = line
+    return begin
+
+
+def _base64_at_end(line: str) -> int:
+    """The number of base64 characters at a line's end, without padding."""
+    bare = line.rstrip().rstrip("=")
+    return len(bare) - len(bare.rstrip(_BASE64))

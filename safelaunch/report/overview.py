@@ -1,0 +1,152 @@
+"""Evidence laid out for reading: a line for each rank, and the stacks merged over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from safelaunch.diagnose.conditions import View
+from safelaunch.diagnose.findings import ranks_word
+from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
+from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
+from safelaunch.reading.frames import own_part
+from safelaunch.reading.kernel import kernel_wait
+from safelaunch.report.tree import Branch, stack_tree
+
+ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
+
+MAX_FRAMES = 40
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """``state``: the kernel's letter and call. ``doing``: what it waits in, or does, in words."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int | None
+    state: str
+    doing: str
+    frame: Frame | None
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """One stack (innermost first) and all who have it. ``who``: ``ranks 0-2,5``, ``dataloader workers of rank 1``."""
+
+    who: str
+    frames: tuple[Frame, ...]
+    user_frame: Frame | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Overview:
+    """``tree``: the main threads of all ranks; empty where only one rank's was seen. ``without_stack``: ranges."""
+
+    rows: tuple[RankRow, ...]
+    tree: tuple[Branch, ...]
+    stacks: tuple[StackGroup, ...]
+    without_stack: str
+
+
+def overview(evidence: Evidence) -> Overview:
+    facts = Facts.of(evidence)
+    rows = tuple(_row(one) for one in facts.ranks.values())
+    stacks, seen = _merged(facts)
+    without = set(facts.ranks) - seen | set(facts.unseen)
+    views = {rank: view_of(one.evidence) for rank, one in facts.ranks.items()}
+    mains = {rank: view.frames for rank, view in views.items() if view is not None and view.frames}
+    tree = stack_tree(mains, {*facts.ranks, *facts.unseen}) if len(mains) > 1 else ()
+    return Overview(rows, tree, stacks, format_ranks(without))
+
+
+def _row(one: RankFacts) -> RankRow:
+    doing = "ended by the launcher"
+    if one.wait is not None:
+        doing = f"waits in {one.wait.words}"
+    elif one.condition is not None:
+        doing = one.condition.reason
+    frame = one.frame or (one.condition.frame if one.condition else None)
+    return RankRow(one.rank, one.evidence.host, one.evidence.pid, one.step, _state(one), doing, frame)
+
+
+def _state(one: RankFacts) -> str:
+    if one.evidence.exit is not None:
+        return f"exit {one.evidence.exit.returncode}"
+    view = view_of(one.evidence)
+    if view is None or not view.process.states:
+        return "not seen"
+    wait = kernel_wait(view.process)
+    return f"{view.process.states[-1].state} {wait.call or wait.kind}"
+
+
+def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
+    """Groups of equal main-thread stacks, the largest first, ranks before their children."""
+    groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
+    for rank, one in facts.ranks.items():
+        view = view_of(one.evidence)
+        for is_main, each in ((True, view), *((False, child) for child in child_views(one.evidence))):
+            if each is not None and each.frames:
+                groups.setdefault((is_main, each.process.role, each.frames), []).append((rank, each))
+    merged = []
+    for (is_main, role, frames), members in groups.items():
+        of = ranks_word(rank for rank, _ in members)
+        who = of if is_main else f"{len(members)} {role}{'s' * (len(members) > 1)} of {of}"
+        merged.append((not is_main, -len(members), StackGroup(who, frames, members[0][1].user_frame, len(members))))
+    merged.sort(key=lambda item: item[:2])
+    seen = {rank for (is_main, _, _), members in groups.items() if is_main for rank, _ in members}
+    return tuple(group for _, _, group in merged), seen
+
+
+def frame_text(frame: Frame | None) -> str:
+    return f"{frame.file}:{frame.line} {frame.function}" if frame else ""
+
+
+def stack_lines(group: StackGroup) -> list[str]:
+    """Innermost first; the user's own innermost frame is marked."""
+    lines = [f"{'→' if f == group.user_frame else ' '} {frame_text(f)}" for f in group.frames[:MAX_FRAMES]]
+    left = len(group.frames) - MAX_FRAMES
+    return [*lines, f"  ... {left} more"] if left > 0 else lines
+
+
+def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None) -> list[str]:
+    """The stack of the process at fault, its user frame marked and shown with its source line."""
+    rank = next((r for r in evidence.ranks if r.rank == culprit.rank), None)
+    lines: list[str] = []
+    marked = False
+    for frame in _frames_of(culprit, rank)[:MAX_FRAMES]:
+        mark = not marked and frame == culprit.frame
+        marked = marked or mark
+        lines.append(f"{'→' if mark else ' '} {frame_text(frame)}")
+        text = read_line(frame.file, frame.line) if read_line and mark else None
+        lines += [f"      {text}"] if text else []
+    if culprit.frame is not None and not marked:
+        # Where it went wrong earlier is no part of the stack that it has now.
+        lines = [f"→ {frame_text(culprit.frame)}", *(["", "now in:", *lines] if lines else [])]
+    return lines
+
+
+def _frames_of(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]:
+    """The thread with the culprit's frame in it, else the main thread; for the dead, the exception's frames."""
+    if rank is None:
+        return ()
+    for process in (rank.main, *rank.children):
+        if process is None or process.pid != culprit.pid or not process.stacks:
+            continue
+        plain = [s for s in process.stacks if not s.native] or list(process.stacks)
+        sample = plain[-1]
+        inside = next((t for t in sample.threads if culprit.frame in t.frames), sample.main_thread)
+        if inside is not None:
+            return own_part(inside.frames)
+    return _last_frames(rank)
+
+
+def _last_frames(rank: RankEvidence) -> tuple[Frame, ...]:
+    """Where a rank that is gone was at its end."""
+    if rank.exception is not None:
+        return rank.exception.frames
+    if rank.fatal is not None:
+        return rank.fatal.frames
+    return rank.exit_call.frames if rank.exit_call is not None else ()

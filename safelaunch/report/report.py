@@ -1,0 +1,271 @@
+"""A verdict, shown: one screen on stderr, ``report.md``, ``report.html``.
+
+Whatever comes from the job (messages, function names, paths, output) is untrusted: control and escape characters never
+reach the terminal, and Markdown and HTML are escaped.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from importlib import resources
+
+from safelaunch.model import Artifact, Claim, Culprit, Evidence, Verdict
+from safelaunch.report.overview import Overview, RankRow, ReadLine, culprit_lines, frame_text, overview, stack_lines
+from safelaunch.report.tree import tree_lines
+from safelaunch.system.console import PREFIX
+from safelaunch.system.printable import clean, clean_lines, is_clean
+
+MAX_LINES = 22
+_LOG_LINES = 15
+_STACK_GROUPS = 40
+_STACK_FRAMES = 40
+
+_OUTCOMES = {"hang": "the job hangs", "crash": "the job crashed", "dump": "a look at the job"}
+
+
+# --- one screen ---------------------------------------------------------------------------------------------------
+
+
+def screen(
+    verdict: Verdict,
+    *,
+    bundle_path: str,
+    place: str = "bundle",
+    width: int = 100,
+    color: bool = False,
+    read_line: ReadLine | None = None,
+) -> str:
+    """The summary for stderr: at most ``MAX_LINES`` lines of at most ``width`` columns, each starting ``safelaunch: ``.
+
+    The last line is the bundle's path, whole whatever its length, after the word ``place``. ``read_line`` gives the
+    text of a source line.
+    """
+    room = max(width - len(PREFIX), 40)
+    title = f"{_OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})"
+    head = _wrap(clean(verdict.summary), room)[:5]
+    who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
+    if len(verdict.culprits) > 3:
+        more = len(verdict.culprits) - 3
+        who.append(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md")
+    tail = _tail(verdict, room)
+    space = MAX_LINES - 1 - len(head) - len(who) - len(tail) - 1
+    claims = _claims(verdict.evidence, room, max(space, 0))
+    lines = [_bold(_shorten(title, room), color), *head, *who, *claims, *tail]
+    lines = lines[: MAX_LINES - 1]
+    lines.append(f"{place}: {clean(bundle_path)}")
+    return "".join(f"{PREFIX}{line}\n" for line in lines)
+
+
+def _bold(text: str, color: bool) -> str:
+    return f"\x1b[1;31m{text}\x1b[0m" if color else text
+
+
+def _wrap(text: str, room: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, room, initial_indent=indent, subsequent_indent=indent + "  " * bool(indent), break_on_hyphens=False
+    )
+
+
+def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[str]:
+    facts = [f"pid {culprit.pid}" if culprit.process == "main" else culprit.process]
+    facts = facts if culprit.pid or culprit.process != "main" else []  # a Flight Recorder dump names no process
+    facts += [f"step {culprit.step}"] if culprit.step is not None else []
+    facts += [f"on {culprit.host}"] if culprit.host else []
+    name = f"rank {culprit.rank} ({clean(', '.join(facts))})" if facts else f"rank {culprit.rank}"
+    frame = culprit.frame
+    if frame is None:
+        return _wrap(name, room, "  ")
+    lines = _wrap(f"{name} at {clean(frame.file)}:{frame.line} in {clean(frame.function)}", room, "  ")
+    text = read_line(frame.file, frame.line) if read_line else None
+    if text:
+        lines.append(_shorten(f"    > {clean(text).strip()}", room))
+    return lines
+
+
+def _claims(claims: Sequence[Claim], room: int, space: int) -> list[str]:
+    """At most ``space`` lines: whole claims as long as the others still have a line each, then shortened ones."""
+    picked = _spread(claims, min(5, space - 1))
+    lines: list[str] = []
+    for index, claim in enumerate(picked):
+        text = f"{clean(claim.claim)}  [{clean(claim.file)}]"
+        whole = _wrap(text, room, "    ")
+        to_come = len(picked) - index - 1
+        short = _shorten(f"    {text}", room, keep=len(clean(claim.file)) + 4)
+        lines += whole if len(lines) + len(whole) + to_come < space else [short]
+    return ["  evidence:", *lines] if lines else []
+
+
+def _spread(claims: Sequence[Claim], count: int) -> list[Claim]:
+    """The first claim of each file before the second of any: a screen should show the breadth of the evidence."""
+    rounds: dict[str, int] = {}
+    order = []
+    for index, claim in enumerate(claims):
+        turn = rounds.get(claim.file, 0)
+        rounds[claim.file] = turn + 1
+        order.append((turn, index, claim))
+    return [claim for _, _, claim in sorted(order, key=lambda item: item[:2])[:count]]
+
+
+def _tail(verdict: Verdict, room: int) -> list[str]:
+    lines = []
+    if verdict.victims:
+        what = "held up by it" if verdict.culprits else "waiting"
+        lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
+    if verdict.missing:
+        lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
+    for suggestion in verdict.suggestions[:2]:
+        lines += _wrap(f"next: {clean(suggestion)}", room, "  ")[:4]
+    return lines
+
+
+def _ranks(ranges: str) -> str:
+    return f"rank {ranges}" if ranges.isdigit() else f"ranks {ranges}"
+
+
+def _shorten(text: str, room: int, keep: int = 0) -> str:
+    """Cut at the end, or before its last ``keep`` characters: a file name there stays, up to half of ``room``."""
+    if len(text) <= room:
+        return text
+    keep = min(keep, room // 2)
+    return text[: room - keep - 1] + "…" + (text[-keep:] if keep else "")
+
+
+# --- report.md ----------------------------------------------------------------------------------------------------
+
+_MARKDOWN = re.compile(r"([\\`*_\[\]|#~])")
+
+
+def _md(text: object) -> str:
+    plain = clean(str(text)).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _MARKDOWN.sub(r"\\\1", plain)
+
+
+def _fence(lines: Iterable[str]) -> str:
+    body = "\n".join(clean(line) for line in lines)
+    longest = max((len(run) for run in re.findall(r"`+", body)), default=0)
+    ticks = "`" * max(3, longest + 1)
+    return f"{ticks}text\n{body}\n{ticks}"
+
+
+def markdown(
+    verdict: Verdict, evidence: Evidence, artifacts: Sequence[Artifact], *, read_line: ReadLine | None = None
+) -> str:
+    """``report.md``: verdict, culprits with their stacks, the ranks, merged stacks, evidence, what is missing."""
+    laid_out = overview(evidence)
+    parts = [
+        f"# {_md(_OUTCOMES[verdict.outcome].capitalize())}: {_md(verdict.cause)}",
+        f"{_md(verdict.summary)}",
+        f"Confidence: **{_md(verdict.confidence)}**."
+        + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
+        _md(stalled_words(evidence)),
+        _md_list("Noticed while it ran", evidence.notes),
+        *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
+        _md_list("What to do", verdict.suggestions),
+        "## Ranks\n\n" + _md_table(laid_out.rows),
+        "## Where the ranks part\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
+        _md_stacks(laid_out),
+        _md_list("Evidence", [f"{claim.claim} ({claim.file})" for claim in verdict.evidence]),
+        _md_list("Ruled out", verdict.ruled_out),
+        _md_list("Not seen", verdict.missing),
+        _md_list("Missing artifacts", [f"{a.path}: {a.missing} ({a.how})" for a in artifacts if a.missing]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _md_list(title: str, items: Sequence[str]) -> str:
+    return f"## {title}\n\n" + "\n".join(f"- {_md(item)}" for item in items) if items else ""
+
+
+def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None) -> str:
+    step = f", step {culprit.step}" if culprit.step is not None else ""
+    title = f"## Rank {culprit.rank}, {_md(culprit.process)}, pid {culprit.pid} on {_md(culprit.host)}{step}"
+    parts = [title, _md(culprit.reason)]
+    excerpt = culprit_lines(culprit, evidence, read_line)
+    if excerpt:
+        parts.append(_fence(excerpt))
+    log = log_lines(evidence, culprit.rank)
+    if log:
+        parts.append(f"{log_title(evidence, culprit.rank)}:\n\n" + _fence(log))
+    return "\n\n".join(parts)
+
+
+def _md_table(rows: Sequence[RankRow]) -> str:
+    head = "| rank | host | pid | step | state | doing | at |\n|---|---|---|---|---|---|---|"
+    lines = [
+        f"| {row.rank} | {_md(row.host)} | {row.pid} | {'' if row.step is None else row.step} | {_md(row.state)} "
+        f"| {_md(row.doing)} | {_md(frame_text(row.frame))} |"
+        for row in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def _md_stacks(laid_out: Overview) -> str:
+    parts = ["## Stacks"]
+    for group in laid_out.stacks[:_STACK_GROUPS]:
+        parts.append(f"**{_md(group.who)}**\n\n" + _fence(stack_lines(group)))
+    if len(laid_out.stacks) > _STACK_GROUPS:
+        parts.append(f"{len(laid_out.stacks) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
+    if laid_out.without_stack:
+        parts.append(f"No stack: {_md(_ranks(laid_out.without_stack))}.")
+    return "\n\n".join(parts) if len(parts) > 1 else ""
+
+
+def stalled_words(evidence: Evidence) -> str:
+    """How long nothing had moved, and why that was too long; empty where that is not what the bundle is about."""
+    if not evidence.threshold_s:
+        return ""
+    why = f" ({evidence.threshold_why})" if evidence.threshold_why else ""
+    return f"Nothing had moved for {evidence.stall_s:.0f} s; suspected after {evidence.threshold_s:.4g} s{why}."
+
+
+def log_lines(evidence: Evidence, rank: int) -> list[str]:
+    return clean_lines(_log(evidence, rank))[-_LOG_LINES:]
+
+
+def log_title(evidence: Evidence, rank: int) -> str:
+    if is_clean(_log(evidence, rank)):
+        return "The end of its output"
+    return (
+        f"The end of its output (ranks/{rank}/log_tail.txt holds its terminal sequences raw, which cat would send on)"
+    )
+
+
+def _log(evidence: Evidence, rank: int) -> str:
+    return next((one.log_tail for one in evidence.ranks if one.rank == rank), "")
+
+
+# --- report.html --------------------------------------------------------------------------------------------------
+
+
+def html(
+    verdict: Verdict, evidence: Evidence, artifacts: Sequence[Artifact], *, read_line: ReadLine | None = None
+) -> str:
+    """``report.html``: the same content as one page that loads nothing from elsewhere."""
+    import jinja2
+
+    template = resources.files("safelaunch.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["clean"] = lambda value: clean(str(value))
+    laid_out = overview(evidence)
+    return environment.from_string(template).render(
+        verdict=verdict,
+        outcome=_OUTCOMES[verdict.outcome],
+        victims=_ranks(verdict.victims) if verdict.victims else "",
+        stalled=stalled_words(evidence),
+        notes=evidence.notes,
+        culprits=[
+            (c, culprit_lines(c, evidence, read_line), log_lines(evidence, c.rank), log_title(evidence, c.rank))
+            for c in verdict.culprits
+        ],
+        named={c.rank for c in verdict.culprits},
+        rows=[(row, frame_text(row.frame)) for row in laid_out.rows],
+        tree=tree_lines(laid_out.tree),
+        stacks=[(group, stack_lines(group)) for group in laid_out.stacks[:_STACK_GROUPS]],
+        more_stacks=max(0, len(laid_out.stacks) - _STACK_GROUPS),
+        without_stack=_ranks(laid_out.without_stack) if laid_out.without_stack else "",
+        missing_artifacts=[a for a in artifacts if a.missing],
+    )

@@ -1,0 +1,1 @@
+"""Reads what the beacons write to the run directory, without touching the ranks."""

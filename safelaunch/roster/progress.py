@@ -1,0 +1,328 @@
+"""Reads the progress pages, the agent's events and the ranks' metadata from the run directory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from safelaunch.beacon import layout
+from safelaunch.launch.paths import RunPaths
+from safelaunch.model import Progress
+
+MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
+
+
+class Page:
+    """The mapped progress page of a rank or the agent. Raises OSError or ValueError if the file is not a whole page."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_size < layout.SIZE:
+                raise ValueError(f"{path.name} is shorter than a page")
+            self._map = mmap.mmap(descriptor, layout.SIZE)
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(self._map).cast("Q")
+        self.name = path.name
+        self._named = layout.parse_page_name(path.name)  # attempt, rank, pid
+
+    @property
+    def ready(self) -> bool:
+        return self._words[layout.READY] == layout.MAGIC
+
+    @property
+    def intact(self) -> bool:
+        """Whether the constant words still have their values. If not, the page was overwritten and is worthless."""
+        return self.ready and (self._named is None or self.pid == self._named[2])
+
+    @property
+    def named(self) -> tuple[int, int, int]:
+        """(attempt, rank, pid) from the file name; (-1, -1, -1) if the name has another form."""
+        return self._named or (-1, -1, -1)
+
+    @property
+    def pid(self) -> int:
+        return self._words[layout.PID]
+
+    @property
+    def start_ticks(self) -> int:
+        return self._words[layout.START_TICKS]
+
+    @property
+    def rank(self) -> int:
+        return self._words[layout.RANK]
+
+    @property
+    def kind(self) -> int:
+        """``layout.EXPLICIT``, ``IMPLICIT`` or ``LAUNCHER``."""
+        return self._words[layout.KIND]
+
+    @property
+    def claimed_ns(self) -> int:
+        return self._words[layout.CLAIMED_NS]
+
+    @property
+    def server_up(self) -> bool:
+        return self._words[layout.SERVER_NS] != 0
+
+    def acknowledge(self) -> None:
+        """Tells a waiting rank (or the agent) that the supervisor has looked at its peers."""
+        self._words[layout.ACK] = 1
+
+    def begin_question(self) -> bool:
+        """Announces a question to a handler that needs the GIL. Returns False if the rank is exiting.
+
+        It announces first and reads the state second. An exiting rank does the reverse, so one of the two always sees
+        the other.
+        """
+        self._words[layout.ASKING] = 1
+        time.sleep(0.001)  # both sides write, then read the other's word: let the stores arrive
+        if self._words[layout.STATE] != layout.EXITED:
+            return True
+        self._words[layout.ASKING] = 0
+        return False
+
+    def end_question(self, answered: bool) -> None:
+        """Withdraws the announcement. An unanswered question stays announced: its handler still waits for the GIL."""
+        if answered:
+            self._words[layout.ASKING] = 0
+
+    def announce_end(self) -> None:
+        """Tells the agent that the next SIGTERM is safelaunch's, so that it prints no traceback."""
+        self._words[layout.ENDING] = 1
+
+    @property
+    def acknowledged(self) -> bool:
+        return self._words[layout.ACK] != 0
+
+    def marks(self) -> tuple[int, int, int, int]:
+        """Returns the words that show progress, for a cheap poll: (last step ns, user steps, state, phase since ns)."""
+        w = self._words
+        return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.PHASE_SINCE_NS]
+
+    def read(self) -> Progress:
+        """Reads the whole page. Bounds every value, because a damaged page may hold anything."""
+        w = self._words
+        state = w[layout.STATE]
+        optimizers = min(w[layout.OPTIMIZERS], layout.MAX_OPTIMIZERS)
+        counts = tuple(w[layout.FIRST_OPTIMIZER : layout.FIRST_OPTIMIZER + optimizers])
+        user = w[layout.USER_STEPS]
+        length = min(w[layout.PHASE_LENGTH], layout.PHASE_MAX)
+        phase = self._map[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length]
+        return Progress(
+            rank=w[layout.RANK],
+            local_rank=w[layout.LOCAL_RANK],
+            world_size=w[layout.WORLD_SIZE],
+            attempt=w[layout.ATTEMPT],
+            pid=w[layout.PID],
+            start_ticks=w[layout.START_TICKS],
+            state=layout.STATES[state] if state < len(layout.STATES) else "started",
+            step=user or (max(counts) if counts else None),
+            optimizer_steps=counts,
+            claimed_ns=w[layout.CLAIMED_NS],
+            first_step_ns=w[layout.FIRST_STEP_NS],
+            last_step_ns=w[layout.LAST_STEP_NS],
+            phase=phase.decode("utf-8", "replace"),
+            phase_since_ns=w[layout.PHASE_SINCE_NS],
+            phase_timeout_s=w[layout.PHASE_TIMEOUT_NS] / 1e9,
+            paused=w[layout.PAUSED] != 0,
+            exception_ns=w[layout.EXCEPTION_NS],
+            exit_ns=w[layout.EXIT_NS],
+        )
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A rank's process as the agent started it."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    attempt: int
+
+
+class AgentEvent(msgspec.Struct, frozen=True):
+    """One line of ``agent.events``. ``beacon/agent.py`` describes the events."""
+
+    event: str
+    time_unix_s: float
+    attempt: int = 0
+    master_port: str = ""
+    workers: dict[int, tuple[int, int, int]] = {}
+    exits: dict[int, int] = {}
+
+
+class EventReader:
+    """Follows ``agent.events``, a whole line at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._decoder = msgspec.json.Decoder(AgentEvent)
+
+    def read(self) -> list[AgentEvent]:
+        """Returns the events since the last call. Skips lines that it cannot decode."""
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(1 << 20)
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        events = []
+        for line in whole.splitlines():
+            try:
+                events.append(self._decoder.decode(line))
+            except (msgspec.DecodeError, RecursionError):
+                continue  # the beacon could not finish this line (disk full); later ones may be whole
+        return events
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """Facts about a rank's interpreter, which its beacon records when it claims a page."""
+
+    executable: str = ""
+    python: str = ""
+    cwd: str = ""
+    argv: tuple[str, ...] = ()
+    code_roots: tuple[str, ...] = ()
+
+
+def read_meta(path: Path) -> Meta:
+    """Reads a ``.meta`` file. Returns an empty ``Meta`` if there is none."""
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return Meta()
+    pairs = [line.partition("\t")[::2] for line in lines]
+    single = dict(pairs)
+    return Meta(
+        executable=single.get("executable", ""),
+        python=single.get("python", ""),
+        cwd=single.get("cwd", ""),
+        argv=tuple(value for key, value in pairs if key == "argument"),
+        code_roots=tuple(value for key, value in pairs if key == "code_root"),
+    )
+
+
+class Roster:
+    """The ranks of the newest attempt, from the pages that their beacons claimed and the agent's events.
+
+    ``attempt`` is TORCHELASTIC_RESTART_COUNT. ``starts`` counts how often torchrun has started its workers. The two
+    differ on several nodes: when a node joins or leaves, torchrun restarts the workers under other ranks and the same
+    attempt.
+    """
+
+    def __init__(self, run: RunPaths) -> None:
+        self._run = run
+        self._events = EventReader(run.agent_events)
+        self._pages: dict[str, Page] = {}
+        self._ignored: set[str] = set()
+        self._damaged: list[int] = []
+        self._seen_ns = 0
+        self.workers: dict[int, Worker] = {}
+        self.attempt = 0
+        self.starts = 0
+        self._oldest_ticks = 0  # start time of the oldest current worker
+        self.master_port = ""
+        self.agent_page: Page | None = None
+
+    def refresh(self) -> list[AgentEvent]:
+        """Looks for new pages and agent events. Returns the events."""
+        events = self._events.read()
+        for event in events:
+            if event.event == "started":
+                self.attempt = max(self.attempt, event.attempt)
+                self.starts += 1
+                self._oldest_ticks = min((ticks for _, _, ticks in event.workers.values()), default=0)
+                self.master_port = event.master_port
+                self.workers = {
+                    rank: Worker(rank, local, pid, event.attempt) for rank, (local, pid, _) in event.workers.items()
+                }
+        self._drop_damaged_pages()
+        self._find_pages()
+        if self.agent_page is None:
+            self.agent_page = self._open(self._run.agent_page)
+        return events
+
+    def _drop_damaged_pages(self) -> None:
+        for name in [name for name, page in self._pages.items() if not page.intact]:
+            del self._pages[name]
+            self._ignored.add(name)
+            attempt, rank, _ = layout.parse_page_name(name) or (-1, -1, -1)
+            if attempt == self.attempt:
+                self._damaged.append(rank)
+
+    def damaged(self) -> tuple[int, ...]:
+        """Returns the ranks whose page was found damaged since the last call."""
+        found, self._damaged = self._damaged, []
+        return tuple(found)
+
+    def _find_pages(self) -> None:
+        """Reads the directory only if a file appeared or disappeared, or a page was not ready yet."""
+        try:
+            changed_ns = self._run.pages.stat().st_mtime_ns
+            if changed_ns == self._seen_ns:
+                return
+            names = {entry.name for entry in os.scandir(self._run.pages)}
+        except OSError:
+            return
+        # Two changes may fall into one tick of the file system's clock, so a recent change is read again.
+        settled = time.time_ns() - changed_ns > MTIME_TICK_NS
+        self._seen_ns = changed_ns if settled else 0
+        for name in names - self._pages.keys() - self._ignored:
+            parsed = layout.parse_page_name(name)
+            if parsed is None:
+                self._ignored.add(name)
+            elif (page := self._open(self._run.pages / name)) is not None:
+                self._pages[name] = page
+                self.attempt = max(self.attempt, parsed[0])
+            else:
+                self._seen_ns = 0
+
+    @staticmethod
+    def _open(path: Path) -> Page | None:
+        try:
+            page = Page(path)
+        except (OSError, ValueError):
+            return None
+        return page if page.ready else None
+
+    def pages(self) -> dict[int, Page]:
+        """Returns one page per rank of the newest attempt.
+
+        Several processes may claim the same rank: a shell that runs a helper first, for example. A process whose
+        environment gives its rank wins. Next come one that marks steps, one that imported torch, one that has not
+        exited, the worker itself, and the latest claim. If any rank has its number from its environment, processes
+        without one are ignored.
+        """
+        chosen: dict[int, tuple[tuple[int, ...], Page]] = {}
+        for page in self._pages.values():
+            attempt, _, pid = page.named
+            if attempt != self.attempt or page.kind == layout.LAUNCHER or page.start_ticks < self._oldest_ticks:
+                continue
+            rank = page.rank
+            last_step, user_steps, state, _ = page.marks()
+            worker = self.workers.get(rank)
+            score = (
+                int(page.kind == layout.EXPLICIT),
+                int(bool(last_step or user_steps)),
+                int(page.server_up or layout.TORCH <= state < layout.EXITED),
+                int(state != layout.EXITED),
+                int(worker is not None and worker.pid == pid),
+                page.claimed_ns,
+            )
+            if rank not in chosen or score > chosen[rank][0]:
+                chosen[rank] = (score, page)
+        explicit = any(score[0] for score, _ in chosen.values())
+        return {rank: page for rank, (score, page) in sorted(chosen.items()) if score[0] or not explicit}
+
+    def companion(self, page: Page, suffix: str) -> Path:
+        return self._run.of_page(page.name, suffix)

@@ -1,1 +1,0 @@
-"""One job from its start to its end: the supervisor's loop, stalls, crashes, what a live run answers."""

@@ -1,0 +1,238 @@
+"""A crash, from the first failure to its bundle.
+
+safelaunch looks at the peers while they are alive and still where the failure met them. Then it releases the failing
+rank, and the agent that wants to end the others. It writes the bundle once it knows how each rank ended.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+
+from safelaunch.capture import last_words
+from safelaunch.capture.collect import ask_server
+from safelaunch.capture.flight_recorder import FlightCapture
+from safelaunch.capture.look import Target
+from safelaunch.capture.parallel import gather
+from safelaunch.cluster.channel import Word
+from safelaunch.model import RankException, RankExit
+from safelaunch.roster.progress import AgentEvent
+from safelaunch.supervise import incident
+from safelaunch.supervise.incident import Circumstances, Collected, Known, Report
+from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.together import Together
+from safelaunch.supervise.watch import Glance, Watch
+from safelaunch.system.console import say
+from safelaunch.system.task import Task
+
+Exits = Callable[[], Mapping[int, RankExit]]
+Seen = tuple[Looks, dict[int, FlightCapture]]
+
+# All ranks and the agent wait for us during this time, for at most 3 s.
+FLIGHT_DEADLINE_S = 1.0
+
+# Those that no launcher and no communication sends.
+_OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+@dataclass
+class _Failure:
+    """An attempt that failed. ``looking``: the look at its ranks is in progress; ``told``: their exits are known.
+
+    ``quiet_s``: time without a step before the failure, in seconds; 0 if that is no longer than usual.
+    """
+
+    attempt: tuple[int, int]
+    looking: Task[Seen] | None
+    quiet_s: float = 0.0
+    seen: Seen = (Looks(()), {})
+    known: Known | None = None
+    told: bool = False
+
+    def settle(self) -> None:
+        """Takes the look's result once it is available."""
+        if self.looking is not None and self.looking.done:
+            self.seen, self.looking = self.looking.result(), None
+
+
+class CrashCase:
+    """One crash: first failure → one look at the peers → their release → the exit of each → bundle.
+
+    Attempts may fail faster than bundles are written, so each failure keeps its evidence until its turn comes.
+    """
+
+    def __init__(self, watch: Watch, about: Circumstances, exits: Exits, together: Together) -> None:
+        self._watch = watch
+        self._together = together
+        self._about = about
+        self._exits = exits
+        self._failure: _Failure | None = None  # of the current attempt
+        self._due: deque[_Failure] = deque()  # ready for their bundle
+        self._writing: Task[Report | None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        looking = self._failure is not None and self._failure.looking is not None
+        return looking or self._writing is not None or bool(self._due)
+
+    @property
+    def begun(self) -> bool:
+        """Whether this attempt is known to have failed."""
+        return self._failure is not None
+
+    @property
+    def writing(self) -> bool:
+        return self._writing is not None and not self._writing.done
+
+    def on_agent(self, event: AgentEvent) -> None:
+        """Handles one event of the agent; call it in their order."""
+        if event.event == "started":
+            self._failure = None
+            self._together.no_trouble()
+        elif event.event == "failing":
+            self._begin(event.exits)
+        elif event.event == "closed":
+            self._tell()
+
+    def on_end(self) -> None:
+        """Handles the end of the job. Without an agent (``exec``), nothing more will be known about its ranks."""
+        self._tell()
+
+    def begin_late(self) -> None:
+        """Handles a failure that no rank reported: it was killed, or native code ended it."""
+        self._begin()
+
+    def advance(self, glance: Glance) -> Report | None:
+        """One tick; returns the report when the bundle is written. Never blocks.
+
+        None also where another node was told to stop: nobody is accused of what that did to the ranks of this one.
+        """
+        if glance.raised:
+            self._begin()
+        if self._failure is not None:
+            self._failure.settle()
+            if self._failure.looking is None:
+                self._watch.acknowledge()
+            if not self._failure.told:
+                self._remember(self._failure)
+        if self._due and self._writing is None:
+            self._due[0].settle()
+            if self._due[0].looking is None:
+                self._begin_writing(self._due.popleft())
+        if self._writing is not None and self._writing.done:
+            writing, self._writing = self._writing, None
+            return writing.result()
+        return None
+
+    def _begin(self, exits: Mapping[int, int] | None = None) -> None:
+        if self._failure is not None:
+            return
+        targets = self._watch.targets()
+
+        def look() -> Seen:
+            try:
+                # While the ranks wait for us, and with them torchrun's agents, in one of which the others hear of it.
+                self._tell_others(targets, exits or {})
+                return look_at(targets, None), _flight_records(targets)
+            finally:
+                self._watch.acknowledge()
+
+        quiet_s = self._watch.quiet_s(time.monotonic())
+        self._failure = _Failure(self._watch.attempt, Task("look", look), quiet_s)
+
+    def _tell_others(self, targets: tuple[Target, ...], exits: Mapping[int, int]) -> None:
+        if not self._watch.unseen:
+            return
+        pages = self._about.run_dir / "pages"
+        exceptions = {}
+        for target in targets:
+            found = last_words.read(pages / target.page_name).exception if target.page_name else None
+            if found is not None:
+                exceptions[target.rank] = found
+        text = own_failure(self._about.host, exits, exceptions)
+        if text:
+            self._together.trouble(self._about.redactor.said(text))
+
+    def _tell(self) -> None:
+        failure = self._failure
+        if failure is None or failure.told:  # torchrun closes its workers more than once
+            return
+        failure.told = True
+        self._remember(failure)
+        self._due.append(failure)
+
+    def _remember(self, failure: _Failure) -> None:
+        """Keeps what pages and exceptions say now; once the next attempt has begun, they describe that one."""
+        if self._watch.attempt == failure.attempt:
+            failure.known = incident.known_of(self._watch, self._exits())
+
+    def _begin_writing(self, failure: _Failure) -> None:
+        looks, flights = failure.seen
+        known = failure.known or incident.known_of(self._watch, self._exits())
+        ranks = {rank: replace(item, flight=flights.get(rank)) for rank, item in known.ranks.items()}
+        known = replace(known, ranks=ranks)
+        stall_s = failure.quiet_s if self._watch.unseen else 0.0
+
+        def write() -> Report | None:
+            found = incident.take_evidence("crash", looks, known, self._about, stall_s=stall_s, ask=False)
+            if self._watch.unseen and not self._together.has_trouble:
+                word = self._together.last_words()
+                if word.stopping:
+                    incident.discard(found)
+                    say("the job was stopped on another node: that is what has ended the ranks of this one")
+                    return None
+                found = _with_notes(found, notes_of(word))
+            return incident.finish(found)
+
+        self._writing = Task("bundle", write)
+
+
+def notes_of(word: Word) -> tuple[str, ...]:
+    """What the other nodes say of themselves."""
+    notes = [f"on another node, {text}" for text in word.troubles]
+    if word.lost:
+        notes.append("the node that hosts the store of torchrun's agents can no longer be reached, or has ended")
+    elif word.quiet:
+        nodes = "a node is" if word.quiet == 1 else f"{word.quiet} nodes are"
+        notes.append(f"{nodes} no longer heard: the node is gone, or its safelaunch has stopped or was killed")
+    return tuple(notes)
+
+
+def _with_notes(found: Collected, notes: tuple[str, ...]) -> Collected:
+    for note in notes:
+        say(note)
+    evidence = msgspec.structs.replace(found.evidence, notes=(*found.evidence.notes, *notes))
+    return replace(found, evidence=evidence)
+
+
+def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:
+    """What failed here, where that is no consequence of what failed elsewhere; empty where nothing is known to have."""
+    from safelaunch.diagnose.exits import is_consequence, one_line, signal_name  # late: most jobs never fail
+
+    for rank, exception in sorted(exceptions.items()):
+        if not is_consequence(exception):
+            return f"rank {rank} on {host} raised {exception.type}: {one_line(exception.message)}"
+    for rank, code in sorted(exits.items()):
+        if code < 0 and -code in _OWN_SIGNALS:
+            return f"rank {rank} on {host} was ended by {signal_name(code)}"
+        if code > 0 and rank not in exceptions:
+            return f"rank {rank} on {host} ended with exit code {code}"
+    return ""
+
+
+def _flight_records(targets: tuple[Target, ...]) -> dict[int, FlightCapture]:
+    """The Flight Recorders of the ranks that still answer: where each was when the first one failed."""
+    asked = [target for target in targets if target.socket is not None]
+
+    def one(target: Target) -> FlightCapture:
+        return ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)[1]
+
+    calls: list[Callable[[], FlightCapture]] = [partial(one, target) for target in asked]
+    answers = gather(calls, deadline_s=FLIGHT_DEADLINE_S)
+    return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}

@@ -1,0 +1,339 @@
+"""One incident, from the first closer look to the published bundle: looks → evidence → verdict → bundle.
+
+Everything here runs in threads of the supervisor, so it keeps handling signals and the job's end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from shutil import rmtree
+from typing import Literal
+
+import msgspec
+
+from safelaunch.beacon import layout
+from safelaunch.bundle.onbundle import Notifier
+from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
+from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
+from safelaunch.capture import collect, sources
+from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
+from safelaunch.capture.parallel import gather
+from safelaunch.launch.paths import Unfinished, may_be_ours
+from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
+from safelaunch.redaction.evidence import without_secrets
+from safelaunch.redaction.redactor import Redactor
+from safelaunch.report.timeline import Timeline
+from safelaunch.roster.progress import read_meta
+from safelaunch.supervise.looks import Looks, native_where_it_tells
+from safelaunch.supervise.node_evidence import collect_node
+from safelaunch.supervise.watch import Watch
+from safelaunch.system.console import say
+from safelaunch.watch.rhythm import Threshold
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of an incident. ``without_stacks``: why no stack could be read, if one reason explains all.
+
+    ``action``: what all nodes do about the job, if they have agreed; ``step``: the lowest of all ranks then.
+    """
+
+    verdict: Verdict
+    evidence: Evidence
+    published: Published
+    without_stacks: str = ""
+    action: Literal["", "kill", "restart", "dump"] = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What the nodes of the job have settled together. ``others``: ranks of other nodes whose evidence is here.
+
+    ``evidence``: of all ranks that are. ``name``: what the bundle is to be called.
+    """
+
+    verdict: Verdict
+    evidence: Evidence
+    name: str
+    others: tuple[RankEvidence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a bundle says about the job itself, and where the bundle goes. ``launch`` becomes ``launch.json``."""
+
+    run_name: str
+    run_dir: Path
+    bundle_dir: Path
+    fallback_dir: Path
+    launch: Mapping[str, object]
+    host: str = field(default_factory=socket.gethostname)
+    redactor: Redactor = field(default_factory=Redactor)
+    kills_at_start: KillCounts = field(default_factory=kill_counts)
+    artifact_limit_bytes: int = LIMIT_BYTES
+    keeping: Keeping = field(default_factory=Keeping)
+    notifier: Notifier = field(default_factory=Notifier)
+    unfinished: Unfinished = field(default_factory=Unfinished)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The supervisor's knowledge of the ranks at the moment of an incident."""
+
+    ranks: Mapping[int, collect.Known]
+    world_size: int
+    notes: tuple[str, ...]
+
+
+def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
+    """The ranks' pages and exits as they are now."""
+    pages = watch.roster.pages()
+    found: dict[int, collect.Known] = {}
+    for rank in sorted(set(pages) | set(watch.roster.workers)):
+        page = pages.get(rank)
+        if page is None:
+            found[rank] = collect.Known(pid=watch.roster.workers[rank].pid, exit=exits.get(rank))
+            continue
+        meta = read_meta(watch.roster.companion(page, layout.META_SUFFIX))
+        found[rank] = collect.Known(
+            progress=page.read(),
+            pid=page.pid,
+            page_name=page.name,
+            exit=exits.get(rank),
+            code_roots=meta.code_roots,
+        )
+    return Known(found, watch.world_size, watch.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """All evidence of an incident, in an unpublished bundle: call ``finish`` to publish it or ``discard``."""
+
+    evidence: Evidence
+    staging: Staging
+    timeline: Timeline
+    about: Circumstances
+    without_stacks: str = ""
+
+
+def take_evidence(
+    outcome: Outcome,
+    looks: Looks,
+    known: Known,
+    about: Circumstances,
+    *,
+    stall_s: float = 0.0,
+    threshold: Threshold | None = None,
+    moving: bool = False,
+    ask: bool = True,
+    timeline: Timeline | None = None,
+) -> Collected:
+    """Collects what the looks don't have yet. ``ask`` False: the ranks are gone."""
+    timeline = timeline or Timeline()
+    # Outside the run directory if there is room elsewhere: a cleaner that removes that directory must not remove the
+    # bundle with it, and $XDG_RUNTIME_DIR may be small.
+    safe = may_be_ours(about.fallback_dir.parent)
+    place = roomier(about.fallback_dir, about.run_dir) if safe else about.run_dir
+    root = about.unfinished.name(place, about.run_dir, outcome)
+    staging = Staging(root, about.redactor, limit_bytes=about.artifact_limit_bytes)
+    about.unfinished.hold(root)
+    pages = about.run_dir / "pages"
+    seen: list[RankEvidence] = []
+    node_said = ("", KillCounts())
+
+    # From here on, the job's output is free of its secrets. Verdict, bundle and screen are made of this.
+    known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
+    known = replace(known, notes=without_secrets(known.notes, about.redactor))
+
+    def ranks() -> None:
+        nonlocal looks
+        looks = native_where_it_tells(looks) if ask else looks
+        looks = replace(looks, taken=without_secrets(looks.taken, about.redactor))
+        seen.extend(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
+
+    roots = next((item.code_roots for item in known.ranks.values() if item.code_roots), ())
+
+    def node() -> None:
+        nonlocal node_said
+        pid = looks.targets[0].pid if looks.targets else None
+        folder = f"node/{about.host}"
+        node_said = collect_node(
+            folder,
+            about.run_dir,
+            staging,
+            pid=pid,
+            code_roots=roots,
+            env=without_secrets(looks.env, about.redactor),
+            kills_at_start=about.kills_at_start,
+        )
+
+    gather([ranks, node], deadline_s=20.0)
+    for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
+        seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, staging))
+    timeline = timeline.plus("evidence complete")
+    kernel_log, kills = node_said
+    complete = [
+        msgspec.structs.replace(
+            side,
+            memory_kills=without_secrets(kills_of(side.pid, about.kills_at_start, kills, kernel_log), about.redactor),
+        )
+        for side in seen
+    ]
+    for side in complete:
+        staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+    evidence = _evidence(outcome, complete, known.world_size)
+    evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving, notes=known.notes)
+    if threshold is not None:
+        evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
+    return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+def stuck_for_good(found: Collected) -> Mapping[int, int]:
+    """See ``ranks_stuck_for_good``. If a rule fails, no rank counts as stuck."""
+    from safelaunch.diagnose import ranks_stuck_for_good
+
+    try:
+        return ranks_stuck_for_good(found.evidence)
+    except Exception:  # noqa: BLE001 - the verdict will say what the rule failed on
+        return {}
+
+
+def discard(found: Collected) -> None:
+    """Removes everything collected: it was no incident."""
+    rmtree(found.staging.root, ignore_errors=True)
+    found.about.unfinished.let_go(found.staging.root)
+
+
+def judged(evidence: Evidence, about: Circumstances) -> Verdict:
+    """The verdict, without secrets. Never raises."""
+    return without_secrets(_verdict(evidence), about.redactor)
+
+
+def finish(found: Collected, outcome: Outcome | None = None, common: Common | None = None) -> Report:
+    """Writes verdict and reports, and publishes the bundle. ``outcome``: replaces the one it was collected under.
+
+    ``common``: the verdict that several nodes have reached together.
+    """
+    evidence, staging, about = found.evidence, found.staging, found.about
+    if outcome is not None:
+        evidence = msgspec.structs.replace(evidence, outcome=outcome)
+    if common is not None:
+        evidence, verdict = common.evidence, common.verdict
+        for side in common.others:
+            collect.of_another_node(side, staging)
+            staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+    else:
+        verdict = judged(evidence, about)
+    timeline = found.timeline.plus("verdict")
+    name = common.name if common is not None else name_of(about.run_name, time.time(), verdict.outcome)
+    place = verdict.bundle or None
+    if place is not None and not place.whole:
+        whole = Path(place.path).name  # as another node says: a plain name, or none
+        about = replace(about, keeping=replace(about.keeping, whole="" if whole.startswith(".") else whole))
+    published = _publish(staging, verdict, evidence, about, timeline, name)
+    if published.lost:  # a cleaner has removed it all: what is known is written once more
+        published = _publish(staging, verdict, evidence, about, timeline, name)
+    about.unfinished.let_go(staging.root)
+    if published.note:
+        say(published.note)
+    if not published.lost:
+        about.notifier.tell(verdict, published.path, about.run_name)
+    return Report(verdict, evidence, published, found.without_stacks)
+
+
+def _publish(
+    staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline, name: str
+) -> Published:
+    _finish(staging, verdict, evidence, about, timeline)
+    about.unfinished.hold(staging.root)  # which may exist again
+    return publish(
+        staging.root, about.bundle_dir, name, about.fallback_dir, about.keeping, deadline_s=PUBLISH_DEADLINE_S
+    )
+
+
+def _without_stacks(looks: Looks) -> str:
+    """Why no process's stack could be read: no py-spy, no permission. Empty if one was read, or reasons differ."""
+    ranks = [rank for look in looks.taken for rank in look.ranks.values()]
+    found = [
+        process.stack
+        for rank in ranks
+        for process in (rank.main, *rank.children)
+        if process and process.state and process.state.state not in "ZX"  # an ended process has no stack
+    ]
+    reasons = {stack.missing for stack in found}
+    return next(iter(reasons)) if len(reasons) == 1 and not any(stack.value for stack in found) else ""
+
+
+def _verdict(evidence: Evidence) -> Verdict:
+    """The diagnosis. A failing rule costs the verdict, but neither the bundle nor the action on the job."""
+    from safelaunch.diagnose import diagnose  # late: a run that never stalls does not pay for it
+
+    try:
+        return diagnose(evidence, read_source=sources.text)
+    except Exception as error:  # noqa: BLE001 - whatever a rule fails on
+        return Verdict(
+            schema=1,
+            outcome=evidence.outcome,
+            cause="no-rank-stands-out",
+            confidence="low",
+            summary=f"The diagnosis itself failed ({type(error).__name__}: {error}). The evidence is in the bundle.",
+            culprits=(),
+            victims="",
+            evidence=(),
+            ruled_out=(),
+            missing=("the diagnosis",),
+            suggestions=("Run 'safelaunch diagnose' on the bundle with a newer safelaunch, and report this error.",),
+        )
+
+
+def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) -> Evidence:
+    """The evidence of all ranks that left any, by number; the others are unknown."""
+    there = {rank.rank for rank in ranks}
+    missing = tuple(rank for rank in range(world_size) if rank not in there)
+    everybody = tuple(sorted(ranks, key=lambda evidence: evidence.rank))
+    return Evidence(outcome=outcome, world_size=world_size, ranks=everybody, missing_ranks=missing)
+
+
+def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline) -> None:
+    """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
+    staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
+    staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
+    from safelaunch.report import report
+
+    def read_line(path: str, number: int) -> str | None:
+        line = sources.line(path, number)
+        return about.redactor.said(line) if line else line
+
+    begin = time.monotonic()
+    artifacts = staging.settle()
+    for path, render in (("report.md", report.markdown), ("report.html", report.html)):
+        try:
+            text: str | None = render(verdict, evidence, artifacts, read_line=read_line)
+            missing = ""
+        except Exception as error:  # noqa: BLE001 - a failed report costs only itself
+            text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
+        staging.add_report(Artifact(path, OURS, round(time.monotonic() - begin, 3), missing), text)
+    listed = staging.settle()
+    manifest = {
+        "schema": 1,
+        "host": about.host,
+        "written_unix_s": round(time.time(), 3),
+        "user": os.getuid(),
+        "watch": {
+            "stalled_s": round(evidence.stall_s, 3),
+            "threshold_s": round(evidence.threshold_s, 3),
+            "why": evidence.threshold_why,
+        },
+        "job": {"outcome": evidence.outcome, "world_size": evidence.world_size, "moving": evidence.moving},
+        "notes": evidence.notes,
+        "timeline": timeline.plus("written").moments,
+        "artifacts": listed,
+        "missing": [artifact.path for artifact in listed if artifact.missing],
+    }
+    staging.finish(manifest)

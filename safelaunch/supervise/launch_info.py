@@ -1,0 +1,93 @@
+"""Describes how a job was started, for its bundle (``launch.json``), with secrets left out."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+
+from safelaunch import __version__
+from safelaunch.bundle.onbundle import Notifier
+from safelaunch.bundle.publishing import Keeping
+from safelaunch.launch.job import Job
+from safelaunch.launch.paths import local_bundles, working_directory
+from safelaunch.launch.plan import Plan
+from safelaunch.redaction.job_secrets import left_out, secret_values
+from safelaunch.redaction.redact import shown_env
+from safelaunch.redaction.redactor import Redactor
+from safelaunch.supervise.incident import Circumstances
+from safelaunch.system.console import say
+
+
+def circumstances(job: Job) -> Circumstances:
+    """Everything a bundle needs to know about ``job``."""
+    assert job.run is not None
+    plan, settings = job.plan, job.plan.settings
+    redactor = redactor_of(plan)
+    return Circumstances(
+        run_name=plan.run_name,
+        run_dir=job.run.root,
+        bundle_dir=settings.bundle_dir,
+        fallback_dir=local_bundles(),
+        launch=_launch(job, redactor),
+        redactor=redactor,
+        artifact_limit_bytes=settings.artifact_limit_bytes,
+        keeping=Keeping(settings.keep_bundles, settings.bundle_archive),
+        notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
+    )
+
+
+def redactor_of(plan: Plan) -> Redactor:
+    """The redactor that removes secrets from everything about this job."""
+    return Redactor(secret_values(plan.env, plan.argv, _ordinary(plan)))
+
+
+def _ordinary(plan: Plan) -> list[str]:
+    """Names that occur all over a bundle. A variable that happens to hold one of them hides nothing."""
+    places = [os.fspath(working_directory()), os.fspath(plan.settings.bundle_dir), os.fspath(plan.run_dir)]
+    return [*places, *plan.script[:1], plan.run_name, socket.gethostname(), _user()]
+
+
+def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
+    plan, settings = job.plan, job.plan.settings
+    values = shown_env({setting.name: setting.value for setting in plan.applied})
+    return {
+        "schema": 1,
+        "run_name": plan.run_name,
+        "host": socket.gethostname(),
+        "user": _user(),
+        "cwd": os.fspath(working_directory()),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(job.started_unix_s)),
+        "not_redacted": list(left_out(plan.env, plan.argv, _ordinary(plan))),
+        "command": redactor.argv(plan.argv),
+        "safelaunch": __version__,
+        "torch": plan.torch.version if plan.torch is not None else "",
+        "agent_pid": job.agent.pid,
+        "presets": list(settings.presets),
+        "environment": [
+            {"name": s.name, "value": values[s.name], "origin": s.origin, "why": s.why, "kept_yours": s.kept}
+            for s in plan.applied
+        ],
+        "watchdog": {
+            "stall_timeout_s": settings.effective_stall_timeout_s,
+            "startup_timeout_s": settings.startup_timeout_s,
+            "max_stall_s": settings.effective_max_stall_s,
+            "on_stall": settings.on_stall,
+            "origins": dict(settings.origins),
+        },
+        "bundles": {
+            "directory": os.fspath(settings.bundle_dir),
+            "keep": settings.keep_bundles,
+            "archive": settings.bundle_archive,
+            "artifact_limit_bytes": settings.artifact_limit_bytes,
+            "on_bundle": redactor.said(settings.on_bundle or ""),
+        },
+    }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -1,0 +1,224 @@
+"""Answers requests to a live run: its status at once, its bundle as soon as it is written. The job continues."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from safelaunch.control.protocol import Client, DumpAnswer, RankStatus, Request, RunStatus, Server
+from safelaunch.launch.job import Job
+from safelaunch.launch.paths import working_directory
+from safelaunch.model import Progress, RankExit
+from safelaunch.redaction.redactor import Redactor
+from safelaunch.supervise import incident
+from safelaunch.supervise.incident import Circumstances, Report
+from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.watch import Watch
+from safelaunch.system.console import say
+from safelaunch.system.task import Task
+
+RATE_OVER_S = 10.0
+SAMPLE_EVERY_S = 2.0
+BETWEEN_LOOKS_S = 1.0
+
+
+@dataclass
+class _Dump:
+    """A requested bundle and who asked for it. ``working``: two looks, then the writing; None until its turn."""
+
+    bundle_dir: Path
+    clients: list[Client]
+    working: Task[Report] | None = None
+
+
+class Live:
+    """Serves the control socket of one run. Call ``tick`` on each tick of the supervisor; it never blocks."""
+
+    def __init__(
+        self, job: Job, watch: Watch, about: Circumstances, exits: Callable[[], Mapping[int, RankExit]]
+    ) -> None:
+        assert job.run is not None
+        self._job = job
+        self._watch = watch
+        self._about = about
+        self._exits = exits
+        self._server = _server(job.run.control)
+        self._dumps: deque[_Dump] = deque()
+        self._cwd = os.fspath(working_directory())
+        self._attempt = -1
+        self._samples: deque[tuple[float, dict[int, int]]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._dumps)
+
+    def tick(self, now: float) -> None:
+        """Answers every request that can be answered now."""
+        self._sample(now)
+        if self._server is not None:
+            self._server.poll(self._handle)
+        self._advance_dumps()
+
+    def _handle(self, request: Request, client: Client) -> None:
+        if request.command == "status":
+            client.answer(self._about.redactor.tree(msgspec.to_builtins(self.status(time.monotonic()))))
+        elif request.command == "dump":
+            self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._about.bundle_dir, client)
+        else:
+            client.close()
+
+    def _queue_dump(self, bundle_dir: Path, client: Client) -> None:
+        """Queues a bundle. A request for the place that is being written to shares that bundle; others wait."""
+        dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
+        if dump is None:
+            dump = _Dump(bundle_dir, [])
+            self._dumps.append(dump)
+        dump.clients.append(client)
+
+    def _advance_dumps(self) -> None:
+        if not self._dumps:
+            return
+        dump = self._dumps[0]
+        if dump.working is None:
+            dump.working = Task("dump", lambda: self._write_dump(dump.bundle_dir))
+        elif dump.working.done:
+            self._dumps.popleft()
+            answer = _answer(dump.working, self._about.redactor)
+            for client in dump.clients:
+                client.answer(answer)
+
+    def _write_dump(self, bundle_dir: Path) -> Report:
+        targets = self._watch.targets()
+        before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
+        looks = look_at(targets, None, collectives=True)
+        time.sleep(BETWEEN_LOOKS_S)
+        looks = look_at(targets, looks, collectives=True)
+        moving = self._moved(before) or looks.collectives_moved or _computes(looks)
+        known = incident.known_of(self._watch, self._exits())
+        pages = [item.progress for item in known.ranks.values() if item.progress]
+        stalled_s = max((self._age_s(page, time.monotonic()) for page in pages), default=0.0)
+        about = replace(self._about, bundle_dir=bundle_dir)
+        found = incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving)
+        return incident.finish(found)
+
+    def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
+        return any(page.marks() != before.get(rank) for rank, page in self._watch.roster.pages().items())
+
+    # --- status -----------------------------------------------------------------------------------------------------
+
+    def _sample(self, now: float) -> None:
+        """Records the steps of the last seconds, for the rate."""
+        if self._watch.roster.attempt != self._attempt:
+            self._attempt = self._watch.roster.attempt
+            self._samples.clear()
+        if self._samples and now - self._samples[-1][0] < SAMPLE_EVERY_S:
+            return
+        steps = {rank: p.step for rank, p in self._watch.last_progress.items() if p.step is not None}
+        self._samples.append((now, steps))
+        while now - self._samples[0][0] > RATE_OVER_S + SAMPLE_EVERY_S:
+            self._samples.popleft()
+
+    def status(self, now: float) -> RunStatus:
+        """The run's state at ``now`` (CLOCK_MONOTONIC, seconds)."""
+        plan, settings = self._job.plan, self._job.plan.settings
+        stepping = any(p.step is not None for p in self._watch.last_progress.values())
+        threshold = self._watch.threshold() if stepping else self._watch.threshold_without_steps()
+        threshold_s, why = round(threshold.seconds, 1), threshold.why
+        if stepping:
+            why = f"auto: {why}" if settings.stall_timeout_s is None else settings.origin("stall-timeout")
+        elif threshold_s == settings.startup_timeout_s:
+            why = f"before the first step: {settings.origin('startup-timeout')}"
+        return RunStatus(
+            run=self._about.run_dir.name,
+            name=plan.run_name,
+            supervisor_pid=os.getpid(),
+            cwd=self._cwd,
+            command=self._about.redactor.argv(plan.script),
+            started_unix_s=self._job.started_unix_s,
+            attempt=self._watch.roster.attempt,
+            world_size=self._watch.world_size,
+            watch=self._watch.state.status.value,
+            threshold_s=threshold_s,
+            threshold_why=why,
+            ranks=[
+                *(self._rank(rank, p, now) for rank, p in sorted(self._watch.last_progress.items())),
+                *self._silent(),
+            ],
+            notes=[*self._watch.notes],
+        )
+
+    def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:
+        signals = ["beacon"]
+        if progress.optimizer_steps:
+            signals.append("optimizer steps")
+        elif progress.step is not None:
+            signals.append("safelaunch.step()")
+        if self._watch.heard_s(rank) is not None:
+            signals.append("collectives")
+        pages = self._watch.roster.pages()
+        if rank in pages and pages[rank].server_up:
+            signals.append("worker server")
+        return RankStatus(
+            rank=rank,
+            pid=progress.pid,
+            state=state_of(progress),
+            step=progress.step,
+            steps_per_s=self._rate(rank, progress, now),
+            age_s=round(self._age_s(progress, now), 3),
+            phase=self._about.redactor.said(progress.phase),
+            signals=", ".join(signals),
+        )
+
+    def _age_s(self, progress: Progress, now: float) -> float:
+        """How long the rank has shown no progress."""
+        marks_ns = max(progress.last_step_ns, progress.claimed_ns)
+        return now - max(marks_ns / 1e9, self._watch.heard_s(progress.rank) or 0.0)
+
+    def _rate(self, rank: int, progress: Progress, now: float) -> float | None:
+        then, steps = self._samples[0] if self._samples else (now, {})
+        if progress.step is None or rank not in steps or now - then < SAMPLE_EVERY_S / 2:
+            return None
+        return round((progress.step - steps[rank]) / (now - then), 3)
+
+    def _silent(self) -> list[RankStatus]:
+        return [
+            RankStatus(worker.rank, worker.pid, "no beacon", signals="none") for worker in self._watch.without_beacon()
+        ]
+
+
+def state_of(progress: Progress) -> str:
+    """What the rank is doing, by its page. A rank without torch counts as running once it steps or names a phase."""
+    if progress.paused:
+        return "paused"
+    runs = progress.state == "started" and (progress.step is not None or progress.phase)
+    return "running" if runs else progress.state
+
+
+def _server(path: Path) -> Server | None:
+    try:
+        return Server(path)
+    except OSError as error:
+        say(f"'safelaunch status' and 'safelaunch dump' cannot see this run: {error.strerror or error}")
+        return None
+
+
+def _computes(looks: Looks) -> bool:
+    from safelaunch.watch import movement
+
+    return movement.judge(looks.taken[-2], looks.taken[-1]) == "active"
+
+
+def _answer(working: Task[Report], redactor: Redactor) -> DumpAnswer:
+    try:
+        report = working.result()
+    except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
+        return DumpAnswer(problem=redactor.text(f"{type(error).__name__}: {error}"))
+    published = report.published
+    path = "" if published.lost else str(published.path)
+    return DumpAnswer(path, report.verdict.summary, published.problem)

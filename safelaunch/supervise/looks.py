@@ -1,0 +1,133 @@
+"""Looks at all ranks of a live job, repeatedly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from safelaunch.capture.flight_recorder import newest_entry
+from safelaunch.capture.look import Look, RankLook, Target, take
+from safelaunch.capture.node import environment_of
+from safelaunch.capture.parallel import gather
+from safelaunch.capture.proc import times_scheduled
+from safelaunch.capture.result import Result
+from safelaunch.watch.stall import Movement
+
+LOOK_DEADLINE_S = 6.0
+NATIVE_DEADLINE_S = 8.0  # a build for CUDA has a few times the symbols
+ENTRIES_DEADLINE_S = 1.5
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """The ranks under observation, and each look at them, oldest first.
+
+    ``entries``: for each look, the newest entry of each rank's Flight Recorder. ``env``: the first rank's environment.
+    """
+
+    targets: tuple[Target, ...]
+    taken: tuple[Look, ...] = ()
+    entries: tuple[Mapping[int, int], ...] = ()
+    env: Result[dict[str, str]] | None = None
+
+    def plus(self, look: Look, entries: Mapping[int, int]) -> Looks:
+        return replace(self, taken=(*self.taken, look)[-4:], entries=(*self.entries, entries)[-4:])
+
+    @property
+    def collectives_moved(self) -> bool:
+        """Whether some rank has entered a collective between the last two looks.
+
+        A rank with no earlier entry, or one that answered too late, counts as moving: the next look comes soon.
+        """
+        if len(self.entries) < 2:
+            return False
+        before, after = self.entries[-2:]
+        return any(number > before.get(rank, -1) for rank, number in after.items())
+
+
+def look_at(targets: Sequence[Target], looks: Looks | None, *, collectives: bool = False) -> Looks:
+    """Takes one more look at the ranks; the first one with ``looks`` None.
+
+    ``collectives``: also reads how far each rank's Flight Recorder is. Not in a crash, where all ranks wait for us.
+    """
+    earlier = looks.taken[-1] if looks is not None and looks.taken else None
+    if looks is None:  # its environment now, while it is alive
+        looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
+    with _one_at_a_time:  # two py-spies on one process: the second is refused
+        look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier)
+    return looks.plus(look, newest_entries(looks.targets) if collectives else {})
+
+
+def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
+    """rank → the newest entry of its Flight Recorder. Ranks that don't answer in time are left out."""
+    asked = [target for target in targets if target.socket is not None]
+    calls = [partial(newest_entry, str(target.socket)) for target in asked]
+    answers = gather(calls, deadline_s=ENTRIES_DEADLINE_S)
+    return {target.rank: number for target, number in zip(asked, answers, strict=True) if number is not None}
+
+
+def native_where_it_tells(looks: Looks) -> Looks:
+    """Takes one native look at the ranks that wait in a futex called from a line outside c10d.
+
+    ``with lock:`` and ``work.wait()`` look alike from Python; only the C frames distinguish them. Reading C frames
+    pauses the job and takes a few hundred megabytes for each process, so it is done only after a hang is confirmed.
+    """
+    last = looks.taken[-1] if looks.taken else None
+    if last is None:
+        return looks
+    unclear = [target for target in looks.targets if _is_unclear(last.ranks.get(target.rank))]
+    if not unclear:
+        return looks
+    native = take(unclear, deadline_s=NATIVE_DEADLINE_S, earlier=last, native=True)
+    return replace(looks, taken=(*looks.taken, native))
+
+
+def _is_unclear(look: RankLook | None) -> bool:
+    from safelaunch.reading.calls import torch_wait
+
+    main = look.main if look is not None else None
+    if main is None or main.state is None or main.stack.value is None:
+        return False
+    kernel, thread = main.state.main_thread, main.stack.value.main_thread
+    rests = kernel is not None and kernel.state == "S" and kernel.syscall_name in ("futex", "")
+    polls = any(lock.pid != main.pid for lock in main.state.locks)  # or sleeps beside a file that somebody has locked
+    return (rests or polls) and thread is not None and torch_wait(thread.frames) is None
+
+
+# --- patience ---------------------------------------------------------------------------------------------------------
+
+LEAST_S, MOST_S = 6.0, 15.0
+PART = 0.75  # of the threshold
+SETTLE_S = 0.5  # the previous look stopped and continued them
+EVERY_S = 0.5
+
+
+class Patience:
+    """Watches ``pids`` for a while and finds out whether one of them moved. ``advance`` never blocks.
+
+    Between two looks a few seconds apart, a DataLoader worker that sleeps has used no CPU and is on the same line. But
+    it wakes up: a worker stuck in a lock, a read or an endless sleep is not scheduled once. Nothing attaches to the
+    processes here, so one that is scheduled woke up by itself. This also tells a rank that polls a computing child from
+    one stuck in a sleep beside such a child.
+    """
+
+    def __init__(self, pids: Sequence[int], threshold_s: float, now: float, *, most_s: float = MOST_S) -> None:
+        self._pids = tuple(pids)
+        self._before: Mapping[int, int] | None = None
+        self._next_s = now + SETTLE_S
+        self._until_s = self._next_s + min(most_s, max(LEAST_S, PART * threshold_s))
+
+    def advance(self, now: float) -> Movement | None:
+        """Whether one of them moved; None while undecided."""
+        if now < self._next_s:
+            return None
+        self._next_s = now + EVERY_S
+        seen = {pid: times_scheduled(pid) for pid in self._pids}
+        if self._before is None:
+            self._before = seen
+        elif seen != self._before:
+            return "active"
+        return "still" if now >= self._until_s else None

@@ -1,0 +1,363 @@
+"""The supervisor's loop: signals, the job's end, the watch, and the response to a stall or a crash.
+
+Nothing here blocks for longer than a tick: closer looks, bundles and the ending of a job run in threads (``Task``).
+An internal error of safelaunch never costs the job: the watch ends and the job continues.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from safelaunch.capture import command
+from safelaunch.launch import controlgroup, process
+from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
+from safelaunch.launch.paths import sweep, sweep_unfinished
+from safelaunch.model import RankExit
+from safelaunch.roster.progress import AgentEvent, Roster
+from safelaunch.settings.config import Settings
+from safelaunch.supervise.crash import CrashCase
+from safelaunch.supervise.incident import Report
+from safelaunch.supervise.launch_info import circumstances
+from safelaunch.supervise.live import Live
+from safelaunch.supervise.notices import Notices
+from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker
+from safelaunch.supervise.stall import StallCase
+from safelaunch.supervise.together import Together
+from safelaunch.supervise.watch import Glance, Watch
+from safelaunch.system.console import redact, say
+from safelaunch.system.task import Task
+from safelaunch.watch.restart import Failure, failure_of, why_give_up
+from safelaunch.watch.rhythm import Bounds
+from safelaunch.watch.stall import Policy, confirm_after_s
+
+TICK_S = 0.25
+BUSY_TICK_S = 0.05
+WRITE_PATIENCE_S = 90.0
+CAPTURE_PATIENCE_S = 20.0
+TOUCH_EVERY_S = 3600.0
+
+
+def policy_of(settings: Settings) -> Policy:
+    """The thresholds of a run until its rhythm is known."""
+    stall_s = settings.effective_stall_timeout_s
+    explicit = settings.is_explicit("max-stall") or settings.is_explicit("startup-timeout")
+    return Policy(
+        stall_s=stall_s,
+        startup_s=settings.startup_timeout_s,
+        max_stall_s=max(settings.effective_max_stall_s, stall_s),
+        startup_max_s=max(settings.effective_max_stall_s, settings.startup_timeout_s) if explicit else None,
+        confirm_s=confirm_after_s(stall_s),
+    )
+
+
+def bounds_of(settings: Settings) -> Bounds | None:
+    """The bounds of the learned threshold; None if the user gave a fixed one."""
+    if settings.stall_timeout_s is not None:
+        return None
+    floor_s = settings.stall_floor_s
+    ceiling_s = max(floor_s, settings.stall_ceiling_s)
+    return Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Why safelaunch ends the job, its exit code, and whether the report is on the screen already."""
+
+    report: Report
+    code: int
+    shown: bool
+
+
+class Supervisor:
+    """Watches one started job. ``run`` returns the wait status to end with."""
+
+    def __init__(self, job: Job, processes: JobProcesses, touch: Callable[[], None] = lambda: None) -> None:
+        assert job.run is not None
+        self._job = job
+        self._processes = processes
+        command.helper_reports.send_to(self._processes.adopt_helper)
+        self._forwarder = Forwarder(job.agent.pid)
+        settings = job.plan.settings
+        self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds_of(settings))
+        self._cap = GroupTimeout(self._watch) if bounds_of(settings) else None
+        about = self._about = circumstances(job)
+        redact.use(about.redactor.text)
+        self._notifier = about.notifier
+        self._together = Together(job.plan, about, self._watch)
+        self._stall = StallCase(self._watch, about, self._exits, self._together)
+        self._crash = CrashCase(self._watch, about, self._exits, self._together)
+        self._live = Live(job, self._watch, about, self._exits)
+        self._exit_events: dict[int, RankExit] = {}
+        self._verdict: _Verdict | None = None
+        self._failures: tuple[Failure, ...] = ()
+        self._restarting = -1  # the attempt whose ranks we ended for a hang
+        self._ending: Task[tuple[process.ProcessId, ...]] | None = None
+        self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
+        self._pulse = PulseTaker(self._watch)
+        self._notices = Notices(
+            self._watch,
+            settings.startup_timeout_s,
+            time.monotonic(),
+            self._together,
+            by_torchrun=job.plan.by_torchrun,
+        )
+        self._watching = True
+        self._touch = touch
+        self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
+
+    def run(self) -> int:
+        """Runs until the job has ended and everything about it is written; returns its wait status."""
+        try:
+            return self._run()
+        finally:
+            self._together.close()
+
+    def _run(self) -> int:
+        sweep(self._job.plan.run_dir.parent)
+        sweep_unfinished(self._about.fallback_dir)
+        controlgroup.sweep()
+        while (status := self._processes.ended()) is None:
+            busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
+            self._forwarder.wait(BUSY_TICK_S if busy else TICK_S)
+            self._guarded_tick()
+            if self._watching:
+                self._together.tick(time.monotonic(), stopping=self._forwarder.stop_requested)
+            self._processes.look_for_orphans(time.monotonic())
+            self._keep_leases_young(time.monotonic())
+        if os.WIFSIGNALED(status) and self._ending is None:
+            self._end_survivors(status)
+        self._finish(status)
+        if self._verdict is not None:
+            self._say_ended(self._verdict)
+        self._finish_writing()
+        self._wait_for_notifier()
+        if self._verdict is not None:
+            return self._verdict.code << 8
+        # torchrun had no restart left for the ranks that we ended, or nothing reported the attempt that failed.
+        return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
+
+    @property
+    def began_nothing(self) -> bool:
+        """Whether the job ended by itself before it had started a rank."""
+        return not (self._watch.roster.workers or self._forwarder.stop_requested or self._verdict)
+
+    def _keep_leases_young(self, now: float) -> None:
+        """Touches the leases: cleaners of /tmp remove files that nobody has touched for days."""
+        if now > self._touch_at_s:
+            self._touch_at_s = now + TOUCH_EVERY_S
+            self._touch()
+
+    def _end_survivors(self, status: int) -> None:
+        """Ends the ranks of a torchrun that was killed, once their evidence is taken: nobody else would end them."""
+        deadline = time.monotonic() + CAPTURE_PATIENCE_S
+        while self._watching and self._stall.writing and not self._forwarder.stop_requested:
+            if time.monotonic() > deadline:
+                break
+            self._forwarder.wait(BUSY_TICK_S)
+            self._guarded_tick()
+        survivors = self._processes.all()
+        if survivors:
+            number = os.WTERMSIG(status)
+            left = "the process" if len(survivors) == 1 else f"the {len(survivors)} processes"
+            say(f"signal {number} ended the launcher; ending {left} that it left behind")
+            self._processes.end_all()
+
+    def _guarded_tick(self) -> None:
+        if not self._watching:
+            return
+        try:
+            self._tick(time.monotonic())
+        except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
+            self._watching = False
+            self._watch.acknowledge()
+            self._together.close()  # the other nodes must not take these ranks for watched
+            say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")
+
+    def _tick(self, now: float) -> None:
+        glance = self._watch.tick(now)
+        for rank in glance.damaged:
+            say(f"something overwrote the progress page of rank {rank}: safelaunch no longer counts its steps")
+        for event in glance.agent:
+            self._note_exits(event)
+            if event.event == "started":
+                self._restarting = -1
+            if self._is_a_crash(event):
+                self._crash.on_agent(event)
+        if self._restarting == self._watch.roster.attempt:
+            self._watch.acknowledge()
+            return
+        if self._forwarder.stop_requested or self._ending is not None:
+            # A user, a scheduler or safelaunch is stopping the job: blame nobody, keep nobody waiting.
+            self._watch.acknowledge()
+            return
+        self._on_crash(glance)
+        self._on_stall(glance, now)
+        if self._cap is not None:
+            self._cap.advance(now)
+        self._health.advance(now)
+        self._pulse.advance(now)
+        self._live.tick(now)
+        self._notices.tick(now)
+
+    def _is_a_crash(self, event: AgentEvent) -> bool:
+        """Whether the event may belong to a crash. It doesn't if a user, a scheduler or safelaunch ends the ranks."""
+        if event.event == "started":
+            return True
+        # What other nodes do about a hang may reach this one before it has done the same.
+        ours = self._stall.agreed or self._ending or event.attempt == self._restarting
+        return not (self._forwarder.stop_requested or ours)
+
+    def _note_exits(self, event: AgentEvent) -> None:
+        if event.event == "started":
+            self._exit_events.clear()
+        for rank, code in event.exits.items():
+            first = event.event == "failing"
+            self._exit_events.setdefault(rank, RankExit(code, event.time_unix_s, before_close=first))
+
+    def _exits(self) -> dict[int, RankExit]:
+        """The exits that the agent reported, and the ranks that ended with 0: a failure would have ended the others."""
+        known = dict(self._exit_events)
+        for rank in self._watch.ended():
+            known.setdefault(rank, RankExit(0, time.time(), before_close=True))
+        return known
+
+    # --- a crash, a stall -------------------------------------------------------------------------------------------
+
+    def _on_crash(self, glance: Glance) -> None:
+        report = self._crash.advance(glance)
+        if self._crash.begun and self._stall.looking:
+            self._stall.abandon()
+        if report is None:
+            return
+        self._show(report)
+        if self._on_stall_is("restart") and self._agent_lives():
+            self._give_up_or_go_on(report)
+
+    def _on_stall(self, glance: Glance, now: float) -> None:
+        report = self._stall.advance(glance, now)
+        if report is None:
+            return
+        if report.action:
+            self._act_with_all(report)
+        elif report.verdict.outcome == "dump" or self._on_stall_is("dump") or not self._agent_lives():
+            self._show(report)
+        elif self._on_stall_is("restart"):
+            self._show(report)
+            if self._give_up_or_go_on(report):
+                say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
+                self._restarting = self._watch.roster.attempt
+                Task("end ranks", self._processes.end_ranks)
+        else:
+            self._together.trouble(f"the job hangs, and is ended for it: {report.verdict.summary}")
+            self._end(report, EXIT_HUNG)
+
+    def _act_with_all(self, report: Report) -> None:
+        """As the nodes have agreed, whatever this one's own policy is, and whatever has ended here meanwhile."""
+        if report.action == "kill":
+            self._end(report, EXIT_HUNG)
+            return
+        self._show(report)
+        if report.action == "restart" and self._give_up_or_go_on(report) and self._agent_lives():
+            if self._stall.attempt != self._watch.attempt:
+                return  # torchrun has started the ranks again: those of another node were ended before ours
+            say("ending the ranks of this attempt; torchrun starts them again while --max-restarts allows it")
+            self._restarting = self._watch.roster.attempt
+            Task("end ranks", self._processes.end_ranks)
+
+    def _on_stall_is(self, policy: str) -> bool:
+        return self._job.plan.settings.on_stall == policy
+
+    def _give_up_or_go_on(self, report: Report) -> bool:
+        """Under --on-stall restart: ends the job if the same failure came back. Returns whether it may continue."""
+        steps = tuple(rank.progress.step for rank in report.evidence.ranks if rank.progress and rank.progress.step)
+        if report.step is not None:
+            steps = (report.step,)
+        failure = failure_of(report.verdict, steps)
+        why = why_give_up(self._failures, failure)
+        self._failures += (failure,)
+        if why:
+            say(f"not restarting: {why}")
+            self._end(report, EXIT_GAVE_UP, shown=True)
+        return not why
+
+    def _end(self, report: Report, code: int, *, shown: bool = False) -> None:
+        """Ends every process of the job; ``code`` is safelaunch's exit code."""
+        self._verdict = _Verdict(report, code, shown)
+        if self._watch.roster.agent_page is not None:
+            self._watch.roster.agent_page.announce_end()
+        self._ending = Task("end", self._processes.end_all)
+
+    def _agent_lives(self) -> bool:
+        return self._job.agent.is_alive()
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, status: int) -> None:
+        """After the agent's end: reads its last events, and finishes the bundle that is being written."""
+        deadline = time.monotonic() + WRITE_PATIENCE_S
+        self._guarded_tick()
+        if self._watching and not (self._forwarder.stop_requested or self._ending or self._stall.agreed):
+            self._note_end(status)
+        while self._watching and not self._forwarder.stop_requested and self._ending is None:
+            if not (self._crash.busy or self._stall.writing) or time.monotonic() > deadline:
+                break
+            self._forwarder.wait(BUSY_TICK_S)
+            self._guarded_tick()
+
+    def _finish_writing(self) -> None:
+        """Finishes the half-written bundle of a crash when the job has ended for a hang, or removes it."""
+        deadline = time.monotonic() + WRITE_PATIENCE_S
+        while self._crash.writing and not self._forwarder.stop_requested and time.monotonic() < deadline:
+            self._forwarder.wait(BUSY_TICK_S)
+        if self._crash.writing:
+            self._about.unfinished.discard()
+        self._stall.tidy_up()
+
+    def _note_end(self, status: int) -> None:
+        """Takes the job's exit for its rank's if the command is the rank (``exec -- python train.py``)."""
+        if not self._job.plan.by_torchrun:
+            code = os.waitstatus_to_exitcode(status)
+            for rank, progress in self._watch.last_progress.items():
+                if progress.pid == self._job.agent.pid:
+                    self._exit_events.setdefault(rank, RankExit(code, time.time()))
+            if code and self._watch.last_progress and not self._crash.begun:
+                self._crash.begin_late()
+        self._crash.on_end()
+
+    def _say_ended(self, verdict: _Verdict) -> None:
+        assert self._ending is not None
+        self._ending.wait(3 * GRACE_S)
+        left = self._ending.result() if self._ending.done else self._processes.all()
+        if left:
+            say(f"could not be killed (stuck in the kernel): pid {', '.join(str(p.pid) for p in left)}")
+        if not verdict.shown:
+            self._show(verdict.report)
+
+    def _wait_for_notifier(self) -> None:
+        """Waits for --on-bundle's command, which has its own deadline, unless somebody stops the job meanwhile."""
+        deadline = time.monotonic() + self._notifier.patience_s
+        while self._notifier.busy and not self._forwarder.stop_requested and time.monotonic() < deadline:
+            self._forwarder.wait(BUSY_TICK_S)
+        self._notifier.end()
+
+    def _show(self, result: Report) -> None:
+        from safelaunch.capture import sources
+        from safelaunch.report import report
+
+        published = result.published
+        if result.without_stacks:
+            say(f"no stack could be read, so the verdict has none to go by: {result.without_stacks}")
+            say("run 'safelaunch doctor' where the job runs: it shows the cause and the fix")
+        whole = result.verdict.bundle or None  # unset where one node has reached it alone
+        place = "bundle"
+        if whole is not None and not whole.whole:
+            place = "bundle of this node"
+            say(f"the bundle with every rank is on {whole.host}: {whole.path}")
+        say(report.screen(result.verdict, bundle_path=published.shown, place=place, read_line=sources.line))
+        if published.lost:
+            say(f"the bundle is lost: {published.problem}")
+        elif published.problem:
+            say(f"the bundle could not be written to the requested directory: {published.problem}")

@@ -1,0 +1,71 @@
+"""Collects the node's part of a bundle: GPUs, kernel log, versions, resources, environment, and the job's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from safelaunch.beacon import layout
+from safelaunch.bundle.staging import Staging
+from safelaunch.capture import gpu, logs, node
+from safelaunch.capture.memory import KillCounts, kill_counts
+from safelaunch.capture.parallel import gather
+from safelaunch.capture.result import Result
+from safelaunch.model import Artifact
+
+NODE_DEADLINE_S = 6.0
+
+
+def collect_node(
+    folder: str,
+    run_dir: Path,
+    staging: Staging,
+    *,
+    pid: int | None = None,
+    code_roots: Sequence[str] = (),
+    env: Result[dict[str, str]] | None = None,
+    kills_at_start: KillCounts | None = None,
+) -> tuple[str, KillCounts]:
+    """Collects the node's files in parallel; returns the kernel log and the current counts of its OOM killer.
+
+    ``pid``: one of the ranks, whose packages are in ``code_roots``; ``env``: the environment it was started with.
+    """
+    kernel_log: list[str] = []
+    counts = kill_counts()
+
+    def gpus() -> None:
+        result = gpu.gpus_json(deadline_s=NODE_DEADLINE_S)
+        staging.add(result.artifact(f"{folder}/gpus.json"), result.value)
+        text = gpu.nvidia_smi_text(deadline_s=NODE_DEADLINE_S)
+        staging.add(text.artifact(f"{folder}/nvidia_smi.txt"), text.value)
+
+    def kernel() -> None:
+        result = logs.kernel_log(deadline_s=NODE_DEADLINE_S)
+        staging.add(result.artifact(f"{folder}/kernel_log.txt"), result.value)
+        kernel_log.append(result.value or "")
+
+    def rest() -> None:
+        versions = node.versions(code_roots, pid=pid)
+        staging.add_json(versions.artifact(f"{folder}/versions.json"), versions.value)
+        resources = node.resources(pid=pid)
+        kills = {"at_start": asdict(kills_at_start) if kills_at_start else None, "now": asdict(counts)}
+        found = None if resources.value is None else {**resources.value, "out_of_memory_kills": kills}
+        staging.add_json(resources.artifact(f"{folder}/resources.json"), found)
+        if env is not None:
+            staging.add_json(env.artifact(f"{folder}/env.json"), env.value)
+        _run_files(run_dir, folder, staging)
+
+    gather([gpus, kernel, rest], deadline_s=NODE_DEADLINE_S + 2.0)
+    return (kernel_log[0] if kernel_log else ""), counts
+
+
+def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:
+    """Collects the dumps and logs that torch, NCCL and the beacons left in the run directory."""
+    for path in sorted((run_dir / "flight_recorder").glob("*")):  # a cleaner of /tmp may have removed it
+        dump = "trace_rank" in path.name
+        place = f"flight_recorder/{path.name}" if dump else f"{folder}/{path.name}"
+        staging.add_file(Artifact(place, "written by the job", 0.0), path, dump=dump)
+    log = run_dir / layout.LOG
+    if log.exists():
+        staging.add_file(Artifact(f"{folder}/beacon.log", "beacon", 0.0), log)

@@ -1,0 +1,125 @@
+"""One-time notices about how well safelaunch can watch a job."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from safelaunch.model import format_ranks
+from safelaunch.supervise.watch import Watch
+from safelaunch.system.console import say
+
+BEACON_PATIENCE_S = 20.0
+STEP_PATIENCE_S = 600.0
+RANK_PATIENCE_S = 60.0
+MEETING_PATIENCE_S = 8.0  # until the supervisors of all nodes have found each other
+
+
+class Others(Protocol):
+    """The other nodes of the job, as far as they can be asked."""
+
+    @property
+    def is_covered(self) -> bool: ...
+
+    @property
+    def why_alone(self) -> str: ...
+
+    @property
+    def others(self) -> str: ...
+
+
+class Notices:
+    """Prints each notice once. Call ``tick`` on every tick of the watch.
+
+    ``by_torchrun`` False: no agent announces ranks (``exec``), so none may ever appear.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        startup_timeout_s: float,
+        now: float,
+        together: Others | None = None,
+        *,
+        by_torchrun: bool = True,
+    ) -> None:
+        self._watch = watch
+        self._others = together
+        self._startup_timeout_s = startup_timeout_s
+        self._beacons_due_s: float | None = now + BEACON_PATIENCE_S
+        self._ranks_due_s = None if by_torchrun else now + min(RANK_PATIENCE_S, startup_timeout_s / 2)
+        self._steps_due_s: float | None = now + min(STEP_PATIENCE_S, startup_timeout_s / 2)
+        self._claimed_by_s = now + BEACON_PATIENCE_S  # for a command whose ranks no agent announces
+        self._told_of: tuple[tuple[int, ...], bool] = ((), False)  # the unseen ranks, and whether others see them
+        self._unseen_s: float | None = None
+
+    def tick(self, now: float) -> None:
+        """Prints what is due at ``now`` (CLOCK_MONOTONIC, seconds)."""
+        if self._beacons_due_s is not None and now >= self._beacons_due_s and self._watch.roster.workers:
+            self._beacons_due_s = None
+            self._say_without_beacon()
+        self._tell_of_other_nodes(now)
+        if self._ranks_due_s is not None and now >= self._ranks_due_s:
+            self._ranks_due_s = None
+            if not (self._watch.roster.workers or self._watch.last_progress):
+                say(
+                    "no rank detected (no rank variables, torch import or step marks): safelaunch CANNOT WATCH this "
+                    "command until one appears. The command continues. To have it watched, call safelaunch.step() in "
+                    "its training loop."
+                )
+        if self._steps_due_s is not None and now >= self._steps_due_s and self._watch.last_progress:
+            self._steps_due_s = None
+            self._say_without_steps()
+
+    def _tell_of_other_nodes(self, now: float) -> None:
+        """Says which ranks are on this node as soon as that is known, and again when a node joins or leaves."""
+        all_there = self._watch.roster.workers or now >= self._claimed_by_s
+        unseen = self._watch.unseen if all_there and self._watch.last_progress else ()
+        if not unseen:
+            return
+        self._unseen_s = self._unseen_s or now
+        covered = self._others is not None and self._others.is_covered
+        told, was_covered = self._told_of
+        if unseen == told and (was_covered or not covered):
+            return
+        if self._others is not None and not covered and now - self._unseen_s < MEETING_PATIENCE_S:
+            return
+        self._told_of = (unseen, covered)
+        world = self._watch.world_size
+        mine = format_ranks(set(range(world)) - set(unseen))
+        word = "rank" if mine.isdigit() else "ranks"
+        here = f"watching {word} {mine} of {world}"
+        if self._others is not None and covered:
+            say(f"{here}, together with {self._others.others}: one verdict for all")
+            return
+        why = f" ({self._others.why_alone})" if self._others is not None else ""
+        say(
+            f"{here}; the others are on other nodes, whose supervisors this one can't reach{why}. safelaunch ends the "
+            "job from here only if a rank of this node can't continue, or at --max-stall."
+        )
+
+    def _say_without_beacon(self) -> None:
+        silent = self._watch.without_beacon()
+        if not silent:
+            return
+        ranks = ", ".join(f"{worker.rank} (pid {worker.pid})" for worker in silent)
+        whose = "its steps are" if len(silent) == 1 else "their steps are"
+        say(f"no beacon in rank {ranks}: {whose} not counted (python -I or -E, or PYTHONPATH was replaced)")
+        if len(silent) == len(self._watch.roster.workers):
+            say("no rank has a beacon: safelaunch CANNOT WATCH this job; it continues as under plain torchrun")
+        else:
+            say(f"safelaunch still collects {'its' if len(silent) == 1 else 'their'} stacks when the job hangs")
+
+    def _say_without_steps(self) -> None:
+        """Says what is watched instead of steps, unless the job steps, pauses or names its phases."""
+        progress = self._watch.last_progress.values()
+        if any(p.step is not None or p.paused or p.phase for p in progress):
+            return
+        pages = self._watch.roster.pages().values()
+        signals = ["collectives"] if any(page.server_up for page in pages) else []
+        signals += ["CPU", "I/O and stacks"]
+        limit = self._watch.threshold_without_steps()
+        where = "--startup-timeout" if limit.seconds == self._startup_timeout_s else limit.why
+        say(
+            f"no step seen so far: watching {', '.join(signals)} instead. safelaunch ends the job only if nothing "
+            f"moves for {limit.seconds:.0f} s ({where}). Call safelaunch.step() in the training loop to track steps."
+        )

@@ -1,0 +1,213 @@
+"""What the supervisor asks now and then while a job is healthy: time-outs, collectives, what slows the job down.
+
+The worker servers' C++ threads answer without the GIL and without running a frame in the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from safelaunch.capture.flight_recorder import arrivals_of, smallest_timeout_s
+from safelaunch.capture.gpu import gpus_json
+from safelaunch.capture.look import Target
+from safelaunch.capture.parallel import gather
+from safelaunch.leases.driver import has_driver
+from safelaunch.supervise.looks import newest_entries
+from safelaunch.supervise.watch import Watch
+from safelaunch.system.console import say
+from safelaunch.system.task import Task
+from safelaunch.watch import stragglers
+
+Answer = TypeVar("Answer")
+
+# Of the smallest time-out of a process group: evidence must be taken before that expires.
+CAP_PART = 0.7
+CAP_AFTER_S, CAP_AGAIN_S = 5.0, 900.0  # groups may be created late
+HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # of steps: the first ones are always the slowest
+MIB = 1 << 20
+NOTICEABLE_BYTES = 256 * MIB  # a CUDA context alone takes as much
+
+
+class Poller(Generic[Answer]):
+    """Asks when due, in a thread, and takes the answer on a later tick. Call ``advance`` on every tick."""
+
+    name: str
+    again_s: float
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._asking: Task[Answer] | None = None
+        self._asked_of = self._attempt = -1
+        self._next_s = 0.0
+
+    def advance(self, now: float) -> None:
+        """``now``: CLOCK_MONOTONIC, seconds. Never blocks. An answer about an ended attempt is dropped."""
+        if self._attempt != self._watch.roster.attempt:
+            self._attempt, self._next_s = self._watch.roster.attempt, 0.0
+            self.reset()
+        if self._asking is not None:
+            if self._asking.done:
+                answer, self._asking = self._asking.result(), None
+                if self._asked_of == self._attempt:
+                    self.take(answer, now)
+            return
+        if now < self._next_s or not self.is_due(now):
+            return
+        self._next_s = now + self.again_s
+        self._asked_of = self._attempt
+        question = self.question()
+        if question is not None:
+            self._asking = Task(self.name, question)
+
+    def reset(self) -> None:
+        """A new attempt has begun."""
+
+    def is_due(self, now: float) -> bool:
+        raise NotImplementedError
+
+    def question(self) -> Callable[[], Answer] | None:
+        """What to run in a thread; None if there is nobody to ask."""
+        raise NotImplementedError
+
+    def take(self, answer: Answer, now: float) -> None:
+        raise NotImplementedError
+
+    def has_stepped_for(self, seconds: float, now: float) -> bool:
+        first_s = min((p.first_step_ns for p in self._watch.last_progress.values() if p.first_step_ns), default=0) / 1e9
+        return bool(first_s) and now >= first_s + seconds
+
+
+class GroupTimeout(Poller["float | None"]):
+    """Keeps ``watch.cap_s`` at 70 % of the smallest time-out of a process group seen in a rank's Flight Recorder."""
+
+    name, again_s = "group timeout", CAP_AGAIN_S
+
+    def reset(self) -> None:
+        self._watch.cap_s = None
+
+    def is_due(self, now: float) -> bool:
+        return self.has_stepped_for(CAP_AFTER_S, now) or self._watch.is_in_loop
+
+    def question(self) -> Callable[[], float | None] | None:
+        asked = next((target for target in self._watch.targets() if target.socket is not None), None)
+        return partial(smallest_timeout_s, str(asked.socket)) if asked is not None else None
+
+    def take(self, answer: float | None, now: float) -> None:
+        if answer is not None:
+            self._watch.cap_s = CAP_PART * answer
+
+
+class PulseTaker(Poller[dict[int, int]]):
+    """Feeds the watch with the ranks' newest collectives. It does not ask a job that steps."""
+
+    name = "pulse"
+
+    @property
+    def again_s(self) -> float:  # type: ignore[override]
+        return self._watch.pulse_period_s
+
+    def is_due(self, now: float) -> bool:
+        return self._watch.has_pulse_only
+
+    def question(self) -> Callable[[], dict[int, int]] | None:
+        targets = self._watch.targets()
+        return (lambda: newest_entries(targets)) if any(target.socket for target in targets) else None
+
+    def take(self, answer: dict[int, int], now: float) -> None:
+        self._watch.hear(answer, now)
+
+
+# --- what slows a healthy job down ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that slows the job down. The figures in ``words`` change; ``subject`` stays."""
+
+    subject: Hashable
+    words: str
+
+
+class Health(Poller[tuple[Note, ...]]):
+    """Keeps ``watch.notes``, and reports once what slows a healthy job down; safelaunch never ends a job for that.
+
+    A straggler, a GPU that ranks share by mistake, another program's memory on a GPU.
+    """
+
+    name, again_s = "health", HEALTH_AGAIN_S
+
+    def __init__(self, watch: Watch, own_pids: Callable[[], Collection[int]]) -> None:
+        super().__init__(watch)
+        self._own_pids = own_pids
+        self._subjects: frozenset[Hashable] = frozenset()  # of the newest look
+
+    def reset(self) -> None:
+        self._watch.notes, self._subjects = (), frozenset()
+
+    def is_due(self, now: float) -> bool:
+        return self.has_stepped_for(HEALTH_AFTER_S, now)
+
+    def question(self) -> Callable[[], tuple[Note, ...]]:
+        targets, own = self._watch.targets(), frozenset(self._own_pids())
+        return lambda: look(targets, own)
+
+    def take(self, answer: tuple[Note, ...], now: float) -> None:
+        for note in answer:
+            if note.subject not in self._subjects:
+                say(f"{note.words} (the job continues)")
+        self._subjects = frozenset(note.subject for note in answer)
+        self._watch.notes = tuple(note.words for note in answer)
+
+
+def look(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
+    """Looks once at all ranks of this node and their GPUs; leaves out what does not answer."""
+    found: list[Note] = []
+    asked = [target for target in targets if target.socket is not None]
+    answers = gather([partial(arrivals_of, str(target.socket)) for target in asked], deadline_s=5.0)
+    arrivals = {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer}
+    straggler = stragglers.find(arrivals)
+    if straggler is not None:
+        found.append(Note(("straggler", straggler.rank), straggler.words))
+    document = _gpus()
+    if document is not None:
+        found += notes_on_gpus(document, {target.rank: target.pid for target in targets}, own)
+    return tuple(found)
+
+
+def notes_on_gpus(document: Mapping[str, Any], ranks: Mapping[int, int], own: Collection[int]) -> list[Note]:
+    """Who uses the job's GPUs. ``document``: by ``capture.gpu.query``; ``ranks``: rank → pid; ``own``: the job's pids.
+
+    Empty if the driver numbers processes differently (a container with its own pids).
+    """
+    by_pid = {pid: rank for rank, pid in ranks.items()}
+    found: list[Note] = []
+    for gpu in document.get("gpus") or ():
+        processes = gpu.get("processes") or ()
+        here = sorted({by_pid[item["pid"]] for item in processes if item.get("pid") in by_pid})
+        if not here:
+            continue
+        name = f"GPU {gpu.get('index')}"
+        if len(here) > 1:
+            both = f"ranks {', '.join(map(str, here))}"
+            words = f"{both} are on the same {name}: does each call torch.cuda.set_device(LOCAL_RANK)?"
+            found.append(Note(("shared", gpu.get("index"), *here), words))
+        for item in processes:
+            held = item.get("memory_bytes") or 0
+            if item.get("pid") not in own and held >= NOTICEABLE_BYTES:
+                much = f"{held / MIB:.0f} MiB of {name}"
+                words = f"pid {item['pid']}, not of this job, holds {much}, which rank {here[0]} uses"
+                found.append(Note(("stranger", gpu.get("index"), item["pid"]), words))
+    return found
+
+
+def _gpus() -> dict[str, Any] | None:
+    """NVML's answer; None without an NVIDIA driver. Finding that out starts nothing."""
+    if not has_driver(os.environ):
+        return None
+    answer = gpus_json().value
+    return json.loads(answer) if answer is not None else None

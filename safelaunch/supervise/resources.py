@@ -1,0 +1,337 @@
+"""Leases a job's GPUs and ports before it starts.
+
+On a node without an NVIDIA driver this imports nothing and starts nothing for GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from safelaunch.errors import ResourceError, StoreError, UsageError
+from safelaunch.launch.argv import CommandLine
+from safelaunch.leases.driver import has_driver
+from safelaunch.system.console import say
+
+if TYPE_CHECKING:
+    from safelaunch.launch.torchrun import Torch
+    from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
+    from safelaunch.leases.claims import Claim, Survey
+    from safelaunch.leases.holder import Holder
+    from safelaunch.leases.lease import Lease
+    from safelaunch.leases.ports import Ports
+    from safelaunch.settings.config import Settings
+
+HELD = "SAFELAUNCH_HELD"
+RANK_LOCKS = "SAFELAUNCH_LEASES"
+MASTER_PORT = "--master-port"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job holds. ``visible_gpus``: the value of CUDA_VISIBLE_DEVICES, None leaves it as it is.
+
+    ``lease`` and ``ports`` are held until ``release``, and so is what our parent has ``handed`` over. ``rank_locks``:
+    paths of the files that the ranks' beacons lock. ``note``: the GPUs in words, for ``--dry-run``.
+    """
+
+    command: CommandLine
+    visible_gpus: str | None = None
+    lease: Lease | None = None
+    ports: Ports | None = None
+    handed: Lease | None = None
+    rank_locks: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def _leases(self) -> tuple[Lease, ...]:
+        found = (self.lease, self.ports.lease if self.ports is not None else None, self.handed)
+        return tuple(lease for lease in found if lease is not None)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The descriptors that must stay open while any process of the job is alive."""
+        return tuple(fd for lease in self._leases for fd in lease.descriptors)
+
+    def touch(self) -> None:
+        """Touches the lease files, so that cleaners of /tmp leave them alone."""
+        for lease in self._leases:
+            lease.touch()
+
+    @property
+    def port(self) -> int | None:
+        """The job's own master port, or None if torchrun chooses."""
+        return self.ports.numbers[0] if self.ports is not None else None
+
+    def lost_ports(self) -> tuple[int, ...]:
+        """The job's ports that other programs serve; meaningful once no process of the job is alive."""
+        from safelaunch.leases.ports import listening
+
+        if self.ports is None:
+            return ()
+        there = listening()
+        return tuple(port for port in self.ports.numbers if port in there)
+
+    def release(self) -> None:
+        """Frees everything: the job is over."""
+        for lease in self._leases:
+            lease.release()
+
+
+def gather(command: CommandLine, settings: Settings, environ: Mapping[str, str], torch: Torch | None) -> Resources:
+    """Leases what the job needs; with ``--dry-run`` only looks. Raises ResourceError if it is not available."""
+    handed = _handed_over(command, settings, environ)
+    if handed is not None and set(handed.keys) - handed.sockets.keys():
+        found = Resources(command, handed=handed, rank_locks=handed.rank_files)
+    else:
+        found = replace(_gpus(command, settings, environ), handed=handed)
+    if torch is None:
+        return found
+    try:
+        return _with_port(found, settings, environ, torch)
+    except BaseException:
+        found.release()
+        raise
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Resources:
+    plain = Resources(command)
+    if settings.gpus == "none":
+        return replace(plain, visible_gpus="")
+    ranks = ranks_of(command, environ)
+    if settings.gpus is None and not (settings.lease and _may_want_some(ranks, environ)):
+        return plain
+    if settings.gpus in (None, "all") and not has_driver(environ):
+        return plain
+    if _is_inside_a_run(environ):
+        locks = tuple(filter(None, environ.get(RANK_LOCKS, "").split(os.pathsep)))
+        plain = replace(plain, rank_locks=locks, note="those of the enclosing run")
+        return plain if settings.gpus is None else _unleased(plain, settings, environ)
+    if not settings.lease:
+        return _unleased(plain, settings, environ)
+    return _leased(plain, settings, environ, ranks or None)
+
+
+def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Lease | None:
+    """What our parent (colaunch) leased for us; it has already set CUDA_VISIBLE_DEVICES."""
+    if not environ.get(HELD):
+        return None
+    from safelaunch.leases.lease import inherited
+    from safelaunch.leases.store import store_of
+
+    lease = inherited(environ, store_of(environ).directory)
+    if lease is not None:
+        lease.tell(_about(command, settings))
+    return lease
+
+
+def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> Ranks:
+    """How many ranks torchrun will start here; ``all``: one per visible GPU; 0: unknown, or not on GPUs.
+
+    Source: ``determine_local_world_size`` of ``torch/distributed/run.py``.
+    """
+    if command.program is not None or not command.script or command.has_flag("-h", "--help"):
+        return None if command.program is not None else 0
+    text = command.value_of("--nproc-per-node", shortest="--np")
+    text = text if text is not None else environ.get("PET_NPROC_PER_NODE", "1")
+    if text in ("gpu", "auto"):
+        return "all"
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _may_want_some(ranks: Ranks, environ: Mapping[str, str]) -> bool:
+    """Whether a job without --gpus may get any; if not, the driver need not be asked."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return ranks != 0 and (bool(visible.strip()) if visible is not None else ranks is not None)
+
+
+def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
+    """Whether a supervisor is among our ancestors: its lease covers what we see. The variable alone proves little."""
+    supervisor = environ.get("SAFELAUNCH_SUPERVISOR_PID", "")
+    if not (supervisor.isascii() and supervisor.isdigit() and len(supervisor) <= 10):
+        return False
+    from safelaunch.system import procstat
+
+    pid = os.getppid()
+    while pid > 1:
+        if pid == int(supervisor):
+            return True
+        found = procstat.read(pid)
+        pid = found.ppid if found is not None else 0
+    return False
+
+
+def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) -> Resources:
+    """The GPUs that --gpus names, shared with everybody else who uses them."""
+    from safelaunch.leases.choose import nearest
+
+    found, wish = _wish(settings, environ, None)
+    if wish is None:
+        return plain
+    gpus = nearest(wish.candidates, wish.count, found.distances) or ()
+    return replace(plain, visible_gpus=_visible(gpus, wish), note=f"{_words(gpus, found)}, not leased")
+
+
+def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> Resources:
+    from safelaunch.leases.claims import Claim, Terms
+    from safelaunch.leases.gpus import Patience, take
+    from safelaunch.leases.store import store_of
+
+    found, wish = _wish(settings, environ, ranks)
+    if wish is None:
+        if found.trouble and settings.gpus is None:
+            say(f"this job's GPUs are not leased, so other jobs may use them: {found.missing}")
+        return plain
+    terms = Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes)
+    claim = Claim(store_of(environ), terms, _survey(found, environ))
+    try:
+        if settings.dry_run:
+            return _foreseen(plain, claim)
+        taken = take(claim, Patience(settings.wait, settings.wait_timeout_s, say))
+    except StoreError as error:
+        if settings.gpus is not None or settings.wait:
+            raise
+        say(f"this job's GPUs are not leased, so other jobs may use them: {error}")
+        return plain
+    for note in taken.notes:
+        say(note)
+    if not wish.keep:
+        say(f"GPUs of this job: {', '.join(gpu.label for gpu in taken.gpus)} ({wish.origin})")
+    return replace(
+        plain,
+        visible_gpus=_visible(taken.gpus, wish),
+        lease=taken.lease,
+        rank_locks=taken.lease.rank_files,
+        note=_words(taken.gpus, found),
+    )
+
+
+def _foreseen(plain: Resources, claim: Claim) -> Resources:
+    """For --dry-run: the GPUs that a start would lease now."""
+    wish = claim.terms.wish
+    chosen = claim.foresee()
+    if chosen is None:
+        return replace(plain, note=f"not free now: this job needs {wish.count} of {len(wish.candidates)}")
+    note = f"{_words(chosen, claim.survey.found)}, free now; leased when the job starts"
+    return replace(plain, visible_gpus=_visible(chosen, wish), note=note)
+
+
+def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple[Inventory, Wish | None]:
+    from safelaunch.leases.choose import pool_of, wish_of
+    from safelaunch.leases.inventory import inventory
+
+    found = inventory(environ)
+    if not found.gpus and settings.gpus in (None, "all"):
+        return found, None
+    return found, wish_of(settings.gpus, ranks, pool_of(environ, found.gpus), found)
+
+
+def _survey(found: Inventory, environ: Mapping[str, str]) -> Survey:
+    import time
+
+    from safelaunch.leases.claims import Survey
+    from safelaunch.leases.inventory import inventory
+
+    query: Callable[[], Inventory] = lambda: inventory(environ)  # noqa: E731
+    return Survey(found, query, time.monotonic)
+
+
+def _visible(gpus: tuple[Gpu, ...], wish: Wish) -> str | None:
+    return None if wish.keep else ",".join(gpu.uuid for gpu in gpus)
+
+
+def _words(gpus: tuple[Gpu, ...], found: Inventory) -> str:
+    return f"{', '.join(gpu.label for gpu in gpus)} of {len(found.gpus)} GPUs of this node"
+
+
+def _about(command: CommandLine, settings: Settings) -> Holder:
+    """Describes us in the lease file. Every user can read it, like /proc/<pid>/cmdline, so secrets are left out."""
+    import shlex
+
+    from safelaunch.leases.holder import ourselves
+    from safelaunch.redaction.redact import redact_argv
+
+    words = command.script or command.arguments
+    return ourselves(settings.run_name or "", shlex.join(redact_argv(list(words))))
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str], torch: Torch) -> Resources:
+    """Replaces ``--master-port auto`` by a port, and adds one if this torchrun would use 29500 for every job."""
+    command = found.command
+    asked = command.value_of(MASTER_PORT, shortest="--master-p")
+    if asked == "auto":
+        if not _is_one_node(command, environ):
+            raise UsageError(
+                "--master-port auto does not work with several nodes: every node would choose a different port.",
+                "Give every node the same number, such as --master-port 29500.",
+            )
+        if settings.dry_run:
+            return found
+        ports = _take_any_port(found, settings, environ)
+        return replace(found, command=_with_number(command, "auto", ports), ports=ports)
+    if settings.dry_run or asked is not None or not _takes_the_common_port(command, environ, torch):
+        return found
+    try:
+        ports = _take_port(found, settings, environ)
+    except ResourceError as error:
+        say(f"no port could be leased, so this torchrun uses 29500, which other jobs may use too: {error}")
+        return found
+    own = replace(command, torchrun=(f"{MASTER_PORT}={ports.numbers[0]}", *command.torchrun))
+    return replace(found, command=own, ports=ports)
+
+
+def with_another_port(given: Resources, settings: Settings, environ: Mapping[str, str]) -> Resources:
+    """``given`` with a different master port. Raises ResourceError if none is free."""
+    ports = _take_any_port(given, settings, environ)
+    command = _with_number(given.command, str(given.port), ports)
+    if given.ports is not None:
+        given.ports.release()
+    return replace(given, command=command, ports=ports)
+
+
+def _with_number(command: CommandLine, old: str, ports: Ports) -> CommandLine:
+    return command.with_value(MASTER_PORT, old, str(ports.numbers[0]), shortest="--master-p")
+
+
+def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:
+    from safelaunch.leases import ports
+    from safelaunch.leases.store import store_of
+
+    return ports.take(store_of(environ), 1, _about(found.command, settings))
+
+
+def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:
+    """A leased port; without a usable lease directory, one that is free now. Raises ResourceError if none is free."""
+    from safelaunch.leases import ports
+
+    try:
+        return _take_port(found, settings, environ)
+    except StoreError as error:
+        free = ports.take_unleased(1)
+        say(f"master port {free.numbers[0]} is free but not leased, so another job may take it too: {error.message}")
+        return free
+
+
+def _is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
+    nodes = command.value_of("--nnodes", shortest="--nn")
+    return (nodes if nodes is not None else environ.get("PET_NNODES", "1")) in ("1", "1:1")
+
+
+def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: Torch) -> bool:
+    """Whether torchrun would bind 29500 because no option names a port; newer versions bind port 0."""
+    from safelaunch.launch.torchrun import binds_any_port
+
+    if not command.script or not _is_one_node(command, environ) or binds_any_port(torch.package):
+        return False
+    told = ("--standalone", "--rdzv", "--st", "--rd", "--master", "--ma", "--node-rank", "--node_rank")
+    if any(word.startswith(told) for word in command.torchrun) or command.has_flag("-h", "--help"):
+        return False
+    return not any(name.startswith(("PET_RDZV", "PET_STANDALONE", "PET_MASTER", "PET_NODE_RANK")) for name in environ)

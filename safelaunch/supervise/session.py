@@ -1,0 +1,161 @@
+"""Runs one job end to end: run directory, start, watch, end. What runs before the start is kept light."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from safelaunch.launch import controlgroup, process
+from safelaunch.launch.guardian import Guardian
+from safelaunch.launch.job import Job, JobProcesses
+from safelaunch.launch.paths import RunPaths, create_run
+from safelaunch.launch.plan import Plan, in_directory
+from safelaunch.launch.process import ProcessId
+from safelaunch.supervise.resources import Resources
+from safelaunch.system.console import say
+
+MORE_PORTS = 3
+
+Again = Callable[[Resources], tuple[Plan, Resources]]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The wait status to end with. ``for_nothing``: the launcher failed by itself before it started any rank."""
+
+    status: int
+    for_nothing: bool = False
+
+
+def run(plan: Plan, given: Resources, again: Again | None = None) -> int:
+    """Starts the job of ``plan`` and waits for its end; returns the exit code. Raises OSError when it can't start.
+
+    The job's resources (``given``) stay leased until no process of it is left. ``again`` gives it another port if a
+    program that knows nothing of leases took the leased one.
+    """
+    mask = process.block_signals()
+    try:
+        end = _run(plan, given, mask)
+        for _ in range(MORE_PORTS):
+            if again is None or not end.for_nothing or not (lost := given.lost_ports()):
+                break
+            plan, given = again(given)
+            words = f"another program, without a lease, took port {lost[0]} before torchrun could listen on it"
+            say(f"{words}; starting the job again with port {given.port}")
+            end = _run(plan, given, mask)
+    finally:
+        given.release()
+    return process.end_as(end.status)
+
+
+def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
+    """Runs the job once, as ``run`` does. ``mask``: the signals that are blocked when the job starts."""
+    directory = _prepare(plan)
+    if directory is not None:
+        plan = in_directory(plan, directory.root)
+    env = plan.env if directory is not None else _without_beacon(plan)
+    become = partial(process.become_job, plan.argv, env, mask)
+    watcher = _guardian(directory, given, become, at_once=not plan.by_torchrun)
+    try:
+        if watcher is not None:
+            agent = watcher.start()
+        else:
+            agent = _start_without(plan, env, mask, given)
+    except OSError:
+        _leave(directory, watcher)
+        raise
+    # From here on, imports cost the job nothing.
+    processes = JobProcesses(agent, watcher)
+    if directory is None:
+        return _End(_only_forward(processes))
+    job = Job(plan, agent, directory, time.time())
+    try:
+        from safelaunch.supervise.loop import Supervisor
+
+        supervisor = Supervisor(job, processes, given.touch)
+        status = supervisor.run()
+        return _End(status, for_nothing=status != 0 and supervisor.began_nothing)
+    except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
+        say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")
+        return _End(_only_forward(processes))
+    finally:
+        _leave(directory, watcher)
+
+
+def _leave(directory: RunPaths | None, watcher: Guardian | None) -> None:
+    """Removes the run directory and ends the guardian."""
+    from shutil import rmtree
+
+    if directory is not None:
+        rmtree(directory.root, ignore_errors=True)
+        os.close(directory.lock)
+    if watcher is not None:
+        watcher.dismiss()
+
+
+def _guardian(
+    directory: RunPaths | None, given: Resources, become: Callable[[], NoReturn], *, at_once: bool
+) -> Guardian | None:
+    """Starts the guardian, with the waiting job behind it; None if the job is not watched or that fails."""
+    if directory is None:
+        return None
+    group = controlgroup.create(directory.root.name)
+    try:
+        watcher = Guardian(directory, (directory.lock, *given.descriptors), group)
+        watcher.fork(become, at_once=at_once)
+    except OSError as error:
+        if group is not None:
+            group.dissolve()
+        say(f"no guardian ({error.strerror or error}): after a kill -9 of safelaunch, processes of the job may survive")
+        return None
+    return watcher
+
+
+def _start_without(plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Signals], given: Resources) -> ProcessId:
+    """Starts the job without a guardian: the job itself then holds its leases if safelaunch is killed."""
+    for descriptor in given.descriptors:
+        os.set_inheritable(descriptor, True)
+    pid = process.start(plan.argv, env, mask)
+    process.become_subreaper()
+    return process.identify(pid) or ProcessId(pid, 0)
+
+
+def _prepare(plan: Plan) -> RunPaths | None:
+    """The run directory; None if the job is not watched, by choice or because that is impossible."""
+    if not plan.watched:
+        return None
+    try:
+        return create_run(plan.run_dir.parent, os.getpid(), os.getuid())
+    except OSError as error:
+        say(f"cannot watch this job: no run directory in {plan.run_dir.parent}: {error.strerror or error}")
+        say("it continues as under plain torchrun. Before the next run, free space there or remove what is in the way.")
+        return None
+
+
+def _without_beacon(plan: Plan) -> dict[str, str]:
+    from safelaunch.settings.config import INTERNAL_ENV
+
+    env = {name: value for name, value in plan.env.items() if name not in INTERNAL_ENV}
+    inject = os.fspath(Path(__file__).parents[1] / "beacon" / "inject")
+    if "PYTHONPATH" in env:
+        parts = [part for part in env["PYTHONPATH"].split(os.pathsep) if part != inject]
+        env["PYTHONPATH"] = os.pathsep.join(parts)
+        if not env["PYTHONPATH"] and "SAFELAUNCH_PYTHONPATH" not in plan.env:
+            del env["PYTHONPATH"]
+    return env
+
+
+def _only_forward(processes: JobProcesses) -> int:
+    """Runs an unwatched job: forwards signals, and returns its wait status."""
+    from safelaunch.launch.job import Forwarder
+
+    forwarder = Forwarder(processes.agent.pid)
+    while (status := processes.ended()) is None:
+        forwarder.wait(1.0)
+    return status

@@ -1,0 +1,329 @@
+"""What the supervisors of one job do together about a stall. Where they cannot meet, every question here says so.
+
+A suspicion becomes an incident of all nodes; each takes its two looks at the same time and votes; the leader counts.
+Where nothing moves anywhere, each takes its evidence at once, and one of them judges it all. See ``cluster.council``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec.structs import replace
+
+from safelaunch import __version__
+from safelaunch.bundle.publishing import name_of
+from safelaunch.cluster.channel import Channel, Seen, Word
+from safelaunch.cluster.council import SILENT_S
+from safelaunch.cluster.evidence import condensed, expanded, merged
+from safelaunch.cluster.keyfile import BadKeyFile, read_key
+from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Node, Page, Result, Vote
+from safelaunch.cluster.where import Alone, Meeting, meeting
+from safelaunch.launch.plan import Plan
+from safelaunch.model import BundlePlace, Evidence, RankEvidence
+from safelaunch.redaction.evidence import without_secrets
+from safelaunch.settings.config import Settings
+from safelaunch.supervise.incident import Circumstances, Common, judged
+from safelaunch.supervise.watch import Watch
+from safelaunch.system.console import say
+
+Action = Literal["kill", "restart", "dump"]
+Outcome = Result | Literal["hang", "alone"]
+
+OPEN_S = 25.0  # a suspicion waits so long for the leader, or for who follows it
+SUCCEED_S = 12.0  # for another node to take over from a leader that is no longer heard
+SETTLE_S = 75.0  # from a node's evidence to the leader's decision
+AGREE_S = 5.0
+WORD_S = 3.5  # a node that was killed is quiet by then
+LOST_S = 3.0  # the connection is gone: the job may just be ending
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What has come of an incident. ``common`` None: the others no longer answer, and this node has only its own half.
+
+    ``action``: what is done about the job, on every node. ``step``: the lowest that a rank of any node has marked.
+    """
+
+    action: Action
+    common: Common | None
+    step: int | None = None
+
+
+class Together:
+    """This node's part. Everything but ``settle`` and ``all_agree`` returns at once."""
+
+    def __init__(self, plan: Plan, about: Circumstances, watch: Watch) -> None:
+        self._about = about
+        self._watch = watch
+        self._action: Action = _action(plan.settings.on_stall)
+        self._was_together = self._is_apart = False  # ``_is_apart``: a person was told so
+        self._lost_s: float | None = None
+        self._silent: frozenset[int] = frozenset()
+        self._compared: tuple[Node, ...] = ()
+        self._said: set[str] = set()
+        self._joined = 0  # the newest incident that this node takes part in
+        found = meeting(plan.command, plan.env) if plan.command is not None else Alone(_NO_TORCHRUN)
+        self._why = found.why if isinstance(found, Alone) else ""
+        self._channel: Channel | None = None
+        if isinstance(found, Meeting):
+            key = self._key(plan.settings)
+            if key is None:
+                return
+            version = plan.torch.version if plan.torch is not None else ""
+            node = Node("", about.host[:255], os.getpid(), __version__, version[:255])
+            self._channel = Channel(found, node, key)
+            self._channel.start()
+
+    def _key(self, settings: Settings) -> bytes | None:
+        """Empty where none was given; None, and why, where the one that was given cannot be had any more."""
+        if settings.cluster_key_file is None:
+            return b""
+        try:
+            return read_key(settings.cluster_key_file)
+        except BadKeyFile as error:
+            self._why = f"--cluster-key-file {settings.cluster_key_file}: {error}"
+            return None
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    @property
+    def _seen(self) -> Seen:
+        return self._channel.seen if self._channel is not None else Seen(why=self._why)
+
+    @property
+    def _page(self) -> Page | None:
+        """What the leader says, if it is heard."""
+        seen = self._seen
+        return seen.page if seen.silent_s < SILENT_S else None
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether every rank of the job is under a supervisor that is heard."""
+        page = self._page
+        return page is not None and page.covered
+
+    @property
+    def why_alone(self) -> str:
+        """Why the nodes are not watched together, as far as is known: a clause."""
+        seen = self._seen
+        if seen.page is None:
+            return seen.why
+        if seen.silent_s >= SILENT_S:
+            return f"nothing has been heard of the node that leads for {seen.silent_s:.0f} s"
+        return "not every rank of the job has a safelaunch that is heard"
+
+    @property
+    def others(self) -> str:
+        """The other nodes, in words."""
+        page, hosts = self._page, [node.host for node in self._seen.nodes]
+        number = page.nodes - 1 if page is not None else len(hosts)
+        more = f" and {number - len(hosts)} more" if number > len(hosts) else ""
+        word = "node" if number == 1 else "nodes"
+        return f"{number} other {word} ({', '.join(hosts)}{more})" if hosts else f"{number} other {word}"
+
+    def tick(self, now: float, *, stopping: bool = False) -> None:
+        """Tells the others what this node sees now, and a person what becomes of the others."""
+        if self._channel is None:
+            return
+        watch = self._watch
+        ranks = watch.seen
+        attempt = (watch.attempt[0], watch.attempt[1])
+        self._channel.tell(ranks=ranks[:4096], world=watch.world_size if ranks else 0, attempt=attempt)
+        if stopping:
+            self._channel.tell(doing="stopping")
+        self._say_changes(now, stopping=stopping)
+
+    def _compare(self, nodes: tuple[Node, ...]) -> None:
+        """Nodes that run something else than this one: NCCL and pickles of two versions rarely agree."""
+        assert self._channel is not None
+        mine = self._channel.node
+        for other in nodes if nodes != self._compared else ():
+            for what in ("torch", "safelaunch"):
+                here, there = getattr(mine, what), getattr(other, what)
+                text = f"{what} differs between nodes: {here} here, {there} on {other.host}"
+                if here != there and here and there and text not in self._said:
+                    self._said.add(text)
+                    say(text)
+        self._compared = nodes
+
+    def _say_changes(self, now: float, *, stopping: bool) -> None:
+        seen = self._seen
+        self._compare(seen.nodes)
+        if seen.page is not None:
+            self._lost_s = None
+            self._was_together = self._was_together or seen.page.covered
+            silent = frozenset(seen.page.silent)
+            if self._is_apart and seen.page.covered:
+                self._is_apart = False
+                say("the other nodes are heard again: one verdict for all")
+            if self._was_together and silent - self._silent and not stopping:
+                self._is_apart = True
+                say(
+                    f"a node has not been heard for {SILENT_S:.0f} s: its safelaunch has stopped, or the node is gone. "
+                    "Until it is heard again, each node judges for itself"
+                )
+            self._silent = silent
+        elif self._was_together:
+            self._lost_s = self._lost_s or now
+            if now - self._lost_s > LOST_S and not stopping:
+                self._was_together, self._is_apart = False, True
+                say(f"lost touch with the other nodes ({seen.why}): until they are back, this one judges for itself")
+
+    def trouble(self, text: str) -> None:
+        """Tells the others what has failed here on its own account; the first failure counts."""
+        if self._channel is not None and not self._channel.beat.trouble:
+            self._channel.tell(trouble=text[:LONGEST_TEXT])
+
+    @property
+    def has_trouble(self) -> bool:
+        return self._channel is not None and bool(self._channel.beat.trouble)
+
+    def no_trouble(self) -> None:
+        """The ranks have been started anew."""
+        if self._channel is not None:
+            self._channel.tell(trouble="")
+
+    def last_words(self) -> Word:
+        """What the others say about the end that the ranks of this node have met; waits for it a few seconds."""
+        until = time.monotonic() + WORD_S
+        while True:
+            seen = self._seen
+            word = dataclasses.replace(seen.word, lost=self._was_together and seen.page is None)
+            known = word.stopping or word.troubles or word.quiet or word.lost
+            if known or not self._was_together or time.monotonic() > until:
+                return word
+            time.sleep(0.05)
+
+    # --- an incident ------------------------------------------------------------------------------------------------
+
+    def suspect(self, window_s: float) -> bool:
+        """Asks all nodes to look. False: there is nobody to ask."""
+        page = self._page
+        if self._channel is None or page is None or not page.covered:
+            return False
+        self._channel.tell(doing="suspecting", suspects=page.incident, window_s=min(window_s, 60.0), at_limit=False)
+        return True
+
+    def at_limit(self) -> None:
+        """This node will wait no longer for something that computes."""
+        if self._channel is not None:
+            self._channel.tell(at_limit=True)
+
+    def let_go(self) -> None:
+        """This node suspects nothing any more."""
+        if self._channel is not None:
+            self._channel.tell(doing="watching", at_limit=False)
+
+    def calls(self) -> Page | None:
+        """An incident in which all are to look, and this node does not yet."""
+        page = self._page
+        return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
+
+    def join(self, incident: int) -> None:
+        self._joined = incident
+        if self._channel is not None:
+            self._channel.tell(incident=incident, vote="", chunks=-1, agrees=False)
+
+    def vote(self, vote: Vote) -> None:
+        if self._channel is not None:
+            self._channel.tell(vote=vote)
+
+    def outcome(self, incident: int) -> Outcome | None:
+        """What became of it; None: nothing yet. 0: the one that this node has asked for, where that is over already."""
+        seen = self._seen
+        page = seen.page if seen.silent_s < SILENT_S + SUCCEED_S else None
+        if page is None:
+            return "alone"
+        if page.incident > incident > 0:
+            return "elsewhere"
+        if incident == 0:
+            asked = self._asked
+            return page.result if page.phase == "idle" and page.incident > asked else None
+        if page.incident < incident:
+            return "alone"  # another store than the one in which it began
+        return page.result if page.phase == "idle" else None if page.phase == "looking" else "hang"
+
+    @property
+    def _asked(self) -> int:
+        return self._channel.beat.suspects if self._channel is not None else 0
+
+    # --- what is done about it; in a thread of its own --------------------------------------------------------------
+
+    def settle(self, incident: int, evidence: Evidence) -> Settled | None:
+        """Hands this node's evidence in, judges all of it where this node leads, and waits for the decision.
+
+        None: the job moves after all. Takes ``SETTLE_S`` at most.
+        """
+        assert self._channel is not None
+        self._channel.hand_in(incident, condensed(without_secrets(evidence, self._about.redactor)))
+        whole: Common | None = None
+        until = time.monotonic() + SETTLE_S
+        while time.monotonic() < until:
+            seen = self._channel.seen
+            if seen.page is None or seen.page.incident > incident:
+                break
+            if seen.decision is not None and seen.decision[0] == incident:
+                return self._agreed(seen.decision[1], evidence, whole)
+            if seen.page.incident == incident and seen.page.phase == "idle":
+                return None
+            if seen.leads and seen.complete and whole is None:
+                whole = self._judge(evidence, seen)
+                self._channel.decide(incident, self._decision(whole))
+            time.sleep(0.05)
+        return Settled(self._action, None)
+
+    def _judge(self, evidence: Evidence, seen: Seen) -> Common:
+        """Everything that any node has seen, and the verdict over it."""
+        others: list[Evidence] = []
+        notes: list[str] = []
+        for slot, chunks in sorted(seen.evidence.items()):
+            try:
+                others.append(expanded(chunks))
+            except BadMessage as error:
+                notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
+        everything = replace(merged(evidence, others), outcome="hang")
+        everything = replace(everything, notes=(*everything.notes, *notes))
+        verdict = judged(everything, self._about)
+        mine = {rank.rank for rank in evidence.ranks}
+        foreign: tuple[RankEvidence, ...] = tuple(rank for rank in everything.ranks if rank.rank not in mine)
+        name = name_of(self._about.run_name, time.time(), verdict.outcome)
+        return Common(verdict, everything, name, foreign)
+
+    def _decision(self, common: Common) -> Decision:
+        steps = [rank.progress.step for rank in common.evidence.ranks if rank.progress and rank.progress.step]
+        path = os.fspath(self._about.bundle_dir / common.name)
+        lowest = min(steps, default=None)
+        return Decision(common.verdict, self._action, self._about.host[:255], path[:4096], lowest)
+
+    def _agreed(self, decision: Decision, evidence: Evidence, whole: Common | None) -> Settled:
+        assert self._channel is not None
+        self._channel.tell(agrees=True, doing="watching", at_limit=False)
+        is_whole = whole is not None and decision.verdict == whole.verdict
+        verdict = replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, is_whole))
+        if whole is not None and is_whole:
+            return Settled(decision.action, Common(verdict, whole.evidence, whole.name, whole.others), decision.step)
+        name = name_of(f"{self._about.run_name}-{self._about.host}", time.time(), verdict.outcome)
+        half = Common(verdict, replace(evidence, outcome=verdict.outcome), name)
+        return Settled(decision.action, half, decision.step)
+
+    def all_agree(self) -> None:
+        """Where the store is on this host: waits until all others know the decision, for they learn it there."""
+        until = time.monotonic() + AGREE_S
+        while time.monotonic() < until:
+            seen = self._seen
+            if seen.page is None or not seen.is_local or seen.page.phase not in ("collecting", "decided"):
+                return
+            time.sleep(0.05)
+
+
+_NO_TORCHRUN = "it is not torchrun that starts the job, so its nodes have no store in common"
+
+
+def _action(on_stall: str) -> Action:
+    return "restart" if on_stall == "restart" else "dump" if on_stall == "dump" else "kill"

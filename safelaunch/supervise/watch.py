@@ -1,0 +1,250 @@
+"""The watch over one job's ranks: reads their pages, feeds the stall detector, and returns its events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from safelaunch.beacon import layout
+from safelaunch.capture.look import Target
+from safelaunch.launch.process import identify
+from safelaunch.model import Progress
+from safelaunch.roster.progress import AgentEvent, Page, Roster, Worker
+from safelaunch.watch import pulse, rhythm, stall
+
+# Longer than this, and this many times longer than a usual step: the job was stalled.
+QUIET_S, QUIET_TIMES = 2.0, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What one tick saw: the agent's events, the stall detector's event, and ranks that need a look.
+
+    ``raised``: ranks with an uncaught exception that now wait for us. ``damaged``: ranks whose page was just
+    overwritten; safelaunch no longer knows their steps and ignores the page.
+    """
+
+    agent: tuple[AgentEvent, ...]
+    event: stall.Event | None
+    raised: tuple[int, ...]
+    damaged: tuple[int, ...] = ()
+
+
+class Watch:
+    """The watch over one job. ``tick`` is cheap: it reads shared memory and stats one file."""
+
+    def __init__(self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.Bounds | None = None) -> None:
+        """``bounds``: the threshold between steps is learned within these; None: ``policy``'s threshold is fixed."""
+        self.roster = roster
+        self.policy = policy
+        self.cap_s: float | None = None
+        self.state = stall.started(now)
+        self._bounds = bounds
+        self._limits = pulse.Limits(policy.startup_s, policy.stall_s, bounds)
+        self._pulse = pulse.Pulse()
+        self._learned = rhythm.Learned()
+        self.last_progress: dict[int, Progress] = {}
+        self.notes: tuple[str, ...] = ()  # what slows this attempt down, found by ``Health``
+        self.attempt = (0, 0)  # ``roster.attempt`` and ``roster.starts``
+        self._gone: dict[int, float] = {}
+        self._damaged: set[int] = set()
+
+    def tick(self, now: float) -> Glance:
+        """Reads everything once. ``now``: CLOCK_MONOTONIC in seconds."""
+        events = self.roster.refresh()
+        if (self.roster.attempt, self.roster.starts) != self.attempt:
+            self.attempt = self.roster.attempt, self.roster.starts
+            self.state = stall.started(now)
+            self._gone.clear()
+            self._damaged.clear()
+            self.last_progress.clear()
+            self._learned = rhythm.Learned()
+            self._pulse = pulse.Pulse()
+            self.policy = replace(self.policy, startup_s=self._limits.startup_s)
+        damaged = self.roster.damaged()
+        for rank in damaged:
+            self.last_progress.pop(rank, None)
+        self._damaged.update(damaged)
+        pages = self.roster.pages()
+        marks, raised = [], []
+        for rank, page in pages.items():
+            progress = page.read()
+            self.last_progress[rank] = progress
+            if progress.exception_ns and not page.acknowledged:
+                raised.append(rank)
+            marks.append(self._mark(progress, now))
+        self._learn(tuple(marks), now)
+        self.state, event = stall.tick(self.state, tuple(marks), self.policy, now)
+        return Glance(tuple(events), event, tuple(raised), damaged)
+
+    def _learn(self, marks: tuple[stall.Mark, ...], now: float) -> None:
+        """Learns the job's rhythm: the time between marks of its slowest stepping rank."""
+        live = [mark for mark in marks if not mark.exited]
+        times = [mark.last_step_s for mark in live if mark.last_step_s is not None]
+        if self._bounds is None or not times:
+            return
+        mark_s, step = min(times), min(mark.step or 0 for mark in live if mark.last_step_s is not None)
+        excused = any(m.paused or (m.phase and m.phase_timeout_s) for m in live) or self.state.base_s > mark_s
+        self._learned = rhythm.learn(self._learned, step, mark_s, now, excused=excused)
+        # Below this, no threshold suspects anybody, so it need not be computed.
+        if now - mark_s >= min(self._bounds.floor_s, self.cap_s or self._bounds.floor_s):
+            self._use(self.threshold())
+
+    def threshold(self) -> rhythm.Threshold:
+        """How long the job may currently go without a step, and why."""
+        if self._bounds is None:
+            return rhythm.Threshold(self.policy.stall_s, "--stall-timeout")
+        return rhythm.threshold(self._learned, self._bounds, cap_s=self.cap_s)
+
+    @property
+    def has_pulse_only(self) -> bool:
+        """Whether collectives are the only visible progress: no rank has marked a step."""
+        return bool(self.last_progress) and all(p.step is None for p in self.last_progress.values())
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether a job that marks no step has called collectives for a good while."""
+        return self.has_pulse_only and pulse.is_in_loop(self._pulse, self._limits)
+
+    @property
+    def pulse_period_s(self) -> float:
+        return self._limits.period_s
+
+    def hear(self, newest: Mapping[int, int], now: float) -> None:
+        """Records how far the ranks' collectives are: rank → number of the newest."""
+        self._pulse = pulse.heard(self._pulse, newest, now)
+        self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds)
+
+    def heard_s(self, rank: int) -> float | None:
+        """When a rank that marks no step was last found in a new collective (CLOCK_MONOTONIC)."""
+        return self._pulse.heard_s.get(rank) if self.has_pulse_only else None
+
+    def threshold_without_steps(self) -> rhythm.Threshold:
+        """How long a job that has marked no step may currently go without a sign of progress, and why."""
+        return pulse.threshold(self._pulse, self._limits, self.cap_s)
+
+    def _use(self, threshold: rhythm.Threshold) -> None:
+        if threshold.seconds != self.policy.stall_s:
+            self.policy = replace(
+                self.policy,
+                stall_s=threshold.seconds,
+                max_stall_s=max(self.policy.max_stall_s, threshold.seconds),
+                confirm_s=stall.confirm_after_s(threshold.seconds),
+            )
+
+    def _mark(self, progress: Progress, now: float) -> stall.Mark:
+        return stall.Mark(
+            rank=progress.rank,
+            claimed_s=max(progress.claimed_ns / 1e9, self._pulse.last_s or 0.0),
+            last_step_s=progress.last_step_ns / 1e9 if progress.last_step_ns else None,
+            step=progress.step,
+            exited=self._has_ended(progress, now),
+            paused=progress.paused,
+            phase=progress.phase,
+            phase_since_s=max(progress.phase_since_ns, progress.exit_ns) / 1e9,
+            phase_timeout_s=progress.phase_timeout_s,
+        )
+
+    def _has_ended(self, progress: Progress, now: float) -> bool:
+        """Whether a rank has nothing more to do: its process is gone, or its script ended a moment ago.
+
+        A process that outlives its script for long hangs in its own shutdown, so the watch continues. The kernel is
+        asked only about a rank that has been quiet for a while.
+        """
+        quiet_s = now - max(progress.last_step_ns, progress.claimed_ns, progress.exit_ns) / 1e9
+        if progress.pid in self._gone:
+            return True
+        if quiet_s < self.policy.stall_s:
+            return progress.state == "exited"
+        found = identify(progress.pid)
+        if found is None or found.start_ticks != progress.start_ticks or not found.is_alive():
+            self._gone[progress.pid] = now
+            return True
+        return False
+
+    def conclude(self, suspected: stall.Stall, movement: stall.Movement, now: float) -> stall.Event | None:
+        """Feeds the closer look's result to the detector; see ``stall.conclude``."""
+        self.state, event = stall.conclude(self.state, suspected, movement, self.policy, now)
+        return event
+
+    def standing(self, now: float) -> stall.Stall | None:
+        """How far behind the slowest rank is, whether or not that is long; None when there is nobody to judge."""
+        return stall.oldest(tuple(self._mark(p, now) for p in self.last_progress.values()), self.policy, 0.0, now)
+
+    def hold(self) -> None:
+        """It hangs, as all nodes have found together: nothing is suspected any more."""
+        self.state = replace(self.state, status=stall.Status.HUNG)
+
+    def look_again(self) -> None:
+        """What was suspected is suspected anew at the next tick."""
+        self.state = replace(self.state, status=stall.Status.WATCHING, look_again_s=0.0)
+
+    def start_again(self, now: float) -> None:
+        """The clock is started again."""
+        self.state = stall.started(now)
+
+    def targets(self) -> tuple[Target, ...]:
+        """Every rank that can be looked at: those with a beacon, and those that only the agent knows."""
+        pages = self.roster.pages()
+        found = [self._with_beacon(rank, page) for rank, page in pages.items()]
+        found += [
+            Target(worker.rank, worker.local_rank, worker.pid, identity.start_ticks)
+            for rank, worker in self.roster.workers.items()
+            if rank not in pages and (identity := identify(worker.pid)) is not None
+        ]
+        return tuple(sorted(found, key=lambda target: target.rank))
+
+    def _with_beacon(self, rank: int, page: Page) -> Target:
+        progress = page.read()
+        socket = self.roster.companion(page, layout.SERVER_SUFFIX) if page.server_up else None
+        return Target(rank, progress.local_rank, progress.pid, progress.start_ticks, page.name, socket, page)
+
+    def without_beacon(self) -> tuple[Worker, ...]:
+        """Workers that the agent started and that have no beacon."""
+        pages = self.roster.pages()
+        return tuple(worker for rank, worker in sorted(self.roster.workers.items()) if rank not in pages)
+
+    def acknowledge(self) -> None:
+        """Releases the ranks, and the agent, that wait so that safelaunch can look at their peers."""
+        for page in self.roster.pages().values():
+            if page.read().exception_ns:
+                page.acknowledge()
+        if self.roster.agent_page is not None:
+            self.roster.agent_page.acknowledge()
+
+    @property
+    def world_size(self) -> int:
+        sizes = [progress.world_size for progress in self.last_progress.values()]
+        return max([*sizes, len(self.roster.workers), 1])
+
+    @property
+    def unseen(self) -> tuple[int, ...]:
+        """The ranks that this supervisor does not see, because they run on other nodes."""
+        seen = {*self.roster.pages(), *self.roster.workers, *self._damaged}
+        return tuple(rank for rank in range(self.world_size) if rank not in seen)
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The ranks that are this supervisor's, once one of them has said how many there are in all."""
+        unseen = set(self.unseen)
+        return tuple(rank for rank in range(self.world_size) if rank not in unseen) if self.last_progress else ()
+
+    def quiet_s(self, now: float) -> float:
+        """Seconds since the last step if that is far longer than usual steps; else 0."""
+        stepping = [progress for progress in self.last_progress.values() if progress.last_step_ns]
+        slowest = min(stepping, key=lambda progress: progress.last_step_ns, default=None)
+        if slowest is None:
+            return 0.0
+        usual_s = (slowest.last_step_ns - slowest.first_step_ns) / 1e9 / max(1, (slowest.step or 1) - 1)
+        waited_s = now - slowest.last_step_ns / 1e9
+        return waited_s if waited_s > max(QUIET_S, QUIET_TIMES * usual_s) else 0.0
+
+    def ended(self) -> tuple[int, ...]:
+        """Ranks whose process ended without reporting it."""
+        return tuple(rank for rank, progress in self.last_progress.items() if progress.pid in self._gone)
+
+    def stepped_since(self, suspected: stall.Stall) -> bool:
+        """Whether one of the ranks under suspicion has marked progress since."""
+        marks = [self.last_progress[rank] for rank in suspected.ranks if rank in self.last_progress]
+        newest = max((max(p.last_step_ns, p.phase_since_ns) for p in marks), default=0)
+        return newest / 1e9 > suspected.mark_s

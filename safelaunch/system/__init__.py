@@ -1,0 +1,1 @@
+"""Helpers for ``/proc``, NVML, the console, threads, deadlines, and untrusted paths, pickles and text."""

@@ -1,0 +1,92 @@
+"""safelaunch's output: messages on stderr (``say`` prefixes each line), results on stdout (``show``).
+
+Every text goes through ``redact`` first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+PREFIX = "safelaunch: "
+WRITE_DEADLINE_S = 2.0
+
+
+class Redaction:
+    """Removes secrets from text. Calling it returns the text unchanged until ``use`` sets a function.
+
+    The command line starts with the general rules. Once the job's own secrets are known, it sets a function that
+    removes those as well.
+    """
+
+    def __init__(self) -> None:
+        self._function: Callable[[str], str] | None = None
+
+    def use(self, function: Callable[[str], str] | None) -> None:
+        """Sends every later text through ``function``; None turns redaction off."""
+        self._function = function
+
+    def __call__(self, text: str) -> str:
+        return self._function(text) if self._function is not None else text
+
+
+redact = Redaction()
+
+
+def terminal_safe(text: str) -> str:
+    """Returns ``text`` without secrets and without control sequences that a terminal would execute."""
+    text = redact(text)
+    if all(map(str.isprintable, text.split("\n"))):
+        return text
+    from safelaunch.system.printable import clean_text  # rarely needed, and this is imported before the job starts
+
+    return clean_text(text)
+
+
+def show(text: str) -> None:
+    """Prints ``text`` on stdout. Raises BrokenPipeError when the reader has closed the pipe."""
+    print(terminal_safe(text), flush=True)
+
+
+def show_json(document: object) -> None:
+    """Prints a JSON document of strings, numbers, lists and dicts on stdout."""
+    print(json_text(document), flush=True)
+
+
+def json_text(document: object) -> str:
+    """Returns the document as JSON, with each of its strings redacted separately."""
+    from safelaunch.system.printable import json_document
+
+    return json_document(_redacted_tree(document))
+
+
+def _redacted_tree(value: object) -> object:
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redact(str(key)): _redacted_tree(entry) for key, entry in value.items()}
+    return [_redacted_tree(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def say(text: str) -> None:
+    """Writes ``text`` to stderr with each line prefixed, and gives up after 2 seconds.
+
+    The text may quote untrusted input, so control sequences are removed. A thread does the writing: a terminal that has
+    stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
+    """
+    lines = [
+        line if line.startswith(PREFIX) else PREFIX + line for line in terminal_safe(text).rstrip("\n").split("\n")
+    ]
+    data = "".join(line.rstrip() + "\n" for line in lines).encode("utf-8", "replace")
+    writer = threading.Thread(target=_write, args=(data,), name="console", daemon=True)
+    writer.start()
+    writer.join(WRITE_DEADLINE_S)
+
+
+def _write(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(2, data) :]
+    except OSError:
+        return  # stderr is closed, and there is nowhere else to report that

@@ -1,0 +1,30 @@
+"""Queries to NVML. Callers pass the ``pynvml`` module in, because they import it where the driver may hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def ask(nvml: Any, function: Callable[[], Any]) -> Any:
+    """Returns ``function()``, or None if this GPU or driver does not support the query."""
+    try:
+        return function()
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def text(value: str | bytes) -> str:
+    """Decodes a string from NVML, which older bindings return as bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def processes(nvml: Any, handle: Any) -> list[dict[str, Any]] | None:
+    """Returns the compute processes on a GPU (pid, memory_bytes), or None if NVML does not list them."""
+
+    def read() -> list[dict[str, Any]]:  # includes the conversion: the binding may fail on any element
+        found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return [{"pid": process.pid, "memory_bytes": process.usedGpuMemory} for process in found]
+
+    found: list[dict[str, Any]] | None = ask(nvml, read)
+    return found

@@ -1,0 +1,48 @@
+"""Reads ``/proc/<pid>/stat`` (proc(5)). Any user may read that file, and reading it never blocks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot."""
+
+    pid: int
+    name: str
+    state: str
+    ppid: int
+    cpu_ms: int
+    start_ticks: int
+    rss_bytes: int
+
+
+def parse(text: str) -> Stat:
+    """Parses the line. The process name may contain spaces and parentheses. Raises ``ValueError``."""
+    head, opened, rest = text.partition("(")
+    name, closed, tail = rest.rpartition(")")
+    fields = tail.split()
+    if not opened or not closed or len(fields) < 22:
+        raise ValueError(f"not a line of /proc/<pid>/stat: {text[:80]!r}")
+    cpu = (int(fields[11]) + int(fields[12])) * _TICK_MS
+    return Stat(int(head), name, fields[0], int(fields[1]), cpu, int(fields[19]), int(fields[21]) * _PAGE)
+
+
+def read(pid: int, tid: int | None = None) -> Stat | None:
+    """Reads the process, or its thread ``tid``. Returns None if it is gone. A zombie still has a ``Stat``."""
+    path = f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return parse(os.read(descriptor, 4096).decode("utf-8", "replace"))
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)

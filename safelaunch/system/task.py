@@ -1,0 +1,45 @@
+"""Background work with a result, in a daemon thread, so that the supervisor's loop need not wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Task(Generic[T]):
+    """Starts ``work`` in a thread. ``result`` raises the exception that ``work`` raised, if any."""
+
+    def __init__(self, name: str, work: Callable[[], T]) -> None:
+        self._values: list[T] = []
+        self._error: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._values.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits at most ``timeout_s`` seconds. Returns whether the work is done."""
+        self._thread.join(timeout_s)
+        return self.done
+
+    def joined(self) -> T:
+        """Waits without a limit, then returns the result."""
+        self._thread.join()
+        return self.result()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._values[0]

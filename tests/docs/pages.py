@@ -1,0 +1,107 @@
+"""Parses README and docs for the tests: the fenced blocks of each page, and how the tests use a block.
+
+- A block with a title (```` ```python title="train.py" ````) is a file that the page's commands use.
+- The tests run every ```` ```bash ```` block, in the page's order, in one directory per page. It must exit with 0, or
+  with N if the comment ``<!-- exit N -->`` is directly above it.
+- ```` ```console ```` shows commands that the tests cannot run, with ``<!-- not run: WHY -->`` directly above it.
+- ```` ```text ```` is output. Other languages without a title are fragments. Python and YAML must parse.
+
+Three comments control the tests:
+
+- ``<!-- setup`` on its own line begins hidden commands, up to ``-->``.
+- ``<!-- continues: PAGE -->`` starts in a copy of PAGE's directory, as PAGE's commands left it.
+- ``<!-- node: gpus -->`` runs the page on a simulated node of eight GPUs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(ROOT).as_posix(): page for page in [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]}
+
+_FENCE = re.compile(r"(?P<indent> *)```(?P<language>\w*)(?: +title=\"(?P<title>[^\"]+)\")?(?P<rest>.*)")
+_COMMENT = re.compile(r"<!-- (?P<text>.*) -->")
+SETUP = "setup"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block. ``comment``: the text of the HTML comment directly above it; ``rest``: unknown words."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    title: str = ""
+    comment: str = ""
+    rest: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def exit_code(self) -> int:
+        """The expected exit code of its last command."""
+        return int(self.comment.removeprefix("exit ")) if self.comment.startswith("exit ") else 0
+
+
+def blocks(page: str, text: str | None = None) -> Iterator[Block]:
+    """Returns the fenced and the hidden blocks of a page, in order."""
+    lines = (PAGES[page].read_text() if text is None else text).splitlines()
+    number = 0
+    while number < len(lines):
+        begin, line = number, lines[number]
+        number += 1
+        if line == f"<!-- {SETUP}":
+            number = lines.index("-->", begin)
+            yield Block(page, begin + 1, SETUP, "\n".join(lines[begin + 1 : number]))
+        elif (fence := _FENCE.fullmatch(line)) is not None:
+            end = next((n for n in range(number, len(lines)) if lines[n] == f"{fence['indent']}```"), len(lines))
+            above = _COMMENT.fullmatch(lines[begin - 1].strip()) if begin else None
+            yield Block(
+                page,
+                begin + 1,
+                fence["language"],
+                "\n".join(text.removeprefix(fence["indent"]) for text in lines[number:end]),
+                fence["title"] or "",
+                above["text"] if above else "",
+                fence["rest"],
+            )
+            number = end + 1
+
+
+def directive(page: str, name: str) -> str:
+    """Returns the value of ``<!-- name: value -->`` on its own line, or an empty string."""
+    found = re.search(rf"^<!-- {name}: (.+) -->$", PAGES[page].read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """Returns the cells of the first table below ``heading``, without its header."""
+    below = PAGES[page].read_text().split(f"\n{heading}\n", 1)[1].splitlines()
+    first = next(number for number, line in enumerate(below) if line.startswith("|"))
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), below[first + 2 :]))
+    return [
+        [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))] for row in rows
+    ]
+
+
+def sections(page: str, level: int = 2) -> dict[str, str]:
+    """Returns heading → text below it, for the headings of one level. Ignores fenced blocks."""
+    found: dict[str, str] = {}
+    title, fenced = "", False
+    for line in PAGES[page].read_text().splitlines():
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and line.startswith("#" * level + " "):
+            title = line[level + 1 :].replace("`", "").strip()
+            found[title] = ""
+        elif title:
+            found[title] += line + "\n"
+    return found

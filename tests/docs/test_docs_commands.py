@@ -1,0 +1,150 @@
+"""Runs the commands of README and docs, page by page; ``pages.py`` says which, and how a page is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import stub
+from jobs import TAG, port_of_its_own
+from pages import PAGES, SETUP, blocks, directive
+
+from safelaunch.leases.driver import has_driver
+
+# One group: the last test looks at what the first has left.
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240), pytest.mark.xdist_group("docs")]
+
+BLOCK_DEADLINE_S = 120
+HUNG = 124
+
+
+class Shell:
+    """Runs the blocks of pages, each page in a directory of its own, and ends what they leave behind."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.tag = uuid.uuid4().hex
+        self.runtime = Path(tempfile.mkdtemp(prefix="sl-", dir="/tmp"))  # sockets need a short path
+        self._done: dict[str, Path] = {}
+
+    def page(self, page: str) -> Path:
+        """The directory of a page whose commands have been run, once."""
+        if page not in self._done:
+            self._done[page] = self._run_page(page)
+        return self._done[page]
+
+    def _run_page(self, page: str) -> Path:
+        place = self.root / page.replace("/", "-")
+        before = directive(page, "continues")
+        if before:
+            shutil.copytree(self.page(before), place, symlinks=True)
+        else:
+            place.mkdir()
+        environ = self._environ(page, place)
+        for block in blocks(page):
+            if block.title:
+                (place / block.title).write_text(block.text + "\n")
+        for block in blocks(page):
+            if block.language in ("bash", SETUP):
+                code, output = self._run(block.text, place, environ)
+                assert code == block.exit_code, f"{block.where}: exit code {code}\n{output}"
+        assert not self.pids(), f"{page} leaves processes behind"
+        return place
+
+    def _run(self, text: str, place: Path, environ: dict[str, str]) -> tuple[int, str]:
+        """What it prints goes into a file: jobs in the background keep the pipe open."""
+        output = place / ".output"
+        with output.open("w") as file:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", text],
+                cwd=place,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=BLOCK_DEADLINE_S,
+            )
+        return done.returncode, output.read_text(errors="replace")
+
+    def _environ(self, page: str, place: Path) -> dict[str, str]:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_", "CUDA_"))}
+        environ |= {"OMP_NUM_THREADS": "1", TAG: self.tag, "XDG_RUNTIME_DIR": os.fspath(self.runtime)}
+        environ |= port_of_its_own()
+        if any(block.exit_code == HUNG for block in blocks(page)):
+            environ["SAFELAUNCH_STALL_TIMEOUT"] = (
+                "2"  # the commands are those of real jobs; here it is a matter of seconds
+            )
+        environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+        if directive(page, "node") == "gpus":
+            environ |= self._node(place).environ
+        elif has_driver(environ):
+            environ["SAFELAUNCH_NO_LEASE"] = "1"
+        return environ
+
+    def _node(self, place: Path) -> stub.Node:
+        if stub.library() is None:
+            pytest.skip("no C compiler for the stand-in of libnvidia-ml.so.1")
+        node = stub.Node(place / ".nvml.state", place / ".leases")
+        node.write()
+        return node
+
+    def pids(self, patience_s: float = 3.0) -> list[int]:
+        """Processes that the pages have started and that still live after a moment's grace."""
+        deadline = time.monotonic() + patience_s
+        while (found := self._tagged()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _tagged(self) -> list[int]:
+        mark = f"{TAG}={self.tag}".encode()
+        found = []
+        for entry in list(os.scandir("/proc")):
+            if entry.name.isdigit():
+                try:
+                    environ = Path(entry.path, "environ").read_bytes()
+                except OSError:
+                    continue  # it is another user's, or has just ended
+                if mark in environ.split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def clean_up(self) -> None:
+        deadline = time.monotonic() + 10.0
+        while (pids := self._tagged()) and time.monotonic() < deadline:
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue  # it has ended meanwhile
+            time.sleep(0.05)
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    shell = Shell(tmp_path_factory.mktemp("docs"))
+    yield shell
+    shell.clean_up()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "bash" for block in blocks(page))])
+def test_the_commands_of(page: str, shell: Shell) -> None:
+    shell.page(page)
+
+
+def test_the_readme_shows_what_its_job_prints(shell: Shell) -> None:
+    """The sentence of the verdict, as README and the bundle have it."""
+    place = shell.page("README.md")
+    verdict = (place / "safelaunch-bundles" / "latest" / "verdict.json").read_text()
+    screen = next(block.text for block in blocks("README.md") if "safelaunch: the job hangs" in block.text)
+    words = " ".join(line.removeprefix("safelaunch: ") for line in screen.splitlines())
+    assert verdict.split('"summary": "', 1)[1].split('"', 1)[0] in words

@@ -1,0 +1,223 @@
+"""The ring of a rank's last output: what was appended comes back, whatever happened to the file."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safelaunch.beacon import ring
+from safelaunch.beacon.ring import CAPACITY, HEADER, RECORD, STDERR, STDOUT, Ring
+
+SMALL = 256
+Written = list[tuple[int, bytes]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path / "0-0-1.ring")
+
+
+def back(path: str) -> Written:
+    return [(stream, data) for _, stream, data in ring.read(path)]
+
+
+def write(path: str, written: Written, capacity: int = CAPACITY) -> Ring:
+    made = Ring(path, capacity)
+    for stream, data in written:
+        made.append(stream, data)
+    return made
+
+
+def expected(written: Written, capacity: int) -> Written:
+    """The newest records that fit, oversized ones cut to their end."""
+    kept: Written = []
+    used = 0
+    for stream, data in reversed(written):
+        data = data[-(capacity - RECORD.size) :]
+        used += RECORD.size + len(data)
+        if used > capacity:
+            break
+        kept.insert(0, (stream, data))
+    return kept
+
+
+def test_an_empty_ring(path: str) -> None:
+    write(path, [])
+    assert ring.read(path) == []
+    assert Path(path).stat().st_size == HEADER.size + CAPACITY
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_few_lines(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1_000, 2_000])
+    monkeypatch.setattr(ring, "time_ns", lambda: next(clock))
+    write(path, [(STDOUT, b"hello\n"), (STDERR, b"\xff\x00\n")])
+    assert ring.read(path) == [(1_000, STDOUT, b"hello\n"), (2_000, STDERR, b"\xff\x00\n")]
+
+
+def test_it_is_readable_while_the_writer_lives_and_after(path: str) -> None:
+    made = write(path, [(STDOUT, b"one")])
+    assert back(path) == [(STDOUT, b"one")]
+    made.append(STDERR, b"two")
+    assert back(path) == [(STDOUT, b"one"), (STDERR, b"two")]
+    del made
+    assert back(path) == [(STDOUT, b"one"), (STDERR, b"two")]
+
+
+def test_the_oldest_give_way(path: str) -> None:
+    lines = [(STDOUT, f"line {number}\n".encode()) for number in range(20_000)]
+    write(path, lines)
+    kept = back(path)
+    assert kept == lines[-len(kept) :]
+    assert len(kept) == len(expected(lines, CAPACITY))
+
+
+def test_more_than_it_holds_keeps_the_end(path: str) -> None:
+    data = bytes(range(256)) * 1024
+    write(path, [(STDERR, b"before"), (STDOUT, data)])
+    assert back(path) == [(STDOUT, data[-(CAPACITY - RECORD.size) :])]
+
+
+def test_exactly_full(path: str) -> None:
+    data = b"x" * (SMALL - RECORD.size)
+    made = write(path, [(STDOUT, data)], SMALL)
+    assert back(path) == [(STDOUT, data)]
+    made.append(STDOUT, b"")
+    assert back(path) == [(STDOUT, b"")]
+
+
+def test_memory_views_are_taken(path: str) -> None:
+    """What the stream layer hands over; it may be reused by the caller afterwards."""
+    made = Ring(path)
+    buffer = bytearray(b"abc")
+    made.append(STDOUT, memoryview(buffer))
+    buffer[:] = b"xyz"
+    assert back(path) == [(STDOUT, b"abc")]
+
+
+def test_a_writer_interrupted_by_itself_leaves_the_inner_bytes_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that prints while a print is under way."""
+    made = Ring(path)
+    real = ring.time_ns
+
+    def interrupted() -> int:
+        made.append(STDERR, b"inner")
+        return real()
+
+    monkeypatch.setattr(ring, "time_ns", interrupted)
+    made.append(STDOUT, b"outer")
+    monkeypatch.undo()
+    made.append(STDOUT, b"after")
+    assert back(path) == [(STDOUT, b"outer"), (STDOUT, b"after")]
+
+
+def test_after_a_failure_it_goes_on(path: str) -> None:
+    made = Ring(path)
+    with pytest.raises(TypeError):
+        made.append(STDOUT, 3)  # type: ignore[arg-type]
+    made.append(STDOUT, b"after")
+    assert back(path) == [(STDOUT, b"after")]
+
+
+def test_it_never_takes_another_file(path: str) -> None:
+    Path(path).write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        Ring(path)
+    assert Path(path).read_bytes() == b"mine"
+
+
+def fresh(places: pytest.TempPathFactory) -> str:
+    """One path for all examples: hundreds of directories take longer than what is tested."""
+    path = places.getbasetemp() / "ring"
+    path.unlink(missing_ok=True)
+    return str(path)
+
+
+RECORDS = st.lists(st.tuples(st.sampled_from([STDOUT, STDERR]), st.binary(max_size=SMALL + 40)), max_size=30)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(RECORDS, st.integers(RECORD.size + 1, SMALL))
+def test_whatever_is_written_the_newest_that_fit_come_back(
+    tmp_path_factory: pytest.TempPathFactory, written: Written, capacity: int
+) -> None:
+    path = fresh(tmp_path_factory)
+    write(path, written, capacity)
+    assert back(path) == expected(written, capacity)
+
+
+# --- files that are no rings, or damaged ones -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "too short"),
+        (b"\x00" * (HEADER.size - 1), "too short"),
+        (b"\x00" * 4096, "not a ring"),
+        (HEADER.pack(ring.MAGIC, 64, 0, 0) + b"\x00" * 63, "not a ring"),
+        (HEADER.pack(ring.MAGIC, 64, 0, 1) + b"\x00" * 64, "not a ring"),
+        (HEADER.pack(ring.MAGIC, 64, 65, 0) + b"\x00" * 64, "not a ring"),
+        (HEADER.pack(ring.MAGIC, 2**63, 0, 0) + b"\x00" * 64, "not a ring"),
+        (HEADER.pack(ring.MAGIC, 0, 0, 0), None),
+    ],
+    ids=["empty", "half a header", "zeros", "cut short", "tail ahead", "overfull", "absurd", "of no capacity"],
+)
+def test_what_is_not_a_ring(path: str, content: bytes, message: str | None) -> None:
+    Path(path).write_bytes(content)
+    if message is None:
+        assert ring.read(path) == []
+        return
+    with pytest.raises(ValueError, match=message):
+        ring.read(path)
+
+
+def test_no_file(path: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        ring.read(path)
+
+
+def test_a_torn_record_ends_the_reading(path: str) -> None:
+    write(path, [(STDOUT, b"whole"), (STDOUT, b"torn")], SMALL)
+    content = bytearray(Path(path).read_bytes())
+    second = HEADER.size + RECORD.size + len(b"whole")
+    for damage in (RECORD.pack(1, 4, 9), RECORD.pack(1, 5, STDOUT), RECORD.pack(1, 2**32 - 1, STDOUT)):
+        content[second : second + RECORD.size] = damage
+        Path(path).write_bytes(content)
+        assert back(path) == [(STDOUT, b"whole")]
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    RECORDS, st.lists(st.tuples(st.integers(0, HEADER.size + SMALL - 1), st.integers(0, 255)), max_size=40), st.data()
+)
+def test_damaged_files_are_read_as_far_as_they_make_sense(
+    tmp_path_factory: pytest.TempPathFactory,
+    written: Written,
+    damage: list[tuple[int, int]],
+    data: st.DataObject,
+) -> None:
+    path = fresh(tmp_path_factory)
+    write(path, written, SMALL)
+    content = bytearray(Path(path).read_bytes())
+    for position, value in damage:
+        content[position] = value
+    Path(path).write_bytes(content[: data.draw(st.integers(0, len(content)))] if damage else content)
+    try:
+        records = ring.read(path)
+    except ValueError:
+        return
+    assert all(stream in (STDOUT, STDERR) for _, stream, _ in records)
+    assert sum(RECORD.size + len(piece) for _, _, piece in records) <= SMALL
+
+
+def test_the_header_is_four_words() -> None:
+    """Written by ranks whose safelaunch may be another version's: the layout is a contract between the two."""
+    assert HEADER.size == 32
+    assert struct.calcsize(RECORD.format) == RECORD.size == 16

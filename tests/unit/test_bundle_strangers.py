@@ -1,0 +1,270 @@
+"""Bundles where others may write: what is refused, what is held, and that nobody is handed another's bundle as ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import strangers
+
+from safelaunch.bundle import copier
+from safelaunch.bundle.publishing import Keeping, Published, check_directory, publish
+from safelaunch.bundle.staging import Staging
+from safelaunch.cli.run import check
+from safelaunch.errors import UsageError
+from safelaunch.model import Artifact
+from safelaunch.settings.config import Settings
+
+ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
+STRANGER = 65534
+NAME = "train-20260101T000000Z-hang"
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Where a stranger can go as well."""
+    with strangers.open_place() as place:
+        yield place
+
+
+def staged(root: Path) -> Staging:
+    staging = Staging(root)
+    staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
+    staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.1), "Thread 1\n")
+    staging.finish({})
+    return staging
+
+
+def published(directory: Path, keeping: Keeping | None = None) -> Published:
+    source = directory.parent / f"staged-{time.monotonic_ns()}"
+    staged(source)
+    return publish(source, directory, NAME, directory.parent / "fallback", keeping, deadline_s=30.0)
+
+
+def place(directory: Path, mode: int, uid: int = -1, gid: int = -1) -> Path:
+    directory.mkdir()
+    os.chown(directory, uid, gid)
+    directory.chmod(mode)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "reason"),
+    [
+        (0o755, {}, ""),
+        (0o700, {}, ""),
+        (0o775, {}, ""),
+        (0o2775, {}, ""),
+        (0o1777, {}, ""),
+        (0o777, {}, "every user may replace files in it (mode 777)"),
+        (0o2777, {}, "every user may replace files in it (mode 2777)"),
+        (0o757, {}, "every user may replace files in it (mode 757)"),
+        pytest.param(0o2775, {"uid": STRANGER, "gid": 4711}, "", marks=ROOT),
+        pytest.param(0o1777, {"uid": STRANGER}, "every user may write to it, and its owner, user 65534", marks=ROOT),
+        pytest.param(0o777, {"uid": STRANGER}, "every user may replace", marks=ROOT),
+    ],
+)
+def test_directories_that_are_anybodys_are_refused(
+    mode: int, owner: dict[str, int], reason: str, tmp_path: Path
+) -> None:
+    directory = place(tmp_path / "bundles", mode, **owner)
+    problem = check_directory(directory)
+    assert problem.startswith(reason) and bool(problem) == bool(reason) and "\n" not in problem
+    settings = Settings(bundle_dir=directory, origins={"bundle-dir": "command line"})
+    if reason:
+        with pytest.raises(UsageError) as refused:
+            check(settings)
+        assert reason in str(refused.value) and refused.value.exit_code == 2
+    else:
+        check(settings)
+    result = published(directory)
+    assert result.path == (tmp_path / "fallback" if reason else directory) / NAME
+    assert reason in result.problem and bool(result.problem) == bool(reason)
+    assert bool(list(directory.iterdir())) == (not reason)
+
+
+def test_a_link_to_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "bundles").symlink_to("real")
+    assert published(tmp_path / "bundles", Keeping(archive=True)) == Published(tmp_path / "bundles" / NAME)
+    assert (tmp_path / "real" / f"{NAME}.tar.gz").is_file()
+
+
+# --- somebody of the project's group, who may rename what he finds ----------------------------------------------------
+
+SWAPS = """
+import os, sys
+os.setgroups([]); os.setresgid(4711, 4711, 4711); os.setresuid({uid}, {uid}, {uid})
+directory, what = sys.argv[1:]
+os.chdir(directory)
+print("ready", flush=True)
+done = set()
+while True:
+    for name in os.listdir("."):
+        partial = name.startswith(".train") and name.endswith(".partial")
+        final = name.startswith("train") and not name.endswith(".gz")
+        if name in done or not (partial if what == "partial" else final):
+            continue
+        try:
+            os.rename(name, "taken-" + str(len(done)))
+            os.mkdir(name)
+            open(name + "/verdict.json", "w").write("theirs")
+            open(name + "/manifest.json", "w").write("theirs")
+            done.add(name)
+        except OSError:
+            pass
+"""
+
+
+@contextmanager
+def swapping(directory: Path, what: str) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SWAPS.format(uid=STRANGER), directory, what], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@ROOT
+@pytest.mark.parametrize("what", ["partial", "final"])
+def test_nobody_is_handed_another_bundle_as_ours(what: str, tmp_path: Path) -> None:
+    """It is swapped again and again: either ours is there when that is said, or it is said that it is not."""
+    directory = place(tmp_path / "bundles", 0o2775, gid=4711)
+    with swapping(directory, what):
+        for _ in range(5):
+            result = published(directory)
+            if result.problem:
+                assert "another user who may write there has replaced the bundle" in result.problem, result
+            if result.problem or what == "partial":  # a bundle that has its name, anybody of the group may rename
+                assert (result.path / "ranks/0/stack.txt").read_text() == "Thread 1\n"
+    for path in tmp_path.rglob("verdict.json"):
+        mine = path.stat().st_uid == os.getuid()
+        assert ("theirs" in path.read_text()) != mine, "nothing of ours was written where others are"
+
+
+@ROOT
+def test_what_others_may_rename_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    """Any directory of ours may be given the name of one."""
+    directory = place(tmp_path / "bundles", 0o2775, gid=4711)
+    precious = directory / f".{NAME}.1-1.partial"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("years")
+    os.utime(precious, (1, 1))
+    assert published(directory).problem == ""
+    assert (precious / "thesis.tex").is_file()
+    directory.chmod(0o755)
+    assert published(directory).problem == ""
+    assert not precious.exists()
+
+
+@ROOT
+def test_a_bundle_that_was_put_in_its_place_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at an old bundle and its removal, its name is given to something else."""
+    monkeypatch.chdir(tmp_path)
+    staged(tmp_path / NAME)
+    real = copier._is_bundle
+
+    def and_swaps(name: str) -> bool:
+        found = real(name)
+        Path(name).rename("elsewhere")
+        Path(name).mkdir()
+        (Path(name) / "thesis.tex").write_text("years")
+        return found
+
+    monkeypatch.setattr(copier, "_is_bundle", and_swaps)
+    copier._remove(NAME)
+    assert (tmp_path / NAME / "thesis.tex").is_file() and (tmp_path / "elsewhere" / "verdict.json").is_file()
+
+
+# --- what was staged is removed, or does not fit ----------------------------------------------------------------------
+
+
+def test_a_staging_directory_that_is_removed_while_it_is_filled(tmp_path: Path) -> None:
+    staging = staged(tmp_path / "deep" / "staged")
+    shutil.rmtree(tmp_path / "deep")
+    staging.add(Artifact("ranks/1/stack.txt", "py-spy dump", 0.1), "Thread 2\n")
+    listed = {artifact.path: artifact for artifact in staging.settle()}
+    assert "something removed it" in listed["ranks/0/stack.txt"].missing and not listed["ranks/0/stack.txt"].bytes
+    assert not listed["ranks/1/stack.txt"].missing
+    assert stat.S_IMODE(staging.root.stat().st_mode) == 0o700
+    result = publish(staging.root, tmp_path / "bundles", NAME, tmp_path / "fallback", deadline_s=30.0)
+    assert (result.problem, result.lost) == ("", False)
+    assert (result.path / "ranks/1/stack.txt").read_text() == "Thread 2\n"
+
+
+def test_a_staging_directory_that_is_gone_is_not_named(tmp_path: Path) -> None:
+    staging = staged(tmp_path / "staged")
+    shutil.rmtree(staging.root)
+    result = publish(staging.root, tmp_path / "bundles", NAME, tmp_path / "fallback", deadline_s=30.0)
+    assert result.lost and result.shown == "lost" and "removed" in result.problem
+    assert list((tmp_path / "bundles").iterdir()) == []
+
+
+def test_what_is_written_once_more_stands_once_in_the_manifest(tmp_path: Path) -> None:
+    staging = staged(tmp_path / "staged")
+    shutil.rmtree(staging.root)
+    staging.settle()
+    staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
+    listed = [(artifact.path, bool(artifact.missing)) for artifact in staging.settle()]
+    assert listed == [("ranks/0/stack.txt", True), ("verdict.json", False)]
+
+
+@ROOT
+def test_no_room_anywhere_is_one_clean_line(tmp_path: Path) -> None:
+    """Neither where the bundle was wanted nor where it is kept then, each a disk of its own."""
+    staging = staged(tmp_path / "staged")
+    (staging.root / "ranks/0/large.bin").write_bytes(os.urandom(2_000_000))
+    (staging.root / "ranks/0/larger.bin").write_bytes(os.urandom(2_000_000))
+    disks = [tmp_path / "bundles", tmp_path / "fallback", tmp_path / "tmp"]
+    for disk in disks:
+        disk.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)
+        if done.returncode:
+            pytest.skip("no tmpfs can be mounted here")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tempfile.tempdir", os.fspath(disks[2]))
+            result = publish(staging.root, disks[0], NAME, disks[1], deadline_s=30.0)
+        left = [list(disk.rglob("*.bin")) for disk in disks]
+    finally:
+        for disk in disks:
+            subprocess.run(["umount", disk], check=False)
+    assert result.path == staging.root and not result.lost
+    assert left == [[], [], []]
+    assert result.problem.count("No space left on device") == 3
+    assert not any(mark in result.problem for mark in ("\n", "[", "(", "Errno", "'"))
+
+
+@ROOT
+def test_a_directory_that_a_stranger_made_where_anybody_may_make_one(tmp_path: Path) -> None:
+    shared = place(tmp_path / "shared", 0o1777)
+    theirs = place(shared / "bundles", 0o755, uid=STRANGER)
+    assert check_directory(theirs) == f"it belongs to user {STRANGER}, who may replace files in it"
+    assert check_directory(place(tmp_path / "project", 0o2775, uid=STRANGER)) == ""
+
+
+@ROOT
+def test_a_link_that_a_stranger_made_where_anybody_may_make_one(tmp_path: Path) -> None:
+    shared = place(tmp_path / "shared", 0o1777)
+    link = shared / "bundles"
+    link.symlink_to(place(tmp_path / "mine", 0o700))
+    assert check_directory(link) == ""
+    os.lchown(link, STRANGER, STRANGER)
+    assert check_directory(link) == f"it is a link of user {STRANGER}, who may point it anywhere"
+
+
+def test_a_link_that_leads_nowhere_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "bundles").symlink_to("/" + "a" * 300)
+    assert "is a link that leads nowhere" in check_directory(tmp_path / "bundles")

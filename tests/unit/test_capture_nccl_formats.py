@@ -1,0 +1,624 @@
+"""Hangs of NCCL jobs from their dumps alone, in the format of each torch from 2.5 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nccl_formats import FORMATS, NEWEST, Format, Op, Recorder, State, write
+
+from safelaunch.capture.flight_dump import parse_json, parse_pickle
+from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.collectives import Alignment
+from safelaunch.diagnose.comparable import settled
+from safelaunch.model import RankEvidence, Verdict
+from safelaunch.postmortem import locate
+
+WORLD = {"0": (0, 1, 2, 3)}
+GRID = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}  # two tensor, two data groups
+# As split_group names them: by a counter that runs alike on all ranks. Only a rank's own groups are on its record.
+SPLIT = [{"0": (0, 1, 2, 3), "1": tensor, "2": data} for tensor, data in zip(
+    [(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 2), (1, 3), (0, 2), (1, 3)], strict=True)]  # fmt: skip
+
+by_format = pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.torch)
+with_frames = pytest.mark.parametrize("as_json", [False, True], ids=["pickle", "json"])
+
+
+def ranks(layout: Format, *, timing: bool = True, past: int = 4, world: int = 4) -> list[Recorder]:
+    """Ranks that have completed ``past`` all_reduces of everybody."""
+    found = [Recorder(rank, {"0": range(world)}, layout, timing=timing) for rank in range(world)]
+    for one in found:
+        for _ in range(past):
+            one.collective()
+    return found
+
+
+def verdict_of(folder: Path, recorders: Sequence[Recorder], *, as_json: bool = False, window: int = 2000) -> Verdict:
+    return diagnose(locate.read(write(folder, recorders, as_json=as_json, window=window)).evidence)
+
+
+def named(verdict: Verdict) -> tuple[str, list[int]]:
+    return verdict.cause, [culprit.rank for culprit in verdict.culprits]
+
+
+def tells(verdict: Verdict, number: int, group: str = "0") -> bool:
+    """Whether it says which collective it is about."""
+    texts = (verdict.summary, *(culprit.reason for culprit in verdict.culprits), *(c.claim for c in verdict.evidence))
+    return any(f"number {number} of group {group!r}" in text for text in texts)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``play``: what the ranks do after four all_reduces of everybody. ``number``: of which collective that is."""
+
+    play: Callable[[list[Recorder]], object]
+    cause: str
+    culprits: list[int]
+    number: int = 5
+    blocks_only: bool = False
+
+
+def all_but(odd: int, recorders: list[Recorder], call: Callable[[Recorder], object]) -> None:
+    for one in recorders:
+        if one.rank != odd:
+            call(one)
+
+
+def another(odd: int, **of_call: object) -> Callable[[list[Recorder]], object]:
+    """``odd`` calls something else than its peers."""
+
+    def play(recorders: list[Recorder]) -> None:
+        all_but(odd, recorders, lambda one: one.collective(state="started"))
+        recorders[odd].collective(**{"state": "started", "line": 41, **of_call})  # type: ignore[arg-type]
+
+    return play
+
+
+def absent(recorders: list[Recorder], *, also: int = 0) -> None:
+    """Rank 1 does not come; the CPUs of the others run on and queue ``also`` more."""
+    for _ in range(also + 1):
+        state: State = "started" if len(recorders[0].entries) == 4 else "scheduled"
+        all_but(1, recorders, lambda one, state=state: one.collective(state=state))
+
+
+def device_behind(recorders: list[Recorder]) -> None:
+    """All CPUs have queued 51 collectives; the device of rank 3 has begun none of them."""
+    for place in range(51):
+        all_but(3, recorders, lambda one, place=place: one.collective(state="scheduled" if place else "started"))
+        recorders[3].collective(state="scheduled")
+
+
+def past_elsewhere(recorders: list[Recorder]) -> None:
+    """Everybody's device is through with it, that of rank 3 is not."""
+    all_but(3, recorders, lambda one: one.collective())
+    recorders[3].collective(state="started")
+
+
+def sends_behind_it(recorders: list[Recorder]) -> None:
+    """Rank 1 has sent 30 times to rank 0, which its status counts as it counts collectives, and does not come."""
+    for _ in range(30):
+        recorders[1].send(0)
+        recorders[0].recv(1)
+    absent_only = [one for one in recorders if one.rank != 1]
+    for one in absent_only:
+        one.collective(state="started")
+
+
+def batches_of_some(recorders: list[Recorder]) -> None:
+    """Ranks 0 and 1 exchange batches, the others do not; then rank 2 does not come to the next collective."""
+    for _ in range(5):
+        recorders[0].batch([Op("send", peer=1), Op("recv", peer=1)])
+        recorders[1].batch([Op("recv", peer=0), Op("send", peer=0)])
+    all_but(2, recorders, lambda one: one.collective(state="started"))
+
+
+def block(odd: int, ops: list[Op] | None, **of_block: object) -> Callable[[list[Recorder]], object]:
+    """A block of three all_reduces; ``odd`` does other ``ops``, or none."""
+    usual = [Op("all_reduce"), Op("all_reduce", (8,)), Op("all_reduce", (2,))]
+
+    def play(recorders: list[Recorder]) -> None:
+        all_but(odd, recorders, lambda one: one.block(usual, "started"))
+        if ops is not None:
+            recorders[odd].block(ops, **{"state": "started", "line": 81, **of_block})  # type: ignore[arg-type]
+
+    return play
+
+
+def uneven_gather(recorders: list[Recorder]) -> None:
+    """all_gather of uneven sizes is a block of broadcasts; rank 3 does not come."""
+    broadcasts = [Op("_broadcast_oop", (number + 1, 2)) for number in range(4)]
+    all_but(3, recorders, lambda one: one.block(broadcasts, "started", kind="ALLGATHER"))
+
+
+def timed_out(recorders: list[Recorder]) -> None:
+    another(2, op="all_gather", state="timed out")(recorders)
+    for one in recorders:
+        one.entries[-1]["retired"] = True
+
+
+CASES = {
+    "another operation": Case(another(2, op="all_gather"), "collective-mismatch", [2]),
+    "another size": Case(another(0, size=(5,)), "collective-mismatch", [0]),
+    "another type": Case(another(3, dtype="Half"), "collective-mismatch", [3]),
+    "another size in a gather": Case(
+        lambda all_ranks: [one.collective("gather", "started", size=(4 + (one.rank == 1),)) for one in all_ranks],
+        "collective-mismatch",
+        [1],
+    ),
+    "retired without having completed": Case(timed_out, "collective-mismatch", [2]),
+    "a rank that does not come": Case(absent, "missing-from-collective", [1]),
+    "CPUs that run ahead": Case(lambda all_ranks: absent(all_ranks, also=50), "missing-from-collective", [1]),
+    "a device that has begun nothing": Case(device_behind, "gpu-kernel", [3]),
+    "a device in what its peers have left": Case(past_elsewhere, "gpu-kernel", [3]),
+    "sends are no collectives": Case(sends_behind_it, "missing-from-collective", [1]),
+    "batches are no collectives": Case(batches_of_some, "missing-from-collective", [2]),
+    "a block without one rank": Case(block(3, None), "missing-from-collective", [3]),
+    "a block that one rank has not ended": Case(
+        block(3, [Op("all_reduce"), Op("all_reduce", (8,))], state=None), "missing-from-collective", [3]
+    ),
+    "a block with another operation in it": Case(
+        block(1, [Op("all_reduce"), Op("broadcast", (8,)), Op("all_reduce", (2,))]),
+        "collective-mismatch",
+        [1],
+        blocks_only=True,
+    ),
+    "a block with another size in it": Case(
+        block(0, [Op("all_reduce"), Op("all_reduce", (9,)), Op("all_reduce", (2,))]),
+        "collective-mismatch",
+        [0],
+        blocks_only=True,
+    ),
+    "an uneven all_gather without one rank": Case(uneven_gather, "missing-from-collective", [3]),
+}
+
+
+@by_format
+@with_frames
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_dumps_of_a_hang_say(name: str, layout: Format, as_json: bool, tmp_path: Path) -> None:
+    case = CASES[name]
+    if case.blocks_only and not layout.blocks:
+        pytest.skip("this format has one entry for a whole block")
+    recorders = ranks(layout)
+    case.play(recorders)
+    verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
+    assert named(verdict) == (case.cause, case.culprits), verdict.summary
+    number = recorders[(case.culprits[0] + 1) % 4].groups["0"].collectives if layout.bumps else case.number
+    assert tells(verdict, case.number) or tells(verdict, number), (verdict.summary, verdict.evidence)
+    if not as_json:
+        assert all(culprit.frame is not None and culprit.frame.function == "train" for culprit in verdict.culprits)
+
+
+@by_format
+def test_a_call_left_out_long_ago(layout: Format, tmp_path: Path) -> None:
+    """Rank 2 skipped an all_reduce of its loop; sizes agree, and it shows at the barrier behind the loop."""
+    recorders = ranks(layout, past=0)
+    for one in recorders:
+        lines = [50, 51, 52] * 4
+        if one.rank == 2:
+            del lines[4]
+        for number, line in enumerate(lines, 1):
+            one.collective(state="completed" if number < 12 else "started", line=line)
+    recorders[2].collective("all_reduce_barrier", "started", size=(1,), dtype="Byte", line=90)
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("collective-mismatch", [2])
+    assert "Rank 2 left out all_reduce at train.py:51 (train), which its peers called (number 5" in verdict.summary
+
+
+@by_format
+@pytest.mark.parametrize("timing", [True, False])
+@pytest.mark.parametrize("split", [False, True])
+def test_waits_are_followed_through_several_communicators(
+    layout: Format, split: bool, timing: bool, tmp_path: Path
+) -> None:
+    """Rank 3 holds up rank 2 (tensor) and rank 1 (data); rank 0 waits for rank 2 (data)."""
+    tensor, data = (dict.fromkeys(range(4), "1"), dict.fromkeys(range(4), "2")) if split else (
+        {0: "1", 1: "1", 2: "2", 3: "2"}, {0: "3", 2: "3", 1: "4", 3: "4"})  # fmt: skip
+    recorders = [Recorder(n, SPLIT[n] if split else GRID, layout, timing=timing) for n in range(4)]
+    for one in recorders:
+        for _ in range(3):
+            one.collective(group=tensor[one.rank], size=(16,))
+            one.collective(group=data[one.rank], size=(64,), line=30)
+        one.collective(size=(1,), line=40)
+    recorders[0].collective(group=tensor[0], size=(16,)).collective("all_reduce", "started", group=data[0], size=(64,))
+    recorders[1].collective(group=tensor[1], size=(16,)).collective("all_reduce", "started", group=data[1], size=(64,))
+    recorders[2].collective("all_reduce", "started", group=tensor[2], size=(16,))
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("missing-from-collective", [3]), verdict.summary
+    assert verdict.victims == "0-2"
+
+
+@by_format
+def test_groups_entered_in_different_orders(layout: Format, tmp_path: Path) -> None:
+    groups = {"0": (0, 1), "1": (0, 1)}
+    recorders = [Recorder(n, groups, layout) for n in range(2)]
+    for one, order in zip(recorders, ("01", "10"), strict=True):
+        one.collective(group=order[0]).collective(group=order[1])
+        one.collective("all_reduce", "started", group=order[0], line=50)
+        one.collective("all_reduce", "scheduled", group=order[1], line=51)
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("group-order", [0, 1])
+
+
+def two_stages(layout: Format, steps: int = 4) -> list[Recorder]:
+    """Ranks 2-3, the later stage, make one call more in each step, from the same places as ranks 0-1."""
+    recorders = [Recorder(n, GRID, layout) for n in range(4)]
+    for _ in range(steps):
+        for one in recorders:
+            step(one)
+    return recorders
+
+
+def step(one: Recorder, *states: State, left_out: bool = False) -> None:
+    """``states``: of the calls in order, those that are not completed; all of them, if none is given."""
+    data, pipe = ("1" if one.rank < 2 else "2"), ("3" if one.rank % 2 == 0 else "4")
+    calls = [(data, 41)] * (1 if one.rank < 2 else 2) + [(pipe, 52), (pipe, 63), ("0", 40)]
+    calls = calls[left_out:]
+    done: list[State] = ["completed"] * (len(calls) - len(states))
+    for (group, line), state in zip(calls, (*done, *states), strict=True):
+        one.collective(state=state, group=group, line=line)
+
+
+@by_format
+def test_stages_that_call_differently_often_from_the_same_places(layout: Format, tmp_path: Path) -> None:
+    """No stage has left out what another one does by design; within a stage, a rank that has is found."""
+    recorders = two_stages(layout)
+    step(recorders[0], "started", left_out=True)
+    step(recorders[1], "started", "scheduled", "scheduled", "scheduled")
+    step(recorders[2], "started")
+    step(recorders[3], "started", "scheduled", "scheduled")
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("collective-mismatch", [0])
+    assert "left out all_reduce at train.py:41 (train)" in verdict.summary
+
+
+UNREADABLE: dict[str, dict[str, Any]] = {
+    "no name": {"profiling_name": None},
+    "no sizes": {"input_sizes": None},
+    "sizes in words": {"input_sizes": "[[4]]"},
+    "sizes without lists": {"input_sizes": [4]},
+    "sizes that are no counts": {"input_sizes": [[float("nan")]]},
+    "sizes beyond all memory": {"input_sizes": [[1 << 70]]},
+    "sizes below zero": {"input_sizes": [[-4]]},
+    "no types": {"input_dtypes": None},
+    "types in numbers": {"input_dtypes": [6]},
+    "no state, but retired": {"state": None},
+}
+
+
+@by_format
+@pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE.keys())
+@pytest.mark.parametrize("odd", [None, 1])
+def test_what_cannot_be_read_of_a_call_is_no_difference(
+    layout: Format, change: dict[str, Any], odd: int | None, tmp_path: Path
+) -> None:
+    """Rank 2 has recorded it so; a rank that did differ is found all the same, with what the others tell."""
+    recorders = ranks(layout)
+    for one in recorders:
+        one.collective(state="started", size=(8,) if one.rank == odd == 1 else (4,))
+    for entry in recorders[2].entries:
+        entry.update(change if entry["retired"] or "state" not in change else {})
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == (("collective-mismatch", [1]) if odd == 1 else ("no-rank-stands-out", []))
+
+
+@by_format
+def test_calls_without_a_number_are_no_block_that_was_not_ended(layout: Format, tmp_path: Path) -> None:
+    recorders = ranks(layout)
+    for one in recorders:
+        one.collective(state="started")
+    for entry in recorders[2].entries:
+        entry["collective_seq_id"] = None
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
+
+
+@by_format
+def test_a_call_left_out_of_a_regular_pattern_is_no_change_of_order(layout: Format, tmp_path: Path) -> None:
+    """Behind it the next three calls are those of the peers in another order, and so is one more by chance."""
+    recorders = ranks(layout, past=0, world=3)
+    for one in recorders:
+        lines = [52, 52, 63, 63] * 4
+        if one.rank == 0:
+            del lines[2]
+        for number, line in enumerate(lines, 1):
+            one.collective(state="completed" if number < 16 else "started", line=line)
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("collective-mismatch", [0])
+    assert "left out all_reduce at train.py:63 (train)" in verdict.summary
+
+
+@by_format
+@with_frames
+def test_opposite_orders_are_sure_only_where_the_places_of_all_calls_are_known(
+    layout: Format, as_json: bool, tmp_path: Path
+) -> None:
+    """Without frames a call left out of one group looks the same."""
+    recorders = [Recorder(n, {"0": (0, 1), "1": (0, 1)}, layout) for n in range(2)]
+    for one, order in zip(recorders, ("01", "10"), strict=True):
+        one.collective(group="0", line=10).collective(group="1", line=11)
+        one.collective(state="started", group=order[0], line=50 + int(order[0]))
+    verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
+    assert named(verdict) == ("group-order", [0, 1])
+    assert verdict.confidence == ("medium" if as_json else "high")
+
+
+# --- sends and receives -----------------------------------------------------------------------------------------------
+
+
+def pipeline(layout: Format, *, timing: bool = True) -> list[Recorder]:
+    """Four stages that have passed three micro-batches on, by batches and singly."""
+    recorders = ranks(layout, past=1, timing=timing)
+    for _ in range(3):
+        for one in recorders:
+            if one.rank:
+                one.batch([Op("recv", peer=one.rank - 1)])
+            if one.rank < 3:
+                one.batch([Op("send", peer=one.rank + 1)])
+    for one in recorders:
+        if one.rank:
+            one.recv(one.rank - 1)
+        if one.rank < 3:
+            one.send(one.rank + 1)
+    return recorders
+
+
+@by_format
+@with_frames
+@pytest.mark.parametrize("timing", [True, False])
+def test_a_send_without_its_receive(layout: Format, as_json: bool, timing: bool, tmp_path: Path) -> None:
+    """Rank 1 sends on, rank 2 does not take it; rank 3 waits for rank 2."""
+    recorders = pipeline(layout, timing=timing)
+    recorders[0].send(1)
+    recorders[1].recv(0).send(2, "started")
+    recorders[3].recv(2, "started")
+    verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
+    assert named(verdict) == ("missing-from-collective", [2]), verdict.summary
+    assert "send 1->2" in verdict.summary and "recv 3<-2" in verdict.summary
+
+
+@by_format
+@pytest.mark.parametrize("batched", [True, False])
+def test_stages_that_both_receive_first(layout: Format, batched: bool, tmp_path: Path) -> None:
+    recorders = pipeline(layout)
+    for rank, peer in ((1, 2), (2, 1)):
+        if batched:
+            recorders[rank].batch([Op("recv", peer=peer)], "started")
+        else:
+            recorders[rank].recv(peer, "started")
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("p2p-cycle", [1, 2]), verdict.summary
+    assert verdict.confidence == "high"
+
+
+@by_format
+def test_a_batch_waits_for_those_only_that_are_not_there(layout: Format, tmp_path: Path) -> None:
+    """Rank 1 exchanges with both neighbours; rank 0 is there, rank 2 is not."""
+    recorders = pipeline(layout)
+    recorders[0].batch([Op("send", peer=1), Op("recv", peer=1)], "started")
+    recorders[1].batch([Op("recv", peer=0), Op("send", peer=0), Op("send", peer=2), Op("recv", peer=2)], "started")
+    recorders[3].collective(state="started")
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("missing-from-collective", [2]), verdict.summary
+
+
+@by_format
+def test_a_batch_that_was_not_launched(layout: Format, tmp_path: Path) -> None:
+    """Rank 2 has named its receives and rests before the end of the batch: nothing of it has begun."""
+    recorders = pipeline(layout)
+    recorders[1].batch([Op("send", peer=2), Op("recv", peer=2)], "started")
+    recorders[2].batch([Op("recv", peer=1), Op("send", peer=1)], None)
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("missing-from-collective", [2]), verdict.summary
+
+
+@by_format
+def test_a_receive_of_another_size(layout: Format, tmp_path: Path) -> None:
+    recorders = pipeline(layout)
+    recorders[1].send(2, "started", size=(4, 8))
+    recorders[2].recv(1, "started", size=(4, 4))
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("collective-mismatch", [1, 2]), verdict.summary
+    assert "sends 32 elements of Float to rank 2" in verdict.summary
+    assert "receives 16 elements of Float from rank 1" in verdict.summary
+
+
+@by_format
+def test_a_pair_that_has_met_accuses_nobody(layout: Format, tmp_path: Path) -> None:
+    recorders = pipeline(layout)
+    recorders[1].send(2, "started")
+    recorders[2].recv(1, "started")
+    verdict = verdict_of(tmp_path / "d", recorders)
+    assert named(verdict) == ("no-rank-stands-out", []), verdict.summary
+
+
+def test_a_group_that_is_not_sorted(tmp_path: Path) -> None:
+    """Rank 0 of the group is rank 3 of the job."""
+    groups = {"0": (0, 1, 2, 3), "1": (3, 0)}
+    recorders = [Recorder(n, groups) for n in range(4)]
+    for one in recorders:
+        one.collective()
+    recorders[0].recv(0, "started", group="1")
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("missing-from-collective", [3])
+
+
+# --- windows, and dumps that are not there ----------------------------------------------------------------------------
+
+
+@by_format
+@pytest.mark.parametrize("window", [3, 7, 20])
+@pytest.mark.parametrize("name", ["another operation", "a rank that does not come", "a device that has begun nothing"])
+def test_rings_that_have_wrapped_at_different_points(name: str, window: int, layout: Format, tmp_path: Path) -> None:
+    """Ranks 2 and 3 have used a group of their own more often: their windows reach less far back."""
+    recorders = [Recorder(n, GRID, layout) for n in range(4)]
+    for one in recorders:
+        for number in range(30):
+            one.collective()
+            if one.rank > 1 and number % 3:
+                one.collective(group="2")
+    case = CASES[name]
+    if name == "a device that has begun nothing":
+        all_but(3, recorders, lambda one: one.collective(state="started"))
+        recorders[3].collective(state="scheduled")
+    else:
+        for one in recorders:  # the case counts on four calls having been made
+            one.entries, earlier = one.entries[:4], one.entries
+            one.earlier = earlier  # type: ignore[attr-defined]
+        case.play(recorders)
+        for one in recorders:
+            new = one.entries[4:]
+            for entry in new:
+                entry["record_id"] += len(one.earlier) - 4  # type: ignore[attr-defined]
+            one.entries = one.earlier + new  # type: ignore[attr-defined]
+    verdict = verdict_of(tmp_path / "d", recorders, window=window)
+    assert named(verdict) == (case.cause, case.culprits), verdict.summary
+    assert tells(verdict, 31)
+
+
+@by_format
+@pytest.mark.parametrize("name", ["another operation", "another size"])
+def test_nobody_is_named_by_majority_while_a_node_is_unseen(name: str, layout: Format, tmp_path: Path) -> None:
+    recorders = [Recorder(rank, {"0": range(8)}, layout) for rank in range(8)]
+    for one in recorders:
+        for _ in range(4):
+            one.collective()
+    CASES[name].play(recorders)
+    verdict = verdict_of(tmp_path / "d", recorders[:4])
+    assert named(verdict) == ("collective-mismatch", [])
+    assert "ranks not seen: 4-7" in verdict.missing
+    assert verdict.confidence == "low"
+    whole = verdict_of(tmp_path / "all", recorders)
+    assert named(whole)[1] == CASES[name].culprits
+
+
+@by_format
+def test_all_that_were_seen_wait_for_a_node_that_was_not(layout: Format, tmp_path: Path) -> None:
+    recorders = ranks(layout, world=8)
+    for one in recorders[:4]:
+        one.collective(state="started")
+    verdict = verdict_of(tmp_path / "d", recorders[:4])
+    assert named(verdict) == ("missing-from-collective", [])
+    assert "ranks not seen: 4-7" in verdict.missing
+
+
+@by_format
+def test_an_unseen_rank_of_another_group_does_not_keep_the_culprit_from_being_named(
+    layout: Format, tmp_path: Path
+) -> None:
+    """Rank 3 was not seen; the group that is stuck is that of ranks 0 to 2, which all have arrived."""
+    groups = {"0": (0, 1, 2, 3), "1": (0, 1, 2)}
+    recorders = [Recorder(n, groups, layout) for n in range(3)]
+    for one in recorders:
+        one.collective()
+        one.collective("all_gather" if one.rank == 1 else "all_reduce", "started", group="1")
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("collective-mismatch", [1])
+
+
+@by_format
+def test_without_timing_a_queue_says_nothing_of_the_device(layout: Format, tmp_path: Path) -> None:
+    """All have queued everything: nobody can tell whose device has not begun, and nobody is named."""
+    recorders = ranks(layout, timing=False)
+    device_behind(recorders)
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
+
+
+@by_format
+def test_what_is_only_queued_is_no_mismatch_yet(layout: Format, tmp_path: Path) -> None:
+    """All devices are in number 5; number 9, which the CPUs have queued, will be the next trouble."""
+    recorders = ranks(layout)
+    for number in range(5, 12):
+        for one in recorders:
+            op = "all_gather" if number == 9 and one.rank == 1 else "all_reduce"
+            one.collective(op, "started" if number == 5 else "scheduled")
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
+
+
+# --- what the formats say ---------------------------------------------------------------------------------------------
+
+
+@by_format
+def test_members_of_a_batch_have_its_state(layout: Format) -> None:
+    one = Recorder(0, WORLD, layout).collective()
+    one.batch([Op("send", peer=1), Op("recv", peer=1)]).collective().batch([Op("send", peer=2)], "started")
+    record = settled(parse_pickle(write_one(one)))
+    assert [(e.op, e.completed) for e in record.entries] == [
+        ("nccl:all_reduce", True),
+        ("nccl:send 0->1", True),
+        ("nccl:recv 0<-1", True),
+        ("nccl:all_reduce", True),
+        ("nccl:send 0->2", False),
+    ]
+    assert [e.seq for e in record.entries if not e.is_p2p] == [1, 2]
+    assert record.entries[-1].started
+
+
+@by_format
+def test_a_block_is_one_collective(layout: Format) -> None:
+    one = Recorder(0, WORLD, layout).collective()
+    one.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")], "started")
+    *_, entry = settled(parse_pickle(write_one(one))).entries
+    assert (entry.completed, entry.started, entry.is_p2p) == (False, True, False)
+    if layout.blocks:
+        assert (entry.op, entry.input_sizes) == ("nccl:coalesced 2 x all_reduce, broadcast", ((4,), (8,), (4,)))
+    else:
+        assert (entry.op, entry.input_sizes) == ("nccl:coalesced", ())
+
+
+@pytest.mark.parametrize("window", range(1, 8))
+def test_a_window_that_begins_within_a_block_compares_nothing_of_it(window: int) -> None:
+    one = Recorder(0, WORLD).collective()
+    one.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")])
+    one.batch([Op("send", peer=1), Op("send", peer=2)]).collective()
+    record = parse_pickle(write_one(one, window))
+    alignment = Alignment([RankEvidence(0, "", 0, flight_record=record)], 4)
+    entries = [alignment.entry(0, "0", number) for number in range(5)]
+    found = {entry.seq: entry.op for entry in entries if entry is not None}
+    block = {2: "nccl:coalesced 2 x all_reduce, broadcast"} if window > 7 else {}
+    assert found == {**block, 3: "nccl:all_reduce"}
+
+
+def test_a_record_without_blocks_is_left_as_it_is() -> None:
+    record = parse_pickle(write_one(Recorder(0, WORLD).collective().send(1).recv(1).collective(state="started")))
+    assert settled(record) is record
+
+
+@by_format
+def test_json_and_pickle_say_the_same(layout: Format) -> None:
+    from msgspec.structs import replace
+
+    one = Recorder(1, GRID, layout).collective().collective(group="4").send(0, "timed out")
+    one.batch([Op("recv", peer=0)]).block([Op("all_reduce")], "started")
+    pickled = parse_pickle(write_one(one))
+    assert parse_json(one.json()) == replace(pickled, entries=tuple(replace(e, frames=()) for e in pickled.entries))
+    assert (pickled.version, pickled.groups["4"]) == (layout.version, (1, 3))
+    assert pickled.entries[2].completed is False  # retired, and its device has not told that it is over
+
+
+@pytest.mark.parametrize(("backend", "completed"), [("gloo", True), ("nccl", False), ("xccl", False)])
+def test_what_was_retired_before_it_was_over(backend: str, completed: bool) -> None:
+    """gloo has no events: what it retires is over."""
+    one = Recorder(0, WORLD).collective(state="timed out")
+    one.entries[0]["profiling_name"] = f"{backend}:all_reduce"
+    assert parse_pickle(write_one(one)).entries[0].completed is completed
+
+
+def write_one(one: Recorder, window: int = 2000) -> bytes:
+    import pickle
+
+    return pickle.dumps(one.dump(window), protocol=2)
+
+
+def test_the_newest_format_is_that_of_the_installed_torch() -> None:
+    """What the recorder of the torch at hand writes has exactly these keys."""
+    torch = pytest.importorskip("torch")
+    import pickle
+
+    from torch._C import _distributed_c10d as c10d
+
+    if not hasattr(c10d, "_dump_fr_trace"):
+        pytest.skip("this torch has no recorder for gloo")
+    dump = pickle.loads(c10d._dump_fr_trace())
+    if str(torch.__version__).startswith("2.13"):
+        assert dump["version"] == NEWEST.version
+        assert {"version", "pg_config", "pg_status", "entries", NEWEST.library} >= dump.keys()

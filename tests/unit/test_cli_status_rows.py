@@ -1,0 +1,374 @@
+"""What ``safelaunch status`` and ``dump`` choose and show, from records of runs."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from safelaunch.beacon.page import start_ticks
+from safelaunch.cli import dump, status
+from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, told
+from safelaunch.control import discover
+from safelaunch.control.discover import Found, Run, select
+from safelaunch.control.protocol import DumpAnswer, RankStatus, RunStatus
+from safelaunch.errors import SafelaunchError, UsageError
+from safelaunch.launch.process import ProcessId
+from safelaunch.model import Progress
+from safelaunch.supervise import live
+
+
+def rank(number: int, **known: object) -> RankStatus:
+    plain = RankStatus(number, 100 + number, "torch", step=60, steps_per_s=2.0, age_s=0.3, signals="beacon")
+    return msgspec.structs.replace(plain, **known)
+
+
+def run_status(*ranks: RankStatus, **known: object) -> RunStatus:
+    plain = RunStatus(
+        run="r10",
+        name="train",
+        supervisor_pid=10,
+        cwd="/work",
+        command=["train.py", "--lr", "3"],
+        started_unix_s=1000.0,
+        attempt=0,
+        world_size=max(len(ranks), 1),
+        watch="watching",
+        threshold_s=600.0,
+        threshold_why="auto",
+        ranks=list(ranks),
+    )
+    return msgspec.structs.replace(plain, **known)
+
+
+def run(pid: int, said: RunStatus | None = None, **known: object) -> Run:
+    found = Found(Path(f"/tmp/s/r{pid}"), ProcessId(pid, 5))
+    return replace(Run(found, said), **known)  # type: ignore[arg-type]
+
+
+def cell(found: RunStatus, number: int, column: str) -> str:
+    return rows(found)[number].cells[COLUMNS.index(column)]
+
+
+@pytest.mark.parametrize(
+    ("page", "state"),
+    [
+        ({"state": "started"}, "started"),
+        ({"state": "started", "step": 947}, "running"),  # a script without torch that calls safelaunch.step()
+        ({"state": "started", "phase": "eval"}, "running"),
+        ({"state": "torch", "step": 3}, "torch"),
+        ({"state": "started", "step": 3, "paused": True}, "paused"),
+        ({"state": "exited", "step": 3}, "exited"),
+    ],
+)
+def test_the_state_of_a_rank(page: dict[str, Any], state: str) -> None:
+    assert live.state_of(msgspec.structs.replace(Progress(0, 0, 1, 0, 7, 5, "started"), **page)) == state
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "mood", "note"),
+    [
+        (rank(1), "good", "-"),
+        (rank(1, step=59), "good", "-"),
+        (rank(1, step=58), "behind", "2 steps behind"),
+        (rank(1, step=35), "behind", "25 steps behind"),
+        (rank(1, age_s=299.0), "good", "-"),
+        (rank(1, age_s=301.0), "late", "50% of the threshold"),
+        (rank(1, step=35, age_s=540.0), "late", "25 steps behind, 90% of the threshold"),
+        (rank(1, step=None, steps_per_s=None), "good", "-"),
+        (rank(1, step=35, state="exited", age_s=500.0), "quiet", "-"),
+        (rank(1, step=35, state="paused", age_s=500.0), "quiet", "-"),
+        (RankStatus(1, 101, "no beacon", signals="none"), "quiet", "-"),
+    ],
+)
+def test_a_rank_that_stands_out_is_seen(other: RankStatus, mood: str, note: str) -> None:
+    found = run_status(rank(0), other)
+    assert rows(found)[1].mood == mood
+    assert cell(found, 1, "note") == note
+    assert rows(found)[0].mood == "good"
+
+
+def test_unknown_values_are_dashes() -> None:
+    found = run_status(RankStatus(0, 100, "no beacon"))
+    assert rows(found)[0].cells == ("0", "100", "no beacon", "-", "-", "-", "-", "-", "-")
+
+
+def test_states_are_in_the_readers_words() -> None:
+    states = [
+        cell(run_status(rank(0, state=state)), 0, "state") for state in ("started", "torch", "exception", "paused")
+    ]
+    assert states == ["starting", "running", "failed", "paused"]
+
+
+def test_ranks_are_in_order() -> None:
+    assert [row.cells[0] for row in rows(run_status(rank(2), rank(10), rank(0)))] == ["0", "2", "10"]
+
+
+def test_stragglers_are_named_in_the_first_line() -> None:
+    ranks = (rank(0), rank(1, step=30), rank(2, step=20, state="exited"), rank(3, step=None))
+    assert stragglers(ranks) == (1,)
+    assert told(run_status(*ranks)) == "watching; behind the others: rank 1"
+    assert told(run_status(rank(0), rank(1), watch="undecided")).startswith("undecided: no step")
+    many = [rank(number, step=0 if number else 60) for number in range(12)]
+    assert told(run_status(*many)).endswith("1, 2, 3, 4, 5, 6, 7, 8, ...")
+
+
+@pytest.mark.parametrize(
+    ("steps_per_s", "shown"),
+    [(0, "0/s"), (-1, "0/s"), (123.4, "123/s"), (12.34, "12.3/s"), (1, "1/s"), (0.5, "30/min"), (0.01, "36/h")],
+)
+def test_rate(steps_per_s: float, shown: str) -> None:
+    assert rate(steps_per_s) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (-0.1, "0.0s"),
+        (0.34, "0.3s"),
+        (9.94, "9.9s"),
+        (9.99, "9s"),
+        (42, "42s"),
+        (192, "3m12s"),
+        (7500, "2h05m"),
+        (273600, "3d04h"),
+    ],
+)
+def test_since(seconds: float, shown: str) -> None:
+    assert since(seconds) == shown
+
+
+# --- all runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_plain_text_is_aligned() -> None:
+    lines = status.text([run(10, run_status(rank(0), rank(1, step=9)))], 1042.0).splitlines()
+    assert lines[0] == "r10  train  watching; behind the others: rank 1  (2 ranks, up 42s, pid 10)"
+    assert lines[1] == "  train.py --lr 3  (in /work)"
+    assert lines[2] == "  suspects a hang after 600 s without a step (auto)"
+    header, first, second = lines[3:]
+    assert header.split() == list(COLUMNS)
+    for name in ("rank", "pid", "step", "rate", "age"):
+        end = header.index(name) + len(name)
+        assert all(line[end - 1] != " " and line[end] == " " for line in (first, second)), name
+    for name in ("state", "phase", "note", "signals"):
+        start = header.index(name)
+        assert all(line[start] != " " and line[start - 1] == " " for line in (first, second)), name
+
+
+def test_what_has_no_ranks_or_no_answer_is_one_line_of_its_own() -> None:
+    silent = run(11, problem="its supervisor is stopped by a signal: kill -CONT 11 lets it watch on")
+    shown = status.text([run(10, run_status()), silent], 1042.0)
+    assert "no rank has started yet" in shown
+    assert shown.endswith("\n\nr11  its supervisor is stopped by a signal: kill -CONT 11 lets it watch on")
+
+
+def test_other_attempts_and_nodes_are_said() -> None:
+    line = status.headline(run_status(rank(0), rank(1), world_size=16, attempt=2), 1000.0)
+    assert "2 of 16 ranks" in line and "attempt 2" in line
+    assert "1 rank," in status.headline(run_status(rank(0)), 1000.0)
+
+
+def test_escapes_from_a_job_do_not_reach_the_terminal() -> None:
+    evil = "\x1b[2J\x1b]0;title\x07evil\r\n"
+    found = run_status(rank(0, phase=evil, signals=evil), name=evil, cwd=evil, command=[evil], threshold_why=evil)
+    shown = status.text([run(10, found), run(11, problem=evil)], 1000.0)
+    assert "evil" in shown and not [char for char in shown if ord(char) < 32 and char != "\n"]
+
+
+def test_the_live_table_shows_the_same_cells() -> None:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=140, no_color=True)
+    found = run_status(rank(0, phase="[bold]eval"), rank(1, step=9))
+    console.print(status.picture([run(10, found), run(11, problem="gone: its supervisor was killed")], 1000.0))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    for words in ("51 steps behind", "[bold]eval", "suspects a hang after 600 s", "gone: its supervisor", "Ctrl-C"):
+        assert words in shown
+    console.print(status.picture([], 1000.0))
+    assert status.NONE_LIVE in console.file.getvalue()
+
+
+def test_json_has_every_run_with_the_fields_of_its_status() -> None:
+    answering, silent = run(10, run_status(rank(0))), run(11, problem="gone", alive=False)
+    found = json.loads(json.dumps([status.document(item) for item in (answering, silent)]))
+    assert found[0]["ranks"][0]["step"] == 60 and found[0]["threshold_s"] == 600.0
+    assert set(RunStatus.__struct_fields__) | {"directory", "alive", "problem"} == set(found[0])
+    assert found[1] == {
+        "run": "r11",
+        "supervisor_pid": 11,
+        "directory": "/tmp/s/r11",
+        "alive": False,
+        "problem": "gone",
+    }
+
+
+# --- which run --------------------------------------------------------------------------------------------------------
+
+RUNS = (
+    run(10, run_status(name="train")),
+    run(11, run_status(name="eval")),
+    run(12, run_status(name="train")),
+    run(13, run_status(name="11")),
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "pids"),
+    [
+        (None, [10, 11, 12, 13]),
+        ("r11", [11]),
+        ("11", [11]),
+        ("eval", [11]),
+        ("train", [10, 12]),
+        ("r1", []),
+        ("tra", []),
+        ("", []),
+    ],
+)
+def test_a_run_is_chosen_by_id_then_pid_then_name(word: str | None, pids: list[int]) -> None:
+    assert [item.pid for item in select(RUNS, word)] == pids
+
+
+def test_status_of_a_run_that_is_not_there_lists_what_is() -> None:
+    with pytest.raises(UsageError) as caught:
+        status.choose(RUNS[:2], "nope")
+    assert "r10 (train), r11 (eval)" in str(caught.value)
+    with pytest.raises(UsageError, match="You have no runs"):
+        status.choose((), "nope")
+
+
+def test_status_says_when_a_name_means_several(capfd: pytest.CaptureFixture[str]) -> None:
+    assert len(status.choose(RUNS, "train")) == 2
+    assert "2 runs are called 'train': r10, r12" in capfd.readouterr().err
+
+
+def test_dump_needs_one_run() -> None:
+    assert dump.choose(RUNS[:1], None) is RUNS[0]
+    assert dump.choose(RUNS, "eval") is RUNS[1]
+    dead = run(14, problem="gone", alive=False)
+    assert dump.choose((RUNS[0], dead), None) is RUNS[0]
+    with pytest.raises(UsageError, match="several runs are live") as several:
+        dump.choose(RUNS, None)
+    assert "r10 (train), r11 (eval)" in several.value.fix
+    with pytest.raises(UsageError, match="called 'train'"):
+        dump.choose(RUNS, "train")
+    with pytest.raises(UsageError, match="no live run is called 'r14'"):
+        dump.choose((RUNS[0], dead), "r14")
+    with pytest.raises(SafelaunchError, match="you have no live run") as none:
+        dump.choose((dead,), None)
+    assert none.value.exit_code == 1
+    with pytest.raises(SafelaunchError, match="is stopped") as silent:
+        dump.choose((run(15, problem="its supervisor is stopped"),), None)
+    assert silent.value.exit_code == 1
+
+
+def test_dump_prints_the_path_alone_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    answer = DumpAnswer("/b/train-Z-dump", "Progress\x1b[2J is made.", "disk full")
+    assert dump._show(RUNS[0], answer, as_json=False) == 0
+    out, err = capfd.readouterr()
+    assert out == "/b/train-Z-dump\n"
+    assert "safelaunch: Progress is made.\n" in err and "disk full" in err
+    assert dump._show(RUNS[0], answer, as_json=True) == 0
+    assert json.loads(capfd.readouterr().out)["bundle"] == "/b/train-Z-dump"
+    with pytest.raises(SafelaunchError, match="OSError: no room"):
+        dump._show(RUNS[0], DumpAnswer(problem="OSError: no room"), as_json=False)
+    assert dump._show(RUNS[0], DumpAnswer(problem="OSError: no room"), as_json=True) == 1
+
+
+# --- finding them -----------------------------------------------------------------------------------------------------
+
+
+def directory(root: Path, name: str, owner: str) -> Path:
+    made = root / name
+    made.mkdir(parents=True)
+    if owner:
+        (made / "owner").write_text(owner)
+    return made
+
+
+def hold(made: Path) -> None:
+    """As a living supervisor does, until this process ends."""
+    fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)
+
+
+def test_run_directories_of_dead_supervisors_are_said_to_be_that(tmp_path: Path) -> None:
+    directory(tmp_path, "r1", "1 12345\n")
+    directory(tmp_path, "r2", "")
+    directory(tmp_path, "r3", "not numbers\n")
+    (tmp_path / "bundles").mkdir()
+    found = {item.id: item for item in discover.look([tmp_path])}
+    assert set(found) == {"r1", "r2", "r3"}
+    assert not any(item.alive for item in found.values())
+    assert "gone" in found["r1"].problem and "no owner" in found["r2"].problem
+    assert discover.look([tmp_path / "nothing"]) == ()
+
+
+def test_a_supervisor_that_does_not_answer_costs_its_deadline_once(tmp_path: Path) -> None:
+    """Ten that accept no question: they are asked at once, not one after the other."""
+    me = f"{os.getpid()} {start_ticks(os.getpid())}\n"
+    listeners = []
+    for number in range(10):
+        made = directory(tmp_path, f"r{number}", me)
+        hold(made)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.fspath(made / "control"))
+        listener.listen(1)
+        listeners.append(listener)
+    begin = time.monotonic()
+    runs = discover.look([tmp_path], deadline_s=0.3)
+    took_s = time.monotonic() - begin
+    for listener in listeners:
+        listener.close()
+    assert len(runs) == 10 and all(item.alive and item.status is None for item in runs)
+    assert all("does not answer" in item.problem for item in runs)
+    assert took_s < 2.0
+
+
+def test_a_live_run_without_a_socket_is_shown(tmp_path: Path) -> None:
+    hold(directory(tmp_path, "r1", f"{os.getpid()} {start_ticks(os.getpid())}\n"))
+    (only,) = discover.look([tmp_path])
+    assert only.alive and "control socket" in only.problem
+
+
+def test_only_private_directories_of_ours_are_looked_into(tmp_path: Path) -> None:
+    uid = os.getuid()
+    runtime = tmp_path / "runtime"
+    place = runtime / "safelaunch"
+    place.mkdir(parents=True, mode=0o700)
+    assert place in discover.roots({"XDG_RUNTIME_DIR": os.fspath(runtime)}, uid)
+    place.chmod(0o755)
+    assert place not in discover.roots({"XDG_RUNTIME_DIR": os.fspath(runtime)}, uid)
+    place.chmod(0o700)
+    assert place not in discover.roots({"XDG_RUNTIME_DIR": os.fspath(runtime)}, uid + 1)
+    link = tmp_path / "elsewhere"
+    link.mkdir()
+    (link / "safelaunch").symlink_to(place)
+    assert link / "safelaunch" not in discover.roots({"XDG_RUNTIME_DIR": os.fspath(link)}, uid)
+    assert place not in discover.roots({}, uid)
+
+
+def test_without_runs_status_is_one_line_and_well(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "our_roots", lambda: ())
+    assert status.main([]) == 0
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", f"safelaunch: {status.NONE_LIVE}\n")
+    assert status.main(["--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == []
+    with pytest.raises(UsageError):
+        status.main(["--json", "--watch"])

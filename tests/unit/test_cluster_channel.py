@@ -1,0 +1,158 @@
+"""Supervisors that talk through a real store of torch's, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from safelaunch.cluster import channel as channels
+from safelaunch.cluster import council
+from safelaunch.cluster.channel import Channel
+from safelaunch.cluster.messages import Decision, Node
+from safelaunch.cluster.store import Address, Store
+from safelaunch.cluster.where import Meeting
+from safelaunch.model import Verdict
+
+pytestmark = pytest.mark.torch
+VERDICT = Verdict(1, "hang", "busy-loop", "low", "It spins.", (), "", (), (), (), ())
+SERVER = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], Address]]:
+    words = [sys.executable, "-W", "ignore", "-c", SERVER]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, Address("127.0.0.1", int(process.stdout.readline()))
+        process.kill()
+
+
+@pytest.fixture
+def join(server: tuple[subprocess.Popen[str], Address]) -> Iterator[Callable[..., Channel]]:
+    made: list[Channel] = []
+
+    def start(*ranks: int, key: bytes = b"", world: int = 4) -> Channel:
+        one = Channel(Meeting(server[1], "safelaunch/1/test"), Node("", f"host{ranks[0]}", 1, "0.1", "2.13"), key)
+        one.tell(ranks=ranks, world=world)
+        one.start()
+        made.append(one)
+        return one
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def until(reached: Callable[[], object], what: str, patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not reached():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.02)
+
+
+def covered(*nodes: Channel) -> Callable[[], bool]:
+    return lambda: all(one.seen.page is not None and one.seen.page.covered for one in nodes)
+
+
+def phase(*nodes: Channel) -> set[str]:
+    return {one.seen.page.phase if one.seen.page else "alone" for one in nodes}
+
+
+def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    until(lambda: [node.host for node in (*one.seen.nodes, *other.seen.nodes)] == ["host2", "host0"], "names")
+    leader, follower = (one, other) if one.seen.leads else (other, one)
+    assert not follower.seen.leads
+    follower.tell(doing="suspecting", suspects=0)
+    until(lambda: phase(one, other) == {"looking"}, "the call")
+    for node in (one, other):
+        node.tell(incident=1, vote="still")
+    until(lambda: phase(one, other) == {"collecting"}, "the count of votes")
+    for node, chunks in ((leader, []), (follower, [b"x" * 1000, b"y"])):
+        node.hand_in(1, chunks)
+    until(lambda: leader.seen.complete, "the evidence")
+    assert list(leader.seen.evidence.values()) == [[b"x" * 1000, b"y"]]
+    leader.decide(1, Decision(VERDICT, "kill", "host0", "/bundle", 7))
+    until(lambda: one.seen.decision and other.seen.decision, "the decision")
+    assert follower.seen.decision == (1, Decision(VERDICT, "kill", "host0", "/bundle", 7))
+    for node in (one, other):
+        node.tell(agrees=True, doing="watching")
+    until(lambda: phase(one, other) == {"agreed"}, "the agreement")
+
+
+def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    leader, follower = (one, other) if one.seen.leads else (other, one)
+    follower.close()
+    until(lambda: not covered(leader)(), "its absence", 5.0)
+
+
+def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
+    join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (council, channels):
+        monkeypatch.setattr(module, "SILENT_S", 2.0)
+    monkeypatch.setattr(council, "PROVING_S", 1.0)
+    nodes = [join(0), join(1), join(2, 3)]
+    until(covered(*nodes), "each other")
+    leader = next(one for one in nodes if one.seen.leads)
+    left = [one for one in nodes if one is not leader]
+    left[0].tell(doing="suspecting", suspects=0)
+    until(lambda: phase(*nodes) == {"looking"}, "the call")
+    leader.close()
+    for node in left:
+        node.tell(incident=1, vote="still")
+    until(lambda: any(one.seen.leads for one in left), "another leader")
+    until(lambda: phase(*left) == {"idle"}, "the end: nothing is known of the ranks of the dead")
+    assert {one.seen.page.result for one in left if one.seen.page} == {"elsewhere"}
+
+
+def test_without_a_store_each_is_alone_and_says_why(
+    server: tuple[subprocess.Popen[str], Address], join: Callable[..., Channel]
+) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    server[0].kill()
+    until(lambda: phase(one, other) == {"alone"}, "the loss")
+    assert "closed the connection" in one.seen.why or "refused" in one.seen.why or "reset" in one.seen.why
+
+
+def test_garbage_in_the_store_costs_nothing_but_the_channel(
+    server: tuple[subprocess.Popen[str], Address], join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (council, channels):
+        monkeypatch.setattr(module, "SILENT_S", 2.0)
+    monkeypatch.setattr(council, "PROVING_S", 1.0)
+    hostile = Store(server[1])
+    for name in ("head", "m/1", "b/1", "b/3", "m/3"):
+        hostile.set(f"safelaunch/1/test/{name}", b"\xff" * 5000, deadline_s=15.0)
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    for value in (b"\xdd\xff\xff\xff\xff", b"", b"\x91" * 60_000):
+        hostile.set("safelaunch/1/test/head", value, deadline_s=15.0)
+        hostile.set("safelaunch/1/test/n", b"99999999999", deadline_s=15.0)
+        until(lambda: one.seen.leads or other.seen.leads, "a leader again")
+        until(covered(one, other), "each other again")
+    hostile.close()
+
+
+def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1, key=b"secret"), join(2, 3, key=b"secret")
+    until(covered(one, other), "each other")
+    stranger = join(0, 1)
+    until(lambda: "another key" in stranger.seen.why, "the stranger's connection", 5.0)
+    time.sleep(1.5)
+    assert (stranger.seen.page, stranger.seen.leads) == (None, False)
+    assert covered(one, other)() and (one.seen.leads or other.seen.leads)

@@ -1,0 +1,199 @@
+"""What supervisors tell each other, and what anybody who reaches the store could tell them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safelaunch.cluster.evidence import MOST_LOG, condensed, expanded, merged
+from safelaunch.cluster.messages import (
+    CHUNK_BYTES,
+    MOST_CHUNKS,
+    MOST_MESSAGE,
+    BadMessage,
+    Beat,
+    Codec,
+    Decision,
+    Node,
+    Page,
+    packed,
+    unpacked,
+)
+from safelaunch.model import Collective, Evidence, FlightRecord, Frame, GroupStatus, RankEvidence, Verdict
+from safelaunch.model.entries import Entries, Kinds
+
+BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "still", 2)
+PLAIN, SIGNED = Codec("run"), Codec("run", b"a key of the job")
+
+
+@pytest.mark.parametrize("codec", [PLAIN, SIGNED], ids=["plain", "signed"])
+def test_what_is_written_is_read(codec: Codec) -> None:
+    verdict = Verdict(1, "hang", "busy-loop", "low", "", (), "", (), (), (), ())
+    for message in (BEAT, Page(3, 1, 9), Node("a", "host", 1, "0.1", "2.13"), Decision(verdict, "kill", "h", "/p", 5)):
+        assert codec.decode("b/1", codec.encode("b/1", message), type(message)) == message
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Beat("a", -1),
+        Beat("a", 1, tuple(range(5000))),
+        Beat("a", 1, (70_000,)),
+        Beat("x" * 300, 1),
+        Beat("a", 1, vote="yes"),  # type: ignore[arg-type]
+        Beat("a", 1, window_s=1e9),
+        Beat("a", 1, chunks=1000),
+    ],
+)
+def test_values_out_of_bounds_are_no_message(wrong: Beat) -> None:
+    with pytest.raises(BadMessage):
+        PLAIN.decode("b/1", PLAIN.encode("b/1", wrong), Beat)
+
+
+def test_one_kind_is_not_taken_for_another() -> None:
+    with pytest.raises(BadMessage):
+        PLAIN.decode("head", PLAIN.encode("head", BEAT), Page)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from([Beat, Page, Node, Decision]), st.sampled_from([PLAIN, SIGNED]))
+def test_garbage_is_refused(data: bytes, kind: type[msgspec.Struct], codec: Codec) -> None:
+    try:
+        codec.decode("b/1", data, kind)
+    except BadMessage:
+        return
+    assert codec is PLAIN, "what is signed with the key cannot be met by chance"
+
+
+def test_damaged_messages_are_refused_or_within_bounds() -> None:
+    dice = random.Random(5)
+    whole = PLAIN.encode("b/1", BEAT)
+    for _ in range(2000):
+        data = bytearray(whole)
+        for _ in range(dice.randint(1, 4)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        try:
+            found = PLAIN.decode("b/1", bytes(data[: dice.randint(0, len(data))]), Beat)
+        except BadMessage:
+            continue
+        assert 0 <= found.count < 1 << 48 and len(found.ranks) <= 4096
+
+
+def test_what_is_too_large_or_too_deep_is_refused() -> None:
+    with pytest.raises(BadMessage):
+        PLAIN.decode("b/1", b"\x91" * (MOST_MESSAGE + 1), Beat)
+    with pytest.raises(BadMessage):
+        PLAIN.decode("b/1", b"\x91" * 100_000, Beat)
+
+
+def test_a_signed_message_counts_only_where_it_was_written() -> None:
+    data = SIGNED.encode("b/1", BEAT)
+    for codec, place in (
+        (SIGNED, "b/2"),
+        (Codec("other run", b"a key of the job"), "b/1"),
+        (Codec("run", b"x"), "b/1"),
+    ):
+        with pytest.raises(BadMessage):
+            codec.decode(place, data, Beat)
+    with pytest.raises(BadMessage):
+        SIGNED.decode("b/1", PLAIN.encode("b/1", BEAT), Beat)
+
+
+# --- evidence ---------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_put_together_again() -> None:
+    data = random.Random(1).randbytes(3 * CHUNK_BYTES)
+    chunks = packed(data)
+    assert chunks is not None and len(chunks) == 4
+    assert all(len(chunk) <= CHUNK_BYTES for chunk in chunks)
+    assert unpacked(chunks) == data
+    assert packed(random.Random(1).randbytes((MOST_CHUNKS + 1) * CHUNK_BYTES)) is None
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [[], [b""], [b"garbage"], [zlib.compress(b"x" * 1000)[:-3]], [zlib.compress(b"x"), b"more"]],
+    ids=["none", "empty", "garbage", "cut", "more"],
+)
+def test_what_was_never_packed_is_refused(chunks: list[bytes]) -> None:
+    with pytest.raises(BadMessage):
+        unpacked(chunks)
+
+
+def test_a_bomb_is_refused_before_it_goes_off() -> None:
+    engine = zlib.compressobj()
+    small = b"".join(engine.compress(bytes(1 << 20)) for _ in range(256)) + engine.flush()
+    with pytest.raises(BadMessage):
+        unpacked([small])
+
+
+def record(count: int = 50) -> FlightRecord:
+    kinds = Kinds()
+    frames = (Frame("/job/train.py", 7, "main"),)
+    for op in ("gloo:all_reduce", "gloo:broadcast"):
+        kinds.number_of(Collective("0", 0, op, True, state="scheduled", input_sizes=((2, 3),), frames=frames))
+    entries = Entries(
+        kinds,
+        array("I", [number % 2 for number in range(count)]),
+        seqs=list(range(count)),
+        p2p_seqs=[0] * count,
+        record_ids=list(range(5, 5 + count)),
+        created_ns=[1_000_000 + 17 * number * number for number in range(count)],
+    )
+    return FlightRecord("2.10", entries, {"0": (0, 1)}, {"0": GroupStatus(50, -1, 49)})
+
+
+def node(*ranks: int, world: int = 4, count: int = 50) -> Evidence:
+    sides = tuple(
+        RankEvidence(rank, "h", 10 + rank, flight_record=record(count), log_tail="x" * 99_999) for rank in ranks
+    )
+    return Evidence("hang", world, sides, tuple(set(range(world)) - set(ranks)), stall_s=float(ranks[0]))
+
+
+def test_evidence_travels() -> None:
+    sent = node(2, 3)
+    found = expanded(condensed(sent))
+    assert found.ranks[0].flight_record == sent.ranks[0].flight_record
+    assert found.ranks[1].log_tail == "x" * MOST_LOG
+    assert (found.world_size, found.missing_ranks, found.stall_s) == (4, sent.missing_ranks, 2.0)
+
+
+def test_of_long_records_the_newest_entries_travel() -> None:
+    found = expanded(condensed(node(0, count=9000)))
+    assert found.ranks[0].flight_record is not None
+    entries = found.ranks[0].flight_record.entries
+    assert (len(entries), entries[0].seq, entries[-1].seq) == (4096, 9000 - 4096, 8999)
+
+
+def test_the_evidence_of_all_nodes_is_one() -> None:
+    whole = merged(node(0, 1), [node(2, 3), node(1, 2)])
+    assert [rank.rank for rank in whole.ranks] == [0, 1, 2, 3]
+    assert (whole.missing_ranks, whole.stall_s) == ((), 2.0)
+    assert merged(node(0, 1), [node(3)]).missing_ranks == (2,)
+    assert [rank.rank for rank in merged(node(0, 1), [node(9, world=16)]).ranks] == [0, 1], "a rank of no such job"
+
+
+def test_evidence_that_does_not_fit_together_is_refused() -> None:
+    good = msgspec.msgpack.decode(unpacked(condensed(node(2, 3))))
+    for damage in (
+        lambda e: e["records"][2]["kind_of"].append(0),
+        lambda e: e["records"][2]["kind_of"].__setitem__(0, 99),
+        lambda e: e["records"][2]["kind_of"].__setitem__(0, -1),
+        lambda e: e["rest"]["ranks"].append(e["rest"]["ranks"][0]),
+        lambda e: e["rest"]["ranks"][0].__setitem__("rank", -1),
+        lambda e: e["rest"]["ranks"][0].__setitem__("rank", "2"),
+    ):
+        bad = msgspec.msgpack.decode(msgspec.msgpack.encode(good))
+        bad["records"] = {int(rank): value for rank, value in bad["records"].items()}
+        damage(bad)
+        chunks = packed(msgspec.msgpack.encode(bad))
+        assert chunks is not None
+        with pytest.raises(BadMessage):
+            expanded(chunks)

@@ -1,0 +1,276 @@
+"""Splitting the command line: what is ours, what is torchrun's, what belongs to the script.
+
+The real parser of the installed torchrun is the judge: whatever it accepts, we must find the same script in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from argparse import ArgumentParser
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from safelaunch.cli.run import misplaced
+from safelaunch.errors import UsageError
+from safelaunch.launch.argv import CommandLine, split
+from safelaunch.launch.torchrun import KNOWN
+from safelaunch.settings.config import OWN_OPTIONS
+
+OWN = {option.flag: option.takes_value for option in OWN_OPTIONS}
+
+
+def cut(*words: str) -> CommandLine:
+    return split(words, OWN, KNOWN)
+
+
+# --- a table ----------------------------------------------------------------------------------------------------------
+
+# words → own, torchrun's, the script's
+TABLE = {
+    "nothing": ("", [], "", ""),
+    "only a script": ("train.py", [], "", "train.py"),
+    "a script and its arguments": ("train.py --lr 1 x", [], "", "train.py --lr 1 x"),
+    "torchrun's, with a value": ("--nproc-per-node 2 train.py", [], "--nproc-per-node 2", "train.py"),
+    "torchrun's, joined": ("--nproc_per_node=2 train.py", [], "--nproc_per_node=2", "train.py"),
+    "torchrun's flag": ("--standalone train.py", [], "--standalone", "train.py"),
+    "an abbreviation with a value": ("--nproc-per 2 train.py", [], "--nproc-per 2", "train.py"),
+    "an abbreviated flag": ("--standal train.py", [], "--standal", "train.py"),
+    "a module": ("-m package.train --lr 1", [], "-m", "package.train --lr 1"),
+    "short, joined": ("-r3 train.py", [], "-r3", "train.py"),
+    "short, apart": ("-t 3 train.py", [], "-t 3", "train.py"),
+    "short, with =": ("-r=3 train.py", [], "-r=3", "train.py"),
+    "a flag and a valued one in one word": ("-mr 3 train.py", [], "-mr 3", "train.py"),
+    "a flag and a joined value in one word": ("-mr3 train.py", [], "-mr3", "train.py"),
+    "a value that looks like a script": ("--role train.py main.py", [], "--role train.py", "main.py"),
+    "a value that is a number below zero": ("--node-rank -1 train.py", [], "--node-rank -1", "train.py"),
+    "ours first": ("--preset x --nnodes 1 train.py", [("--preset", "x")], "--nnodes 1", "train.py"),
+    "ours last": ("--nnodes 1 --preset x train.py", [("--preset", "x")], "--nnodes 1", "train.py"),
+    "ours, joined": ("--preset=x train.py", [("--preset", "x")], "", "train.py"),
+    "ours, joined and empty": ("--preset= train.py", [("--preset", "")], "", "train.py"),
+    "ours, with = in the value": ("--preset=a=b train.py", [("--preset", "a=b")], "", "train.py"),
+    "ours, without a value": ("--dry-run train.py", [("--dry-run", None)], "", "train.py"),
+    "ours, twice": ("--preset a --preset b t.py", [("--preset", "a"), ("--preset", "b")], "", "t.py"),
+    "ours after the script is the script's": ("t.py --preset x --wait", [], "", "t.py --preset x --wait"),
+    "ours between": (
+        "--standalone --wait --nnodes 1 --gpus=2 t.py --gpus 3",
+        [("--wait", None), ("--gpus", "2")],
+        "--standalone --nnodes 1",
+        "t.py --gpus 3",
+    ),
+    "ours is never abbreviated": ("--prese x t.py", [], "--prese", "x t.py"),
+    "ours as the value of torchrun's": ("--role --preset t.py", [], "--role --preset", "t.py"),
+    "ours after --": ("-- --preset x", [], "--", "--preset x"),
+    "-- before the script": ("--nnodes 1 -- t.py -- x", [], "--nnodes 1 --", "t.py -- x"),
+    "-- after the script": ("t.py -- --preset x", [], "", "t.py -- --preset x"),
+    "an unknown option is torchrun's to reject": ("--nope t.py", [], "--nope", "t.py"),
+    "a lone dash is a script": ("- x", [], "", "- x"),
+    "a number below zero is a script": ("-3 --preset x", [], "", "-3 --preset x"),
+    "a value is missing": ("--nnodes", [], "--nnodes", ""),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_the_table(case: str) -> None:
+    words, own, torchrun, script = TABLE[case]
+    assert cut(*words.split()) == CommandLine(tuple(own), tuple(torchrun.split()), tuple(script.split()))
+
+
+def test_words_with_spaces_and_empty_words_are_kept_whole() -> None:
+    assert cut("--role", "a b", "my script.py", "c d", "") == CommandLine(
+        (), ("--role", "a b"), ("my script.py", "c d", "")
+    )
+    assert cut("", "x").script == ("", "x")
+    assert cut("-x y", "--preset").script == ("-x y", "--preset"), "argparse: a word with a space is no option"
+    assert cut("-r3 4", "t.py").torchrun == ("-r3 4",), "... unless it begins with a short one"
+    assert cut("--role=a b", "t.py").torchrun == ("--role=a b",)
+
+
+def test_what_torchrun_is_given_is_everything_but_ours() -> None:
+    assert cut("--nnodes", "1", "--wait", "t.py", "--wait").arguments == ("--nnodes", "1", "t.py", "--wait")
+
+
+def test_flags_are_looked_for_before_the_script_only() -> None:
+    assert cut("-h", "t.py").has_flag("-h", "--help")
+    assert not cut("t.py", "-h").has_flag("-h", "--help")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--preset"], "--preset needs a value"),
+        (["--standalone", "--run-name"], "--run-name needs a value"),
+        (["--wait=1", "t.py"], "--wait takes no value, but got '1'"),
+        (["--dry-run=", "t.py"], "--dry-run takes no value, but got ''"),
+    ],
+)
+def test_an_own_option_used_wrongly(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cut(*words)
+
+
+# --- the real parser is the judge -------------------------------------------------------------------------------------
+
+
+@cache
+def parser() -> ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+@cache
+def table() -> dict[str, bool]:
+    return {name: action.nargs != 0 for action in parser()._actions for name in action.option_strings}
+
+
+def accepted(words: list[str]) -> tuple[str, list[str]] | None:
+    """What torchrun takes for the script and its arguments; None where it rejects the line (or shows its help)."""
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            found = parser().parse_args(words)
+        except SystemExit:
+            return None
+    return found.training_script, found.training_script_args
+
+
+def agree(words: list[str], own: list[tuple[int, list[str]]] = []) -> bool:  # noqa: B006
+    """Checks one line; ``own``: our options, each put before the n-th of ``words``. False: torchrun rejects it."""
+    judged = accepted(words)
+    if judged is None:
+        return False
+    mixed = list(words)
+    for position, ours in sorted(own, key=lambda item: -item[0]):
+        mixed[position:position] = ours
+    found = split(mixed, OWN, table())
+    script, arguments = judged
+    assert [*found.torchrun, *found.script] == words
+    assert found.script[0] == script
+    # argparse drops a "--" that follows the script, or not, by version; it gets to see it in any case.
+    assert [w for w in found.script[1:] if w != "--"] == [w for w in arguments if w != "--"]
+    if "--" not in words:
+        assert list(found.script[1:]) == arguments
+    expected = [word.partition("=")[0] for _, ours in sorted(own, key=lambda item: item[0]) for word in ours[:1]]
+    assert [name for name, _ in found.own] == expected
+    return True
+
+
+VALUES = {
+    "--max-restarts": "3",
+    "--monitor-interval": "0.5",
+    "--start-method": "fork",
+    "--node-rank": "1",
+    "--master-port": "29501",
+    "--numa-binding": "node",
+    "--shutdown-timeout": "7",
+}
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_every_option_in_every_form(name: str) -> None:
+    """Apart, joined, and every abbreviation that argparse accepts; each before a script with the same argument."""
+    if name not in table():
+        pytest.skip(f"this torch has no {name}")
+    value = VALUES.get(name.replace("_", "-"), "x")
+    tail = ["t.py", name, "y"]
+    if name in ("-h", "--help"):
+        assert split([name, *tail], OWN, table()) == CommandLine((), (name,), tuple(tail))
+        return
+    forms = [[name, value], [f"{name}={value}"]] if table()[name] else [[name]]
+    assert all(agree([*form, *tail]) for form in forms)
+    for end in range(3, len(name)):
+        for form in forms:
+            agree([form[0].replace(name, name[:end]), *form[1:], *tail])
+
+
+def test_some_abbreviations_are_accepted() -> None:
+    assert agree(["--stand", "t.py"])
+    assert agree(["--max-r", "3", "t.py"])
+    assert agree(["--mast=1", "t.py"]) is False, "ambiguous: torchrun rejects it"
+
+
+NASTY = [
+    "t.py",
+    "-m",
+    "-r",
+    "3",
+    "-r3",
+    "-mr",
+    "--",
+    "-3",
+    "-1.5",
+    "-",
+    "",
+    "a b",
+    "-x y",
+    "-r3 4",
+    "--role=a b",
+    "--no-python",
+    "--x",
+]
+
+
+def test_every_line_of_three_nasty_words() -> None:
+    judged = [agree(list(words)) for words in product(NASTY, repeat=3)]
+    assert sum(judged) > 1000
+
+
+SHORT = st.sampled_from(["-m", "-r3", "-r3 4", "-t=3", "-mr3", "-mmt1", "-mt a b"]).map(
+    lambda word: [word]
+) | st.sampled_from([["-r", "3"], ["-t", "0:1,1:2"], ["-mr", "3"], ["-mt", "-1"], ["-r", "a b"]])
+WORD = st.sampled_from(["2", "x", "-1", "a b", "train.py", "-.5", "a=b", "--"]) | st.text("ab-= ", max_size=4)
+OWN_WORDS = st.sampled_from(
+    [["--preset", "x"], ["--preset=--"], ["--wait"], ["--run-name", "--nnodes"], ["--gpus", ""]]
+)
+
+
+@st.composite
+def options(draw: st.DrawFn) -> list[str]:
+    """One of torchrun's options, in some form."""
+    name = draw(st.sampled_from(sorted(name for name in table() if name.startswith("--") and name != "--help")))
+    cut_at = draw(st.integers(4, len(name)) | st.just(len(name)))
+    if not table()[name]:
+        return [name[:cut_at]]
+    value = VALUES.get(name.replace("_", "-")) or draw(WORD)
+    return [f"{name[:cut_at]}={value}"] if draw(st.booleans()) else [name[:cut_at], value]
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """A command line, and our own options with the places where they are put, between torchrun's."""
+    words: list[str] = []
+    own = []
+    for option in draw(st.lists(options() | SHORT, max_size=4)):
+        if draw(st.booleans()):
+            own.append((len(words), draw(OWN_WORDS)))
+        words += option
+    if draw(st.booleans()):
+        words.append("--")
+    script = draw(st.sampled_from(["t.py", "a.b", "my script.py", "-3"]) | WORD)
+    arguments = draw(st.lists(st.sampled_from(["--preset", "--wait", "--nnodes", "-m", "--help"]) | WORD, max_size=4))
+    return [*words, script, *arguments], own
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@example((["--standalone", "t.py", "--wait"], [(0, ["--wait"]), (1, ["--preset", "x"])]))
+@given(lines())
+def test_generated_lines(line: tuple[list[str], list[tuple[int, list[str]]]]) -> None:
+    agree(*line)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(NASTY) | WORD | st.sampled_from(sorted(KNOWN)), max_size=6))
+def test_generated_heaps_of_words(words: list[str]) -> None:
+    agree(words)
+
+
+def test_options_meant_for_us_behind_the_script_are_noticed() -> None:
+    words = ("train.py", "--lr", "1", "--stall-timeout=5", "--bundle-dir", "b", "--preset", "x", "--config", "c.yaml")
+    assert misplaced(words) == ["--bundle-dir", "--stall-timeout"]  # a script may well have a --preset of its own
+    assert misplaced(("--stall-timeout.py",)) == misplaced(()) == []

@@ -1,0 +1,233 @@
+"""Whose a run directory is: held by a lock, never by a number; and where it is when others have taken its place."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from safelaunch.control import discover
+from safelaunch.launch import paths
+from safelaunch.launch.argv import CommandLine
+from safelaunch.launch.paths import (
+    RunPaths,
+    Unfinished,
+    create_run,
+    discard_unfinished,
+    is_held,
+    run_root,
+    sweep,
+    sweep_unfinished,
+)
+from safelaunch.launch.plan import Plan, Surroundings, build, in_directory
+from safelaunch.launch.torchrun import Torch
+from safelaunch.settings.config import Settings
+from safelaunch.settings.presetfile import EnvSetting
+
+ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
+UID = os.getuid()
+NOBODY = 65534
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A /tmp of our own."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr(paths, "TMP", os.fspath(place))
+    return place
+
+
+def dies(run: RunPaths) -> None:
+    """As its supervisor and its guardian do."""
+    os.close(run.lock)
+
+
+def test_what_is_held_is_not_swept_whatever_its_owner_file_says(root: Path) -> None:
+    """In another pid namespace the owner's number is nobody's, or somebody else's."""
+    run = create_run(root, os.getpid(), UID)
+    run.owner.write_text("999999999 1\n")
+    assert (sweep(root), is_held(run.root), run.root.exists()) == (0, True, True)
+    assert [found.alive for found in discover.find([root])] == [True]
+    dies(run)
+    assert [found.alive for found in discover.find([root])] == [False]
+    assert (sweep(root), run.root.exists()) == (1, False)
+
+
+def test_a_number_that_lives_keeps_nothing(root: Path) -> None:
+    """This process lives, and its number stands there; nobody holds the directory."""
+    run = create_run(root, os.getpid(), UID)
+    dies(run)
+    assert (is_held(run.root), sweep(root)) == (False, 1)
+
+
+def test_a_guardian_holds_it_as_well(root: Path) -> None:
+    run = create_run(root, os.getpid(), UID)
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    dies(run)
+    assert is_held(run.root) and sweep(root) == 0
+    os.close(write)
+    os.waitpid(pid, 0)
+    assert sweep(root) == 1
+
+
+def test_what_is_being_made_is_left_for_an_hour(root: Path) -> None:
+    made = root / "r5"
+    made.mkdir(parents=True)
+    assert sweep(root) == 0
+    os.utime(made, (1, 1))
+    assert sweep(root) == 1
+
+
+def test_runs_of_one_number_get_a_directory_each(root: Path) -> None:
+    runs = [create_run(root, os.getpid(), UID) for _ in range(3)]
+    names = [run.root.name for run in runs]
+    assert names == [f"r{os.getpid()}", f"r{os.getpid()}-1", f"r{os.getpid()}-2"]
+    assert all(is_held(run.root) for run in runs) and sweep(root) == 0
+    for run in runs:
+        dies(run)
+
+
+def test_who_asks_keeps_nobody_from_making_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking takes a shared lock for a moment."""
+    asked: list[int] = []
+    made = Path.mkdir
+
+    def mkdir(self: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        made(self, mode, parents, exist_ok)
+        if self.name.startswith("r") and not asked:
+            asked.append(os.open(self, os.O_RDONLY))
+            fcntl.flock(asked[0], fcntl.LOCK_SH)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr("time.sleep", lambda seconds: fcntl.flock(asked[0], fcntl.LOCK_UN))
+    run = create_run(root, os.getpid(), UID)
+    assert is_held(run.root)
+    dies(run)
+    os.close(asked[0])
+
+
+# --- unfinished bundles -----------------------------------------------------------------------------------------------
+
+
+def assembling(place: Path, run: str) -> tuple[Unfinished, Path]:
+    unfinished = Unfinished()
+    made = unfinished.name(place, Path(run), "hang")
+    made.mkdir(parents=True)
+    unfinished.hold(made)
+    os.utime(made, (1, 1))
+    return unfinished, made
+
+
+def test_a_bundle_that_is_being_assembled_is_not_swept(tmp_path: Path) -> None:
+    unfinished, made = assembling(tmp_path, "r999999999")
+    assert (sweep_unfinished(tmp_path), made.exists()) == (0, True)
+    unfinished.let_go(made)
+    young = tmp_path / ".r999999999-hang-2"
+    young.mkdir()
+    assert (sweep_unfinished(tmp_path), made.exists(), young.exists()) == (1, False, True)
+
+
+def test_a_run_discards_what_is_its_own(tmp: Path) -> None:
+    """r47 of this pid namespace, r47 of another one, and r47-1."""
+    place = private(run_root({}, UID)) / "bundles"
+    (one, own), (other, foreign), (third, later) = (assembling(place, run) for run in ("r47", "r47", "r47-1"))
+    one.discard()
+    assert [path.exists() for path in (own, foreign, later)] == [False, True, True]
+    discard_unfinished("r47")  # its guardian's, when it has been killed
+    assert foreign.exists() and later.exists()
+    other.let_go(foreign), third.let_go(later)
+    discard_unfinished("r47")
+    assert [path.exists() for path in (foreign, later)] == [False, True]
+
+
+# --- where the run directories are ------------------------------------------------------------------------------------
+
+
+def private(path: Path, mode: int = 0o700) -> Path:
+    path.mkdir()
+    path.chmod(mode)
+    return path
+
+
+def link(path: Path) -> None:
+    path.symlink_to("/etc")
+
+
+def foreign(path: Path) -> None:
+    os.chown(private(path), NOBODY, NOBODY)
+
+
+TAKEN: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text(""),
+    "a link": link,
+    "a dangling link": lambda path: path.symlink_to("/nonexistent/x"),
+    "open to others": lambda path: private(path, 0o777),
+}
+
+
+@pytest.mark.parametrize("what", [*TAKEN, pytest.param("another user's", marks=ROOT)])
+def test_a_place_that_somebody_else_has_taken(what: str, tmp: Path) -> None:
+    """Others cannot foresee its name, and whoever looks for runs finds it."""
+    {**TAKEN, "another user's": foreign}[what](tmp / f"safelaunch-{UID}")
+    found = run_root({}, UID)
+    assert found.parent == tmp and found.name.startswith(f"safelaunch-{UID}-") and len(found.name) > 18
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert run_root({}, UID) == found, "one for all"
+    assert found in discover.roots({}, UID)
+    run = create_run(found, os.getpid(), UID)
+    assert [one.run for one in discover.find(discover.roots({}, UID))] == [run.root.name]
+    (tmp / f"safelaunch-{UID}").rename(tmp / "gone")
+    assert run_root({}, UID).name == f"safelaunch-{UID}"
+    assert [one.run for one in discover.find(discover.roots({}, UID))] == [run.root.name]
+    dies(run)
+
+
+@ROOT
+def test_what_others_make_to_be_taken_for_ours_is_not(tmp: Path) -> None:
+    foreign(tmp / f"safelaunch-{UID}")
+    foreign(tmp / f"safelaunch-{UID}-aaaaaaaa")
+    link(tmp / f"safelaunch-{UID}-bbbbbbbb")
+    private(tmp / f"safelaunch-{UID}-cccccccc", 0o755)
+    assert paths.other_roots(UID) == ()
+    assert run_root({}, UID).stat().st_uid == UID
+
+
+# --- a plan for another directory -------------------------------------------------------------------------------------
+
+
+def planned(run_dir: Path, **exported: str) -> Plan:
+    setting = EnvSetting("TORCH_FR_DUMP_TEMP_FILE", "{run_dir}/flight_recorder/trace_", "", "preset x")
+    settings = replace(Settings(), env=(setting,))
+    torch = Torch("/usr/bin/python3", Path("/torch"), "2.13")
+    command = CommandLine(own=(), torchrun=(), script=("train.py",))
+    return build(command, settings, torch, Surroundings(exported, run_dir, 7))
+
+
+def test_a_plan_goes_where_its_directory_is() -> None:
+    moved = in_directory(planned(Path("/tmp/s/r7")), Path("/tmp/s/r7-1"))
+    assert moved == planned(Path("/tmp/s/r7-1"))
+    assert moved.env["TORCH_FR_DUMP_TEMP_FILE"] == "/tmp/s/r7-1/flight_recorder/trace_"
+    assert moved.env["SAFELAUNCH_RUN_DIR"] == "/tmp/s/r7-1"
+
+
+def test_what_the_user_exported_stays_in_a_plan_that_is_moved() -> None:
+    exported = {"TORCH_FR_DUMP_TEMP_FILE": "/tmp/s/r7/mine", "MINE": "/tmp/s/r7"}
+    moved = in_directory(planned(Path("/tmp/s/r7"), **exported), Path("/tmp/s/r7-1"))
+    assert {name: moved.env[name] for name in exported} == exported

@@ -1,0 +1,339 @@
+"""A lease directory with all in it that another user can put there: nobody is stopped, and nothing is believed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import strangers
+from strangers import MINE, STRANGER, stranger, words
+
+from safelaunch.beacon import leases as beacon
+from safelaunch.cli import gpu_rows, gpus
+from safelaunch.leases import claims, files, holder, ports
+from safelaunch.leases.choose import Gpu, Inventory, Wish
+from safelaunch.leases.claims import Claim, Survey, Terms
+from safelaunch.leases.holder import Holder, ourselves
+from safelaunch.leases.lease import Lease
+from safelaunch.leases.store import Store
+from safelaunch.leases.tickets import MOST_EACH
+from safelaunch.leases.users import look
+
+A, B = "GPU-aaaa", "GPU-bbbb"
+TICKET = "ticket.00000000000000000001.1"
+ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
+
+
+class Said(list[str]):
+    """What the store says, which is shown to the user as it is."""
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Where a stranger can go as well."""
+    with strangers.open_place() as place:
+        yield place
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+@pytest.fixture
+def store(tmp_path: Path, said: Said) -> Store:
+    (tmp_path / "precious").write_text("precious")
+    place = tmp_path / "leases"
+    place.mkdir()
+    place.chmod(0o1777)
+    return Store(os.fspath(place), said.append)
+
+
+def place(store: Store) -> Path:
+    return Path(store.directory)
+
+
+def take(store: Store, *keys: str) -> Lease | None:
+    def pick(held: Mapping[str, Holder]) -> Sequence[str] | None:
+        return None if held else keys
+
+    return store.attempt(keys, pick, ourselves("", "mine.py")).lease
+
+
+def stands(store: Store, said: Said) -> None:
+    """Everything can be asked and B can be had; at most one line is said, and none can do a terminal harm."""
+    begin = time.monotonic()
+    held, waiting = store.look([A, B]), store.waiting()
+    shown = [holder.told(one) for one in (*held.values(), *waiting)]
+    rows = gpu_rows.rows([Gpu("0", A), Gpu("1", B)], held, {}, 0)
+    shown += [*gpus.plain(rows), *map(gpu_rows.waiting_line, waiting)]
+    assert len(said) <= 1 and all(line.isprintable() for line in (*said, *shown))
+    lease = take(store, B)
+    assert lease is not None and set(store.look([B])) == {B}
+    lease.release()
+    assert time.monotonic() - begin < 20.0
+
+
+@pytest.mark.parametrize("what", strangers.contents())
+def test_a_ticket_that_says_anything(what: str, store: Store, said: Said) -> None:
+    with stranger(lambda: strangers.locked(place(store) / TICKET, strangers.contents()[what])):
+        if not store.waiting():  # else he queues as he should, and is waited for
+            stands(store, said)
+            assert len(said) == 1 and TICKET in said[0]
+
+
+@pytest.mark.parametrize("what", strangers.contents())
+def test_a_holder_who_says_anything(what: str, store: Store, said: Said) -> None:
+    text = strangers.contents()[what]
+    with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
+        assert store.look([A])[A].uid == STRANGER
+        stands(store, said)
+
+
+@pytest.mark.parametrize("name", [*strangers.NAMES, *map(os.fsdecode, strangers.UNDECODABLE)])
+def test_names(name: str, store: Store, said: Said) -> None:
+    text = strangers.encoded(words(candidates=[A], count=1))
+    with stranger(lambda: strangers.locked(place(store) / name, text)):
+        stands(store, said)
+        # It stands under a name of A's, so somebody has A; who that is the kernel says.
+        assert {one.uid for one in store.look([A]).values()} <= {STRANGER}
+
+
+@pytest.mark.parametrize("what", strangers.things())
+@pytest.mark.parametrize("name", [TICKET, f"{A}.{MINE}", f"{B}.{MINE}", f"{B}.{MINE}.ranks"])
+def test_things_that_are_no_files(what: str, name: str, store: Store, said: Said, tmp_path: Path) -> None:
+    if name.startswith(B) and "file" in what and "link" not in what:
+        name = name.replace(B, A)  # a locked file of his is his lease
+    with stranger(lambda: strangers.things()[what](place(store) / name)):
+        stands(store, said)
+    assert (tmp_path / "precious").read_text() == "precious" and not (tmp_path / "new").exists()
+
+
+def test_thousands_of_files(store: Store, said: Said) -> None:
+    def flood() -> list[int]:
+        for number in range(10_000):
+            (place(store) / f"{(A, B, 'ticket')[number % 3]}.{number:020d}.1").touch()
+        return [strangers.locked(place(store) / f"ticket.{number:020d}.2", b"[") for number in range(500)]
+
+    with stranger(flood):
+        stands(store, said)
+
+
+@ROOT
+def test_one_user_cannot_fill_the_queue(store: Store, said: Said) -> None:
+    """Of what he has put there so many count."""
+    text = strangers.encoded(words(candidates=["GPU-cccc"]))
+
+    def flood() -> list[int]:
+        return [strangers.locked(place(store) / f"ticket.{n:020d}.1", text) for n in range(MOST_EACH + 50)]
+
+    with stranger(flood):
+        mine = store.queue([A, B], 1, ourselves("", "mine.py"))
+        assert [one.command for one in store.waiting()] == ["theirs.py"] * MOST_EACH + ["mine.py"]
+        assert len(said) == 1 and "more than" in said[0]
+        store.leave(mine)
+
+
+def test_files_that_change_while_they_are_read(store: Store, said: Said) -> None:
+    held: list[int] = []
+
+    def plant() -> None:
+        held.append(strangers.locked(place(store) / TICKET, strangers.encoded(words(count=float("inf")))))
+        held.append(strangers.locked(place(store) / f"{A}.{STRANGER}-3", b""))
+
+    def rewrite() -> None:
+        for fd in held:
+            os.truncate(fd, 0)
+            os.pwrite(fd, strangers.encoded(words(command="\x1b[2J" * 100)), os.getpid() % 7)
+            os.truncate(fd, 1 << 30)
+
+    with stranger(plant, again=rewrite):
+        for _ in range(20):
+            held_by, _ = store.look([A, B]), store.waiting()
+            assert [one.uid for one in held_by.values()] == [STRANGER]
+            assert all(holder.told(one).isprintable() for one in held_by.values())
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+@ROOT
+def test_a_strangers_lock_on_a_file_of_ours_is_not_ours(store: Store, said: Said) -> None:
+    """He may read it, so he may lock it: that holds nothing, and we take the next name."""
+    lease = take(store, A)
+    assert lease is not None
+    lease.release()
+    of_ours = [path for path in place(store).iterdir() if path.name.startswith(A)]
+    with stranger(lambda: [strangers.lock_for_reading(path) for path in of_ours]):
+        assert store.look([A]) == {}
+        lease = take(store, A)
+        assert lease is not None and store.look([A])[A].uid == MINE
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(write)
+            lease.forget()
+            beacon.hold(os.pathsep.join(lease.rank_files))
+            os.read(read, 1)
+            os._exit(0)
+        os.close(read)
+        while not beacon_holds(lease):
+            time.sleep(0.001)
+        lease.release()
+        assert store.look([A])[A].by == "ranks"
+        os.close(write)
+        os.waitpid(pid, 0)
+        assert store.look([A]) == {}
+    assert said == []
+
+
+def beacon_holds(lease: Lease) -> bool:
+    path = Path(lease.rank_files[0])
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        return files.is_locked(path.name, directory)
+    finally:
+        os.close(directory)
+
+
+@ROOT
+def test_words_of_another_are_not_put_into_a_holders_mouth(store: Store) -> None:
+    """He holds ``GPU-aaaa.0.ranks``, beside a file of ours that says what we last ran."""
+    lease = take(store, A)
+    assert lease is not None
+    lease.release()
+    (place(store) / f"{A}.{MINE}.ranks").unlink()
+    with stranger(lambda: strangers.locked(place(store) / f"{A}.{MINE}.ranks")):
+        (holder,) = store.look([A]).values()
+    assert (holder.uid, holder.command, holder.pid) == (STRANGER, "", 0)
+
+
+@ROOT
+def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: Store) -> None:
+    found = Inventory((Gpu("0", A),))
+    text = strangers.encoded(words(pid=os.getpid()))
+    with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
+        claim = Claim(
+            store, Terms(Wish(found.gpus, 1, "--gpus 1"), ourselves("", "")), Survey(found, lambda: found, lambda: 0.0)
+        )
+        assert claim.advance() is None
+        assert "theirs.py" in claims.table(claim, {os.getpid()})
+
+
+@contextmanager
+def shut(store: Store) -> Iterator[int]:
+    def keep() -> int:
+        gate = os.open(store.directory, os.O_RDONLY)
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        return gate
+
+    with stranger(keep) as pid:
+        yield pid
+
+
+def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: Store, said: Said) -> None:
+    with shut(store) as pid:
+        begin = time.monotonic()
+        for _ in range(20):
+            store.look([A])
+            lease = take(store, B)
+            assert lease is not None
+            lease.release()
+        assert time.monotonic() - begin < 3.0
+    assert len(said) == 1 and f"pid {pid} (" in said[0]
+
+
+def test_a_place_in_the_queue_can_be_left_when_the_directory_serves_no_longer(store: Store, tmp_path: Path) -> None:
+    ticket = store.queue([A], 1, ourselves("", "mine.py"))
+    place(store).rename(tmp_path / "gone")
+    place(store).write_text("in the way")
+    store.leave(ticket)
+    assert ticket.descriptor == -1
+    assert Store(os.fspath(tmp_path / "gone")).waiting() == []
+
+
+# --- ports, processes -------------------------------------------------------------------------------------------------
+
+
+@ROOT
+def test_a_stranger_who_leases_thousands_of_ports(store: Store, said: Said) -> None:
+    """They are passed over in one look, not one by one."""
+    wanted = list(ports.candidates("", ""))[:5000]
+
+    def lease() -> list[int]:
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        found = []
+        with suppress(OSError):  # as many as he may open
+            for port in wanted:
+                found.append(strangers.locked(place(store) / f"port-{port}.{STRANGER}"))
+        return found
+
+    with stranger(lease):
+        begin = time.monotonic()
+        taken = ports.take(store, 2, ourselves("", "mine.py"))
+        assert time.monotonic() - begin < 20.0 and len(set(taken.numbers)) == 2
+        taken.release()
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5000, "-1", "", "x", "1e9", "99999999999999"])
+def test_a_process_that_names_any_supervisor(number: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"],
+        env={"SAFELAUNCH_SUPERVISOR_PID": number},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    found = look(process.pid)
+    process.communicate(b"\n")
+    assert found.command and not found.left_over
+
+
+@ROOT
+def test_names_that_were_taken_beforehand_leave_others(store: Store) -> None:
+    where = Path(store.directory)
+    base = "port-20000"
+
+    def deed() -> list[Path]:
+        taken = [where / f"{base}.{MINE}", *(where / f"{base}.{MINE}-{number}" for number in range(1, 100))]
+        for path in taken:
+            path.mkdir()
+        return taken
+
+    with stranger(deed):
+        directory = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            descriptor, name = files.take_own(base, directory)
+        finally:
+            os.close(directory)
+        os.close(descriptor)
+    assert name.startswith(f"{base}.{MINE}-")
+
+
+@ROOT
+def test_a_file_of_a_stranger_with_a_kernels_lease_on_it_is_passed_over(store: Store) -> None:
+    where = Path(store.directory)
+
+    def deed() -> int:
+        descriptor = os.open(where / f"port-20000.{MINE}", os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        return descriptor
+
+    with stranger(deed):
+        directory = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            descriptor, name = files.take_own("port-20000", directory)
+        finally:
+            os.close(directory)
+        os.close(descriptor)
+    assert name == f"port-20000.{MINE}-1"

@@ -1,0 +1,284 @@
+"""Bundles, archives and run directories that a stranger has made: bounded, inside of PATH, one clear line each."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import resource
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_postmortem import dumps, hang, mismatching, run_directory, verdict_at, write_bundle
+
+from safelaunch.beacon import layout
+from safelaunch.cli import main
+from safelaunch.diagnose import diagnose
+from safelaunch.postmortem import locate
+from safelaunch.postmortem.found import Unreadable
+
+ZEROS = gzip.compress(bytes(16 << 20))  # members of a gzip file stand one after the other
+
+
+def changed(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2_000_000_000, 65_537, -1, 10**23])
+@pytest.mark.parametrize("name", ["manifest.json", "ranks/2/progress.json"])
+def test_a_world_that_no_job_has(name: str, size: int, tmp_path: Path) -> None:
+    root = write_bundle(tmp_path / "b", hang())
+    changed(root / name, **{"job": {"world_size": size}} if name == "manifest.json" else {"world_size": size})
+    found = locate.read(root)
+    assert found.evidence.world_size == 4
+    assert any(name in problem for problem in found.problems)
+    assert [c.rank for c in diagnose(found.evidence).culprits] == [1]
+
+
+@pytest.mark.parametrize("name", ["999999999999", "²", "٣", "007", "65536", "1e9", "9" * 250])
+def test_a_folder_that_is_called_like_no_rank(name: str, tmp_path: Path) -> None:
+    root = write_bundle(tmp_path / "b", hang())
+    (root / "ranks" / name).mkdir()
+    found = locate.read(root)
+    assert ([one.rank for one in found.evidence.ranks], found.evidence.world_size) == ([0, 1, 2, 3], 4)
+    assert found.problems == (f"ranks/{name}: the name is not a rank number",)
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ranks", "ranks/1", "ranks/1/rank.json", "ranks/1/log_tail.txt", "manifest.json"])
+def test_a_link_out_of_the_bundle_is_not_followed(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    other = write_bundle(tmp_path / "other", hang(), host="elsewhere")
+    for number in range(4):
+        changed(other / f"ranks/{number}/rank.json", host="elsewhere")
+        (other / f"ranks/{number}/log_tail.txt").write_text("elsewhere")
+    root = write_bundle(tmp_path / "b", hang())
+    path = root / name
+    if path.exists():
+        path.rename(tmp_path / "moved")
+    path.symlink_to(other / name)
+    main(["diagnose", str(root), "--json"])
+    captured = capfd.readouterr()
+    assert "elsewhere" not in captured.out + captured.err
+    assert "link" in captured.out + captured.err
+
+
+def test_a_dump_that_leads_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
+    folder = dumps(tmp_path / "dumps", mismatching())
+    (folder / "nccl_trace_rank_2").rename(tmp_path / "outside")
+    (folder / "nccl_trace_rank_2").symlink_to("../outside")
+    (folder / "nccl_trace_rank_1").rename(folder / "moved")
+    (folder / "nccl_trace_rank_1").symlink_to("moved")  # within the folder: as good as a file
+    found = locate.read(folder)
+    assert [one.rank for one in found.evidence.ranks] == [0, 1, 3]
+    assert found.problems == ("nccl_trace_rank_2: it is a link, and safelaunch follows no links here",)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_a_device_is_not_opened(tmp_path: Path) -> None:
+    root = write_bundle(tmp_path / "b", hang())
+    (root / "ranks/1/rank.json").unlink()
+    os.mknod(root / "ranks/1/rank.json", 0o20666, os.makedev(1, 5))  # /dev/zero
+    assert "ranks/1/rank.json: it is not a regular file" in locate.read(root).problems
+
+
+# --- archives ---------------------------------------------------------------------------------------------------------
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def archive(path: Path, *members: tuple[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is unpacked lies here."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "tmp"
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_an_archive_that_announces_gigabytes(
+    kind: bytes, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.tar.gz"
+    path.write_bytes(gzip.compress(header("x", 3200 << 20, kind)) + ZEROS * 20)
+    assert main(["diagnose", str(path)]) == 2
+    said = f"safelaunch: diagnose: {path}: reading it takes more than 256 MB of memory.\n"
+    assert tuple(capfd.readouterr()) == ("", said)
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("size", [320, 3200])
+def test_what_is_passed_over_counts(size: int, tmp_path: Path, temporary: Path) -> None:
+    """A sparse member says that it holds nothing; its gigabytes would be decompressed to get past it."""
+    path = tmp_path / "b.tar.gz"
+    made = header("x", size << 20, tarfile.GNUTYPE_SPARSE), header("y", 800 << 20, tarfile.GNUTYPE_SPARSE)
+    path.write_bytes(gzip.compress(made[0]) + ZEROS * (size // 16) + gzip.compress(made[1]))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(Unreadable, match="larger than any bundle: unpack it"):
+        locate.read(path)
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert now.ru_utime - used.ru_utime < 5
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("what", ["bytes", "files", "one file"])
+def test_an_archive_unpacks_to_no_more_than_its_bound(
+    what: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate, {"bytes": "MAX_UNPACKED_BYTES", "files": "MAX_UNPACKED_FILES",
+                                 "one file": "MAX_FILE_BYTES"}[what], 50)  # fmt: skip
+    path = archive(
+        tmp_path / "b.tar.gz", *((f"ranks/0/{n}", bytes(60 if what == "one file" else 1)) for n in range(60))
+    )
+    with pytest.raises(Unreadable, match="larger than any bundle: unpack it"):
+        locate.read(path)
+    assert not list(temporary.iterdir())
+
+
+def test_an_archive_of_names_that_nothing_is_called(tmp_path: Path, temporary: Path) -> None:
+    with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
+        tar.add(write_bundle(tmp_path / "b", hang()), "b")
+        for name in ("/".join("a" * 2000), "b/" + "a" * 4000, "b/ranks/0/rank.json/x", "b/ranks/1", "b/\udcff", ""):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"x"))
+    found = locate.read(tmp_path / "b.tar.gz")
+    assert [c.rank for c in diagnose(found.evidence).culprits] == [1]
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("mode", ["w:", "w:gz", "w:bz2", "w:xz"])
+def test_a_damaged_archive_is_one_line(
+    mode: str, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with tarfile.open(tmp_path / "archive", mode) as tar:  # type: ignore[call-overload]
+        tar.add(write_bundle(tmp_path / "b", hang()), "b")
+    data = bytearray((tmp_path / "archive").read_bytes())
+    for damage in (slice(0, 10), slice(len(data) // 3, len(data) // 3 + 40), slice(len(data) // 2, len(data))):
+        damaged = bytearray(data)
+        damaged[damage] = b"\xff" * (damage.stop - damage.start)
+        (tmp_path / "archive").write_bytes(damaged)
+        code = main(["diagnose", str(tmp_path / "archive")])
+        said = capfd.readouterr().err
+        assert code in (0, 1, 2) and (code != 2 or said.count("\n") == 1)
+        assert code != 2 or re.search(
+            "damaged or incomplete: copy it again|neither a directory nor|holds no bundle", said
+        )
+
+
+# --- run directories --------------------------------------------------------------------------------------------------
+
+SUFFIXES = (layout.RING_SUFFIX, layout.META_SUFFIX, layout.FAULT_SUFFIX, layout.EXCEPTION_SUFFIX, layout.EXIT_SUFFIX,
+            layout.CAUGHT_SUFFIX)  # fmt: skip
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, sparse, lambda path: path.symlink_to("/etc/passwd")])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_lies_beside_a_page_is_a_small_file(
+    suffix: str, make: Callable[[Path], object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_directory(tmp_path, 2)
+    make(run.of_page(f"0-1-{os.getpid()}", suffix))
+    code, verdict = verdict_at(run.root, capfd)
+    assert code in (0, 1)
+    assert any(f"pages/0-1-{os.getpid()}{suffix}: it " in text for text in verdict["missing"])
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [(layout.RANK, 2**64 - 1), (layout.RANK, 70_000), (layout.WORLD_SIZE, 2**64 - 1)]
+)
+def test_a_page_of_no_rank_that_may_be(word: int, value: int, tmp_path: Path) -> None:
+    run = run_directory(tmp_path, 2)
+    path = run.pages / f"0-1-{os.getpid()}"
+    data = bytearray(path.read_bytes())
+    data[8 * word : 8 * word + 8] = value.to_bytes(8, "little")
+    path.write_bytes(data)
+    assert locate.read(run.root).evidence.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (layout.EVENTS, '{"event": "failing", "time_unix_s": 1.0, "exits": {"²": 1}}\n'),
+        (layout.EVENTS, '{"event": "started", "time_unix_s": 1.0, "workers": {"99999999999": [0, 1, 2]}}\n'),
+        (layout.EVENTS, "[" * 500_000 + "\n"),
+        ("pages/²-²-²", "x" * layout.SIZE),
+        ("pages/0-1-{pid}" + layout.EXIT_SUFFIX, "sys.exit\t²\n²\tf\tx.py\n"),
+        ("pages/0-1-{pid}" + layout.EXIT_SUFFIX, f"sys.exit\t{'9' * 5000}\n"),
+        ("pages/0-1-{pid}" + layout.EXCEPTION_SUFFIX, "[" * 500_000),
+    ],
+)
+def test_notes_that_no_beacon_writes(name: str, text: str, tmp_path: Path) -> None:
+    run = run_directory(tmp_path, 2)
+    (run.root / name.format(pid=os.getpid())).write_text(text)
+    assert locate.read(run.root).evidence.world_size == 2
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_nothing_of_the_job_commands_the_terminal(words: list[str], tmp_path: Path, capfd: Any) -> None:
+    evil = "\x1b]0;x\x07\x9b31m\u202e\x7f"
+    root = write_bundle(tmp_path / "b", hang(), host=f"node{evil}")
+    for number in range(4):
+        changed(root / f"ranks/{number}/rank.json", host=f"node{evil}")
+    (root / "ranks" / f"1{evil}").mkdir()
+    assert main(["diagnose", str(root), *words]) == 0
+    captured = capfd.readouterr()
+    assert not set(evil[:1] + evil[5:]) & {*captured.out, *captured.err} - {*"31mx"}
+    if words:
+        assert json.loads(captured.out)["culprits"][0]["host"] == f"node{evil}"
+
+
+def test_names_that_are_no_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = dumps(tmp_path / "dumps", mismatching())
+    for number in range(4):
+        (folder / f"nccl_trace_rank_{number}").rename(folder / os.fsdecode(b"trace\xff_%d" % number))
+    (folder / "nccl_trace_rank_9").write_bytes(b"")
+    code, verdict = verdict_at(folder, capfd)
+    assert (code, [c["rank"] for c in verdict["culprits"]]) == (0, [2])
+    assert {claim["file"] for claim in verdict["evidence"]} >= {"trace?_2"}
+
+
+@pytest.mark.parametrize("name", ["x_rank_2", "manifest.json", "pages", "flight_recorder"])
+def test_a_link_that_leads_nowhere_costs_only_itself(name: str, tmp_path: Path) -> None:
+    folder = dumps(tmp_path / "dumps", mismatching())
+    (folder / name).symlink_to("/" + "a" * 300)
+    assert len(locate.read(folder).evidence.ranks) == 4
+
+
+def test_an_entry_that_says_neither_what_nor_which_accuses_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    (folder / "t_rank_0.json").write_text('{"version": "2.10", "entries": [{"collective_seq_id": NaN, "state": {}}]}')
+    (folder / "t_rank_1.json").write_text('{"version": "2.10", "entries": []}')
+    assert diagnose(locate.read(folder).evidence).culprits == ()

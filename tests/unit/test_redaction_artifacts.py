@@ -1,0 +1,140 @@
+"""No secret leaves: not in any file of a bundle, however the job has written it, and nothing is written past the place
+that decides.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import leaks
+import pytest
+
+import safelaunch
+from safelaunch.redaction.redactor import Redactor
+from safelaunch.system import console
+
+PACKAGE = Path(safelaunch.__file__).parent
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_encoding_of_a_secret_is_in_any_artifact(part: int, tmp_path: Path) -> None:
+    """By the real writer; scripts/attack.py tries every encoding alone, too."""
+    encodings = leaks.ENCODINGS[part::4]
+    said = leaks.said(encodings)
+    known = leaks.SECRETS
+    assert set(leaks.leaks(said.encode(), known)) == set(known), "the search finds them where they are"
+    written = leaks.write(said, tmp_path)
+    files = written.files()
+    assert set(files) >= leaks.EXPECTED
+    assert {name: found for name, data in files.items() if (found := leaks.leaks(data, known))} == {}
+    assert b"[redacted]" in files["ranks/0/log_tail.txt"] and b"it is" in files["ranks/0/log_tail.txt"]
+    assert b"/home/me/train.py" in files["ranks/0/stack.txt"] and b"rank 0" in files["(screen)"]
+
+
+def test_what_is_known_by_its_looks_is_in_no_artifact_either(tmp_path: Path) -> None:
+    text = "\n".join(
+        f"it is {encoding.write(shape)} now"
+        for encoding in leaks.ENCODINGS
+        if encoding.name in leaks.OF_SHAPES
+        for shape in leaks.SHAPES.values()
+    )
+    files = leaks.write(text, tmp_path).files()
+    assert {name: found for name, data in files.items() if (found := leaks.leaks(data, leaks.SHAPES))} == {}
+
+
+# --- nothing past it --------------------------------------------------------------------------------------------------
+
+# What may write files or print, and why its words need not pass the one place that decides.
+WRITERS = {
+    "bundle.staging": "every file of a bundle: it holds the redactor",
+    "system.console": "every line that is shown: it holds the filter",
+    "bundle.copier": "copies what staging has written; its own words reach a pipe of ours",
+    "capture.gpu": "a program of its own, read through a pipe",
+    "leases.inventory": "a program of its own, read through a pipe",
+    "cli.demo": "passes on what a safelaunch below it has said",
+    "cli.gpus": "rich, with cells that have passed",
+    "cli.colaunch": "rich, with cells that have passed",
+    "cli": "an exit code",
+    "colaunch.summary": "parameters and metrics, cleaned one by one",
+    "colaunch.journal": "names and outcomes of jobs",
+    "launch.paths": "whose a run directory is",
+    "launch.guardian": "pids for the guardian",
+    "launch.guarding": "pids and wait statuses for the supervisor, its own name",
+    "launch.remains": "pids of the job",
+    "launch.controlgroup": "pids into the kernel's files",
+    "cli.diagnose": "what console has already passed, in the child that read it",
+    "postmortem.guard": "a child's answer, through a pipe",
+    "postmortem.rundirs": "copies of dumps, to read them",
+    "launch.process": "an errno, and a go, through pipes",
+    "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
+    "postmortem.locate": "unpacks somebody's bundle to read it",
+    "beacon.*": "inside the ranks: what they say, before anything is taken out",
+}
+_PRINTS = {"print", "write_text", "write_bytes"}
+
+
+def _writes(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in _PRINTS:
+        return True
+    if name == "write":  # of os, of a stream, of an open file
+        return not (isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in ("incident", "summary"))
+    if name in ("open", "fdopen", "NamedTemporaryFile"):
+        words = [*call.args, *(keyword.value for keyword in call.keywords)]
+        modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+        return any(re.fullmatch("[rbt]*[wxa+][rbt+]*", mode) for mode in modes)
+    return False
+
+
+def test_nothing_writes_or_prints_past_the_place_that_decides() -> None:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE)
+        module = ".".join([*inside.parts[:-1], *([] if inside.stem == "__init__" else [inside.stem])])
+        if inside.as_posix().startswith(("demos/", "launch/launcher/")):
+            continue
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        if lines := [call.lineno for call in calls if _writes(call)]:
+            found[module] = lines
+    allowed = {
+        name for name in found if name in WRITERS or any(name.startswith(w[:-1]) for w in WRITERS if w.endswith(".*"))
+    }
+    assert {name: lines for name, lines in found.items() if name not in allowed} == {}
+    assert {name for name in WRITERS if not name.endswith(".*")} <= set(found), "this table is longer than it need be"
+
+
+def test_the_writer_lets_nothing_past(tmp_path: Path) -> None:
+    """Each way into a bundle: a redactor that knows the secret is all that stands between."""
+    from safelaunch.bundle.staging import Staging
+    from safelaunch.model import Artifact
+
+    secret = "horse-battery-77"
+    source = tmp_path / "source.log"
+    source.write_text(f"a {secret}\n")
+    staging = Staging(tmp_path / "b", Redactor((secret,)))
+    staging.add(Artifact(f"{secret}.txt", secret, 0.0, note=secret), f"a {secret}")
+    staging.add(Artifact("a.bin", "x", 0.0), f"a {secret}".encode())
+    staging.add(Artifact("a.missing", "x", 0.0, missing=secret), None)
+    staging.add_json(Artifact("a.json", "x", 0.0), {secret: [secret, {"k": secret}]})
+    staging.add_report(Artifact("a.html", "x", 0.0), f"<p>{secret}</p>")
+    staging.add_file(Artifact("copied.log", "x", 0.0), source)
+    staging.add_file(Artifact(f"{secret}.dump", "x", 0.0), source, dump=True)
+    staging.finish({"artifacts": staging.artifacts, "notes": [secret]})
+    files = {path.name: path.read_text() for path in (tmp_path / "b").rglob("*") if path.is_file()}
+    assert len(files) == 7
+    assert [name for name, text in files.items() if secret in text or secret in name] == []
+
+
+def test_everything_that_is_said_or_shown_passes_the_filter(capfd: pytest.CaptureFixture[str]) -> None:
+    console.redact.use(Redactor(("horse-battery-77",)).text)
+    try:
+        console.say("a horse-battery-77 b")
+        console.show("c horse-battery-77 d")
+        console.show_json({"horse-battery-77": ["e horse-battery-77", 1, None, True]})
+    finally:
+        console.redact.use(None)
+    out, err = capfd.readouterr()
+    assert err == "safelaunch: a [redacted] b\n"
+    assert "horse" not in out and out.startswith("c [redacted] d\n")

@@ -1,0 +1,80 @@
+"""``scripts/compare_verdicts.py``: which differences between two verdicts are decisions, and what its corpus keeps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from evidence import job, waiting
+
+from safelaunch.diagnose import diagnose
+from safelaunch.model import Evidence
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import compare_verdicts
+import verdict_corpus
+
+KEY = ("synthetic", "0001: skip, 2x1x1, plain", 1)
+CULPRIT = {"rank": 1, "process": "main", "frame": {"file": "/t.py", "line": 4, "function": "f"}, "reason": "It sleeps."}
+VERDICT: dict[str, Any] = {
+    "outcome": "hang", "cause": "busy-loop", "confidence": "high", "summary": "Rank 1 spins.", "culprits": [CULPRIT],
+    "victims": "0", "suggestions": ["Look at it."],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "fields"),
+    [
+        ({"confidence": "low", "summary": "Rank 1 may spin."}, "decision", {"confidence": ("high", "low")}),
+        ({"culprits": [{**CULPRIT, "frame": None}]}, "decision",
+         {"culprits": (["rank 1 main /t.py:4"], ["rank 1 main no line"])}),
+        ({"summary": "It spins."}, "summary", {"summary": ("Rank 1 spins.", "It spins.")}),
+        ({"suggestions": []}, "text", {"suggestions": (["Look at it."], [])}),
+    ],
+)  # fmt: skip
+def test_a_difference_stands_at_its_gravest_level(changed: dict[str, Any], level: str, fields: dict[str, Any]) -> None:
+    found = compare_verdicts.difference(KEY, {"verdict": VERDICT}, {"verdict": {**VERDICT, **changed}})
+    assert found is not None
+    assert (found.level, found.fields) == (level, fields)
+
+
+@pytest.mark.parametrize(
+    "other", [{"raised": "KeyError: 3"}, {"verdict": VERDICT, "exit": 1}, {"verdict": VERDICT, "lost": True}]
+)
+def test_what_fails_exits_otherwise_or_loses_evidence_decides_differently(other: dict[str, Any]) -> None:
+    found = compare_verdicts.difference(KEY, {"verdict": VERDICT}, other)
+    assert found is not None and found.level == "decision"
+
+
+def test_the_tally_counts_what_one_version_did_not_reach() -> None:
+    other = (KEY[0], "another", 2)
+    tallies, differences = compare_verdicts.compare({KEY: {"verdict": VERDICT}, other: {"verdict": VERDICT}},
+                                                    {KEY: {"verdict": VERDICT}})  # fmt: skip
+    assert (tallies["synthetic"].compared, tallies["synthetic"].same) == (2, 1)
+    assert [one.name for one in differences] == ["another"]
+
+
+def test_evidence_that_travelled_leads_to_the_same_verdict(tmp_path: Path) -> None:
+    evidence = job(waiting(0), waiting(1, op="all_gather"), waiting(2))
+    verdict_corpus.write(tmp_path, verdict_corpus.Case("a test", evidence))
+    verdict_corpus.write(tmp_path, verdict_corpus.Case("another of the same evidence", evidence))
+    (path,) = tmp_path.iterdir()
+    case = msgspec.msgpack.decode(path.read_bytes(), type=verdict_corpus.Case)
+    assert verdict_corpus.verdict_on(case, diagnose, Evidence) == {"verdict": msgspec.to_builtins(diagnose(evidence))}
+
+
+def test_a_field_that_a_version_does_not_know_is_no_silent_loss() -> None:
+    plain = msgspec.to_builtins(job(waiting(0), waiting(1)))
+    plain["ranks"][0]["renamed"] = 7
+    assert verdict_corpus.verdict_on(verdict_corpus.Case("", plain), diagnose, Evidence)["lost"] is True
+
+
+def test_the_corpus_is_the_same_for_the_same_seed() -> None:
+    first, again = (list(verdict_corpus.synthetic_jobs(6, seed)) for seed in (3, 3))
+    assert [name for name, _ in first] == [name for name, _ in again]
+    assert [msgspec.json.encode(one) for _, one in first] == [msgspec.json.encode(one) for _, one in again]
+    assert [name for name, _ in verdict_corpus.synthetic_jobs(6, 4)] != [name for name, _ in first]

@@ -1,0 +1,107 @@
+"""``scripts/figures.py``: the tables between the markers of a document, and what is wrong with them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import figures
+from checks import Record
+
+ZOO = Record("abc123", "2026-11-20", "2 cores", 60.0, 0, "5 of 5", ("", "seen"), (("the zoo", "5 of 5 | right"),))
+SOAK = Record(
+    "def456", "2026-11-21", "2 cores", 60.0, 0, "all", ("", "seen"), (("healthy", "none"), ("frozen", "none"))
+)
+LAUNCH = Record("abc123", "2026-11-20", "2 cores", 60.0, 0, "", ("", "measured", "aim"), (("wall", "1.01", "≤ 1.05"),))
+RECORDS = {"zoo": ZOO, "soak": SOAK, "launch": LAUNCH}
+
+
+def document(*names: str, between: str = "") -> str:
+    return f"# Title\n\n<!-- figures: {', '.join(names)} -->\n{between}<!-- /figures -->\n\nThe end.\n"
+
+
+def test_a_table_with_its_commit_and_date() -> None:
+    done = figures.render(document("zoo"), RECORDS)
+    assert done.problems == []
+    assert (
+        done.text
+        == """\
+# Title
+
+<!-- figures: zoo -->
+
+|  | seen |
+|---|---|
+| the zoo | 5 of 5 \\| right |
+
+*zoo: 2026-11-20, commit abc123, on 2 cores.*
+
+<!-- /figures -->
+
+The end.
+"""
+    )
+
+
+def test_rendered_again_nothing_changes() -> None:
+    once = figures.render(document("zoo", "soak", "launch"), RECORDS).text
+    assert figures.render(once, RECORDS).text == once
+
+
+def test_several_checks_share_a_table_and_each_run_is_told() -> None:
+    text = figures.render(document("zoo", "soak", between="old\n"), RECORDS).text
+    assert text.count("|---|") == 1 and "old" not in text
+    assert "*zoo: 2026-11-20, commit abc123, on 2 cores.*\n*soak: 2026-11-21, commit def456, on 2 cores.*" in text
+    same = figures.render(document("zoo", "launch"), RECORDS).text
+    assert same.count("\n|---|") == 2, "tables with other columns stand apart"
+    assert "*zoo, launch: 2026-11-20, commit abc123, on 2 cores.*" in same
+
+
+def test_a_check_that_failed_is_shown_as_failed() -> None:
+    failed = Record("abc123", "2026-11-20", "2 cores", 60.0, 1, "4 of 5", ("", "seen"), (("the zoo", "4 of 5"),))
+    assert "on 2 cores, failed (1).*" in figures.render(document("zoo"), {"zoo": failed}).text
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (document("faults"), "3: figures.json has no figures for faults; run scripts/verify.py --only faults"),
+        (document("speed"), "3: no such check: speed"),
+        (document(""), "3: no such check: none is named"),
+        ("<!-- figures: zoo -->\nrest\n", "1: the marker has no <!-- /figures -->"),
+        ("<!-- figures: zoo -->\nrest\n" + document("soak"), "1: the marker has no <!-- /figures -->"),
+        ("\n<!-- /figures -->\n", "2: <!-- /figures --> without a beginning"),
+    ],
+)
+def test_what_is_wrong_with_markers(text: str, problem: str) -> None:
+    (told,) = figures.render(text, RECORDS).problems
+    assert told.startswith(problem)
+
+
+def test_a_block_without_figures_stays_as_it_was() -> None:
+    text = document("zoo", "faults", between="by hand\n")
+    assert figures.render(text, RECORDS).text == text
+
+
+def test_check_fails_where_a_document_differs_and_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "costs.md"
+    path.write_text(document("zoo", between="| the zoo | 6 of 5 |\n"))
+    before = path.read_text()
+    (problem,) = figures.update([path], RECORDS, write=False)
+    assert problem == "costs.md: its figures are not those of figures.json; run scripts/figures.py"
+    assert path.read_text() == before
+    assert figures.update([path], RECORDS, write=True) == []
+    assert figures.update([path], RECORDS, write=False) == []
+
+
+def test_documents_are_the_readme_and_all_of_docs(tmp_path: Path) -> None:
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    for name in ("README.md", "docs/b.md", "docs/deep/a.md", "docs/a.txt"):
+        (tmp_path / name).write_text("")
+    assert [str(path.relative_to(tmp_path)) for path in figures.documents(tmp_path)] == [
+        "README.md", "docs/b.md", "docs/deep/a.md",
+    ]  # fmt: skip

@@ -1,0 +1,96 @@
+"""What is said once about how well a job can be watched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safelaunch.model import Progress
+from safelaunch.roster.progress import Worker
+from safelaunch.supervise.notices import Notices
+from safelaunch.watch.rhythm import Threshold
+
+FRESH = Progress(0, 0, 1, 0, 10, 1, "torch")
+
+
+START = Threshold(100.0, "before the first step")
+
+
+def said(
+    capfd: pytest.CaptureFixture[str],
+    progress: Progress | None,
+    *,
+    server: bool = True,
+    beacon: bool = True,
+    limit: Threshold = START,
+) -> str:
+    worker = Worker(0, 0, 10, 0)
+    roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
+    watch: Any = SimpleNamespace(
+        roster=roster,
+        last_progress={0: progress} if progress else {},
+        without_beacon=lambda: () if beacon else (worker,),
+        threshold_without_steps=lambda: limit,
+        unseen=(),
+    )
+    notices = Notices(watch, 100.0, 0.0)
+    for now in (1.0, 19.0, 49.0, 51.0, 400.0):
+        notices.tick(now)
+    return capfd.readouterr().err
+
+
+def test_a_job_without_steps_is_told_what_it_is_watched_by(capfd: pytest.CaptureFixture[str]) -> None:
+    text = said(capfd, FRESH)
+    assert text.count("no step seen") == 1
+    assert "collectives, CPU, I/O and stacks" in text and "100 s (--startup-timeout)" in text
+    assert "collectives" not in said(capfd, FRESH, server=False)
+    text = said(capfd, FRESH, limit=Threshold(60.0, "a collective came at least every 15 s"))
+    assert "for 60 s (a collective came at least every 15 s)" in text
+
+
+@pytest.mark.parametrize("marks", [{"step": 3}, {"paused": True}, {"phase": "eval"}])
+def test_a_job_that_marks_something_is_not(capfd: pytest.CaptureFixture[str], marks: dict[str, Any]) -> None:
+    assert said(capfd, Progress(0, 0, 1, 0, 10, 1, "torch", **marks)) == ""
+
+
+def test_a_job_that_cannot_be_watched_is_told_loudly(capfd: pytest.CaptureFixture[str]) -> None:
+    text = said(capfd, None, beacon=False)
+    assert "CANNOT WATCH" in text and "no step" not in text
+
+
+@pytest.mark.parametrize(("by_torchrun", "progress", "told"), [(False, None, 1), (False, FRESH, 0), (True, None, 0)])
+def test_a_command_without_ranks_is_told_that_it_is_not_watched(
+    capfd: pytest.CaptureFixture[str], by_torchrun: bool, progress: Progress | None, told: int
+) -> None:
+    roster = SimpleNamespace(workers={}, pages=dict)
+    watch: Any = SimpleNamespace(
+        roster=roster, last_progress={0: progress} if progress else {}, without_beacon=lambda: (), unseen=()
+    )
+    notices = Notices(watch, 1000.0, 0.0, by_torchrun=by_torchrun)
+    for now in (1.0, 59.0, 61.0, 400.0):
+        notices.tick(now)
+    assert capfd.readouterr().err.count("CANNOT WATCH this command") == told
+
+
+def told_of_nodes(capfd: pytest.CaptureFixture[str], *unseen: tuple[int, ...], by_agent: bool = True) -> list[str]:
+    """What is said of other nodes while the ranks not seen are ``unseen``, one tick after another, of a world of 4."""
+    roster = SimpleNamespace(workers={0: Worker(0, 0, 10, 0)} if by_agent else {}, pages=dict)
+    watch: Any = SimpleNamespace(
+        roster=roster, last_progress={0: FRESH}, without_beacon=lambda: (), unseen=(), world_size=4
+    )
+    notices = Notices(watch, 1e6, 0.0)
+    for now, watch.unseen in enumerate(unseen, 1):
+        notices.tick(float(now))
+    return [line.partition(";")[0] for line in capfd.readouterr().err.splitlines()]
+
+
+def test_which_ranks_are_watched_is_told_once_and_again_when_it_changes(capfd: pytest.CaptureFixture[str]) -> None:
+    assert told_of_nodes(capfd, (), (), ()) == []
+    assert told_of_nodes(capfd, (0, 1), (0, 1), (0, 1)) == ["safelaunch: watching ranks 2-3 of 4"]
+    assert told_of_nodes(capfd, (0, 1), (0, 1, 3)) == [
+        "safelaunch: watching ranks 2-3 of 4",
+        "safelaunch: watching rank 2 of 4",
+    ]
+    assert told_of_nodes(capfd, (0, 1), (0, 1), by_agent=False) == [], "the others may only not have started yet"

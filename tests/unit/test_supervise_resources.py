@@ -1,0 +1,199 @@
+"""What a job is given before it starts: how many ranks count, which port is leased, and when nothing is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from safelaunch.errors import UsageError
+from safelaunch.launch.argv import CommandLine
+from safelaunch.launch.torchrun import KNOWN, Torch, binds_any_port
+from safelaunch.leases.choose import Inventory
+from safelaunch.settings.config import Settings
+from safelaunch.supervise import resources
+
+
+def command(words: str, script: str = "train.py") -> CommandLine:
+    return CommandLine((), tuple(words.split()), tuple(script.split()))
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "expected"),
+    [
+        ("", {}, 1),
+        ("--nproc-per-node=4", {}, 4),
+        ("--nproc_per_node 4", {}, 4),
+        ("--nproc 4 --nnodes 2", {}, 4),
+        ("--np=2 --nproc-per-node=3", {}, 3),
+        ("--nproc-per-node gpu", {}, "all"),
+        ("--nproc-per-node auto", {}, "all"),
+        ("--nproc-per-node cpu", {}, 0),
+        ("--nproc-per-node x", {}, 0),
+        ("--nproc-per-node", {}, 0),
+        ("", {"PET_NPROC_PER_NODE": "6"}, 6),
+        ("--nproc-per-node=2", {"PET_NPROC_PER_NODE": "6"}, 2),
+        ("--help", {}, 0),
+    ],
+)
+def test_ranks(words: str, environ: dict[str, str], expected: object) -> None:
+    assert resources.ranks_of(command(words), environ) == expected
+
+
+def test_ranks_of_a_command_that_may_be_anything() -> None:
+    assert resources.ranks_of(CommandLine((), (), ("bash", "run.sh"), program="/bin/bash"), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--master-port auto --nnodes 1", "--master-port 20001 --nnodes 1"),
+        ("--master_port=auto", "--master_port=20001"),
+        ("--role auto --master-port=auto", "--role auto --master-port=20001"),
+        ("--master-port 29500", "--master-port 29500"),
+        ("--master-p auto", "--master-p 20001"),
+    ],
+)
+def test_a_value_replaced(words: str, expected: str) -> None:
+    assert command(words).with_value("--master-port", "auto", "20001", shortest="--master-p").torchrun == tuple(
+        expected.split()
+    )
+
+
+def test_abbreviations_mean_one_option_only() -> None:
+    """What ``value_of`` takes for --nproc-per-node and --nnodes, argparse takes for nothing else."""
+    for shortest, name in (("--np", "--nproc"), ("--nn", "--nnodes"), ("--master-p", "--master")):
+        assert {option[: len(name)].replace("_", "-") for option in KNOWN if option.startswith(shortest)} == {name}
+
+
+def old_torch(tmp_path: Path) -> Torch:
+    (tmp_path / "distributed").mkdir()
+    (tmp_path / "distributed" / "run.py").write_text("default=29500,\n")
+    return Torch("python", tmp_path, "2.9.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "leased"),
+    [
+        ("", {}, True),
+        ("--nnodes=1:1", {}, True),
+        ("--standalone", {}, False),
+        ("--nnodes=2", {}, False),
+        ("--rdzv-endpoint=localhost:0", {}, False),
+        ("--rdzv_backend c10d", {}, False),
+        ("--master-port=1234", {}, False),
+        ("--master_addr=x", {}, False),
+        ("", {"PET_MASTER_PORT": "1234"}, False),
+        ("", {"PET_NNODES": "2"}, False),
+        ("", {"PET_RDZV_ENDPOINT": "localhost:0"}, False),
+    ],
+)
+def test_an_older_torchrun_gets_a_port_of_its_own(
+    tmp_path: Path, words: str, environ: dict[str, str], leased: bool
+) -> None:
+    environ = {**environ, "SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
+    torch = old_torch(tmp_path)
+    given = resources.gather(command(words), Settings(gpus="none"), environ, torch)
+    assert (given.ports is not None) == leased
+    if given.ports is not None:
+        assert given.command.torchrun[0] == f"--master-port={given.ports.numbers[0]}"
+        assert len(given.descriptors) == 1
+    else:
+        assert given.command.torchrun == tuple(words.split())
+    given.release()
+
+
+def test_the_installed_torchrun_binds_any_port_or_gets_one() -> None:
+    from torch.distributed import run
+
+    default = run.get_args_parser().get_default("master_port")
+    assert binds_any_port(Path(run.__file__).parents[1]) == (default is None)
+
+
+def test_a_port_on_request(tmp_path: Path) -> None:
+    environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
+    given = resources.gather(command("--master-port auto"), Settings(gpus="none"), environ, old_torch(tmp_path))
+    other = resources.gather(
+        command("--master-port=auto"), Settings(gpus="none"), environ, Torch("python", tmp_path, "")
+    )
+    assert given.ports is not None and other.ports is not None
+    assert given.command.torchrun == ("--master-port", str(given.ports.numbers[0]))
+    assert given.ports.numbers != other.ports.numbers
+    given.release(), other.release()
+
+
+def test_a_port_on_request_without_a_usable_lease_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The job starts anyway, with a port that is free and stays bound, and one line says so."""
+    (tmp_path / "leases").write_text("no directory")
+    environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
+    torch = Torch("python", tmp_path, "")
+    one, other = (
+        resources.gather(command("--master-port=auto"), Settings(gpus="none"), environ, torch) for _ in range(2)
+    )
+    assert one.port is not None and one.command.torchrun == (f"--master-port={one.port}",)
+    assert one.port != other.port and one.descriptors == ()
+    line = capfd.readouterr().err.splitlines()[0]
+    assert line.startswith(f"safelaunch: master port {one.port} is free but not leased")
+    assert "no leases can be taken" in line
+    again = resources.with_another_port(one, Settings(gpus="none"), environ)
+    assert again.port is not None and again.port != other.port
+    for given in (other, again):
+        given.release()
+
+
+def test_a_port_on_request_is_of_one_node(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="every node"):
+        resources.gather(
+            command("--master-port auto --nnodes 2"), Settings(gpus="none"), {}, Torch("python", tmp_path, "")
+        )
+
+
+@pytest.mark.parametrize("gpus", [None, "all"])
+def test_without_a_driver_nothing_is_leased(monkeypatch: pytest.MonkeyPatch, gpus: str | None) -> None:
+    monkeypatch.setattr(resources, "has_driver", lambda environ: False)
+    given = resources.gather(command("--nproc-per-node=2"), Settings(gpus=gpus, wait=True), {}, None)
+    assert given == resources.Resources(command("--nproc-per-node=2"))
+
+
+@pytest.mark.parametrize(
+    ("words", "program", "environ", "asked"),
+    [
+        ("", None, {}, True),
+        ("--nproc-per-node=cpu", None, {}, False),
+        ("", None, {"CUDA_VISIBLE_DEVICES": ""}, False),
+        ("", None, {"CUDA_VISIBLE_DEVICES": "1"}, True),
+        ("", "/bin/bash", {}, False),
+        ("", "/bin/bash", {"CUDA_VISIBLE_DEVICES": "1"}, True),
+        ("--nproc-per-node=cpu", None, {"CUDA_VISIBLE_DEVICES": "1"}, False),
+    ],
+)
+def test_the_driver_is_asked_only_where_the_answer_matters(
+    monkeypatch: pytest.MonkeyPatch, words: str, program: str | None, environ: dict[str, str], asked: bool
+) -> None:
+    questions: list[object] = []
+
+    def inventory(environ: object) -> Inventory:
+        questions.append(environ)
+        return Inventory(missing="no NVIDIA GPU found")
+
+    monkeypatch.setattr(resources, "has_driver", lambda environ: True)
+    monkeypatch.setattr("safelaunch.leases.inventory.inventory", inventory)
+    given = resources.gather(replace(command(words), program=program), Settings(), environ, None)
+    assert bool(questions) == asked and given.lease is None
+
+
+def test_none_hides_them_and_leases_nothing() -> None:
+    assert resources.gather(command(""), Settings(gpus="none"), {}, None).visible_gpus == ""
+
+
+def test_inside_a_run_nothing_is_leased_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "has_driver", lambda environ: True)
+    environ = {
+        "SAFELAUNCH_SUPERVISOR_PID": str(os.getppid()),
+        "SAFELAUNCH_LEASES": "/a:/b",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+    given = resources.gather(command("--nproc-per-node=2"), Settings(), environ, None)
+    assert (given.lease, given.visible_gpus, given.rank_locks) == (None, None, ("/a", "/b"))

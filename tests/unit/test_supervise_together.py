@@ -1,0 +1,226 @@
+"""What a supervisor makes of what the others say: a suspicion, an incident's outcome, what a person is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.cluster.channel import Seen
+from safelaunch.cluster.council import SILENT_S
+from safelaunch.cluster.evidence import condensed
+from safelaunch.cluster.messages import Beat, Decision, Node, Page, Result
+from safelaunch.launch.argv import CommandLine
+from safelaunch.launch.plan import Plan
+from safelaunch.model import BundlePlace, Evidence, Progress, RankEvidence
+from safelaunch.settings.config import Settings
+from safelaunch.supervise import together as module
+from safelaunch.supervise.crash import notes_of, own_failure
+from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.together import SUCCEED_S, Outcome, Together
+
+
+class Channel:
+    """The thread's face, without a thread."""
+
+    def __init__(self, *_: object) -> None:
+        self.node = Node("", "here", 1, "0.1", "2.13")
+        self.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
+        self.beat = Beat("a", 1)
+        self.handed_in: list[int] = []
+        self.decided: list[Decision] = []
+
+    def start(self) -> None: ...
+
+    def tell(self, **changes: Any) -> None:
+        self.beat = replace(self.beat, **changes)
+
+    def hand_in(self, incident: int, chunks: list[bytes]) -> None:
+        self.handed_in.append(incident)
+
+    def decide(self, incident: int, decision: Decision) -> None:
+        self.decided.append(decision)
+        self.say(decision=(incident, decision))
+
+    def say(self, *, page: dict[str, Any] | None = None, **changes: Any) -> None:
+        import dataclasses
+
+        assert self.seen.page is not None
+        self.seen = dataclasses.replace(self.seen, page=replace(self.seen.page, **(page or {})), **changes)
+
+
+class Watch:
+    seen: tuple[int, ...] = (0, 1)
+    world_size = 4
+    attempt = (0, 1)
+
+
+@pytest.fixture
+def channel(monkeypatch: pytest.MonkeyPatch) -> Channel:
+    made = Channel()
+    monkeypatch.setattr(module, "Channel", lambda *_: made)
+    return made
+
+
+@pytest.fixture
+def node(channel: Channel, tmp_path: Path) -> Together:
+    command = CommandLine((), ("--nnodes=2",), ("train.py",))
+    plan = Plan((), {}, (), "train", tmp_path, None, Settings(), True, (), command=command)
+    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
+    return Together(plan, about, Watch())  # type: ignore[arg-type]
+
+
+def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: Together, channel: Channel) -> None:
+    assert node.suspect(2.0)
+    assert (channel.beat.doing, channel.beat.suspects) == ("suspecting", 0)
+    channel.say(silent_s=SILENT_S)
+    assert not node.suspect(2.0)
+    assert "nothing has been heard" in node.why_alone
+    channel.say(silent_s=0.0, page={"covered": False})
+    assert not node.suspect(2.0)
+    assert "not every rank" in node.why_alone
+    channel.seen = Seen(why="no store at h:1: refused")
+    assert not node.suspect(2.0)
+    assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
+
+
+def test_a_call_is_answered_once(node: Together, channel: Channel) -> None:
+    assert node.calls() is None
+    channel.say(page={"phase": "looking", "incident": 3})
+    call = node.calls()
+    assert call is not None and call.incident == 3
+    node.join(3)
+    assert node.calls() is None
+    assert (channel.beat.incident, channel.beat.vote, channel.beat.chunks) == (3, "", -1)
+
+
+@pytest.mark.parametrize(
+    ("page", "outcome"),
+    [
+        ({"incident": 3, "phase": "looking"}, None),
+        ({"incident": 3, "phase": "collecting"}, "hang"),
+        ({"incident": 3, "phase": "decided"}, "hang"),
+        ({"incident": 3, "phase": "agreed"}, "hang"),
+        *(({"incident": 3, "phase": "idle", "result": r}, r) for r in ("moving", "active", "stopped", "paused")),
+        ({"incident": 4, "phase": "looking"}, "elsewhere"),
+        ({"incident": 2, "phase": "idle"}, "alone"),
+    ],
+)
+def test_the_outcome(node: Together, channel: Channel, page: dict[str, Any], outcome: Outcome | None) -> None:
+    channel.say(page=page)
+    assert node.outcome(3) == outcome
+
+
+def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Together, channel: Channel) -> None:
+    channel.say(page={"incident": 3, "phase": "looking"}, silent_s=SILENT_S + 1)
+    assert node.outcome(3) is None
+    channel.say(silent_s=SILENT_S + SUCCEED_S)
+    assert node.outcome(3) == "alone"
+
+
+@pytest.mark.parametrize("result", ["active", "moving"])
+def test_an_incident_that_was_over_before_this_node_looked(node: Together, channel: Channel, result: Result) -> None:
+    node.suspect(2.0)
+    assert node.outcome(0) is None
+    channel.say(page={"incident": 1, "phase": "idle", "result": result})
+    assert node.outcome(0) == result
+
+
+# --- what is settled --------------------------------------------------------------------------------------------------
+
+
+def half(*ranks: int) -> Evidence:
+    progress = [Progress(rank, 0, 4, 0, 10 + rank, 1, "torch", step=7 + rank) for rank in ranks]
+    sides = tuple(RankEvidence(p.rank, "here", p.pid, progress=p) for p in progress)
+    return Evidence("hang", 4, sides, tuple(set(range(4)) - set(ranks)))
+
+
+def test_the_leader_judges_the_evidence_of_all(node: Together, channel: Channel, tmp_path: Path) -> None:
+    evidence = {2: condensed(half(2, 3)), 3: [b"garbage"]}
+    channel.say(page={"incident": 3, "phase": "collecting"}, leads=True, complete=True, evidence=evidence)
+    settled = node.settle(3, half(0, 1))
+    assert settled is not None and settled.common is not None
+    assert [rank.rank for rank in settled.common.evidence.ranks] == [0, 1, 2, 3]
+    assert [rank.rank for rank in settled.common.others] == [2, 3]
+    assert "could not be read" in settled.common.evidence.notes[0]
+    place = settled.common.verdict.bundle
+    assert place == BundlePlace("here", str(tmp_path / "bundles" / settled.common.name), True)
+    assert (settled.action, settled.step, channel.beat.agrees) == ("kill", 7, True)
+
+
+def test_another_node_takes_the_decision_as_it_is(node: Together, channel: Channel) -> None:
+    verdict = module.judged(half(0, 1, 2, 3), node._about)
+    decision = Decision(verdict, "restart", "there", "/there/bundle", 5)
+    channel.say(page={"incident": 3, "phase": "decided"}, decision=(3, decision))
+    settled = node.settle(3, half(0, 1))
+    assert settled is not None and settled.common is not None
+    assert (settled.action, settled.step) == ("restart", 5)
+    assert settled.common.verdict.bundle == BundlePlace("there", "/there/bundle", False)
+    assert [rank.rank for rank in settled.common.evidence.ranks] == [0, 1]
+
+
+def test_a_job_that_moves_after_all_is_no_incident(node: Together, channel: Channel) -> None:
+    channel.say(page={"incident": 3, "phase": "idle", "result": "active"})
+    assert node.settle(3, half(0, 1)) is None
+
+
+def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, channel: Channel) -> None:
+    channel.seen = Seen(why="gone")
+    settled = node.settle(3, half(0, 1))
+    assert settled is not None and settled.common is None
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def test_what_becomes_of_the_others_is_told_once(
+    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node.tick(0.0)
+    channel.say(page={"silent": (2,), "covered": False})
+    node.tick(1.0)
+    node.tick(2.0)
+    channel.seen = Seen(why="it has closed the connection")
+    for second in range(3, 20):
+        node.tick(float(second))
+    channel.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
+    for second in range(20, 23):
+        node.tick(float(second))
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 3
+    assert "a node has not been heard" in said[0] and "lost touch with the other nodes" in said[1]
+    assert "heard again" in said[2]
+
+
+def test_nodes_of_another_torch_are_told_of_once(
+    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    channel.say(nodes=(Node("b", "there", 1, "0.1", "2.9"),))
+    for second in range(3):
+        node.tick(float(second))
+    assert capfd.readouterr().err.splitlines() == ["safelaunch: torch differs between nodes: 2.13 here, 2.9 on there"]
+
+
+def test_a_failure_of_ones_own_is_told_and_a_consequence_is_not() -> None:
+    from safelaunch.model import RankException
+
+    lost = RankException("RuntimeError", "Connection closed by peer [10.0.0.1]:5", 1.0)
+    own = RankException("ValueError", "no such batch", 1.0)
+    assert own_failure("h", {0: 1, 1: 1}, {0: lost, 1: lost}) == ""
+    assert own_failure("h", {}, {0: lost, 1: own}) == "rank 1 on h raised ValueError: no such batch"
+    assert own_failure("h", {1: -9, 0: -15}, {}) == "rank 1 on h was ended by SIGKILL"
+    assert own_failure("h", {1: 3}, {}) == "rank 1 on h ended with exit code 3"
+    assert own_failure("h", {0: -15}, {}) == ""
+
+
+def test_what_a_crash_is_told_about_other_nodes() -> None:
+    from safelaunch.cluster.channel import Word
+
+    assert notes_of(Word()) == ()
+    assert notes_of(Word(troubles=("rank 3 on h was ended by SIGKILL",))) == (
+        "on another node, rank 3 on h was ended by SIGKILL",
+    )
+    assert "2 nodes are no longer heard" in notes_of(Word(quiet=2))[0]
+    assert "can no longer be reached" in notes_of(Word(quiet=1, lost=True))[0]

@@ -1,0 +1,91 @@
+"""A supervisor of one node of several: which ranks it does not see, and ranks that torchrun started anew."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from safelaunch.beacon import layout, page
+from safelaunch.launch.paths import RunPaths
+from safelaunch.roster.progress import Roster
+from safelaunch.supervise.watch import Watch
+from safelaunch.watch.stall import Policy
+
+POLICY = Policy(stall_s=5.0, startup_s=60.0, max_stall_s=60.0, startup_max_s=None)
+
+
+class Node:
+    """A run directory that ranks and an agent write into, and the watch over it."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunPaths(root)
+        self.run.pages.mkdir()
+        self.watch = Watch(Roster(self.run), POLICY, 0.0)
+        self._kept: list[object] = []
+
+    def rank(self, rank: int, world: int, *, ticks: int = 100, last_step_s: float = 0.0, steps: int = 0) -> None:
+        """A rank's page; ``ticks``: when its process was started."""
+        name = layout.page_name(0, rank, os.getpid() if ticks == 100 else os.getpid() + ticks)
+        mapped, words = page.create(os.fspath(self.run.pages / name))
+        words[layout.PID] = int(name.rpartition("-")[2])
+        words[layout.RANK], words[layout.WORLD_SIZE], words[layout.START_TICKS] = rank, world, ticks
+        words[layout.LAST_STEP_NS], words[layout.USER_STEPS] = int(last_step_s * 1e9), steps
+        words[layout.FIRST_STEP_NS] = 1_000_000_000 * bool(steps)
+        words[layout.READY] = layout.MAGIC
+        self._kept += [mapped, words]
+
+    def starts(self, *ranks: int, ticks: int = 100, attempt: int = 0) -> None:
+        workers = {str(rank): [rank, 4000 + rank, ticks] for rank in ranks}
+        event = {"event": "started", "time_unix_s": 1.0, "attempt": attempt, "workers": workers}
+        with self.run.agent_events.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("workers", "pages", "world", "unseen"),
+    [((0, 1), (0, 1), 2, ()), ((2, 3), (2, 3), 4, (0, 1)), ((1,), (1,), 4, (0, 2, 3)), ((0, 1), (0,), 2, ())],
+    ids=["one node", "two nodes", "nodes of different size", "a rank without a beacon"],
+)
+def test_the_ranks_that_are_not_seen(
+    node: Node, workers: tuple[int, ...], pages: tuple[int, ...], world: int, unseen: tuple[int, ...]
+) -> None:
+    node.starts(*workers)
+    for rank in pages:
+        node.rank(rank, world)
+    node.watch.tick(1.0)
+    assert node.watch.unseen == unseen
+
+
+def test_ranks_started_anew_under_other_numbers_leave_none_behind(node: Node) -> None:
+    """A node has joined: torchrun renumbers the ranks and starts them again, and its count of restarts stays 0."""
+    node.starts(0, 1)
+    node.rank(0, 2)
+    node.rank(1, 2)
+    node.watch.tick(1.0)
+    assert (node.watch.unseen, set(node.watch.last_progress)) == ((), {0, 1})
+    node.starts(2, 3, ticks=900)
+    node.rank(2, 4, ticks=900)
+    node.watch.tick(2.0)
+    node.rank(3, 4, ticks=901)
+    node.watch.tick(3.0)
+    assert (node.watch.unseen, set(node.watch.last_progress)) == ((0, 1), {2, 3})
+    assert node.watch.state.base_s == 2.0, "its clock starts again"
+
+
+@pytest.mark.parametrize(
+    ("steps", "last_step_s", "now", "quiet"),
+    [(0, 0.0, 50.0, 0.0), (11, 11.0, 20.0, 9.0), (11, 11.0, 12.5, 0.0), (3, 41.0, 81.0, 0.0)],
+    ids=["no step", "long ago", "just now", "as long as a step takes"],
+)
+def test_how_long_a_job_had_been_quiet(node: Node, steps: int, last_step_s: float, now: float, quiet: float) -> None:
+    node.rank(0, 1, steps=steps, last_step_s=last_step_s)
+    node.watch.tick(now)
+    assert node.watch.quiet_s(now) == quiet
