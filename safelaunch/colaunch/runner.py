@@ -191,6 +191,9 @@ class Runner:
         share = self._place.pool.take(job)
         if share is None:
             return False
+        if self._is_of_an_active_job(share):  # which has just ended: first its end is recorded, then the next start
+            self._place.pool.release(share)
+            return False
         try:
             self._launch(job, self._with_ports(job, share))
         except ResourceError as error:
@@ -210,6 +213,9 @@ class Runner:
             self._sweep.began(job)
             self._record(job, self._sweep.tracks[job.name].attempts, Outcome("failed", CANNOT_START))
         return True
+
+    def _is_of_an_active_job(self, share: Share) -> bool:
+        return any(not set(share.gpus).isdisjoint(active.share.gpus) for active in self._active.values())
 
     def _with_ports(self, job: Job, share: Share) -> Share:
         """Adds leased ports to a share. Raises ResourceError if too few are free."""

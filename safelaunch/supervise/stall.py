@@ -269,7 +269,7 @@ class StallCase:
         if suspicion is None:
             self._together.vote("paused")
             return
-        suspicion.looks = suspicion.second_look_s = suspicion.patience = suspicion.asked_s = None
+        suspicion.looks = suspicion.second_look_s = suspicion.patience = suspicion.asked_s = suspicion.vote = None
         suspicion.incident, suspicion.window_s = call.incident, call.window_s
         self._suspicion = suspicion
         self._look(None)

@@ -228,7 +228,9 @@ class Together:
     def join(self, incident: int) -> None:
         self._joined = incident
         if self._channel is not None:
-            self._channel.tell(incident=incident, vote="", chunks=-1, agrees=False)
+            # This incident answers what the node has asked for meanwhile; else it would open the next one at once.
+            asked = min(self._asked, incident - 1)
+            self._channel.tell(incident=incident, suspects=asked, vote="", chunks=-1, agrees=False)
 
     def vote(self, vote: Vote) -> None:
         if self._channel is not None:

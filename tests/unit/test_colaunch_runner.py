@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.spawn import Command
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.view import Snapshot
+from safelaunch.launch import process
 from safelaunch.launch.process import ProcessId
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.holder import ourselves
@@ -279,6 +281,33 @@ def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node:
     assert track.outcome is not None and track.outcome.duration_s < 60
     (waits,) = [note for note in scene.screen.notes if "waits" in note]
     assert waits.startswith("a waits for GPUs that others hold:\n  GPU 0    leased by pid 1 ") and "their.py" in waits
+
+
+def test_the_end_of_a_job_is_recorded_before_the_start_on_its_gpus(
+    tmp_path: Path, node: stub.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``a`` and ``b`` end at almost the same time; the GPUs of ``a`` come first, but ``b`` is reaped first."""
+    scene = Scene(tmp_path, "a", "b", "c")
+    on_gpus(scene, node, 4, 4, 4)
+    first_s: dict[int, float] = {}
+    real = process.reap
+
+    def reap(pid: int) -> int | None:
+        """``a`` a second late."""
+        first_s.setdefault(pid, time.monotonic())
+        is_late = pid == next(iter(first_s)) and time.monotonic() < first_s[pid] + 1.0
+        return None if is_late else real(pid)
+
+    monkeypatch.setattr(process, "reap", reap)
+    assert scene.run() == ["succeeded"] * 3
+    held: set[str] = set()
+    for record in map(json.loads, scene.paths.journal.read_text().splitlines()):
+        gpus = set(record.get("gpus", ()))
+        if record["event"] == "started":
+            assert gpus and not held & gpus
+            held |= gpus
+        elif record["event"] == "ended":
+            held -= gpus
 
 
 def test_gpus_of_a_job_that_is_killed_at_its_start_go_to_the_next(tmp_path: Path, node: stub.Node) -> None:

@@ -96,6 +96,14 @@ def test_a_call_is_answered_once(node: Together, channel: Channel) -> None:
     assert (channel.beat.incident, channel.beat.vote, channel.beat.chunks) == (3, "", -1)
 
 
+def test_an_incident_answers_what_was_asked_while_it_was_open(node: Together, channel: Channel) -> None:
+    channel.say(page={"phase": "looking", "incident": 3})
+    node.suspect(2.0)
+    assert channel.beat.suspects == 3, "it would have the next one opened"
+    node.join(3)
+    assert channel.beat.suspects == 2
+
+
 @pytest.mark.parametrize(
     ("page", "outcome"),
     [

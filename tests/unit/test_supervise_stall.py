@@ -1,0 +1,77 @@
+"""A stall's way through looks and votes, without a job: the watch and the other nodes are played."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from safelaunch.cluster.messages import Page, Vote
+from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.stall import StallCase
+from safelaunch.supervise.watch import Glance
+from safelaunch.watch.rhythm import Threshold
+from safelaunch.watch.stall import Event, Policy, Stall
+
+SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
+
+
+class Watch:
+    """A job without ranks that stands still."""
+
+    policy = Policy(3.0, 60.0, 1000.0, None, confirm_s=0.0)
+    has_pulse_only = False
+    attempt = (0, 1)
+
+    def targets(self) -> tuple[()]:
+        return ()
+
+    def stepped_since(self, stall: Stall) -> bool:
+        return False
+
+    def threshold(self) -> Threshold:
+        return Threshold(3.0, "given")
+
+
+class Together:
+    """The other nodes, which open incidents one after the other."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.joined = 0
+        self.votes: list[tuple[int, Vote]] = []
+
+    def suspect(self, window_s: float) -> bool:
+        return True
+
+    def calls(self) -> Page | None:
+        return Page(leader=1, phase="looking", incident=self.open, window_s=0.0) if self.open > self.joined else None
+
+    def join(self, incident: int) -> None:
+        self.joined = incident
+
+    def vote(self, vote: Vote) -> None:
+        self.votes.append((self.joined, vote))
+
+    def outcome(self, incident: int) -> None:
+        return None
+
+
+def advance(case: StallCase, together: Together, votes: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(together.votes) < votes:
+        assert time.monotonic() < deadline, together.votes
+        case.advance(Glance((), None, ()), 5.0)
+        time.sleep(0.01)
+
+
+def test_a_node_looks_and_votes_anew_in_every_incident(tmp_path: Path) -> None:
+    """The next incident may open before this node has seen how the last one ended."""
+    together = Together()
+    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
+    case = StallCase(Watch(), about, dict, together)  # type: ignore[arg-type]
+    case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
+    together.open = 1
+    advance(case, together, votes=1)
+    together.open = 2
+    advance(case, together, votes=2)
+    assert [incident for incident, _ in together.votes] == [1, 2]
