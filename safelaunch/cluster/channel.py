@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
+from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.messages import BadMessage, Beat, Codec, Decision, Node, Page
 from safelaunch.cluster.store import Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
@@ -27,6 +28,8 @@ ANSWER_S = 15.0  # the store's only thread may be resolving a name
 FIRST_TRIES_S = 2.0  # nothing listens there before torchrun has started
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
 GOODBYE_S = 1.0
+SEE_OFF_S = 8.0  # for the others' last words, where their store ends with this node's
+SEE_OFF_EVERY_S = 0.1
 MOST_NAMED = 8
 NEW_AT_ONCE = 64
 
@@ -67,10 +70,14 @@ class Seen:
 
 
 class Channel:
-    """``start`` it, and ``close`` it at the end. All methods return at once, and are for any thread."""
+    """``start`` it, and ``close`` it at the end. All methods return at once, and are for any thread.
 
-    def __init__(self, meeting: Meeting, node: Node, key: bytes = b"") -> None:
+    ``host``: starts the store, where it is no store of torchrun's.
+    """
+
+    def __init__(self, meeting: Meeting, node: Node, key: bytes = b"", host: StoreHost | None = None) -> None:
         self._meeting = meeting
+        self._host = host
         self.node = node
         self._codec = Codec(meeting.prefix, key)
         self._lock = threading.Lock()
@@ -86,11 +93,18 @@ class Channel:
         self._thread.start()
 
     def close(self) -> None:
-        """Says goodbye; takes a second at most."""
+        """Says goodbye; takes a second at most, or ``SEE_OFF_S`` where this node has the store of all."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(GOODBYE_S)
+            self._thread.join(GOODBYE_S + (SEE_OFF_S if self.hosts else 0.0))
+        if self._host is not None:
+            self._host.close()
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this supervisor has started the store."""
+        return self._host is not None and self._host.has_started
 
     def tell(self, **changes: Any) -> None:
         """Changes fields of this node's beat."""
@@ -120,19 +134,22 @@ class Channel:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        tries = 0
+        tries, has_met = 0, False
         while not self._closing:
             met = False
             try:
+                if self._host is not None and not has_met:  # one that is lost is not replaced: nobody knows it
+                    self._host.start()
                 store = Store(self._meeting.address)
                 try:
                     session = _Session(store, self._meeting.prefix, self._codec, self.node)
-                    met = True
+                    met = has_met = True
                     self._converse(session)
                 finally:
                     store.close()
             except (StoreError, ValueTooLarge) as error:
-                self.seen = Seen(why=str(error), nodes=self.seen.nodes, word=self.seen.word)
+                why = (self._host.problem if self._host is not None else "") or str(error)
+                self.seen = Seen(why=why, nodes=self.seen.nodes, word=self.seen.word)
             except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only
                 self.seen = Seen(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
                 return
@@ -151,6 +168,8 @@ class Channel:
                 self._to_hand_in = None
             if self._closing:
                 session.leave(beat)
+                if self.hosts:
+                    session.see_off(SEE_OFF_S)
                 return
             if handing_in is not None:
                 number = session.hand_in(*handing_in)
@@ -204,6 +223,16 @@ class _Session:
         beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count, doing=doing)
         place = f"b/{self._slot}"
         self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=GOODBYE_S)
+
+    def see_off(self, patience_s: float) -> None:
+        """Waits until all others have left, or are not heard: the store ends with this node."""
+        hearing, until = Hearing(), time.monotonic() + patience_s
+        while (now := time.monotonic()) < until:
+            others = {s: beat for s, beat in self._beats().items() if s != self._slot and beat.doing != "ended"}
+            hearing.hear({slot: (beat.incarnation, beat.count) for slot, beat in others.items()}, now)
+            if all(hearing.silent_s(slot, now) >= QUIET_S for slot in others):
+                return
+            time.sleep(SEE_OFF_EVERY_S)
 
     def round(self, beat: Beat, deciding: tuple[int, Decision] | None) -> Seen:
         self._count += 1

@@ -16,9 +16,11 @@ from msgspec.structs import replace
 
 from safelaunch import __version__
 from safelaunch.bundle.publishing import name_of
+from safelaunch.capture.command import helper_reports
 from safelaunch.cluster.channel import Channel, Seen, Word
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import condensed, expanded, merged
+from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.keyfile import BadKeyFile, read_key
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Node, Page, Result, Vote
 from safelaunch.cluster.where import Alone, Meeting, meeting
@@ -65,8 +67,9 @@ class Together:
         self._silent: frozenset[int] = frozenset()
         self._compared: tuple[Node, ...] = ()
         self._said: set[str] = set()
+        self._said_host, self._address = False, ""
         self._joined = 0  # the newest incident that this node takes part in
-        found = meeting(plan.command, plan.env) if plan.command is not None else Alone(_NO_TORCHRUN)
+        found = meeting(plan.command, plan.env, plan.settings.cluster_store)
         self._why = found.why if isinstance(found, Alone) else ""
         self._channel: Channel | None = None
         if isinstance(found, Meeting):
@@ -75,8 +78,16 @@ class Together:
                 return
             version = plan.torch.version if plan.torch is not None else ""
             node = Node("", about.host[:255], os.getpid(), __version__, version[:255])
-            self._channel = Channel(found, node, key)
+            self._channel = Channel(found, node, key, self._store_host(plan, found))
             self._channel.start()
+            self._address = str(found.address)
+
+    def _store_host(self, plan: Plan, found: Meeting) -> StoreHost | None:
+        """Starts the store, should this be its host; None where torchrun has one, or there is no torch to start it."""
+        if not found.to_start or plan.torch is None:
+            return None
+        log = self._about.run_dir / "store.log"
+        return StoreHost(found.address, plan.torch.python, log, helper_reports.started)
 
     def _key(self, settings: Settings) -> bytes | None:
         """Empty where none was given; None, and why, where the one that was given cannot be had any more."""
@@ -155,6 +166,9 @@ class Together:
     def _say_changes(self, now: float, *, stopping: bool) -> None:
         seen = self._seen
         self._compare(seen.nodes)
+        if self._channel is not None and self._channel.hosts and not self._said_host:
+            self._said_host = True
+            say(f"started a store for the supervisors of this job: it listens at {self._address} until the job ends")
         if seen.page is not None:
             self._lost_s = None
             self._was_together = self._was_together or seen.page.covered
@@ -322,9 +336,6 @@ class Together:
             if seen.page is None or not seen.is_local or seen.page.phase not in ("collecting", "decided"):
                 return
             time.sleep(0.05)
-
-
-_NO_TORCHRUN = "it is not torchrun that starts the job, so its nodes have no store in common"
 
 
 def _action(on_stall: str) -> Action:
