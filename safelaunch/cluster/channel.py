@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -18,7 +18,7 @@ from msgspec import structs
 
 from safelaunch.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
 from safelaunch.cluster.hosting import StoreHost
-from safelaunch.cluster.messages import BadMessage, Beat, Codec, Decision, Node, Page
+from safelaunch.cluster.messages import BadMessage, Beat, Codec, Decision, Doing, Node, Page
 from safelaunch.cluster.store import Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
 
@@ -32,6 +32,7 @@ SEE_OFF_S = 8.0  # for the others' last words, where their store ends with this 
 SEE_OFF_EVERY_S = 0.1
 MOST_NAMED = 8
 NEW_AT_ONCE = 64
+AROUND_S = 3.0  # somebody who watches asks again before
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,39 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A node of the job, this one included, as its newest beat says. ``step``: the lowest of its ranks."""
+
+    host: str
+    ranks: tuple[int, ...]
+    step: int | None
+    doing: Doing
+    heard: bool = True
+    leads: bool = False
+    here: bool = False
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the other nodes have handed in for a dump that this one has asked for: by slot, chunks.
+
+    ``complete``: every node that is heard has. ``number``: of the dump.
+    """
+
+    number: int
+    complete: bool
+    evidence: Mapping[int, list[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """What is known at this moment. ``page`` None: there is nobody to talk to, and ``why``.
 
     ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader; then ``complete`` says
     that the evidence of the incident is there or need not be waited for, and ``evidence`` has that of the other nodes.
     ``nodes``: the others, the first few. ``word``: what they said last, also of before the connection was lost.
+    ``around``: every node, with the time, where ``look_around`` has asked for it lately; ``answers``: to ``ask_dump``.
     """
 
     page: Page | None = None
@@ -67,6 +95,8 @@ class Seen:
     nodes: tuple[Node, ...] = ()
     word: Word = field(default_factory=Word)
     is_local: bool = False  # the store's host is this one
+    around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
+    answers: Answers | None = None
 
 
 class Channel:
@@ -86,6 +116,9 @@ class Channel:
         self._beat = Beat(node.incarnation, 0)
         self._to_hand_in: tuple[int, list[bytes]] | None = None
         self._to_decide: tuple[int, Decision] | None = None
+        self._dumped: tuple[int, list[bytes]] | None = None
+        self._asks_dump = False
+        self._around_until_s = 0.0
         self.seen = Seen()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
 
@@ -131,6 +164,27 @@ class Channel:
             self._to_decide = incident, decision
         self._wake.set()
 
+    def note(self, step: int) -> None:
+        """The lowest step of this node's ranks, which may travel with the next beat."""
+        with self._lock:
+            self._beat = structs.replace(self._beat, step=step)
+
+    def look_around(self) -> None:
+        """Somebody wants to know of every node: ``seen.around`` has it within a round or two."""
+        self._around_until_s = time.monotonic() + AROUND_S
+        self._wake.set()
+
+    def ask_dump(self, wanted: bool) -> None:
+        """Asks all other nodes for their evidence (``seen.answers``), until it is no longer wanted."""
+        self._asks_dump = wanted
+        self._wake.set()
+
+    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
+        """This node's evidence, for another one that has asked for it."""
+        with self._lock:
+            self._dumped = number, chunks
+        self._wake.set()
+
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -166,6 +220,7 @@ class Channel:
             with self._lock:
                 beat, handing_in, deciding = self._beat, self._to_hand_in, self._to_decide
                 self._to_hand_in = None
+                dumped, self._dumped = self._dumped, None
             if self._closing:
                 session.leave(beat)
                 if self.hosts:
@@ -176,9 +231,14 @@ class Channel:
                 with self._lock:
                     if self._beat.incident == handing_in[0]:
                         self._beat = beat = structs.replace(self._beat, chunks=number)
+            if dumped is not None:
+                session.hand_in_dump(*dumped)
+            session.asks_dump = self._asks_dump
+            session.looks_around = time.monotonic() < self._around_until_s
             self.seen = seen = session.round(beat, deciding)
             page = seen.page
             busy = beat.doing == "suspecting" or (page is not None and page.phase not in ("idle", "agreed"))
+            busy = busy or session.asks_dump or session.looks_around
             quiet_s = CROWD_IDLE_S if page is not None and page.nodes > CROWD else IDLE_S
             self._wake.wait(BUSY_S if busy else quiet_s)
             self._wake.clear()
@@ -208,6 +268,12 @@ class _Session:
         self._decision: tuple[int, Decision] | None = None
         self._page: Page | None = None
         self._page_s = 0.0
+        self.looks_around = self.asks_dump = False
+        self._all_nodes: dict[int, Node] = {}
+        self._asked = 0  # the number of the dump that this node asks for
+        self._answers: dict[int, list[bytes]] = {}
+        self._dumped = (0, -1)
+        self._handed_in_dumps: list[str] = []
         self._write(f"m/{self._slot}", codec.encode(f"m/{self._slot}", self._node))
 
     def hand_in(self, incident: int, chunks: list[bytes]) -> int:
@@ -216,6 +282,15 @@ class _Session:
             self._write(place, self._codec.seal(place, chunk))
             self._handed_in.append(place)
         return len(chunks)
+
+    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
+        while self._handed_in_dumps:  # who asked for the last one may have gone without it
+            self._store.delete(f"{self._prefix}/{self._handed_in_dumps.pop()}", deadline_s=ANSWER_S)
+        for at, chunk in enumerate(chunks):
+            place = f"x/{number}/{self._slot}/{at}"
+            self._write(place, self._codec.seal(place, chunk))
+            self._handed_in_dumps.append(place)
+        self._dumped = number, len(chunks)
 
     def leave(self, beat: Beat) -> None:
         self._count += 1
@@ -236,7 +311,12 @@ class _Session:
 
     def round(self, beat: Beat, deciding: tuple[int, Decision] | None) -> Seen:
         self._count += 1
-        beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count)
+        if self.asks_dump and not self._asked:
+            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
+        elif not self.asks_dump:
+            self._asked = 0
+        dumps = {"asks": max(self._asked, 0), "dumped": self._dumped}
+        beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count, **dumps)
         self._write(f"b/{self._slot}", self._codec.encode(f"b/{self._slot}", beat))
         now = time.monotonic()
         page = self._read_page(now)
@@ -260,6 +340,7 @@ class _Session:
         silent_s = now - self._page_s if page is not None else 0.0
         if page is not None:
             self._name(page)
+        around, answers = self._of_all(page, now) if page is not None else ((), None)
         return Seen(
             page=page,
             why="" if page is not None else "they speak with another key, or in another version",
@@ -271,7 +352,70 @@ class _Session:
             nodes=tuple(self._nodes.values()),
             word=self._word(page),
             is_local=self._store.is_local,
+            around=(now, around) if self.looks_around else (0.0, ()),
+            answers=answers,
         )
+
+    # --- what is asked of all nodes: a view for a person, their evidence for a dump --------------------------------
+
+    def _of_all(self, page: Page, now: float) -> tuple[tuple[Neighbour, ...], Answers | None]:
+        if not (self.looks_around or self._asked):
+            return (), None
+        beats = self._beats()
+        heard = {s: beat for s, beat in beats.items() if beat.doing != "ended" and s not in page.silent}
+        return (
+            self._neighbours(page, beats, heard) if self.looks_around else (),
+            self._answered(heard) if self._asked else None,
+        )
+
+    def _neighbours(self, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[Neighbour, ...]:
+        unknown = sorted(beats.keys() - self._all_nodes.keys())
+        for begin in range(0, len(unknown), NEW_AT_ONCE):
+            slots = unknown[begin : begin + NEW_AT_ONCE]
+            found = self._store.get_all([f"{self._prefix}/m/{slot}" for slot in slots], deadline_s=ANSWER_S) or []
+            for slot, data in zip(slots, found, strict=False):
+                try:
+                    self._all_nodes[slot] = self._codec.decode(f"m/{slot}", data, Node)
+                except BadMessage:
+                    continue
+        heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
+        return tuple(
+            Neighbour(
+                host=self._all_nodes[slot].host,
+                ranks=beat.ranks,
+                step=beat.step if beat.step >= 0 else None,
+                doing=beat.doing,
+                heard=slot in heard,
+                leads=slot == page.leader,
+                here=slot == self._slot,
+                trouble=beat.trouble,
+            )
+            for slot, beat in sorted(beats.items(), key=lambda item: (item[1].ranks[:1], item[0]))
+            # One whose ranks another has now has only come back under another slot.
+            if slot in self._all_nodes and (slot in heard or not heard_ranks.issuperset(beat.ranks))
+        )
+
+    def _answered(self, heard: Mapping[int, Beat]) -> Answers:
+        others = {slot: beat for slot, beat in heard.items() if beat.ranks and slot != self._slot}
+        for slot, beat in others.items():
+            number, chunks = beat.dumped
+            if number == self._asked and slot not in self._answers:
+                places = [f"x/{number}/{slot}/{at}" for at in range(max(chunks, 0))]
+                self._answers[slot] = self._chunks(places)
+                for place in places:
+                    self._store.delete(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+        return Answers(self._asked, others.keys() <= self._answers.keys(), dict(self._answers))
+
+    def _chunks(self, places: Sequence[str]) -> list[bytes]:
+        """A node's evidence; empty where it cannot be read."""
+        found = []
+        for place in places:
+            data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+            try:
+                found.append(self._codec.open(place, data or b""))
+            except BadMessage:
+                return []
+        return found
 
     # --- following --------------------------------------------------------------------------------------------------
 
@@ -394,16 +538,7 @@ class _Session:
             mine = beat.incident == incident and slot != self._slot
             if not mine or beat.chunks < 0 or slot in self._evidence:
                 continue
-            chunks = []
-            for number in range(beat.chunks):
-                place = f"e/{incident}/{slot}/{number}"
-                data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-                try:
-                    chunks.append(self._codec.open(place, data or b""))
-                except BadMessage:
-                    chunks = []
-                    break
-            self._evidence[slot] = chunks
+            self._evidence[slot] = self._chunks([f"e/{incident}/{slot}/{number}" for number in range(beat.chunks)])
 
     def _has_fetched(self, incident: int, heard: Mapping[int, Beat]) -> bool:
         return all(

@@ -25,6 +25,7 @@ MOST_CHUNKS = 8  # of one node's evidence
 MOST_UNPACKED = 128 << 20
 LONGEST_TEXT = 400  # characters of what a node says in words
 MOST_TROUBLES = 8
+MOST_DUMPS = 4  # at once
 _MAC_BYTES = 32
 
 Vote = Literal["", "moving", "active", "still", "stopped", "paused", "unknown"]
@@ -62,7 +63,9 @@ class Beat(Message, frozen=True):
     ``ranks``: those that it sees, of ``world``. ``attempt``: torchrun's restarts, and how often it started the workers.
     ``suspects``: the newest incident that was closed when it began to suspect the job; ``window_s`` between two looks;
     ``at_limit``: its --max-stall is reached. ``vote``, ``chunks`` of evidence (-1: none yet) and ``agrees`` (it knows
-    the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words.
+    the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words. ``step``: the
+    lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others for; ``dumped``:
+    the newest that it has answered, and the chunks of its evidence.
     """
 
     incarnation: _Name
@@ -79,6 +82,9 @@ class Beat(Message, frozen=True):
     chunks: Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)] = -1
     agrees: bool = False
     trouble: _Text = ""
+    step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
+    asks: _Count = 0
+    dumped: tuple[_Count, Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)]] = (0, -1)
 
 
 class Page(Message, frozen=True):
@@ -86,7 +92,7 @@ class Page(Message, frozen=True):
 
     ``covered``: the ranks of the nodes that are heard are all ranks of the job. ``silent``: slots that are not heard;
     ``quiet``: not for a few seconds. ``stopping``: somebody stops the job there. ``troubles``: by slot.
-    ``incident`` is the newest; in phase ``idle`` it is closed with ``result``.
+    ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``dumps``: those that are asked for.
     """
 
     leader: _Count
@@ -102,6 +108,7 @@ class Page(Message, frozen=True):
     quiet: _Slots = ()
     stopping: _Slots = ()
     troubles: Annotated[tuple[tuple[_Count, _Text], ...], Meta(max_length=MOST_TROUBLES)] = ()
+    dumps: Annotated[tuple[_Count, ...], Meta(max_length=MOST_DUMPS)] = ()
 
 
 class Decision(Message, frozen=True):

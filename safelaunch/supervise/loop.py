@@ -89,7 +89,7 @@ class Supervisor:
         self._together = Together(job.plan, about, self._watch)
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
-        self._live = Live(job, self._watch, about, self._exits)
+        self._live = Live(job, self._watch, about, self._exits, self._together)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _Verdict | None = None
         self._failures: tuple[Failure, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from safelaunch import __version__
 from safelaunch.bundle.publishing import name_of
 from safelaunch.capture.command import helper_reports
-from safelaunch.cluster.channel import Channel, Seen, Word
+from safelaunch.cluster.channel import Channel, Neighbour, Seen, Word
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import condensed, expanded, merged
 from safelaunch.cluster.hosting import StoreHost
@@ -40,6 +41,8 @@ SUCCEED_S = 12.0  # for another node to take over from a leader that is no longe
 SETTLE_S = 75.0  # from a node's evidence to the leader's decision
 AGREE_S = 5.0
 WORD_S = 3.5  # a node that was killed is quiet by then
+DUMP_S = 30.0  # for the evidence of the other nodes
+DUMP_EVERY_S = 5.0  # between two that others ask for
 LOST_S = 3.0  # the connection is gone: the job may just be ending
 
 
@@ -68,6 +71,8 @@ class Together:
         self._compared: tuple[Node, ...] = ()
         self._said: set[str] = set()
         self._said_host, self._address = False, ""
+        self._dumps: set[int] = set()  # that this node has asked for, or taken part in
+        self._next_dump_s = 0.0
         self._joined = 0  # the newest incident that this node takes part in
         found = meeting(plan.command, plan.env, plan.settings.cluster_store)
         self._why = found.why if isinstance(found, Alone) else ""
@@ -146,6 +151,7 @@ class Together:
         ranks = watch.seen
         attempt = (watch.attempt[0], watch.attempt[1])
         self._channel.tell(ranks=ranks[:4096], world=watch.world_size if ranks else 0, attempt=attempt)
+        self._channel.note(min((p.step for p in watch.last_progress.values() if p.step is not None), default=-1))
         if stopping:
             self._channel.tell(doing="stopping")
         self._say_changes(now, stopping=stopping)
@@ -213,6 +219,61 @@ class Together:
             if known or not self._was_together or time.monotonic() > until:
                 return word
             time.sleep(0.05)
+
+    # --- what a person asks for -------------------------------------------------------------------------------------
+
+    def look_around(self) -> bool:
+        """Asks what every node says of itself. False: there is nobody to ask."""
+        if self._channel is None or self._seen.page is None:
+            return False
+        self._channel.look_around()
+        return True
+
+    def around(self, since_s: float) -> tuple[Neighbour, ...] | None:
+        """What every node says of itself, if that has been read after ``since_s``."""
+        at_s, nodes = self._seen.around
+        return nodes if at_s > since_s else None
+
+    def ask_dump(self) -> bool:
+        """Asks all nodes for their evidence, now. False: there is nobody to ask."""
+        page = self._page
+        if self._channel is None or page is None or page.nodes < 2:
+            return False
+        self._channel.ask_dump(True)
+        return True
+
+    def dumped(self, own: Evidence) -> tuple[Evidence, tuple[RankEvidence, ...]]:
+        """The evidence of all nodes as one, and what of it is other nodes'; waits for it ``DUMP_S`` at most."""
+        assert self._channel is not None
+        until = time.monotonic() + DUMP_S
+        while (seen := self._seen).page is not None and time.monotonic() < until:
+            if seen.answers is not None and seen.answers.complete:
+                break
+            time.sleep(0.05)
+        return _whole(own, seen.answers.evidence if seen.answers is not None else {})
+
+    def dump_is_over(self) -> None:
+        """No other node need answer any longer."""
+        if self._channel is not None:
+            if self._seen.answers is not None:
+                self._dumps.add(self._seen.answers.number)
+            self._channel.ask_dump(False)
+
+    def dump_wanted(self, now: float) -> int | None:
+        """The number of a dump that another node asks for, and this one has not taken part in."""
+        page = self._page
+        answers = self._seen.answers
+        known = self._dumps | ({answers.number} if answers is not None else set())
+        wanted = next((number for number in page.dumps if number not in known), None) if page is not None else None
+        if wanted is None or now < self._next_dump_s:
+            return None
+        self._dumps.add(wanted)
+        self._next_dump_s = now + DUMP_EVERY_S
+        return wanted
+
+    def hand_in_dump(self, number: int, evidence: Evidence) -> None:
+        if self._channel is not None:
+            self._channel.hand_in_dump(number, condensed(without_secrets(evidence, self._about.redactor)))
 
     # --- an incident ------------------------------------------------------------------------------------------------
 
@@ -296,18 +357,8 @@ class Together:
 
     def _judge(self, evidence: Evidence, seen: Seen) -> Common:
         """Everything that any node has seen, and the verdict over it."""
-        others: list[Evidence] = []
-        notes: list[str] = []
-        for slot, chunks in sorted(seen.evidence.items()):
-            try:
-                others.append(expanded(chunks))
-            except BadMessage as error:
-                notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
-        everything = replace(merged(evidence, others), outcome="hang")
-        everything = replace(everything, notes=(*everything.notes, *notes))
+        everything, foreign = _whole(replace(evidence, outcome="hang"), seen.evidence)
         verdict = judged(everything, self._about)
-        mine = {rank.rank for rank in evidence.ranks}
-        foreign: tuple[RankEvidence, ...] = tuple(rank for rank in everything.ranks if rank.rank not in mine)
         name = name_of(self._about.run_name, time.time(), verdict.outcome)
         return Common(verdict, everything, name, foreign)
 
@@ -336,6 +387,21 @@ class Together:
             if seen.page is None or not seen.is_local or seen.page.phase not in ("collecting", "decided"):
                 return
             time.sleep(0.05)
+
+
+def _whole(own: Evidence, handed_in: Mapping[int, list[bytes]]) -> tuple[Evidence, tuple[RankEvidence, ...]]:
+    """The evidence of all nodes as one, and the ranks in it that are not of this one."""
+    others: list[Evidence] = []
+    notes: list[str] = []
+    for slot, chunks in sorted(handed_in.items()):
+        try:
+            others.append(expanded(chunks))
+        except BadMessage as error:
+            notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
+    everything = merged(own, others)
+    mine = {rank.rank for rank in own.ranks}
+    foreign = tuple(rank for rank in everything.ranks if rank.rank not in mine)
+    return replace(everything, notes=(*everything.notes, *notes)), foreign
 
 
 def _action(on_stall: str) -> Action:
