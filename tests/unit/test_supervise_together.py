@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.cluster.channel import Seen
+from safelaunch.cluster.channel import Answers, Neighbour, Seen
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import condensed
 from safelaunch.cluster.messages import Beat, Decision, Node, Page, Result
@@ -31,11 +31,25 @@ class Channel:
         self.beat = Beat("a", 1)
         self.handed_in: list[int] = []
         self.decided: list[Decision] = []
+        self.dumps: list[int] = []
+        self.asks_dump = False
+        self.hosts = False
 
     def start(self) -> None: ...
 
     def tell(self, **changes: Any) -> None:
         self.beat = replace(self.beat, **changes)
+
+    def note(self, step: int) -> None:
+        self.beat = replace(self.beat, step=step)
+
+    def look_around(self) -> None: ...
+
+    def ask_dump(self, wanted: bool) -> None:
+        self.asks_dump = wanted
+
+    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
+        self.dumps.append(number)
 
     def hand_in(self, incident: int, chunks: list[bytes]) -> None:
         self.handed_in.append(incident)
@@ -54,6 +68,7 @@ class Channel:
 class Watch:
     seen: tuple[int, ...] = (0, 1)
     world_size = 4
+    last_progress: ClassVar[dict[int, Progress]] = {}
     attempt = (0, 1)
 
 
@@ -178,6 +193,45 @@ def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, chann
     channel.seen = Seen(why="gone")
     settled = node.settle(3, half(0, 1))
     assert settled is not None and settled.common is None
+
+
+# --- what a person asks for -------------------------------------------------------------------------------------------
+
+
+def test_a_dump_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
+    assert node.ask_dump()
+    channel.say(page={"dumps": (1,)}, answers=Answers(1, True, {2: condensed(half(2, 3)), 3: [b"garbage"]}))
+    assert node.dump_wanted(100.0) is None, "it is this node's own"
+    everything, others = node.dumped(half(0, 1))
+    assert [rank.rank for rank in everything.ranks] == [0, 1, 2, 3]
+    assert [rank.rank for rank in others] == [2, 3]
+    assert "could not be read" in everything.notes[0]
+    node.dump_is_over()
+    channel.say(answers=None)
+    assert not channel.asks_dump
+    assert node.dump_wanted(100.0) is None, "the page may still have it"
+
+
+def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Together, channel: Channel) -> None:
+    channel.say(page={"dumps": (3, 4)})
+    assert [node.dump_wanted(100.0), node.dump_wanted(100.0), node.dump_wanted(102.0)] == [3, None, None]
+    assert [node.dump_wanted(110.0), node.dump_wanted(120.0)] == [4, None]
+    node.hand_in_dump(3, half(0, 1))
+    assert channel.dumps == [3]
+
+
+def test_where_nobody_is_heard_nobody_is_asked(node: Together, channel: Channel) -> None:
+    channel.say(page={"nodes": 1, "covered": False})
+    assert not node.ask_dump()
+    channel.seen = Seen(why="gone")
+    assert [node.ask_dump(), node.look_around()] == [False, False]
+
+
+def test_what_is_known_of_all_nodes_has_to_be_new(node: Together, channel: Channel) -> None:
+    here = Neighbour("here", (0, 1), 7, "watching", here=True)
+    channel.say(around=(5.0, (here,)))
+    assert node.look_around()
+    assert (node.around(4.0), node.around(5.0)) == ((here,), None)
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
