@@ -26,15 +26,21 @@ def why_not() -> str:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"no {', '.join(missing)} (Debian: apt-get install slurm-wlm munge)"
-    return "" if os.getuid() == 0 else "slurmctld and slurmd are started as root"
+    if os.getuid():
+        return "slurmctld and slurmd are started as root"
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return "this machine's own name does not resolve"
+    return ""
 
 
 class Cluster:
-    """``root``: a directory with a short path. ``nodes``: n1, n2, ... of four CPUs each."""
+    """``root``: a directory with a short path. As Slurm sorts the ``nodes``, the first has this machine's name."""
 
     def __init__(self, root: Path, nodes: int = 2) -> None:
         self.root = root
-        self._nodes = [f"n{number}" for number in range(1, nodes + 1)]
+        self.nodes = [socket.gethostname(), *(f"zz{number}" for number in range(2, nodes + 1))]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.conf = root / "slurm.conf"
         self.env = {"SLURM_CONF": os.fspath(self.conf)}
@@ -52,7 +58,7 @@ class Cluster:
 
     def _start(self) -> None:
         root = self.root
-        for name in ("state", *(f"spool.{node}" for node in self._nodes)):
+        for name in ("state", *(f"spool.{node}" for node in self.nodes)):
             (root / name).mkdir()
         key, munge = root / "munge.key", root / "munge.socket"
         key.write_bytes(os.urandom(128))
@@ -62,7 +68,7 @@ class Cluster:
         self._until(munge.exists, "munged")
         self.conf.write_text(self._configuration(munge))
         self._begin(["slurmctld", "-D", "-f", self.conf])
-        for node in self._nodes:
+        for node in self.nodes:
             self._begin(["slurmd", "-D", "-f", self.conf, "-N", node])
         self._until(self._is_idle, "every node to be idle")
 
@@ -96,10 +102,10 @@ class Cluster:
             "JobAcctGatherType=jobacct_gather/none",
             "AccountingStorageType=accounting_storage/none",
         ]
-        for node in self._nodes:
+        for node in self.nodes:
             place = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()}"
             lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=500")
-        lines.append(f"PartitionName=main Nodes={','.join(self._nodes)} Default=YES State=UP")
+        lines.append(f"PartitionName=main Nodes={','.join(self.nodes)} Default=YES State=UP")
         return "\n".join(lines) + "\n"
 
     def _begin(self, words: Sequence[str | Path]) -> None:
@@ -109,7 +115,7 @@ class Cluster:
 
     def _is_idle(self) -> bool:
         done = self.run(["sinfo", "--noheader", "--Node", "-o", "%T"], patience_s=10.0)
-        return done.stdout.split() == ["idle"] * len(self._nodes)
+        return done.stdout.split() == ["idle"] * len(self.nodes)
 
     def _until(self, reached: object, what: str) -> None:
         assert callable(reached)
