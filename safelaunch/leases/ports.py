@@ -3,8 +3,8 @@
 A port that is free now may be taken before the job uses it. So this process binds it, without listening, until the job
 is over. With SO_REUSEADDR on both sides, the job's own server can still bind it and listen. The kernel gives the port
 to no program that asks for any port, and refuses programs that ask for it without that option. As ``bind`` is such a
-program itself, two jobs never reserve the same port, even if they see different lease directories (two containers on the
-host's network, say).
+program itself, two jobs never reserve the same port, even if they see different lease directories, such as two
+containers on the host's network do.
 """
 
 from __future__ import annotations
