@@ -15,6 +15,7 @@ from itertools import takewhile
 
 from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
 from safelaunch.diagnose.conditions import Condition, View
+from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.processes import Inside
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
@@ -239,7 +240,7 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
         text + (f", at {fr.place(frame)}" if frame else ""),
         frame,
         rank.pid,
-        confidence="medium",
+        doubts=(Doubt.RECORD_ALONE,),
         claims=(claim,),
     )
 

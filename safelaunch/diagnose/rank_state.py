@@ -12,6 +12,7 @@ from msgspec import structs
 from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
 from safelaunch.diagnose.conditions import Condition, View, gil_condition, thread_condition
 from safelaunch.diagnose.divergence import Histories
+from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.exits import FAILURES, ended_by_others, gone_condition, is_consequence, one_line
 from safelaunch.diagnose.peers import (
     PeerWait,
@@ -155,7 +156,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
         own,
         cause="blocking-io",
         reason=f"asks again and again for a file lock at {fr.place(own.frame)}",
-        confidence="medium",
+        doubts=(Doubt.STATE_INFERRED,),
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
         locked_by=lock.pid,
         for_good=False,
@@ -297,17 +298,17 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         text = f"has begun a group of operations that it has not ended: {op_name(unended)}"
         text += f" at {fr.place(site)}" if site else ""
         claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
-        return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
+        return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
     if record is None or not record.entries:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
-        return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
+        return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.STATE_UNKNOWN,))
     last = record.entries[-1]
     site = fr.user_frame(last.frames, rank.code_roots)
     number = f"number {number_of(last)} of group {last.group!r}"
     text = f"entered nothing after {op_name(last)} {number}"
     text += f" at {fr.place(site)}" if site else ""
     claim = Claim(f"the last on its record: {describe(last)}, {number}", f"ranks/{rank.rank}/flight_recorder.json")
-    return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
+    return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 
 def _raised_wait(rank: RankEvidence) -> PeerWait | None:
