@@ -63,14 +63,13 @@ FOR_GOOD_S = 1800.0
 
 @dataclass(frozen=True)
 class View:
-    """One thread of a process with what is needed to read it: whose files are libraries, where its evidence lies.
+    """One thread of a process of ``rank``, its main one or a child.
 
     ``other``: the thread; None for the main one, of which the kernel tells even where no stack could be read.
     """
 
     process: ProcessEvidence
-    code_roots: tuple[str, ...]
-    folder: str  # "ranks/3"
+    rank: RankEvidence
     other: Thread | None = None
 
     @cached_property
@@ -85,12 +84,23 @@ class View:
         return self.other or (self.sample.main_thread if self.sample else None)
 
     @cached_property
+    def stack(self) -> fr.Stack:
+        return self.stack_of(self.thread)
+
+    def stack_of(self, thread: Thread | None) -> fr.Stack:
+        return fr.stack_of(self.rank, fr.python_frames(thread) if thread is not None else ())
+
+    @property
     def frames(self) -> tuple[Frame, ...]:
-        return fr.python_frames(self.thread) if self.thread else ()
+        return self.stack.frames
 
     @property
     def user_frame(self) -> Frame | None:
-        return fr.user_frame(self.frames, self.code_roots)
+        return self.stack.user_frame
+
+    @property
+    def folder(self) -> str:
+        return f"ranks/{self.rank.rank}"
 
     @cached_property
     def wait(self) -> KernelWait:
@@ -98,7 +108,7 @@ class View:
 
     @cached_property
     def awaited(self) -> calls.Awaited:
-        return calls.awaited(self.frames, self.wait.kind, self.code_roots)
+        return calls.awaited(self.stack, self.wait.kind)
 
     @property
     def os_tid(self) -> int | None:
@@ -115,8 +125,12 @@ class View:
         return "its main thread" if self.other is None else f"its thread {self.name}"
 
     def beside(self) -> list[View]:
-        """The other threads of the process that run code of the user's, in the order of their numbers."""
-        found = calls.users_threads(self.sample, self.thread, self.code_roots)
+        """The other threads of the process that run code of the user's, in the order of their numbers.
+
+        Pools that wait for work and library threads do not.
+        """
+        threads = self.sample.threads if self.sample else ()
+        found = [thread for thread in threads if thread is not self.thread and self.stack_of(thread).user_frame]
         return [replace(self, other=thread) for thread in sorted(found, key=lambda thread: thread.os_tid or 0)]
 
     def stack_claim(self, text: str) -> Claim:
@@ -128,7 +142,7 @@ class View:
 
 def thread_condition(view: View) -> Condition:
     """What the thread (or a process without a readable stack) does, from the surest sign to the weakest."""
-    inner, mine = fr.user_part(view.frames, view.code_roots)
+    inner, mine = view.stack.called, view.user_frame
     wait = view.wait
     condition = (
         _held_by_kernel(view, wait, mine)
@@ -201,7 +215,7 @@ def _lock(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | 
     if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
         return None
     native = calls.native_wait(view.process.stacks, view.os_tid)
-    if known is None and (native not in ("", "lock") or (inner and calls.in_torch(inner, view.code_roots))):
+    if known is None and (native not in ("", "lock") or calls.in_torch(view.stack)):
         return None
     lock = known or calls.LockWait("a lock")
     doubts = () if known or native == "lock" else (Doubt.STATE_INFERRED,)
@@ -253,13 +267,14 @@ def _unexplained(inner: tuple[Frame, ...], mine: Frame | None) -> Condition:
 # --- the GIL ----------------------------------------------------------------------------------------------------------
 
 
-def gil_condition(rank: RankEvidence, view: View) -> Condition | None:
+def gil_condition(view: View) -> Condition | None:
     """The GIL test failed, or the same thread owned the GIL at the same place in every sample without running.
 
     A Python loop that spins owns the GIL in every sample too, but gives it up every few milliseconds: the Python
     handler of the worker server then answers. A thread that waits for peers with the GIL held is not at fault: it
     gets on as soon as they come.
     """
+    rank = view.rank
     failed = rank.gil.ping is True and rank.gil.python is False
     owner = _steady_owner(view)
     if rank.gil.python is True or not (failed or owner):
@@ -271,13 +286,13 @@ def gil_condition(rank: RankEvidence, view: View) -> Condition | None:
         text = "holds the GIL in native code; no stack could be read"
         doubts = (Doubt.STATE_INFERRED,)
         return Condition("gil-held", text, None, view.process.pid, doubts=doubts, claims=_gil_claims(view, True))
-    frames = fr.python_frames(owner)
-    if calls.torch_wait(frames, rank.code_roots) is not None:
+    stack = view.stack_of(owner)
+    if calls.torch_wait(stack) is not None:
         return None
     wait = kernel_wait(view.process, owner.os_tid)
     if not failed and (wait.busy or wait.kind in ("running", "unknown")):
         return None
-    mine = fr.user_frame(frames, rank.code_roots)
+    mine = stack.user_frame
     which = "" if owner is view.thread else f" in thread {owner.name or owner.os_tid!r}"
     how = f" ({wait_words(wait)})" if wait_words(wait) else ""
     return Condition(
