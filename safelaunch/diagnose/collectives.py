@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from safelaunch.diagnose.columns import Numbering, Window, first_difference, program_of, windows_of
-from safelaunch.diagnose.comparable import OPEN, comparable, ops_of_block
+from safelaunch.diagnose.comparable import OPEN, Block, comparable
 from safelaunch.model import Collective, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.reading.frames import Stack, stack_of
@@ -55,7 +55,7 @@ def signature(entry: Collective) -> Signature:
         return (op, elements(entry.output_sizes), _types(entry.output_sizes, entry.output_dtypes))
     if op in _SAME_SIZE:
         return (op, elements(entry.input_sizes), _types(entry.input_sizes, entry.input_dtypes))
-    if (ops := ops_of_block(op)) and ops <= _SAME_SIZE:
+    if isinstance(entry, Block) and _SAME_SIZE.issuperset(entry.ops):
         each = tuple(elements((size,)) for size in entry.input_sizes)
         return (op, None if None in each else each, _types(entry.input_sizes, entry.input_dtypes))
     return (op,)
