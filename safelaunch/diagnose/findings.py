@@ -33,21 +33,10 @@ class Finding:
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)
 
-# For a condition that gives its confidence as a word.
-_DOUBTS: Mapping[Confidence, tuple[Doubt, ...]] = {
-    "high": (),
-    "medium": (Doubt.STATE_INFERRED,),
-    "low": (Doubt.STATE_UNKNOWN,),
-}
-
-
-def doubts_of(condition: Condition) -> tuple[Doubt, ...]:
-    return condition.doubts or _DOUBTS[condition.confidence]
-
 
 def most_doubtful(conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
     """The doubts about the least sure of them."""
-    return max(map(doubts_of, conditions), key=levels_of)
+    return max((condition.doubts for condition in conditions), key=levels_of)
 
 
 def ranks_word(ranks: Iterable[int]) -> str:

@@ -74,8 +74,8 @@ def departed(case: Case) -> Ruling:
     if len(found) != 1:
         return ""
     (one,) = found
-    site = fr.user_frame(one.call.frames, case.roots.get(one.rank, ()))
-    theirs = fr.user_frame(one.theirs.frames, case.roots.get(one.mates[0], ()))
+    site = case.alignment.stack(one.rank, one.call).user_frame
+    theirs = case.alignment.stack(one.mates[0], one.theirs).user_frame
     mates = ranks_word(one.mates)
     text = f"waits in {op_name(one.call)} at {fr.place(site)}, where {mates}, which had called alike until then, called"
     text += f" {op_name(one.theirs)} at {fr.place(theirs)}"
@@ -149,11 +149,10 @@ def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str,
     A peer made that ``call`` in a group of its own, it may be: then the rank's own group is the one in which it made
     its other calls from there.
     """
-    rank = shift.ranks[0]
+    rank, stack = shift.ranks[0], facts.alignment.stack
     mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
-    peer = shift.peers[0]
-    place, roots = fr.user_stack(call.frames, facts.roots.get(peer, ())), facts.roots.get(rank, ())
-    group = next((e.group for e in mine if fr.user_stack(e.frames, roots) == place), call.group)
+    place = stack(shift.peers[0], call).user_frames
+    group = next((e.group for e in mine if stack(rank, e).user_frames == place), call.group)
     if group == call.group and not call.is_p2p:
         return group, call.seq
     instead = shift.there[rank].record_id
@@ -165,8 +164,7 @@ def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str,
 
 def _called(facts: Facts, rank: int, shift: Divergence) -> str:
     call = shift.there[rank]
-    stack = fr.user_stack(call.frames, facts.ranks[rank].evidence.code_roots)
-    places = " < ".join(fr.place(frame) for frame in stack[:3])
+    places = " < ".join(fr.place(frame) for frame in facts.alignment.stack(rank, call).user_frames[:3])
     return f"{op_name(call)} at {places}" if places else describe(call)
 
 
@@ -174,7 +172,7 @@ def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
     """The line to show: of the call that was too many; of the one left out, where peers called it."""
     if shift.kind == "missing" and shift.stack:
         return shift.stack[0]
-    return fr.user_frame(shift.there[rank].frames, facts.ranks[rank].evidence.code_roots)
+    return facts.alignment.stack(rank, shift.there[rank]).user_frame
 
 
 # --- several groups: a call left out, or another order --------------------------------------------------------------
@@ -214,8 +212,7 @@ def left_out_between_groups(case: Case) -> Ruling:
     others = [case.waits.example[key] for key in case.waits.circle if rank not in case.waits.ranks[key]]
     if not broken.sure or not any(usual.group == one.group and same_op(usual.op, one.op) for one in others):
         return ""
-    roots = case.roots.get(rank, ())
-    site, after = fr.user_frame(usual.frames, roots), fr.user_frame(now.frames, roots)
+    site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
     number = case.alignment.last(rank, usual.group) + 1
     text = f"left out {op_name(usual)} at {fr.place(site)} (number {number} of group {usual.group!r}), which it had"
     text += f" always called right before {op_name(now)} at {fr.place(after)}, and waits there"

@@ -16,7 +16,6 @@ from safelaunch.diagnose.findings import (
     Ruling,
     condition_claims,
     culprit,
-    doubts_of,
     ranks_word,
     summary_of,
     wait_claims,
@@ -93,7 +92,7 @@ def _held_by_one(facts: Facts, held_by: Mapping[int, Holder], holder: Holder) ->
 
 def _doubts(facts: Facts, conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
     """No surer than it is of any of them what it waits for."""
-    own = dict.fromkeys(doubt for condition in conditions for doubt in doubts_of(condition))
+    own = dict.fromkeys(doubt for condition in conditions for doubt in condition.doubts)
     return (*own, *those({Doubt.UNSEEN_RANKS: bool(facts.unseen)}))
 
 

@@ -132,9 +132,8 @@ def _in_communication(rank: RankEvidence) -> bool:
     """Aborted (SIGABRT) while its main thread was in a collective, or in torch with collectives in its hooks."""
     if rank.exit is None or rank.exit.returncode != -signal.SIGABRT or rank.fatal is None:
         return False
-    frames = rank.fatal.frames
-    wait = calls.torch_wait(frames, rank.code_roots)
-    return wait is not None or calls.in_torch(frames, rank.code_roots)
+    stack = fr.stack_of(rank, rank.fatal.frames)
+    return calls.torch_wait(stack) is not None or calls.in_torch(stack)
 
 
 # --- ranks that do not meet -------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tu
     one = facts.ranks[rank]
     view = view_of(one.evidence)
     frames = recorded or (view.frames if view else ())
-    site = fr.user_frame(frames, one.evidence.code_roots) or (one.wait.frame if one.wait else None)
+    site = fr.stack_of(one.evidence, frames).user_frame or (one.wait.frame if one.wait else None)
     return site, frames[frames.index(site) :] if site in frames else ()
 
 
@@ -297,7 +296,7 @@ def unfit_transfers(case: Case) -> Ruling:
 
 
 def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
-    sites = {one.rank: fr.user_frame(one.entry.frames, facts.roots.get(one.rank, ())) for one in pair}
+    sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
     says = {one.rank: one.says() + (f" at {fr.place(sites[one.rank])}" if sites[one.rank] else "") for one in pair}
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
     return Finding(
@@ -321,8 +320,9 @@ def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Findin
     entries = {rank: facts.alignment.entry(rank, group, seq) for rank in roots}
     new = tuple(rank for rank, entry in entries.items() if entry is not None and _was_root(facts, rank, entry) is False)
     named = new if 0 < len(new) < len(roots) else roots
-    frames = {rank: entry.frames if entry is not None else () for rank, entry in entries.items()}
-    sites = {rank: fr.user_frame(frames[rank], facts.roots.get(rank, ())) for rank in roots}
+    sites = {
+        r: facts.alignment.stack(r, entry).user_frame if entry is not None else None for r, entry in entries.items()
+    }
     op = next(op_name(entry) for entry in entries.values() if entry is not None)
     text = f"{capital(ranks_word(roots))} each act as root of {op} number {seq} of group {group!r}"
     text += f" at {fr.place(sites[named[0]])}"
@@ -347,12 +347,12 @@ def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Findin
 def _was_root(facts: Facts, rank: int, now: Collective) -> bool | None:
     """Whether it was the root in its call before ``now`` from the same place; None where there is none."""
     window = facts.alignment.window(rank, now.group)
-    site = fr.user_frame(now.frames, facts.roots.get(rank, ()))
+    site = facts.alignment.stack(rank, now).user_frame
     for number in reversed(window.numbers if window is not None else ()):
         entry = facts.alignment.entry(rank, now.group, number) if number < now.seq else None
         if entry is None or op_name(entry) != op_name(now):
             continue
-        if fr.user_frame(entry.frames, facts.roots.get(rank, ())) == site:
+        if facts.alignment.stack(rank, entry).user_frame == site:
             return is_root(entry)
     return None
 

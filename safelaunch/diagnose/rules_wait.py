@@ -12,7 +12,6 @@ from safelaunch.diagnose.findings import (
     capital,
     condition_claims,
     conditions,
-    doubts_of,
     most_doubtful,
     ranks_do,
     record_claim,
@@ -48,7 +47,7 @@ def held_up(case: Case) -> Ruling:
     if not roots:
         return "" if blocking else "every rank that peers wait for waits for its peers too"
     named = {r: case.ranks[r].condition or _UNEXPLAINED for r in roots}
-    named = dict(sorted(named.items(), key=lambda item: (levels_of(doubts_of(item[1])), item[0])))
+    named = dict(sorted(named.items(), key=lambda item: (levels_of(item[1].doubts), item[0])))
     cause = next(iter(named.values())).cause
     also, waiting = _mismatch_in(case), case.waits.example.values()
     doubts = {
