@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Result
+from jobs import PROGRAMS, Job, Result
 from torch._C import _distributed_c10d
 
 from safelaunch.beacon import layout, ring
@@ -665,8 +665,10 @@ def test_a_script_that_closes_what_it_did_not_open(start: Start) -> None:
 
 # --- faults of ours, injected -----------------------------------------------------------------------------------------
 
-SCRIPT = """
-    import torch, time
+UNCOMPILED = f"import torch; sys.path.append({str(PROGRAMS)!r}); import uncompiled"
+SCRIPT = (
+    f"    {UNCOMPILED}"
+    + """
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     for _ in range(3):
         optimizer.step()
@@ -680,6 +682,7 @@ SCRIPT = """
     os.wait()
     sys.stderr.write("the end\\n")
 """
+)
 WRAPPERS = {
     "no run directory": 'rm -r "$SAFELAUNCH_RUN_DIR"',
     "a file in its place": 'rm -r "$SAFELAUNCH_RUN_DIR"; : > "$SAFELAUNCH_RUN_DIR"',
@@ -725,8 +728,10 @@ FAULTS = {
     "its directory is removed": "import shutil; shutil.rmtree(RUN_DIR)",
     "its directory is a file": "RUN_DIR.touch()",
 }
-FAULTY = """
-    import torch, time, safelaunch
+FAULTY = (
+    f"    {UNCOMPILED}"
+    + """
+    import time, safelaunch
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     optimizer.step()
     while RANK != "0" and not os.path.exists(f"done-{int(RANK) - 1}"):
@@ -745,6 +750,7 @@ FAULTY = """
     sys.stderr.write("the end\\n")
     open("done-" + RANK, "w").close()
 """
+)
 
 
 def test_faults_while_the_rank_runs(start: Start) -> None:
