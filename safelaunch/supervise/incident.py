@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
@@ -34,6 +34,9 @@ from safelaunch.supervise.node_evidence import collect_node
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
+
+Exits = Callable[[], Mapping[int, RankExit]]
+"""The ranks that have ended so far, and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +189,16 @@ def take_evidence(
         for side in seen
     ]
     for side in complete:
-        staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+        _add_rank(side, staging)
     evidence = _evidence(outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving, notes=known.notes)
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+def _add_rank(side: RankEvidence, staging: Staging) -> None:
+    staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 
 
 def stuck_for_good(found: Collected) -> Mapping[int, int]:
@@ -227,7 +234,7 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
         evidence, verdict = common.evidence, common.verdict
         for side in common.others:
             collect.of_another_node(side, staging)
-            staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+            _add_rank(side, staging)
     else:
         verdict = judged(evidence, about)
     timeline = found.timeline.plus("verdict")

@@ -313,8 +313,11 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
     assert stat.S_IMODE(run.root.stat().st_mode) == stat.S_IMODE(run.pages.stat().st_mode) == 0o700
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in run.pages.iterdir() if path.is_file())
     roster = Roster(run)
-    events = roster.refresh()
-    assert [event.event for event in events][-1] == "started"
+    events: list[str] = []
+    job.until(
+        lambda: events.extend(event.event for event in roster.refresh()) or "started" in events, "the agent's word"
+    )
+    assert events[-1] == "started"
     assert {rank: worker.pid for rank, worker in roster.workers.items()} == dict(enumerate(pids))
     pages = roster.pages()
     assert {rank: page.pid for rank, page in pages.items()} == dict(enumerate(pids))
@@ -326,11 +329,11 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
             assert progress.start_ticks == int(file.read().rpartition(b")")[2].split()[19])
         assert page.server_up
         socket = os.fspath(roster.companion(page, layout.SERVER_SUFFIX))
-        worker_server.post(socket, "ping", deadline_s=10.0)
+        worker_server.post(socket, "ping", deadline_s=60.0)
         # without handlers of our own (torch 2.6, 2.9) nobody can ask for the GIL, and of NCCL's collectives only
         handler = "fr_trace_json" if HANDLERS_OF_OURS else "dump_nccl_trace_json"
-        assert b'"version"' in worker_server.post(socket, handler, deadline_s=10.0)
-        gil = worker_server.gil_test(socket, deadline_s=10.0)
+        assert b'"version"' in worker_server.post(socket, handler, deadline_s=60.0)
+        gil = worker_server.gil_test(socket, deadline_s=60.0)
         assert gil == GilTest(ping=True, python=True if HANDLERS_OF_OURS else None)
         records = ring.read(os.fspath(roster.companion(page, layout.RING_SUFFIX)))
         assert [(stream, data) for _, stream, data in records] == [

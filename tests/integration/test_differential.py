@@ -247,8 +247,8 @@ class Twins:
         for run in self.runs:
             if run.process.poll() is None:
                 run.process.kill()
-                run.process.wait(10)
-            for _ in range(50):
+                run.process.wait(60)
+            for _ in range(500):
                 pids = run.left()
                 for pid in pids:
                     try:
@@ -729,7 +729,7 @@ class Terminal:
     def finish(self) -> None:
         self.run.process.wait(PATIENCE_S)
         for reader in self._readers:
-            reader.join(10)
+            reader.join(PATIENCE_S)
         self.run.code = int(self.told.split()[-1])
         self.run.stdout = b""
         self.run.stderr = re.sub(rb"\^[CZ\\]", b"", bytes(self.shown).replace(b"\r\n", b"\n"))
@@ -770,7 +770,7 @@ def terminals(twins: Twins) -> Iterator[Callable[..., list[Terminal]]]:
     yield start
     for terminal in made:
         terminal.run.process.kill()
-        terminal.run.process.wait(10)
+        terminal.run.process.wait(60)
     twins.clean_up()
     for terminal in made:
         terminal.close()
