@@ -27,7 +27,7 @@ from safelaunch.diagnose.processes import Inside, may_train_elsewhere
 from safelaunch.model import Claim, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.loops import ReadSource
+from safelaunch.reading.source import ReadSource
 
 # What is true of all its threads.
 _WHOLE_PROCESS = ("rank-stopped", *FAILURES)

@@ -19,7 +19,6 @@ from safelaunch.diagnose.rules_history import (
     parted_earlier,
     parted_out_of_step,
 )
-from safelaunch.diagnose.rules_locks import file_locks
 from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
 from safelaunch.diagnose.rules_state import (
     a_peer_ended,
@@ -31,7 +30,7 @@ from safelaunch.diagnose.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
-from safelaunch.diagnose.rules_wait import held_up, sends_and_receives, unseen_peers
+from safelaunch.diagnose.rules_wait import file_locks, held_up, sends_and_receives, unseen_peers
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[

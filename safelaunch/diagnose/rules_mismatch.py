@@ -36,8 +36,7 @@ from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.guards import condition_on_rank
-from safelaunch.reading.loops import loop_left
+from safelaunch.reading.source import condition_on_rank, loop_left
 
 
 @dataclass(frozen=True)
