@@ -129,7 +129,7 @@ def _backward_without_a_record(view: View) -> bool:
 
 
 def _of_backward(view: View) -> PeerWait:
-    where = fr.place(view.user_frame)
+    where = view.place
     claim = view.stack_claim(f"{view.words} rests in the backward pass at {where}, as when gradients are reduced")
     op = "a collective"
     return PeerWait("collective", op, None, None, (op,), view.user_frame, f"the backward pass at {where}", (claim,))
@@ -193,7 +193,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
         return None  # it waits for peers, or may do so
     frame = view.user_frame
-    text = f"waits for its GPU in {where}{f' at {fr.place(frame)}' if frame else ''}"
+    text = f"waits for its GPU in {where}{fr.at(frame)}"
     claims = [view.stack_claim(f"its main thread is in {where}")]
     if with_peers and with_peers[0].started is not False:
         done = _done_elsewhere(with_peers[0])

@@ -31,7 +31,7 @@ from safelaunch.diagnose.findings import (
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.rank_state import Facts, user_stack_of, view_of
 from safelaunch.diagnose.rules_history import shifted
-from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal, unequal_exchange
+from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
@@ -281,7 +281,7 @@ def unfit_transfers(case: Case) -> Ruling:
         if wait.group is None or wait.seq is None:
             continue
         if wait.kind == "p2p":
-            pair = unequal(case.alignment, members[0], wait.group)
+            pair = case.transfers.unequal(members[0], wait.group)
             if pair is not None:
                 return _pair(case, pair)
         elif wait.kind == "collective":
@@ -296,7 +296,7 @@ def unfit_transfers(case: Case) -> Ruling:
 
 def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
     sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
-    says = {one.rank: one.says() + (f" at {fr.place(sites[one.rank])}" if sites[one.rank] else "") for one in pair}
+    says = {one.rank: one.says() + fr.at(sites[one.rank]) for one in pair}
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
     return Finding(
         "collective-mismatch",

@@ -27,7 +27,6 @@ from safelaunch.diagnose.findings import (
     waiting_culprits,
     waits_words,
 )
-from safelaunch.diagnose.transfers import peers_missing
 from safelaunch.diagnose.waits import Case, Holder, Key, Waits, members_of
 from safelaunch.model import Claim, Culprit
 from safelaunch.reading import frames as fr
@@ -161,7 +160,7 @@ def _names_its_peer(case: Case, key: Key) -> bool:
     wait = case.waits.example[key]
     if wait.kind != "p2p" or wait.group is None:
         return False
-    return peers_missing(case.alignment, case.waits.ranks[key][0], wait.group) is not None
+    return case.transfers.peers_missing(case.waits.ranks[key][0], wait.group) is not None
 
 
 def _inner_circle(waits: Waits, keys: list[Key]) -> list[Key]:

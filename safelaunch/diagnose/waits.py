@@ -17,7 +17,6 @@ from safelaunch.diagnose.graph import Edge, Graph, Node
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.processes import Inside
 from safelaunch.diagnose.rank_state import Facts, child_views
-from safelaunch.diagnose.transfers import peers_missing
 
 Key = tuple[Hashable, ...]
 
@@ -158,7 +157,7 @@ def _blockers(facts: Facts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset
     if wait.kind == "init":
         return frozenset(r for r in facts.world - inside if not facts.alignment.joined(r))
     if wait.kind == "p2p":
-        named = peers_missing(facts.alignment, ranks[0], wait.group) if wait.group is not None else None
+        named = facts.transfers.peers_missing(ranks[0], wait.group) if wait.group is not None else None
         return facts.world - inside if named is None else named
     if wait.group is None or wait.seq is None:
         return frozenset(r for r in facts.world - inside if not _same_call(facts, r, wait))
