@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
-from safelaunch.diagnose.conditions import Condition, View, gil_condition, thread_condition
+from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.exits import FAILURES, ended_by_others, gone_condition, is_consequence, one_line
@@ -297,7 +297,7 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     if unended is not None:
         site = fr.stack_of(rank, unended.frames).user_frame
         text = f"has begun a group of operations that it has not ended: {op_name(unended)}{fr.at(site)}"
-        claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
+        claim = record_claim(rank.rank, f"its newest entries belong to no launch: {text}")
         return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
     if record is None or not record.entries:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
@@ -306,7 +306,7 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     site = fr.stack_of(rank, last.frames).user_frame
     number = f"number {number_of(last)} of group {last.group!r}"
     text = f"entered nothing after {op_name(last)} {number}{fr.at(site)}"
-    claim = Claim(f"the last on its record: {describe(last)}, {number}", f"ranks/{rank.rank}/flight_recorder.json")
+    claim = record_claim(rank.rank, f"the last on its record: {describe(last)}, {number}")
     return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 
