@@ -30,6 +30,9 @@ class Doubt(Enum):
         self.about, self.levels, self.why = about, levels, why
 
     STATE_INFERRED = "state", 1, "What the rank does is inferred: other states look the same from outside."
+    MAY_BE_SLOW = "state", 1, "The rank computes: slow or endless, the samples cannot tell."
+    MAY_END = "state", 1, "What the rank waits for may still come."
+    RECORD_ALONE = "state", 1, "No stack: the Flight Recorder alone says how far the rank came."
     STATE_UNKNOWN = "state", 2, "No stack and no record says what the rank does."
     STATUS_UNKNOWN = "state", 1, "The rank has ended, and nobody knows its exit status."
     ABORTED_IN_COLLECTIVE = "state", 1, "Its communication library aborted the rank; what a peer sent may be why."

@@ -15,7 +15,6 @@ from safelaunch.diagnose.findings import (
     capital,
     condition_claims,
     conditions,
-    doubts_of,
     each_of,
     most_doubtful,
     ranks_do,
@@ -27,7 +26,7 @@ from safelaunch.diagnose.findings import (
 )
 from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts, user_stack_of
 from safelaunch.model import Claim
-from safelaunch.reading.guards import condition_on_rank
+from safelaunch.reading.source import condition_on_rank
 
 
 def slow_not_stuck(facts: Facts) -> Ruling:
@@ -83,7 +82,7 @@ def first_failure(facts: Facts) -> Ruling:
         Doubt.TRANSFER_LEFT_OUT: bool(paired),
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
     }
-    sure = (*doubts_of(main), *those(doubts))
+    sure = (*main.doubts, *those(doubts))
     return blame(facts, main.cause, sure, named, others, claims=alone, ruled_out=ruled)
 
 
@@ -196,7 +195,7 @@ def alone(facts: Facts) -> Ruling:
     most = max(places.values(), key=len)
     first = named[most[0]]
     if len(named) == 1:
-        return blame(facts, first.cause, doubts_of(first), named)
+        return blame(facts, first.cause, first.doubts, named)
     if len(places) == 1 or 2 * len(most) <= len(named):
         return ""
     odd = {r: c for r, c in named.items() if r not in most}

@@ -21,17 +21,16 @@ from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.cluster.channel import Word
-from safelaunch.model import RankException, RankExit
+from safelaunch.model import RankException
 from safelaunch.roster.progress import AgentEvent
 from safelaunch.supervise import incident
-from safelaunch.supervise.incident import Circumstances, Collected, Known, Report
+from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Glance, Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
-Exits = Callable[[], Mapping[int, RankExit]]
 Seen = tuple[Looks, dict[int, FlightCapture]]
 
 # All ranks and the agent wait for us during this time, for at most 3 s.

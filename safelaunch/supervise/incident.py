@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
@@ -27,13 +27,15 @@ from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
-from safelaunch.report.timeline import Timeline
 from safelaunch.roster.progress import read_meta
 from safelaunch.supervise.looks import Looks, native_where_it_tells
 from safelaunch.supervise.node_evidence import collect_node
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
+
+Exits = Callable[[], Mapping[int, RankExit]]
+"""The ranks that have ended so far, and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,29 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """When a stage of an incident was reached, on both clocks."""
+
+    stage: str
+    unix_s: float
+    monotonic_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The stages of an incident in their order, for ``manifest.json``: how long it took us, and where that went."""
+
+    moments: tuple[Moment, ...] = ()
+
+    def plus(self, stage: str, at_s: float | None = None) -> Timeline:
+        """One stage more, reached at ``at_s`` seconds of CLOCK_MONOTONIC (None: now)."""
+        now = time.monotonic()
+        then = now if at_s is None else at_s
+        moment = Moment(stage, round(time.time() - (now - then), 4), round(then, 4))
+        return Timeline((*self.moments, moment))
+
+
+@dataclass(frozen=True, slots=True)
 class Collected:
     """All evidence of an incident, in an unpublished bundle: call ``finish`` to publish it or ``discard``."""
 
@@ -186,12 +211,16 @@ def take_evidence(
         for side in seen
     ]
     for side in complete:
-        staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+        _add_rank(side, staging)
     evidence = _evidence(outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving, notes=known.notes)
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+def _add_rank(side: RankEvidence, staging: Staging) -> None:
+    staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 
 
 def stuck_for_good(found: Collected) -> Mapping[int, int]:
@@ -227,7 +256,7 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
         evidence, verdict = common.evidence, common.verdict
         for side in common.others:
             collect.of_another_node(side, staging)
-            staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+            _add_rank(side, staging)
     else:
         verdict = judged(evidence, about)
     timeline = found.timeline.plus("verdict")

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.cluster.messages import Vote
-from safelaunch.model import Outcome, RankExit, format_ranks
-from safelaunch.report.timeline import Timeline
+from safelaunch.model import Outcome, format_ranks
 from safelaunch.supervise import incident
-from safelaunch.supervise.incident import Circumstances, Collected, Known, Report
+from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
 from safelaunch.supervise.looks import Looks, Patience, look_at
 from safelaunch.supervise.together import OPEN_S, Together
 from safelaunch.supervise.together import Outcome as Joint
@@ -22,8 +21,6 @@ from safelaunch.system.task import Task
 from safelaunch.watch.rhythm import Threshold
 from safelaunch.watch.stall import Movement, Stall
 from safelaunch.watch.stall import limit_s as limit_of
-
-Exits = Callable[[], Mapping[int, RankExit]]
 
 # Before safelaunch ends a job of several nodes for a rank of this one, it watches that rank for another threshold, at
 # most this long. If the process groups have a timeout, the evidence must be taken before that.

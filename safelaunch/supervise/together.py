@@ -214,9 +214,10 @@ class Together:
         until = time.monotonic() + WORD_S
         while True:
             seen = self._seen
-            word = dataclasses.replace(seen.word, lost=self._was_together and seen.page is None)
+            met = self._was_together or self._is_apart
+            word = dataclasses.replace(seen.word, lost=met and seen.page is None)
             known = word.stopping or word.troubles or word.quiet or word.lost
-            if known or not self._was_together or time.monotonic() > until:
+            if known or not met or time.monotonic() > until:
                 return word
             time.sleep(0.05)
 

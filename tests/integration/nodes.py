@@ -11,6 +11,8 @@ from typing import Literal
 
 from jobs import PROGRAMS, Job
 
+from safelaunch.leases import ports
+
 ENV = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -84,15 +86,11 @@ class TwoNodes:
 
 APART = PROGRAMS / "apart.py"
 TASK = PROGRAMS / "task.py"  # the same as one task of several, which sets the rank variables itself
+_RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Returns a port below the kernel's ephemeral range, because the nodes take a moment to listen on it."""
-    while True:
-        with socket.socket() as probe:
-            port = random.randrange(20_000, 32_000)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue  # in use
-            return port
+    """Returns a port that stays reserved: the nodes take a moment to listen on it, and other tests choose ports too."""
+    found = next(filter(None, map(ports.bind, iter(lambda: random.randrange(24_000, 32_000), 0))))
+    _RESERVED.append(found)
+    return int(found.getsockname()[1])

@@ -247,6 +247,7 @@ def test_what_becomes_of_the_others_is_told_once(
     channel.seen = Seen(why="it has closed the connection")
     for second in range(3, 20):
         node.tick(float(second))
+    assert node.last_words().lost, "a crash that comes later is told of it too"
     channel.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
     for second in range(20, 23):
         node.tick(float(second))
