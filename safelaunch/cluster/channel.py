@@ -32,7 +32,6 @@ SEE_OFF_S = 8.0  # for the others' last words, where their store ends with this 
 SEE_OFF_EVERY_S = 0.1
 MOST_NAMED = 8
 NEW_AT_ONCE = 64
-AROUND_S = 3.0  # somebody who watches asks again before
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Seen:
     ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader; then ``complete`` says
     that the evidence of the incident is there or need not be waited for, and ``evidence`` has that of the other nodes.
     ``nodes``: the others, the first few. ``word``: what they said last, also of before the connection was lost.
-    ``around``: every node, with the time, where ``look_around`` has asked for it lately; ``answers``: to ``ask_dump``.
+    ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_dump``.
     """
 
     page: Page | None = None
@@ -112,25 +111,29 @@ class Channel:
         self._codec = Codec(meeting.prefix, key)
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = self._sees_off = False
         self._beat = Beat(node.incarnation, 0)
         self._to_hand_in: tuple[int, list[bytes]] | None = None
         self._to_decide: tuple[int, Decision] | None = None
         self._dumped: tuple[int, list[bytes]] | None = None
         self._asks_dump = False
-        self._around_until_s = 0.0
+        self._looks_around = False
         self.seen = Seen()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Says goodbye; takes a second at most, or ``SEE_OFF_S`` where this node has the store of all."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Says goodbye; takes a second at most, or ``SEE_OFF_S`` where this node has the store of all.
+
+        ``at_once``: the others lose their store without a last word.
+        """
+        self._sees_off = self.hosts and not at_once
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(GOODBYE_S + (SEE_OFF_S if self.hosts else 0.0))
+            self._thread.join(GOODBYE_S + (SEE_OFF_S if self._sees_off else 0.0))
         if self._host is not None:
             self._host.close()
 
@@ -170,8 +173,8 @@ class Channel:
             self._beat = structs.replace(self._beat, step=step)
 
     def look_around(self) -> None:
-        """Somebody wants to know of every node: ``seen.around`` has it within a round or two."""
-        self._around_until_s = time.monotonic() + AROUND_S
+        """Somebody wants to know of every node: ``seen.around`` has it after the next round."""
+        self._looks_around = True
         self._wake.set()
 
     def ask_dump(self, wanted: bool) -> None:
@@ -223,7 +226,7 @@ class Channel:
                 dumped, self._dumped = self._dumped, None
             if self._closing:
                 session.leave(beat)
-                if self.hosts:
+                if self._sees_off:
                     session.see_off(SEE_OFF_S)
                 return
             if handing_in is not None:
@@ -234,11 +237,11 @@ class Channel:
             if dumped is not None:
                 session.hand_in_dump(*dumped)
             session.asks_dump = self._asks_dump
-            session.looks_around = time.monotonic() < self._around_until_s
+            session.looks_around, self._looks_around = self._looks_around, False
             self.seen = seen = session.round(beat, deciding)
             page = seen.page
             busy = beat.doing == "suspecting" or (page is not None and page.phase not in ("idle", "agreed"))
-            busy = busy or session.asks_dump or session.looks_around
+            busy = busy or session.asks_dump
             quiet_s = CROWD_IDLE_S if page is not None and page.nodes > CROWD else IDLE_S
             self._wake.wait(BUSY_S if busy else quiet_s)
             self._wake.clear()
@@ -270,6 +273,7 @@ class _Session:
         self._page_s = 0.0
         self.looks_around = self.asks_dump = False
         self._all_nodes: dict[int, Node] = {}
+        self._around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
         self._asked = 0  # the number of the dump that this node asks for
         self._answers: dict[int, list[bytes]] = {}
         self._dumped = (0, -1)
@@ -340,7 +344,7 @@ class _Session:
         silent_s = now - self._page_s if page is not None else 0.0
         if page is not None:
             self._name(page)
-        around, answers = self._of_all(page, now) if page is not None else ((), None)
+        answers = self._of_all(page, now) if page is not None else None
         return Seen(
             page=page,
             why="" if page is not None else "they speak with another key, or in another version",
@@ -352,21 +356,20 @@ class _Session:
             nodes=tuple(self._nodes.values()),
             word=self._word(page),
             is_local=self._store.is_local,
-            around=(now, around) if self.looks_around else (0.0, ()),
+            around=self._around,
             answers=answers,
         )
 
     # --- what is asked of all nodes: a view for a person, their evidence for a dump --------------------------------
 
-    def _of_all(self, page: Page, now: float) -> tuple[tuple[Neighbour, ...], Answers | None]:
+    def _of_all(self, page: Page, now: float) -> Answers | None:
         if not (self.looks_around or self._asked):
-            return (), None
+            return None
         beats = self._beats()
         heard = {s: beat for s, beat in beats.items() if beat.doing != "ended" and s not in page.silent}
-        return (
-            self._neighbours(page, beats, heard) if self.looks_around else (),
-            self._answered(heard) if self._asked else None,
-        )
+        if self.looks_around:
+            self._around = now, self._neighbours(page, beats, heard)
+        return self._answered(heard) if self._asked else None
 
     def _neighbours(self, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[Neighbour, ...]:
         unknown = sorted(beats.keys() - self._all_nodes.keys())

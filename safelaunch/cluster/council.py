@@ -122,6 +122,7 @@ class Leader:
             nodes=len(given.heard),
             silent=given.silent[:4096],
             covered=covers(given.heard.values()),
+            world=max((beat.world for beat in given.heard.values()), default=0),
             quiet=given.quiet[:4096],
             stopping=tuple(slot for slot, beat in given.last.items() if beat.doing == "stopping")[:4096],
             troubles=tuple((slot, b.trouble) for slot, b in given.last.items() if b.trouble)[:MOST_TROUBLES],

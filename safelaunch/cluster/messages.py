@@ -93,6 +93,7 @@ class Page(Message, frozen=True):
     ``covered``: the ranks of the nodes that are heard are all ranks of the job. ``silent``: slots that are not heard;
     ``quiet``: not for a few seconds. ``stopping``: somebody stops the job there. ``troubles``: by slot.
     ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``dumps``: those that are asked for.
+    ``world``: how many ranks the job has, if ``covered``.
     """
 
     leader: _Count
@@ -109,6 +110,7 @@ class Page(Message, frozen=True):
     stopping: _Slots = ()
     troubles: Annotated[tuple[tuple[_Count, _Text], ...], Meta(max_length=MOST_TROUBLES)] = ()
     dumps: Annotated[tuple[_Count, ...], Meta(max_length=MOST_DUMPS)] = ()
+    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
 
 
 class Decision(Message, frozen=True):

@@ -95,6 +95,8 @@ class CrashCase:
             self._failure = None
             self._together.no_trouble()
         elif event.event == "failing":
+            if self._failure is not None:  # a peer of the rank that ended has raised before the agent noticed
+                self._tell_others(self._watch.targets(), event.exits)
             self._begin(event.exits)
         elif event.event == "closed":
             self._tell()

@@ -28,7 +28,7 @@ from safelaunch.system.task import Task
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
 BETWEEN_LOOKS_S = 1.0
-AROUND_S = 1.5  # for the other nodes' lines in an answer
+AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, and how old they may be then
 
 
 @dataclass
@@ -206,11 +206,11 @@ class Live:
                 *self._silent(),
             ],
             notes=[*self._watch.notes],
-            nodes=self._nodes(),
+            nodes=self._nodes(now),
             alone=self._together.why_alone if self._watch.unseen and not self._together.is_covered else "",
         )
 
-    def _nodes(self) -> list[NodeStatus]:
+    def _nodes(self, now: float) -> list[NodeStatus]:
         """What is known of every node; only answers to ``status`` ask for it."""
         return [
             NodeStatus(
@@ -223,7 +223,7 @@ class Live:
                 here=node.here,
                 trouble=node.trouble,
             )
-            for node in self._together.around(0.0) or ()
+            for node in self._together.around(now - AROUND_OLD_S) or ()
         ]
 
     def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:

@@ -104,9 +104,10 @@ class Together:
             self._why = f"--cluster-key-file {settings.cluster_key_file}: {error}"
             return None
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
+        """Leaves the others; takes seconds, unless ``at_once``."""
         if self._channel is not None:
-            self._channel.close()
+            self._channel.close(at_once=at_once)
 
     @property
     def _seen(self) -> Seen:
@@ -122,7 +123,11 @@ class Together:
     def is_covered(self) -> bool:
         """Whether every rank of the job is under a supervisor that is heard."""
         page = self._page
-        return page is not None and page.covered
+        return page is not None and self._covers(page)
+
+    def _covers(self, page: Page) -> bool:
+        """Whether it counts every rank of the job as this node knows it: it may be of before this node came."""
+        return page.covered and page.world == self._watch.world_size
 
     @property
     def why_alone(self) -> str:
@@ -177,9 +182,9 @@ class Together:
             say(f"started a store for the supervisors of this job: it listens at {self._address} until the job ends")
         if seen.page is not None:
             self._lost_s = None
-            self._was_together = self._was_together or seen.page.covered
+            self._was_together = self._was_together or self._covers(seen.page)
             silent = frozenset(seen.page.silent)
-            if self._is_apart and seen.page.covered:
+            if self._is_apart and self._covers(seen.page):
                 self._is_apart = False
                 say("the other nodes are heard again: one verdict for all")
             if self._was_together and silent - self._silent and not stopping:
@@ -281,7 +286,7 @@ class Together:
     def suspect(self, window_s: float) -> bool:
         """Asks all nodes to look. False: there is nobody to ask."""
         page = self._page
-        if self._channel is None or page is None or not page.covered:
+        if self._channel is None or page is None or not self._covers(page):
             return False
         self._channel.tell(doing="suspecting", suspects=page.incident, window_s=min(window_s, 60.0), at_limit=False)
         return True

@@ -131,6 +131,11 @@ class Cluster:
         ours = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_", "SLURM_"))}
         return {**ours, "OMP_NUM_THREADS": "1", **self.env, **(env or {})}
 
+    def begin(self, words: Sequence[str | Path], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Starts a client, such as ``sbatch --wait``."""
+        null = subprocess.DEVNULL
+        return subprocess.Popen(words, env=self.environ(env), stdin=null, stdout=null, stderr=null)
+
     def run(
         self, words: Sequence[str | Path], *, env: Mapping[str, str] | None = None, patience_s: float = 120.0
     ) -> subprocess.CompletedProcess[str]:

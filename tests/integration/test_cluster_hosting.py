@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 from nodes import APART, TASK, TwoNodes, free_port
-from test_cluster import said_the_same, training, whole_and_half
+from test_cluster import TOGETHER, said_the_same, training, whole_and_half
 
 from safelaunch.cluster.hosting import PROGRAM
 
@@ -35,11 +35,20 @@ def stores() -> dict[int, list[str]]:
     return found
 
 
+def met(nodes: TwoNodes) -> None:
+    """Waits until the nodes have met: the store's helper imports torch, which may take long; then one misbehaves."""
+    for job in nodes.jobs:
+        job.until(lambda job=job: TOGETHER in job.stderr, "the nodes to meet")  # type: ignore[misc]
+    (nodes.scratch / "met").touch()
+
+
 @pytest.mark.parametrize(("over", "ranks"), [("exec", (2, 2)), ("task", (1, 1))])
 def test_a_hang_has_one_verdict(tmp_path: Path, over: Literal["exec", "task"], ranks: tuple[int, int]) -> None:
     culprit = sum(ranks) - 1
-    script: list[str | Path] = [APART if over == "exec" else TASK, "--how=asleep", f"--culprit={culprit}"]
+    program = APART if over == "exec" else TASK
+    script: list[str | Path] = [program, "--how=asleep", f"--culprit={culprit}", f"--once={tmp_path}/met"]
     with TwoNodes(tmp_path, quick(free_port()), script, over=over, ranks=ranks) as nodes:
+        met(nodes)
         results = [job.wait() for job in nodes.jobs]
     assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
     assert sum(STARTED in result.said for result in results) == 1, [result.said for result in results]
@@ -51,12 +60,14 @@ def test_a_hang_has_one_verdict(tmp_path: Path, over: Literal["exec", "task"], r
 
 
 def test_one_task_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
-    script = [TASK, "--how=evaluates", "--seconds=12", "--steps=20"]
+    script = [TASK, "--how=evaluates", "--seconds=12", f"--once={tmp_path}/met"]
     with TwoNodes(tmp_path, quick(free_port()), script, over="task", ranks=(1, 1)) as nodes:
-        results = [job.wait() for job in nodes.jobs]
-    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
-    assert [result.bundles for result in results] == [(), ()]
-    assert any("something computes" in result.said for result in results), [result.said for result in results]
+        met(nodes)
+        nodes.jobs[0].until((tmp_path / "evaluated").exists, "the end of the evaluation")
+        said = [job.stderr for job in nodes.jobs]
+        assert any("something computes" in text for text in said), said
+        assert [job.bundles() for job in nodes.jobs] == [(), ()]
+        assert [job.process.poll() for job in nodes.jobs] == [None, None], said
 
 
 def test_the_store_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def nodes_by(job: Job) -> list[dict[str, Any]]:
     """The nodes, as ``status`` on this one's lists them."""
     done = asked(job, "status", "--json")
     assert done.returncode == 0, done.stderr
-    runs = [run for run in json.loads(done.stdout) if run.get("nodes")]
-    return runs[0]["nodes"] if runs else []
+    mine = [run for run in json.loads(done.stdout) if run["supervisor_pid"] == job.process.pid]
+    return mine[0].get("nodes", []) if mine else []
 
 
 def test_status_shows_all_nodes_on_each(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_status_shows_all_nodes_on_each(tmp_path: Path) -> None:
             here = found[0] if 0 in job.ranks() else found[1]
             assert [one["here"] for one in found] == [one is here for one in found]
             assert sum(one["leads"] for one in found) == 1
-        said = asked(job, "status").stdout
+        said = asked(job, "status", str(job.process.pid)).stdout
         assert "this node" in said and "leads" in said and "2-3" in said, said
 
 
@@ -62,7 +62,7 @@ def test_dump_has_every_rank_and_the_job_goes_on(tmp_path: Path, rank: int) -> N
         for one in (job, other):
             one.until(lambda one=one: "together with" in one.stderr, "the nodes to meet")  # type: ignore[misc]
         job.until(lambda: all(one["step"] for one in nodes_by(job)), "steps of all")
-        done = asked(job, "dump", patience_s=150.0)
+        done = asked(job, "dump", str(job.process.pid), patience_s=150.0)
         assert done.returncode == 0, done.stderr
         bundle = Bundle(Path(done.stdout.strip()))
         assert {path.name for path in (bundle.path / "ranks").iterdir()} == {"0", "1", "2", "3"}

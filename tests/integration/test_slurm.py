@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,12 +64,26 @@ def script(title: str, train: Path, *words: str) -> str:
     return text.replace('--bundle-dir="$SLURM_SUBMIT_DIR/bundles"', "")
 
 
+def submitted(cluster: slurm.Cluster, place: Path, env: Mapping[str, str], nodes: int) -> tuple[int, str]:
+    """The exit code of a job and what it said. Once its supervisors have met, one rank misbehaves."""
+    out = place.parent / "out.txt"
+    job = cluster.begin(["sbatch", "--wait", f"--output={out}", place], env=env)
+    try:
+        until(lambda: out.exists() and out.read_text().count("one verdict for all") == nodes, "all to meet", out)
+        (place.parent / "met").touch()
+        return job.wait(150.0), out.read_text()
+    finally:
+        job.kill()
+        job.wait()
+
+
 def test_the_script_of_the_page_and_a_hang(cluster: slurm.Cluster, env: dict[str, str], tmp_path: Path) -> None:
     place = tmp_path / "train.sbatch"
-    place.write_text(script("train.sbatch", APART, "--how=asleep", "--culprit=3", f"--scratch={tmp_path}"))
-    done = cluster.run(["sbatch", "--wait", f"--output={tmp_path}/out.txt", place], env=env, patience_s=200.0)
-    said = (tmp_path / "out.txt").read_text()
-    assert done.returncode == 124, said
+    place.write_text(
+        script("train.sbatch", APART, "--how=asleep", "--culprit=3", f"--once={tmp_path}/met", f"--scratch={tmp_path}")
+    )
+    code, said = submitted(cluster, place, env, nodes=2)
+    assert code == 124, said
     whole, half = verdicts(tmp_path / "bundles")
     assert [one["rank"] for one in whole["culprits"]] == [3], said
     assert {k: v for k, v in whole.items() if k != "bundle"} == {k: v for k, v in half.items() if k != "bundle"}
@@ -81,14 +95,15 @@ def test_one_supervisor_for_each_task(
     cluster: slurm.Cluster, env: dict[str, str], tmp_path: Path, port: Literal["named", "reserved"]
 ) -> None:
     """They meet on the step's first node, at the port of the page's script or at one that Slurm has reserved."""
-    text = script("tasks.sbatch", TASK, "--how=asleep", "--culprit=3", f"--scratch={tmp_path}")
+    text = script(
+        "tasks.sbatch", TASK, "--how=asleep", "--culprit=3", f"--once={tmp_path}/met", f"--scratch={tmp_path}"
+    )
     if port == "reserved":
         text = text.replace("--cluster-store=$((MASTER_PORT + 1))", "").replace("srun ", "srun --resv-ports=1 ")
-    place, out = tmp_path / "tasks.sbatch", tmp_path / "out.txt"
+    place = tmp_path / "tasks.sbatch"
     place.write_text(text)
-    done = cluster.run(["sbatch", "--wait", f"--output={out}", place], env=env, patience_s=200.0)
-    said = out.read_text()
-    assert done.returncode == 124, said
+    code, said = submitted(cluster, place, env, nodes=4)
+    assert code == 124, said
     assert said.count("started a store") == 1, said
     found = verdicts(tmp_path / "bundles")
     assert len(found) == 4

@@ -117,16 +117,22 @@ def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
     other.note(12)
     other.tell(doing="suspecting", suspects=7, trouble="rank 3 was ended")
     for asks in (one, other):
-        asks.look_around()
-        until(lambda: [found.step for found in asks.seen.around[1]] == [None, 12], "both")  # noqa: B023
+        until(lambda: [found.step for found in again(asks)] == [None, 12], "both")  # noqa: B023
         first, second = asks.seen.around[1]
         assert (first.host, first.ranks, first.doing, first.here) == ("host0", (0, 1), "watching", asks is one)
         assert (second.host, second.ranks, second.trouble) == ("host2", (2, 3), "rank 3 was ended")
         assert (second.doing, second.heard, second.here) == ("suspecting", True, asks is other)
         assert [first.leads, second.leads] == [one.seen.leads, other.seen.leads]
     other.close()
+    until(lambda: again(one)[-1].doing == "ended", "its end")
+
+
+def again(one: Channel) -> tuple[channels.Neighbour, ...]:
+    """Every node, as known after now."""
+    begin = time.monotonic()
     one.look_around()
-    until(lambda: one.seen.around[1] and one.seen.around[1][-1].doing == "ended", "its end")
+    until(lambda: one.seen.around[0] > begin, "the nodes")
+    return one.seen.around[1]
 
 
 def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[..., Channel]) -> None:
@@ -135,8 +141,7 @@ def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[.
     one._host = Host()  # type: ignore[assignment]
     leaving = threading.Thread(target=one.close)
     leaving.start()
-    other.look_around()
-    until(lambda: any(node.doing == "ended" for node in other.seen.around[1]), "its goodbye")
+    until(lambda: any(node.doing == "ended" for node in again(other)), "its goodbye")
     assert leaving.is_alive() and not one._host.closed  # type: ignore[union-attr]
     other.close()
     leaving.join(channels.SEE_OFF_S / 2)

@@ -27,7 +27,7 @@ class Channel:
 
     def __init__(self, *_: object) -> None:
         self.node = Node("", "here", 1, "0.1", "2.13")
-        self.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
+        self.seen = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
         self.beat = Beat("a", 1)
         self.handed_in: list[int] = []
         self.decided: list[Decision] = []
@@ -99,6 +99,13 @@ def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: 
     channel.seen = Seen(why="no store at h:1: refused")
     assert not node.suspect(2.0)
     assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
+
+
+def test_a_page_that_does_not_count_this_node_says_nothing_about_its_job(node: Together, channel: Channel) -> None:
+    """A launcher that has not started its ranks yet looks like the only rank of a job."""
+    channel.say(page={"nodes": 1, "world": 1})
+    assert not node.is_covered
+    assert not node.suspect(2.0)
 
 
 def test_a_call_is_answered_once(node: Together, channel: Channel) -> None:
@@ -248,7 +255,7 @@ def test_what_becomes_of_the_others_is_told_once(
     for second in range(3, 20):
         node.tick(float(second))
     assert node.last_words().lost, "a crash that comes later is told of it too"
-    channel.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
+    channel.seen = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
     for second in range(20, 23):
         node.tick(float(second))
     said = capfd.readouterr().err.splitlines()
