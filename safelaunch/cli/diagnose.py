@@ -68,7 +68,9 @@ def _diagnose(path: Path, called: str, *, as_json: bool) -> int:
             work = lambda: _read(folder, Path(scratch), path, as_json=as_json)  # noqa: E731 - what the child does
             told = in_child(work, locate.bounds_of(folder))
     except Unreadable as error:
-        raise UsageError(f"diagnose: {clean(called)}: {clean(error.message)}.") from error
+        why = clean(error.message)
+        # With a colon between them, redaction would take path and reason for the name and the value of a setting.
+        raise UsageError(f"cannot diagnose {clean(called)}. {why[:1].upper()}{why[1:]}.") from error
     for note in told.notes:
         say(note)
     print(told.out)

@@ -23,7 +23,7 @@ from safelaunch.diagnose.rules_wait import stuck_for_good
 from safelaunch.diagnose.swallowed import with_caught_exception
 from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, Verdict, format_ranks
-from safelaunch.reading.loops import ReadSource
+from safelaunch.reading.source import ReadSource
 
 __all__ = ["diagnose", "ranks_stuck_for_good"]
 

@@ -46,7 +46,7 @@ class Condition:
 
     cause: str
     reason: str
-    frame: Frame | None
+    frame: Frame | None = None
     pid: int = 0
     process: str = "main"
     doubts: tuple[Doubt, ...] = ()
@@ -55,6 +55,10 @@ class Condition:
     locked_by: int | None = None
     signs: frozenset[Sign] = frozenset()
     for_good: bool = False
+
+
+def record_claim(rank: int, text: str) -> Claim:
+    return Claim(text, f"ranks/{rank}/flight_recorder.json")
 
 
 # A sleep or a wait that is over sooner may be one of a loop that polls. As long as --max-stall, which then decides.
@@ -97,6 +101,10 @@ class View:
     @property
     def user_frame(self) -> Frame | None:
         return self.stack.user_frame
+
+    @property
+    def place(self) -> str:
+        return fr.place(self.user_frame)
 
     @property
     def folder(self) -> str:
@@ -142,75 +150,71 @@ class View:
 
 def thread_condition(view: View) -> Condition:
     """What the thread (or a process without a readable stack) does, from the surest sign to the weakest."""
-    inner, mine = view.stack.called, view.user_frame
-    wait = view.wait
     condition = (
-        _held_by_kernel(view, wait, mine)
-        or _busy(view, wait, inner, mine)
-        or _waits_for_outside(wait, inner, mine)
-        or _lock(view, wait, inner, mine)
-        or _polls(view, wait, inner, mine)
-        or _io_or_sleep(wait, mine)
-        or _unexplained(inner, mine)
+        _held_by_kernel(view)
+        or _busy(view)
+        or _waits_for_outside(view)
+        or _lock(view)
+        or _polls(view)
+        or _io_or_sleep(view)
+        or _unexplained(view)
     )
     claims = list(condition.claims)
-    if mine is not None:
-        claims.append(view.stack_claim(f"its innermost user frame is {fr.place(mine)}"))
-    if wait_words(wait):
-        claims.append(view.kernel_claim(f"the kernel says: {wait_words(wait)}"))
-    return replace(condition, pid=view.process.pid, claims=tuple(claims))
+    if view.user_frame is not None:
+        claims.append(view.stack_claim(f"its innermost user frame is {view.place}"))
+    if wait_words(view.wait):
+        claims.append(view.kernel_claim(f"the kernel says: {wait_words(view.wait)}"))
+    return replace(condition, frame=view.user_frame, pid=view.process.pid, claims=tuple(claims))
 
 
-def _held_by_kernel(view: View, wait: KernelWait, mine: Frame | None) -> Condition | None:
+def _held_by_kernel(view: View) -> Condition | None:
     """Stopped, in D state or dead: nothing its code does can matter while that lasts."""
-    where = f" at {fr.place(mine)}" if mine else ""
+    wait, where = view.wait, fr.at(view.user_frame)
     if wait.kind == "stopped":
         how = "its cgroup is frozen" if wait.call == "frozen cgroup" else "it was stopped by a signal (state T)"
-        return Condition("rank-stopped", f"does not run: {how}{where}", mine, for_good=True)
+        return Condition("rank-stopped", f"does not run: {how}{where}", for_good=True)
     if wait.kind == "disk":
         channel = f" in {wait.call}" if wait.call else ""
         claim = view.kernel_claim(f"state D in every sample, wait channel {wait.call or 'unknown'}")
         text = f"is in uninterruptible sleep{channel}{where}"
-        return Condition("uninterruptible-io", text, mine, claims=(claim,), for_good=True)
+        return Condition("uninterruptible-io", text, claims=(claim,), for_good=True)
     if wait.kind == "dead":
-        return Condition("rank-exited", "has ended and is a zombie", mine, for_good=True)
+        return Condition("rank-exited", "has ended and is a zombie", for_good=True)
     return None
 
 
-def _busy(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+def _busy(view: View) -> Condition | None:
     """CPU time between the samples. Inside torch or another library the same sign may be honest work."""
-    if not wait.busy or (wait.cpu_share is None and not _active(view)):
+    wait, inner = view.wait, view.stack.called
+    if not wait.busy or (wait.cpu_share is None and view.thread is not None and not view.thread.active):
         return None
     share = f" ({wait.cpu_share:.0%} of a core)" if wait.cpu_share is not None else ""
     if not inner:
-        return Condition("busy-loop", f"spins in {fr.place(mine)}{share}", mine)
+        return Condition("busy-loop", f"spins in {view.place}{share}")
     called = f"{fr.short(inner[0].function)} in {fr.basename(inner[0].file)}"
-    text = f"computes in {called}, called from {fr.place(mine)}{share}: slow or endless, the samples cannot tell"
-    return Condition("busy-loop", text, mine, doubts=(Doubt.MAY_BE_SLOW if mine else Doubt.STATE_UNKNOWN,))
+    text = f"computes in {called}, called from {view.place}{share}: slow or endless, the samples cannot tell"
+    return Condition("busy-loop", text, doubts=(Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,))
 
 
-def _active(view: View) -> bool:
-    return view.thread is None or view.thread.active
-
-
-def _waits_for_outside(wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+def _waits_for_outside(view: View) -> Condition | None:
     """A person, a subprocess or an event loop: neither a lock nor a file is at fault."""
-    where = fr.place(mine)
+    wait, inner, where = view.wait, view.stack.called, view.place
     if wait.kind == "child" or calls.waits_for_child(inner):
-        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}", mine)
+        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
     if wait.kind == "io" and wait.fd == 0 and wait.call == "read":
-        return Condition("stuck-in-user-code", f"waits for standard input at {where}", mine)
+        return Condition("stuck-in-user-code", f"waits for standard input at {where}")
     if calls.in_event_loop(inner):
         text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not come"
-        return Condition("stuck-in-user-code", text, mine, doubts=(Doubt.STATE_INFERRED,))
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     return None
 
 
-def _lock(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+def _lock(view: View) -> Condition | None:
     """Futex, and the innermost Python frame is the user's own line or a stdlib lock's.
 
     A C extension's own condition variable looks the same; a native sample settles it where there is one.
     """
+    wait, inner = view.wait, view.stack.called
     known = calls.lock_wait(inner)
     if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
         return None
@@ -219,49 +223,50 @@ def _lock(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | 
         return None
     lock = known or calls.LockWait("a lock")
     doubts = () if known or native == "lock" else (Doubt.STATE_INFERRED,)
-    text = f"waits for {lock.what} at {fr.place(mine)}"
+    text = f"waits for {lock.what} at {view.place}"
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
-    return Condition("lock-deadlock", text, mine, doubts=doubts, lock=lock, for_good=for_good)
+    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, for_good=for_good)
 
 
-def _polls(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+def _polls(view: View) -> Condition | None:
     """Sleeps, and asks again for a lock on a file that somebody else holds: as sqlite does, in C.
 
     A loop of the user's that sleeps, beside an open file that is locked for other reasons, looks alike but for its C
     frames.
     """
-    lock = polled_lock(view.process, wait) if view.other is None else None
+    lock = polled_lock(view.process, view.wait) if view.other is None else None
     native = calls.native_sleep(view.process.stacks, view.os_tid) if lock is not None else ""
-    if lock is None or (native == "python" and not inner):
+    if lock is None or (native == "python" and not view.stack.called):
         return None
-    text = f"asks again and again at {fr.place(mine)} for a lock on {lock.path}, locked by pid {lock.pid}"
+    text = f"asks again and again at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}"
     claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
     doubts = () if native == "sqlite" else (Doubt.STATE_INFERRED,)
-    return Condition("blocking-io", text, mine, doubts=doubts, claims=(claim,), locked_by=lock.pid)
+    return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locked_by=lock.pid)
 
 
-def _io_or_sleep(wait: KernelWait, mine: Frame | None) -> Condition | None:
-    where = fr.place(mine)
+def _io_or_sleep(view: View) -> Condition | None:
+    wait, where = view.wait, view.place
     if wait.kind == "sleep":
         for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
-        return Condition("stuck-in-user-code", f"is asleep in {where}", mine, for_good=for_good)
+        return Condition("stuck-in-user-code", f"is asleep in {where}", for_good=for_good)
     if wait.kind == "select":  # time.sleep() of Python 3.10 and older is a select() without descriptors
         text = f"sleeps or waits in select() at {where}"
-        return Condition("stuck-in-user-code", text, mine, doubts=(Doubt.STATE_INFERRED,))
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
-        return Condition("blocking-io", f"is blocked in I/O at {where}{call}", mine, locked_by=wait.locked_by)
+        return Condition("blocking-io", f"is blocked in I/O at {where}{call}", locked_by=wait.locked_by)
     return None
 
 
-def _unexplained(inner: tuple[Frame, ...], mine: Frame | None) -> Condition:
-    if mine is None and not inner:
+def _unexplained(view: View) -> Condition:
+    inner = view.stack.called
+    if view.user_frame is None and not inner:
         text = "has no stack that says what it does"
-        return Condition("missing-from-collective", text, None, doubts=(Doubt.STATE_UNKNOWN,))
+        return Condition("missing-from-collective", text, doubts=(Doubt.STATE_UNKNOWN,))
     called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
-    text = f"does not move at {fr.place(mine)}{called}"
-    return Condition("stuck-in-user-code", text, mine, doubts=(Doubt.STATE_INFERRED,))
+    text = f"does not move at {view.place}{called}"
+    return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
 
 
 # --- the GIL ----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.diagnose.conditions import Condition
-from safelaunch.diagnose.doubts import Doubt, confidence_of, levels_of
+from safelaunch.diagnose.doubts import Doubt, levels_of
 from safelaunch.diagnose.rank_state import Facts, RankFacts
-from safelaunch.model import Claim, Confidence, Culprit, Frame, format_ranks
+from safelaunch.model import Claim, Culprit, Frame, format_ranks
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,6 @@ class Finding:
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
     held_up: tuple[int, ...] = ()
-
-    @property
-    def confidence(self) -> Confidence:
-        return confidence_of(self.doubts)
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)
@@ -62,10 +58,6 @@ def ranks_do(ranks: Collection[int], one: str, many: str) -> str:
 def unseen_words(facts: Facts) -> str:
     """``ranks 4-7 were not seen``."""
     return f"{ranks_do(facts.unseen, 'was', 'were')} not seen"
-
-
-def record_claim(rank: int, text: str) -> Claim:
-    return Claim(text, f"ranks/{rank}/flight_recorder.json")
 
 
 def culprit(facts: RankFacts, condition: Condition) -> Culprit:

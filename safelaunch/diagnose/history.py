@@ -81,8 +81,12 @@ class History:
         """How many calls from ``begin`` on are those of ``other`` from ``at`` on; -1 where one of them is not."""
         if begin < self.first or at < other.first:
             return -1
-        overlap = max(0, min(self.last - begin, other.last - at) + 1)
+        overlap = max(0, self.overlap(begin, other, at))
         return overlap if self.column.values_of(begin, overlap) == other.column.values_of(at, overlap) else -1
+
+    def overlap(self, begin: int, other: History, at: int) -> int:
+        """How many calls both have from there on."""
+        return min(self.last - begin, other.last - at) + 1
 
     def _of(self, values: Iterable[int]) -> set[Identity]:
         return {found for value in set(values) if isinstance(found := self._identities.value(value), tuple)}
@@ -198,7 +202,7 @@ def _smallest(longer: History, shorter: History, parted: int) -> tuple[int, int,
     for calls in range(1, MOST_CALLS + 1):
         matched = _matched(longer, parted + calls, shorter, parted)
         if matched:
-            return calls, matched, matched == _overlap(longer, parted + calls, shorter, parted)
+            return calls, matched, matched == longer.overlap(parted + calls, shorter, parted)
     return None
 
 
@@ -207,17 +211,13 @@ def _is_novel(longer: History, shorter: History, parted: int, calls: int) -> boo
     return all(longer.at(parted + number) not in known for number in range(calls))
 
 
-def _overlap(ahead: History, begin: int, behind: History, at: int) -> int:
-    return min(ahead.last - begin, behind.last - at) + 1
-
-
 def _matched(ahead: History, begin: int, behind: History, at: int) -> int:
     """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on, without a break.
 
     A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is; where both
     have completed what they called there, it is not: they are programs that differ, as those of two pipeline stages do.
     """
-    overlap = _overlap(ahead, begin, behind, at)
+    overlap = ahead.overlap(begin, behind, at)
     if overlap <= 0:
         return 0
     pairs = zip(ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap), strict=True)

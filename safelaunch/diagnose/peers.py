@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
-from safelaunch.diagnose.conditions import Condition, View
+from safelaunch.diagnose.conditions import Condition, View, record_claim
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.processes import Inside
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
@@ -129,7 +129,7 @@ def _backward_without_a_record(view: View) -> bool:
 
 
 def _of_backward(view: View) -> PeerWait:
-    where = fr.place(view.user_frame)
+    where = view.place
     claim = view.stack_claim(f"{view.words} rests in the backward pass at {where}, as when gradients are reduced")
     op = "a collective"
     return PeerWait("collective", op, None, None, (op,), view.user_frame, f"the backward pass at {where}", (claim,))
@@ -163,10 +163,8 @@ def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None)
     site = mine or fr.stack_of(rank, entry.frames).user_frame
     number = number_of(entry)
     words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
-    claim = Claim(
-        f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}",
-        f"ranks/{rank.rank}/flight_recorder.json",
-    )
+    text = f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}"
+    claim = record_claim(rank.rank, text)
     stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
     kind = "p2p" if entry.is_p2p else "collective"
     return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
@@ -193,21 +191,16 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
         return None  # it waits for peers, or may do so
     frame = view.user_frame
-    text = f"waits for its GPU in {where}{f' at {fr.place(frame)}' if frame else ''}"
+    text = f"waits for its GPU in {where}{fr.at(frame)}"
     claims = [view.stack_claim(f"its main thread is in {where}")]
     if with_peers and with_peers[0].started is not False:
         done = _done_elsewhere(with_peers[0])
         text += f"; {done}"
-        claims.append(Claim(done, f"{view.folder}/flight_recorder.json"))
+        claims.append(record_claim(rank, done))
     elif with_peers:
         behind = with_peers[0]
         text += f"; behind what runs there stands {op_name(behind)} number {behind.seq}, which the device has not begun"
-        claims.append(
-            Claim(
-                f"{op_name(behind)} number {behind.seq} is scheduled, not started",
-                f"{view.folder}/flight_recorder.json",
-            )
-        )
+        claims.append(record_claim(rank, f"{op_name(behind)} number {behind.seq} is scheduled, not started"))
     else:
         text += ", with no collective outstanding that a peer could hold up"
     return Condition("gpu-kernel", text, frame, view.process.pid, claims=tuple(claims))
@@ -230,19 +223,9 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     else:
         return None
     frame = fr.stack_of(rank, first.frames).user_frame
-    text = f"waits for its GPU: {what}"
-    claim = Claim(
-        f"{op_name(first)} number {first.seq} of group {first.group!r}: {what}",
-        f"ranks/{rank.rank}/flight_recorder.json",
-    )
-    return Condition(
-        "gpu-kernel",
-        text + (f", at {fr.place(frame)}" if frame else ""),
-        frame,
-        rank.pid,
-        doubts=(Doubt.RECORD_ALONE,),
-        claims=(claim,),
-    )
+    text = f"waits for its GPU: {what}" + (f", at {fr.place(frame)}" if frame else "")
+    claim = record_claim(rank.rank, f"{op_name(first)} number {first.seq} of group {first.group!r}: {what}")
+    return Condition("gpu-kernel", text, frame, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 
 def _done_elsewhere(entry: Collective) -> str:

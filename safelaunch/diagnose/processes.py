@@ -224,13 +224,13 @@ class Inside:
 
 def _no_worker_to_blame(view: View, workers: int) -> Condition:
     seen = f"none of its {workers} workers that were seen has work" if workers else "no worker of it was seen"
-    text = f"waits for its DataLoader at {fr.place(view.user_frame)}; {seen}"
+    text = f"waits for its DataLoader at {view.place}; {seen}"
     doubts, claims = (Doubt.STATE_INFERRED,), (_waits_for_loader(view),)
     return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)
 
 
 def _waits_for_loader(view: View) -> Claim:
-    return view.stack_claim(f"{view.words} waits for a DataLoader at {fr.place(view.user_frame)}")
+    return view.stack_claim(f"{view.words} waits for a DataLoader at {view.place}")
 
 
 def _rank_of(cause: str) -> int:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
-from safelaunch.diagnose.conditions import Condition, View, gil_condition, thread_condition
+from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.exits import FAILURES, ended_by_others, gone_condition, is_consequence, one_line
@@ -24,10 +24,11 @@ from safelaunch.diagnose.peers import (
     through_a_thread,
 )
 from safelaunch.diagnose.processes import Inside, may_train_elsewhere
+from safelaunch.diagnose.transfers import Transfers
 from safelaunch.model import Claim, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.loops import ReadSource
+from safelaunch.reading.source import ReadSource
 
 # What is true of all its threads.
 _WHOLE_PROCESS = ("rank-stopped", *FAILURES)
@@ -88,6 +89,10 @@ class Facts:
     @property
     def unseen(self) -> frozenset[int]:
         return frozenset(self.evidence.missing_ranks) | (self.world - frozenset(self.ranks))
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        return Transfers(self.alignment)
 
     @cached_property
     def processes(self) -> dict[tuple[str, int], tuple[int, tuple[FileLock, ...]]]:
@@ -291,9 +296,8 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     unended = alignment.unended(rank.rank)
     if unended is not None:
         site = fr.stack_of(rank, unended.frames).user_frame
-        text = f"has begun a group of operations that it has not ended: {op_name(unended)}"
-        text += f" at {fr.place(site)}" if site else ""
-        claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
+        text = f"has begun a group of operations that it has not ended: {op_name(unended)}{fr.at(site)}"
+        claim = record_claim(rank.rank, f"its newest entries belong to no launch: {text}")
         return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
     if record is None or not record.entries:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
@@ -301,9 +305,8 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     last = record.entries[-1]
     site = fr.stack_of(rank, last.frames).user_frame
     number = f"number {number_of(last)} of group {last.group!r}"
-    text = f"entered nothing after {op_name(last)} {number}"
-    text += f" at {fr.place(site)}" if site else ""
-    claim = Claim(f"the last on its record: {describe(last)}, {number}", f"ranks/{rank.rank}/flight_recorder.json")
+    text = f"entered nothing after {op_name(last)} {number}{fr.at(site)}"
+    claim = record_claim(rank.rank, f"the last on its record: {describe(last)}, {number}")
     return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 

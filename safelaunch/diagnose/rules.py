@@ -19,7 +19,6 @@ from safelaunch.diagnose.rules_history import (
     parted_earlier,
     parted_out_of_step,
 )
-from safelaunch.diagnose.rules_locks import file_locks
 from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
 from safelaunch.diagnose.rules_state import (
     a_peer_ended,
@@ -31,7 +30,7 @@ from safelaunch.diagnose.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
-from safelaunch.diagnose.rules_wait import held_up, sends_and_receives, unseen_peers
+from safelaunch.diagnose.rules_wait import file_locks, held_up, sends_and_receives, unseen_peers
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[
@@ -49,8 +48,8 @@ _MET: Mapping[Need, Callable[[Case], bool]] = {
     "a live job that moves": lambda case: case.evidence.outcome == "dump" and case.evidence.moving,
     "a crash": lambda case: case.evidence.outcome == "crash",
     "every rank seen": lambda case: not case.unseen,
-    "ranks that wait for peers": lambda case: bool(case.waits.ranks),
-    "no rank that waits for peers": lambda case: not case.waits.ranks,
+    "ranks that wait for peers": lambda case: bool(case.waits.classes),
+    "no rank that waits for peers": lambda case: not case.waits.classes,
     "a circle of waits": lambda case: bool(case.waits.circle),
     "a circle over several groups": lambda case: len(case.waits.groups_of_circle) > 1,
     "sends or receives in the circle": lambda case: bool(case.waits.transfers_of_circle),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from safelaunch.diagnose.collectives import describe, number_of, op_name
+from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.divergence import Divergence, Habit
 from safelaunch.diagnose.doubts import Doubt, those
 from safelaunch.diagnose.findings import (
@@ -18,7 +19,6 @@ from safelaunch.diagnose.findings import (
     conditions,
     ranks_do,
     ranks_word,
-    record_claim,
     wait_claims,
     wait_words,
     waiting_culprit,
@@ -36,7 +36,8 @@ def parted_earlier(case: Case) -> Ruling:
     Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
     loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
     """
-    groups = {w.group for w in case.waits.example.values() if w.kind == "collective" and w.group is not None}
+    waits = (one.wait for one in case.waits.classes.values())
+    groups = {w.group for w in waits if w.kind == "collective" and w.group is not None}
     for group in sorted(groups):
         shift = case.histories.shift_in(group)
         if shift is not None and shift.agrees_again and shift.explains_lag():
@@ -209,7 +210,7 @@ def left_out_between_groups(case: Case) -> Ruling:
         return ""
     ((rank, (now, broken)),) = found.items()
     usual = broken.usual
-    others = [case.waits.example[key] for key in case.waits.circle if rank not in case.waits.ranks[key]]
+    others = [one.wait for one in case.waits.circle if rank not in one.ranks]
     if not broken.sure or not any(usual.group == one.group and same_op(usual.op, one.op) for one in others):
         return ""
     site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
@@ -234,21 +235,19 @@ def left_out_between_groups(case: Case) -> Ruling:
 def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders: nothing shows that one of them left a call out."""
     ranks, groups = case.waits.in_circle, case.waits.groups_of_circle
-    members = {key: case.alignment.members(str(case.waits.example[key].group)) for key in case.waits.circle}
-    words = []
-    for key, (group, known) in members.items():
-        example = case.waits.example[key]
-        of = f" of {ranks_word(group)}" if known else ""
-        who = ranks_do(case.waits.ranks[key], "waits", "wait")
-        words.append(f"{who} in group {example.group!r}{of} ({example.words})")
+    words, known_of_all = [], True
+    for one in case.waits.circle:
+        members, known = case.alignment.members(str(one.wait.group))
+        known_of_all = known_of_all and known
+        of = f" of {ranks_word(members)}" if known else ""
+        words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
     more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
     text = " while ".join(words[:3]) + more
-    known = all(known for _, known in members.values())
-    if known:  # who is in one of the groups only had no order to choose
+    if known_of_all:  # who is in one of the groups only had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
         ranks = of_several or ranks
     doubts = {
-        Doubt.MEMBERS_UNKNOWN: not known,
+        Doubt.MEMBERS_UNKNOWN: not known_of_all,
         Doubt.RINGS_NOT_WHOLE: case.histories.may_have_parted_before(groups),
         Doubt.NOT_CALLED_ALIKE: not case.histories.called_alike(groups),
         Doubt.NOT_IN_TURNS: not case.histories.taken_in_turns(_calls_waited_in(case)),

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
+from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.exits import FAILURES, failed_at
 from safelaunch.diagnose.findings import (
@@ -23,7 +24,6 @@ from safelaunch.diagnose.findings import (
     each_of,
     ranks_do,
     ranks_word,
-    record_claim,
     wait_claims,
     wait_words,
     waiting_culprit,
@@ -31,13 +31,12 @@ from safelaunch.diagnose.findings import (
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.rank_state import Facts, user_stack_of, view_of
 from safelaunch.diagnose.rules_history import shifted
-from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal, unequal_exchange
+from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.guards import condition_on_rank
-from safelaunch.reading.loops import loop_left
+from safelaunch.reading.source import condition_on_rank, loop_left
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def mismatch(case: Case) -> Ruling:
     The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
     Without it, the functions and lines in which the stacks wait are compared, with less confidence.
     """
-    waiting = [case.waits.example[k] for k in case.waits.circle]
+    waiting = [one.wait for one in case.waits.circle]
     numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
     if numbered:
         lowest = min(numbered, key=lambda w: w.seq or 0)
@@ -277,12 +276,12 @@ def unfit_transfers(case: Case) -> Ruling:
 
     Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
     """
-    for key, members in sorted(case.waits.ranks.items(), key=lambda item: item[1]):
-        wait = case.waits.example[key]
+    for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
+        wait, members = one.wait, one.ranks
         if wait.group is None or wait.seq is None:
             continue
         if wait.kind == "p2p":
-            pair = unequal(case.alignment, members[0], wait.group)
+            pair = case.transfers.unequal(members[0], wait.group)
             if pair is not None:
                 return _pair(case, pair)
         elif wait.kind == "collective":
@@ -297,7 +296,7 @@ def unfit_transfers(case: Case) -> Ruling:
 
 def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
     sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
-    says = {one.rank: one.says() + (f" at {fr.place(sites[one.rank])}" if sites[one.rank] else "") for one in pair}
+    says = {one.rank: one.says() + fr.at(sites[one.rank]) for one in pair}
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
     return Finding(
         "collective-mismatch",

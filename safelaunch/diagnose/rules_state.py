@@ -26,7 +26,7 @@ from safelaunch.diagnose.findings import (
 )
 from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts, user_stack_of
 from safelaunch.model import Claim
-from safelaunch.reading.guards import condition_on_rank
+from safelaunch.reading.source import condition_on_rank
 
 
 def slow_not_stuck(facts: Facts) -> Ruling:

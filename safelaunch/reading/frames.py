@@ -43,6 +43,11 @@ def place(frame: Frame | None) -> str:
     return where if frame.function in ("", "<module>") else f"{where} ({frame.function})"
 
 
+def at(frame: Frame | None) -> str:
+    """`` at train.py:41 (log_metric)``, to stand behind other words; empty without a frame."""
+    return f" at {place(frame)}" if frame is not None else ""
+
+
 # --- whose code ---------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
-from safelaunch.report.timeline import Timeline
 from safelaunch.roster.progress import read_meta
 from safelaunch.supervise.looks import Looks, native_where_it_tells
 from safelaunch.supervise.node_evidence import collect_node
@@ -112,6 +111,29 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
             code_roots=meta.code_roots,
         )
     return Known(found, watch.world_size, watch.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a stage of an incident was reached, on both clocks."""
+
+    stage: str
+    unix_s: float
+    monotonic_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The stages of an incident in their order, for ``manifest.json``: how long it took us, and where that went."""
+
+    moments: tuple[Moment, ...] = ()
+
+    def plus(self, stage: str, at_s: float | None = None) -> Timeline:
+        """One stage more, reached at ``at_s`` seconds of CLOCK_MONOTONIC (None: now)."""
+        now = time.monotonic()
+        then = now if at_s is None else at_s
+        moment = Moment(stage, round(time.time() - (now - then), 4), round(then, 4))
+        return Timeline((*self.moments, moment))
 
 
 @dataclass(frozen=True, slots=True)

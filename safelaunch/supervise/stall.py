@@ -10,9 +10,8 @@ from pathlib import Path
 
 from safelaunch.cluster.messages import Vote
 from safelaunch.model import Outcome, format_ranks
-from safelaunch.report.timeline import Timeline
 from safelaunch.supervise import incident
-from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report
+from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
 from safelaunch.supervise.looks import Looks, Patience, look_at
 from safelaunch.supervise.together import OPEN_S, Together
 from safelaunch.supervise.together import Outcome as Joint

@@ -359,6 +359,21 @@ def test_a_path_that_holds_nothing(what: str, tmp_path: Path, capsys: pytest.Cap
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("passwd", "passwd."), ("api_token", "api_token."), ("password=hunter2x", "password=[redacted]")],
+)
+def test_the_path_is_shown_with_the_reason_and_without_secrets(
+    name: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("hello")
+    assert main(["diagnose", str(tmp_path / name)]) == 2
+    said = (
+        f"safelaunch: cannot diagnose {tmp_path / shown} It is neither a directory nor a bundle's archive (.tar.gz).\n"
+    )
+    assert capfd.readouterr().err == said
+
+
 def test_how_a_rank_ended_is_kept(tmp_path: Path) -> None:
     killed = rank(1, seen=False, more={"exit": RankExit(-9, 5.0)})
     evidence = job(waiting(0), killed, waiting(2), waiting(3), outcome="crash")

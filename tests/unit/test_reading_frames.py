@@ -25,7 +25,6 @@ from safelaunch.model import Frame, ProcessEvidence, ProcessState, ThreadState
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.kernel import kernel_wait
-from safelaunch.reading.loops import loop_left
 
 
 @pytest.mark.parametrize(
@@ -184,35 +183,6 @@ def test_cpu_time_beats_the_moment_of_the_look() -> None:
 
     assert kernel_wait(ProcessEvidence("main", (sample(0, 0), sample(2, 1500)))).kind == "running"
     assert kernel_wait(ProcessEvidence("main", (sample(0, 0), sample(2, 20)))).kind == "lock"
-
-
-SOURCE = """
-def train():
-    setup()
-    for batch in loader:
-        if rank == 0:
-            log(batch)
-        step(batch)
-    finish()
-
-def other():
-    finish()
-"""
-
-
-@pytest.mark.parametrize(
-    ("ahead", "behind", "loop"),
-    [(8, 7, 4), (6, 7, None), (7, 8, None), (3, 7, None), (11, 7, None), (7, 7, None)],
-)
-def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
-    stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
-    assert loop_left(stacks[0], stacks[1], lambda path: SOURCE) == loop
-
-
-def test_loop_left_without_a_source() -> None:
-    stacks = [(at(line, "train"), MODULE) for line in (8, 7)]
-    assert loop_left(stacks[0], stacks[1], lambda path: None) is None
-    assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None
 
 
 def test_what_would_run_and_gets_no_core_is_busy() -> None:
