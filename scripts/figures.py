@@ -7,7 +7,7 @@ A table of checks that nobody has recorded yet stays as somebody wrote it, and h
 ``*Noted by hand, DATE.*``
 
 python scripts/figures.py            # writes the tables
-python scripts/figures.py --check    # exit code 1 if a document differs from figures.json or lacks a figure without saying so
+python scripts/figures.py --check    # exit code 1 if a document differs from figures.json, or silently lacks a figure
 python scripts/figures.py --fresh    # also exit code 1 if a figure is older than the current commit
 """
 

@@ -123,18 +123,16 @@ def run(row: Row, scratch: Path) -> Outcome:
     """Runs one row in the empty directory ``scratch``; again if its moment was missed."""
     if skipped := row.needs():
         return Outcome(row, skipped=skipped)
-    for number in range(1, TRIES):
-        place = scratch / f"try-{number}"
+    missed = ""
+    for number in range(TRIES):
+        place = scratch / str(number)
         place.mkdir()
         try:
             return _once(row, place)
-        except MissedMoment:
-            continue
-    try:
-        return _once(row, scratch)
-    except MissedMoment as error:
-        first, _, rest = str(error).partition("\n")
-        return Outcome(row, (first,), stderr=rest)
+        except MissedMoment as error:
+            missed = str(error)
+    first, _, rest = missed.partition("\n")
+    return Outcome(row, (first,), stderr=rest)
 
 
 def _once(row: Row, scratch: Path) -> Outcome:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from jobs import PROGRAMS, Job
+
+from safelaunch.leases import ports
 
 ENV = {"GLOO_SOCKET_IFNAME": "lo"}
 
@@ -31,7 +32,10 @@ class TwoNodes:
         over: Literal["c10d", "static", "file"] = "c10d",
     ) -> None:
         self.scratch = scratch
-        self._nnodes, self._over, self._port = nnodes, over, _port()
+        self._nnodes, self._over = nnodes, over
+        # Reserved, because the nodes take a moment to listen on it, and other tests choose ports meanwhile.
+        self._reserved = next(filter(None, map(ports.bind, iter(lambda: random.randrange(24_000, 32_000), 0))))
+        self._port = self._reserved.getsockname()[1]
         self._own = own
         self._ranks, self._words = ranks, list(words)
         self.jobs: list[Job] = []
@@ -66,6 +70,7 @@ class TwoNodes:
     def __exit__(self, *_: object) -> None:
         for job in self.jobs:
             job.clean_up()
+        self._reserved.close()
 
     def with_rank(self, rank: int) -> tuple[Job, Job]:
         """Waits until all ranks run, then returns the node with the rank, and the other node."""
@@ -76,15 +81,3 @@ class TwoNodes:
 
 
 APART = PROGRAMS / "apart.py"
-
-
-def _port() -> int:
-    """Returns a port below the kernel's ephemeral range, because the nodes take a moment to listen on it."""
-    while True:
-        with socket.socket() as probe:
-            port = random.randrange(20_000, 32_000)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue  # in use
-            return port

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Result
+from jobs import PROGRAMS, Job, Result
 from torch._C import _distributed_c10d
 
 from safelaunch.beacon import layout, ring
@@ -665,12 +665,14 @@ def test_a_script_that_closes_what_it_did_not_open(start: Start) -> None:
 
 # --- faults of ours, injected -----------------------------------------------------------------------------------------
 
-SCRIPT = """
-    import torch, time
+UNCOMPILED = f"import torch; sys.path.append({str(PROGRAMS)!r}); import uncompiled"
+SCRIPT = (
+    f"    {UNCOMPILED}"
+    + """
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     for _ in range(3):
         optimizer.step()
-        print("step", flush=True)
+        sys.stdout.write("step\\n")  # in one piece
     import safelaunch
     safelaunch.step()
     with safelaunch.phase("eval"):
@@ -680,10 +682,13 @@ SCRIPT = """
     os.wait()
     sys.stderr.write("the end\\n")
 """
+)
 WRAPPERS = {
     "no run directory": 'rm -r "$SAFELAUNCH_RUN_DIR"',
     "a file in its place": 'rm -r "$SAFELAUNCH_RUN_DIR"; : > "$SAFELAUNCH_RUN_DIR"',
     "a file in place of the pages": 'rm -r "$SAFELAUNCH_RUN_DIR/pages"; : > "$SAFELAUNCH_RUN_DIR/pages"',
+}
+WRAPPERS_OF_ONE_RANK = {
     # in the shell's units, 512 bytes; torch 2.6 writes a file of its own, which fits
     "no room for a page": f"ulimit -f {layout.SIZE // 512 - 1}",
     "no room for a ring": "ulimit -f 64",
@@ -696,11 +701,20 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("fault", WRAPPERS)
 def test_a_fault_before_the_rank_starts(start: Start, fault: str) -> None:
-    job = start(SCRIPT, wrapper=WRAPPERS[fault])
-    result = job.wait()
+    unharmed(start(SCRIPT, wrapper=WRAPPERS[fault]).wait(), 1)
+
+
+def test_faults_of_single_ranks_before_they_start(start: Start) -> None:
+    """Each rank has one of them."""
+    cases = "\n".join(f"{rank}) {fault};;" for rank, fault in enumerate(WRAPPERS_OF_ONE_RANK.values()))
+    job = start(SCRIPT, f"--nproc-per-node={len(WRAPPERS_OF_ONE_RANK)}", wrapper=f'case "$RANK" in\n{cases}\nesac')
+    unharmed(job.wait(), len(WRAPPERS_OF_ONE_RANK))
+
+
+def unharmed(result: Result, ranks: int) -> None:
     assert result.code == 0, result.stderr
-    assert result.stdout == "step\n" * 3
-    assert [line for line in result.stderr.splitlines() if not line.startswith("safelaunch: ")] == ["the end"]
+    assert sorted(result.stdout.split()) == ["step"] * 3 * ranks
+    assert [x for x in result.stderr.splitlines() if not x.startswith("safelaunch: ")] == ["the end"] * ranks
 
 
 # In this order, one rank each, as they share a directory.
@@ -714,8 +728,10 @@ FAULTS = {
     "its directory is removed": "import shutil; shutil.rmtree(RUN_DIR)",
     "its directory is a file": "RUN_DIR.touch()",
 }
-FAULTY = """
-    import torch, time, safelaunch
+FAULTY = (
+    f"    {UNCOMPILED}"
+    + """
+    import time, safelaunch
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     optimizer.step()
     while RANK != "0" and not os.path.exists(f"done-{int(RANK) - 1}"):
@@ -734,6 +750,7 @@ FAULTY = """
     sys.stderr.write("the end\\n")
     open("done-" + RANK, "w").close()
 """
+)
 
 
 def test_faults_while_the_rank_runs(start: Start) -> None:

@@ -553,7 +553,6 @@ def test_a_failure(twins: Twins, how: str) -> None:
 
 ERRORS = {
     "an unknown option": (["--nope", "x.py"], 2),
-    "a value that is no number": (["--max-restarts", "many", "x.py"], 2),
     "an ambiguous abbreviation": (["--n", "1", "x.py"], 2),
     "no arguments": ([], 2),
     "a script that is not there": (["not-there.py"], 1),

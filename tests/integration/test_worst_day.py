@@ -289,10 +289,10 @@ def test_a_job_that_is_stopped_and_continued(tmp_path: Path) -> None:
     assert result.bundles == ()
 
 
-def test_eight_jobs_at_once(tmp_path: Path) -> None:
+def test_four_jobs_at_once(tmp_path: Path) -> None:
     jobs: list[Job] = []
     try:
-        for number in range(8):
+        for number in range(4):
             scratch = tmp_path / str(number)
             scratch.mkdir()
             (scratch / "finish").touch()

@@ -329,13 +329,13 @@ def test_a_supervisor_that_does_not_answer_costs_its_deadline_once(tmp_path: Pat
         listener.listen(1)
         listeners.append(listener)
     begin = time.monotonic()
-    runs = discover.look([tmp_path], deadline_s=0.3)
+    runs = discover.look([tmp_path], deadline_s=2.0)
     took_s = time.monotonic() - begin
     for listener in listeners:
         listener.close()
     assert len(runs) == 10 and all(item.alive and item.status is None for item in runs)
     assert all("does not answer" in item.problem for item in runs)
-    assert took_s < 2.0
+    assert took_s < 18.0, "one after the other would take 20 s"
 
 
 def test_a_live_run_without_a_socket_is_shown(tmp_path: Path) -> None:

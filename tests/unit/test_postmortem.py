@@ -336,7 +336,7 @@ def test_a_fifo_among_the_dumps_does_not_keep_us(tmp_path: Path) -> None:
     done = threading.Event()
     thread = threading.Thread(target=lambda: (locate.read(folder), done.set()), daemon=True)
     thread.start()
-    assert done.wait(20)
+    assert done.wait(120)
 
 
 # --- nothing to read --------------------------------------------------------------------------------------------------
