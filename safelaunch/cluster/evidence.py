@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.cluster.messages import MOST_RANKS, BadMessage, packed, unpacked
-from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, RankEvidence
+from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, RankEvidence
 from safelaunch.model.entries import Entries, Kinds
 
 MOST_ENTRIES = 4096  # of a rank
@@ -92,7 +92,41 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         stall_s=max(evidence.stall_s for evidence in everybody),
         moving=any(evidence.moving for evidence in everybody),
         notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
+        nodes=all_nodes(everybody),
     )
+
+
+def aged(evidence: Evidence, now_unix_s: float) -> Evidence:
+    """With the times of failures as seconds since ``now_unix_s`` (negative ones): no node's clock travels.
+
+    All nodes say so within a second or two of the failure, so these compare where the clocks do not.
+    """
+
+    def one(rank: RankEvidence) -> RankEvidence:
+        if rank.exception is not None:
+            rank = replace(rank, exception=replace(rank.exception, time_unix_s=rank.exception.time_unix_s - now_unix_s))
+        if rank.exit is not None:
+            rank = replace(rank, exit=replace(rank.exit, time_unix_s=rank.exit.time_unix_s - now_unix_s))
+        return rank
+
+    return replace(evidence, ranks=tuple(map(one, evidence.ranks)))
+
+
+def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
+    """What each half says of its own node, and what any says of one that it did not hear.
+
+    Of a node whose own half is not here, what is said of it by the one who knows the most.
+    """
+    every = [node for half in halves for node in half.nodes]
+    kept = {node.slot or node.host: node for node in every if node.here}
+    gone: dict[int | str, NodeEvidence] = {}
+    for node in (node for node in every if not node.here):
+        key = node.slot or node.host
+        if node.is_gone:
+            gone[key] = max(gone.get(key, node), node, key=lambda one: (bool(one.probe or one.store), one.silent_s))
+        else:
+            kept.setdefault(key, node)
+    return (*kept.values(), *gone.values())
 
 
 def _columns(record: FlightRecord, most: int) -> _Record:

@@ -24,7 +24,7 @@ from safelaunch.capture import collect, sources
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.launch.paths import Unfinished, may_be_ours
-from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
+from safelaunch.model import Artifact, Evidence, NodeEvidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.report.timeline import Timeline
@@ -122,6 +122,11 @@ class Collected:
     without_stacks: str = ""
 
 
+def with_nodes(found: Collected, nodes: tuple[NodeEvidence, ...]) -> Collected:
+    """The same with what is known of the job's nodes."""
+    return replace(found, evidence=msgspec.structs.replace(found.evidence, nodes=nodes))
+
+
 def take_evidence(
     outcome: Outcome,
     looks: Looks,
@@ -192,6 +197,33 @@ def take_evidence(
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+class _Nowhere:
+    """Takes artifacts, and writes none."""
+
+    def __init__(self, redactor: Redactor) -> None:
+        self.redactor = redactor
+
+    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
+
+    def add_json(self, artifact: Artifact, value: object) -> None: ...
+
+
+def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
+    """This node's evidence of a crash as it is known at once: for the other nodes, who wait for it."""
+    nowhere, pages = _Nowhere(about.redactor), about.run_dir / "pages"
+    known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
+    taken = without_secrets(looks.taken, about.redactor)
+    seen = list(collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=False))
+    for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
+        seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, nowhere))
+    counts = kill_counts()
+    complete = [
+        msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
+        for side in seen
+    ]
+    return _evidence("crash", complete, known.world_size)
 
 
 def stuck_for_good(found: Collected) -> Mapping[int, int]:
@@ -304,6 +336,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
     staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
+    if evidence.nodes:
+        staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
     from safelaunch.report import report
 
     def read_line(path: str, number: int) -> str | None:
