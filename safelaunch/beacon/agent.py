@@ -152,7 +152,7 @@ def _failing(context: Any) -> None:
     exits = _exits(context)
     if any(exits.values()):
         _append_event("failing", attempt=_attempt(context), exits=exits)
-        page.wait_for_ack(_words, _supervisor)
+        page.wait_for_ack(_words, _supervisor, layout.AGENT_HOLD_S)
 
 
 @log.guarded

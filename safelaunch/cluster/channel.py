@@ -178,7 +178,12 @@ class Channel:
                 lost = error.lost if isinstance(error, StoreError) else ""
                 before = self.seen
                 self.seen = Seen(
-                    why=str(error), nodes=before.nodes, word=before.word, peers=before.peers, lost=lost or before.lost
+                    why=str(error),
+                    nodes=before.nodes,
+                    word=before.word,
+                    peers=before.peers,
+                    lost=lost or before.lost,
+                    slot=before.slot,
                 )
             except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only
                 self.seen = Seen(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
@@ -372,15 +377,15 @@ class _Session:
         if now - self._page_s >= QUIET_S:
             quiet.add(page.leader)
         self._quiet_since = {slot: self._quiet_since.get(slot, now) for slot in quiet}
-        told = {page.leader, *quiet, *page.stopping, *page.failed, *(slot for slot, _ in page.troubles)}
-        told |= set(self._nodes)
+        says = {*page.stopping, *page.failed, *(slot for slot, _ in page.troubles)}
+        told = {page.leader, *quiet, *says, *self._nodes}
         for slot in sorted(told - {self._slot})[:MOST_PEERS]:
             before = self._peers.get(slot)
             node = self._nodes.get(slot) or (before.node if before is not None else self._node_of(slot))
             if node is None:
                 continue
             beat = before.beat if before is not None else None
-            changes = slot in page.failed or slot in page.stopping or (page.covered and not self._was_covered)
+            changes = slot in says or (page.covered and not self._was_covered)
             if beat is None or changes or (slot in quiet) != (before is not None and before.silent_s > 0):
                 beat = self._beat_of(slot) or beat
             silent_s = self._silent_s(slot, page, now) if slot in quiet else 0.0

@@ -138,6 +138,8 @@ class CrashCase:
                 self._remember(self._failure)
         if self._due and self._writing is None:
             self._due[0].settle()
+            if self._due[0].looking is None:
+                self._meet(self._due[0])
             if self._due[0].is_settled:
                 self._begin_writing(self._due.popleft())
         if self._writing is not None and self._writing.done:
@@ -149,7 +151,7 @@ class CrashCase:
         """Begins to agree with the other nodes, as soon as it is known how the ranks of this one failed."""
         if failure.meeting is not None or failure.met is not None:
             return
-        if not self._watch.unseen:
+        if not self._watch.unseen or failure.attempt != self._watch.attempt:
             failure.met = Told(Word())
         elif self._exits_known or failure.told:
             looks, _ = failure.seen
@@ -208,6 +210,7 @@ class CrashCase:
             found = incident.take_evidence("crash", looks, known, self._about, stall_s=stall_s, ask=False)
             if not self._watch.unseen:
                 return incident.finish(found)
+            found = incident.with_nodes(found, self._together.nodes())
             if met.verdict is not None:
                 return incident.finish(found, common=_common(found, met, met.verdict))
             word = met.word if self._together.has_trouble else self._together.last_words()
@@ -215,7 +218,6 @@ class CrashCase:
                 incident.discard(found)
                 say("the job was stopped on another node: that is what has ended the ranks of this one")
                 return None
-            found = incident.with_nodes(found, self._together.nodes())
             return incident.finish(_with_notes(found, notes_of(word)))
 
         self._writing = Task("bundle", write)

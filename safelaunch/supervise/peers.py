@@ -13,7 +13,7 @@ from safelaunch.capture.parallel import gather
 from safelaunch.cluster.channel import Peer, Seen
 from safelaunch.cluster.messages import Beat, Node
 from safelaunch.cluster.store import probe
-from safelaunch.model import AgentState, NodeEvidence, Probe
+from safelaunch.model import AgentState, Lost, NodeEvidence, Probe
 
 PROBE_S = 2.0
 MOST_PROBED = 8
@@ -22,10 +22,11 @@ LARGEST_SCRIPT = 8 << 20
 Last = Literal["", "watching", "failing", "stopping", "ended"]
 
 
-def nodes_of(seen: Seen, node: Node, beat: Beat, *, port: int) -> tuple[NodeEvidence, ...]:
+def nodes_of(seen: Seen, node: Node, beat: Beat, *, port: int, store: Lost) -> tuple[NodeEvidence, ...]:
     """This node and the others that it has heard of; takes ``PROBE_S`` where some of them are silent.
 
-    ``port``: the store's. Nobody listens there on other hosts, and a host that says so is alive.
+    ``port``: the store's. Nobody listens there on other hosts, and a host that says so is alive. ``store``: how it was
+    lost, if that was not by the end of this node's own agent.
     """
     own = NodeEvidence(
         node.host,
@@ -39,11 +40,11 @@ def nodes_of(seen: Seen, node: Node, beat: Beat, *, port: int) -> tuple[NodeEvid
         safelaunch=node.safelaunch,
         script=node.script,
     )
-    found = [_evidence_of(peer, seen, seen.peers) for peer in seen.peers]
+    found = [_evidence_of(peer, seen.peers, store) for peer in seen.peers]
     return (own, *_probed(found, seen.peers, port))
 
 
-def _evidence_of(peer: Peer, seen: Seen, peers: Sequence[Peer]) -> NodeEvidence:
+def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence:
     beat, node = peer.beat, peer.node
     hosts = node.hosts and (len(peers) == 1 or sum(one.node.hosts for one in peers) == 1)
     return NodeEvidence(
@@ -54,7 +55,7 @@ def _evidence_of(peer: Peer, seen: Seen, peers: Sequence[Peer]) -> NodeEvidence:
         last=_last(beat) if beat is not None else "",
         trouble=beat.trouble if beat is not None else "",
         agent=beat.agent if beat is not None else "",
-        store=seen.lost if hosts and seen.page is None else "",
+        store=store if hosts else "",
         torch=node.torch,
         safelaunch=node.safelaunch,
         script=node.script,

@@ -25,7 +25,7 @@ from safelaunch.cluster.keyfile import BadKeyFile, read_key
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Node, Page, Result, Vote
 from safelaunch.cluster.where import Alone, Meeting, meeting
 from safelaunch.launch.plan import Plan
-from safelaunch.model import BundlePlace, Evidence, NodeEvidence, RankEvidence, Verdict
+from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, RankEvidence, Verdict
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.settings.config import Settings
 from safelaunch.supervise.incident import Circumstances, Common, judged
@@ -41,9 +41,9 @@ SUCCEED_S = 12.0  # for another node to take over from a leader that is no longe
 SETTLE_S = 75.0  # from a node's evidence to the leader's decision
 AGREE_S = 5.0
 WORD_S = 3.5  # a node that was killed is quiet by then
-CRASH_S = 2.6  # torchrun's agents, in one of which the nodes talk, are held for 3 s
-HEAR_S = 1.2  # for the evidence of the others whose ranks fail
-EFFECTS_S = 1.8  # nobody's own failure is known by then
+CRASH_S = 4.0  # torchrun's agents, in one of which the nodes talk, are held for 6 s, the look at the ranks included
+HEAR_S = 2.0  # for the evidence of the others whose ranks fail
+EFFECTS_S = 2.6  # nobody's own failure is known by then
 HOSTS_S = 0.7  # the others read the verdict where this node's agent hosts the store
 CROWD = 64  # nodes; of more, not every one reads what all others know
 AGENT_EVERY_S = 2.0
@@ -89,6 +89,7 @@ class Together:
         self._said: set[str] = set()
         self._crashes: int | None = None  # that had their verdict as the ranks were started
         self._agent_s = 0.0
+        self._store: Lost = ""  # how it was lost while this node's own agent ran, which may host it
         self._joined = 0  # the newest incident that this node takes part in
         found = meeting(plan.command, plan.env) if plan.command is not None else Alone(_NO_TORCHRUN)
         self._why = found.why if isinstance(found, Alone) else ""
@@ -166,9 +167,17 @@ class Together:
         if now - self._agent_s >= AGENT_EVERY_S and watch.roster.agent_page is not None:
             self._agent_s = now
             self._channel.tell(agent=agent_state(watch.roster.agent_page.pid))
+        self._note_store()
         if self._crashes is None and (page := self._page) is not None:
             self._crashes = page.crash
         self._say_changes(now, stopping=stopping)
+
+    def _note_store(self) -> None:
+        seen, agent = self._seen, self._watch.roster.agent_page
+        if seen.page is not None:
+            self._store = ""
+        elif seen.lost and agent is not None and agent_state(agent.pid) == "running":
+            self._store = seen.lost
 
     def _compare(self, nodes: tuple[Node, ...]) -> None:
         """Nodes that run something else than this one: NCCL and pickles of two versions rarely agree."""
@@ -237,7 +246,8 @@ class Together:
         """The nodes of the job as evidence; empty where it has one. Takes a few seconds if one is silent."""
         if self._channel is None or not self._channel.seen.peers:
             return ()
-        return nodes_of(self._channel.seen, self._channel.node, self._channel.beat, port=self._port)
+        channel = self._channel
+        return nodes_of(channel.seen, channel.node, channel.beat, port=self._port, store=self._store)
 
     # --- a crash ----------------------------------------------------------------------------------------------------
 
@@ -259,6 +269,7 @@ class Together:
             if seen.crash is not None and seen.crash[0] == number + 1:
                 break
             if seen.word.stopping or seen.page is None:
+                self._note_store()
                 return Told(seen.word)
             if not judged_it and self._may_judge(seen, seen.page, past_s):
                 channel.gather()
