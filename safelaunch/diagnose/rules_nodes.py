@@ -77,7 +77,7 @@ def node_silent(case: Case) -> Ruling:
     launcher = all(node.store == "silent" or node.probe == "answers" for node in silent)
     unanswered = all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
     waiting = sorted(case.waits.waiting)
-    text = f"{capital(waits_words(case, waiting))} for {ranks_word(_ranks_of(silent))} on {_names(silent)}"
+    text = f"{capital(waits_words(case, waiting))} for {ranks_word(_ranks_of(silent))} on {_hosts(silent)}"
     if launcher:
         text += ", which answers, while its safelaunch or torchrun does not: it was stopped or has ended there."
     else:
@@ -129,6 +129,11 @@ def _ranks_of(nodes: Iterable[NodeEvidence]) -> frozenset[int]:
 def _names(nodes: Iterable[NodeEvidence]) -> str:
     words = [f"node {node.host}" + (f" ({ranks_word(node.ranks)})" if node.ranks else "") for node in nodes]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _hosts(nodes: Iterable[NodeEvidence]) -> str:
+    hosts = list(dict.fromkeys(node.host for node in nodes))
+    return f"node{'s' * (len(hosts) > 1)} {' and '.join(hosts)}"
 
 
 def _finding(
