@@ -108,6 +108,8 @@ def _wrap_context(module: Any) -> None:
             return original_close(self, death_sig, *args, **kwargs)
         finally:
             _closed(self)
+            if death_sig is not None:
+                _goodbye()
 
     context.start, context.close = start, close
 
@@ -158,3 +160,9 @@ def _failing(context: Any) -> None:
 @log.guarded
 def _closed(context: Any) -> None:
     _append_event("closed", attempt=_attempt(context), exits=_exits(context))
+
+
+@log.guarded
+def _goodbye() -> None:
+    """Lets the supervisor tell other nodes that somebody stops the job here: the store where they hear it is ours."""
+    page.wait_for_ack(_words, _supervisor, layout.GOODBYE_S)

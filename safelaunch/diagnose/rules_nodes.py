@@ -35,7 +35,8 @@ _COMPARED = ("torch", "safelaunch", "script")
 def node_lost(case: Case) -> Ruling:
     """Every failure is a lost connection to a rank of a node that has said nothing before it fell silent.
 
-    Nodes that failed themselves, were stopped, or ended in good order have said so.
+    Nodes that failed themselves, were stopped, or ended in good order have said so, unless nobody could hear it any
+    more: the store ends with the agent that hosts it. So its end alone accuses nobody while the host answers.
     """
     own = conditions(case, *FAILURES)
     if any(Doubt.ABORTED_IN_COLLECTIVE not in condition.doubts for condition in own.values()):
@@ -43,6 +44,7 @@ def node_lost(case: Case) -> Ruling:
     lost = [r for r, one in case.ranks.items() if r in own or (one.evidence.exception is not None and one.wait)]
     timed_out = any(is_timeout(e) for r in lost if (e := case.ranks[r].evidence.exception) is not None)
     gone = [node for node in _gone(case) if not node.ranks or case.unseen & set(node.ranks)]
+    gone = [node for node in gone if node.silent_s or node.probe == "no answer"]
     if not gone or not lost or timed_out:
         return ""
     brief = max(node.silent_s for node in gone) < SILENT_S

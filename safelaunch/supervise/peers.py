@@ -69,7 +69,7 @@ def _last(beat: Beat) -> Last:
 
 
 def _probed(nodes: Sequence[NodeEvidence], peers: Sequence[Peer], port: int) -> list[NodeEvidence]:
-    silent = [at for at, node in enumerate(nodes) if node.silent_s and node.is_gone and not node.store][:MOST_PROBED]
+    silent = [at for at, node in enumerate(nodes) if node.is_gone][:MOST_PROBED]
     calls = [lambda at=at: probe(peers[at].node.address, port, deadline_s=PROBE_S) for at in silent]
     answers: dict[int, Probe | None] = dict(zip(silent, gather(calls, deadline_s=PROBE_S + 1.0), strict=True))
     return [replace(node, probe=answers.get(at) or "") for at, node in enumerate(nodes)]

@@ -44,6 +44,7 @@ WORD_S = 3.5  # a node that was killed is quiet by then
 CRASH_S = 4.0  # torchrun's agents, in one of which the nodes talk, are held for 6 s, the look at the ranks included
 HEAR_S = 2.0  # for the evidence of the others whose ranks fail
 EFFECTS_S = 2.6  # nobody's own failure is known by then
+GOODBYE_S = 1.2  # the others read it where this node's agent, which ends, hosts the store
 HOSTS_S = 0.7  # the others read the verdict where this node's agent hosts the store
 CROWD = 64  # nodes; of more, not every one reads what all others know
 AGENT_EVERY_S = 2.0
@@ -89,6 +90,7 @@ class Together:
         self._said: set[str] = set()
         self._crashes: int | None = None  # that had their verdict as the ranks were started
         self._agent_s = 0.0
+        self._stop_s: float | None = None
         self._store: Lost = ""  # how it was lost while this node's own agent ran, which may host it
         self._joined = 0  # the newest incident that this node takes part in
         found = meeting(plan.command, plan.env) if plan.command is not None else Alone(_NO_TORCHRUN)
@@ -163,6 +165,7 @@ class Together:
         attempt = (watch.attempt[0], watch.attempt[1])
         self._channel.tell(ranks=ranks[:4096], world=watch.world_size if ranks else 0, attempt=attempt)
         if stopping:
+            self._stop_s = self._stop_s or now
             self._channel.tell(doing="stopping")
         if now - self._agent_s >= AGENT_EVERY_S and watch.roster.agent_page is not None:
             self._agent_s = now
@@ -171,6 +174,12 @@ class Together:
         if self._crashes is None and (page := self._page) is not None:
             self._crashes = page.crash
         self._say_changes(now, stopping=stopping)
+
+    def is_heard_stopping(self, now: float) -> bool:
+        """Whether the others have had time to read that somebody stops the job here, or need none."""
+        if not self._was_together or not self._seen.is_local:
+            return True
+        return self._stop_s is not None and now - self._stop_s >= GOODBYE_S
 
     def _note_store(self) -> None:
         seen, agent = self._seen, self._watch.roster.agent_page
@@ -280,6 +289,8 @@ class Together:
         seen = channel.seen
         if seen.crash is None or seen.crash[0] != number + 1:
             return Told(seen.word)
+        if self.has_trouble and not seen.crash[1].verdict.culprits:
+            return Told(seen.word)  # they have not heard of what failed here
         if seen.is_local:
             time.sleep(HOSTS_S)
         return self._told(seen.crash[1], seen.word, name, others)

@@ -55,12 +55,19 @@ def test_a_node_that_fell_silent_as_its_connections_died_is_lost() -> None:
         replace(GONE, last="stopping"),
         replace(GONE, last="ended"),
         B,
+        replace(B, store="closed", probe="answers"),
     ],
-    ids=["it has failed", "its ranks fail", "somebody stops it", "it has ended", "it is heard"],
+    ids=["it has failed", "its ranks fail", "somebody stops it", "it has ended", "it is heard", "its agent has ended"],
 )
 def test_a_node_that_said_a_word_before_or_is_heard_is_not_lost(node: NodeEvidence) -> None:
     verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=(A, node), outcome="crash"))
     assert said(verdict) == ("rank-exited", "medium", [])
+
+
+def test_a_node_that_went_with_the_store_is_lost_where_its_host_does_not_answer() -> None:
+    nodes = (A, replace(B, store="closed", probe="no answer"))
+    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=nodes, outcome="crash"))
+    assert said(verdict) == ("node-lost", "medium", ["b:2-3"])
 
 
 def test_a_failure_of_ones_own_is_named_although_a_node_is_silent() -> None:

@@ -238,6 +238,16 @@ def test_another_node_takes_the_verdict_about_a_crash_as_it_is(node: Together, c
     assert (channel.verdicts, told.others) == ([], ())
 
 
+def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(
+    node: Together, channel: Channel
+) -> None:
+    verdict = module.judged(crashed(2, 3), node._about)
+    node.tick(0.0)
+    node.trouble("rank 1 raised")
+    channel.say(slot=2, crash=(1, Decision(verdict, "dump", "there", "")))
+    assert node.crash(crashed(0, 1, raises="no such batch")).verdict is None
+
+
 @pytest.mark.usefixtures("brief")
 def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(node: Together, channel: Channel) -> None:
     channel.say(slot=1, page={"failed": (1,)})
