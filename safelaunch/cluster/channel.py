@@ -68,7 +68,7 @@ class Seen:
     ``nodes``: the others, the first few. ``word``: what they said last, also of before the connection was lost.
 
     ``peers``: the others that lead, are not heard, fail or are stopped, and of a leader all; those of before the
-    connection was ``lost``. ``crash``: the verdict about the crash that this node is part of; ``halves``: the evidence
+    connection was ``lost``. ``crash``: the newest verdict about a crash; ``halves``: the evidence
     of others about it, by slot, where this node gathers it.
     """
 
@@ -184,6 +184,7 @@ class Channel:
                     peers=before.peers,
                     lost=lost or before.lost,
                     slot=before.slot,
+                    crash=before.crash,
                 )
             except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only
                 self.seen = Seen(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
@@ -301,6 +302,8 @@ class _Session:
                 self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, hearing)
         if page is not None and page.phase in ("decided", "agreed"):
             self._read_decision(page.incident)
+        if page is not None and page.crash > (self._crash[0] if self._crash is not None else 0):
+            self._read_crash(page.crash)  # at once: the store may end with the ranks of another node
         if page is not None and page.phase in ("idle", "agreed"):
             while self._handed_in:  # nothing expires in the store
                 self._store.delete(f"{self._prefix}/{self._handed_in.pop()}", deadline_s=ANSWER_S)
@@ -424,19 +427,25 @@ class _Session:
             for at, chunk in enumerate(crash.chunks):
                 place = f"c/{number}/{self._slot}/{at}"
                 self._write(place, self._codec.seal(place, chunk))
-            self._failed_in, self._crash, self._halves = number, None, {}
-        if crash.decision is not None and self._crash is None:
+            self._failed_in, self._halves = number, {}
+        if not self._knows(number):
+            self._read_crash(number)
+        if crash.decision is not None and not self._knows(number):
             self._crash = number, self._first(f"k/{number}", crash.decision)
             self._decided = number
-        if self._crash is None:
-            place = f"k/{number}"
-            data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-            if data is not None:
-                with suppress(BadMessage):
-                    self._crash = number, self._codec.decode(place, data, Decision)
-        if crash.gathers and self._crash is None:
+        if crash.gathers and not self._knows(number):
             self._gather(number)
         return len(crash.chunks), self._decided
+
+    def _knows(self, crash: int) -> bool:
+        return self._crash is not None and self._crash[0] == crash
+
+    def _read_crash(self, number: int) -> None:
+        place = f"k/{number}"
+        data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+        if data is not None:
+            with suppress(BadMessage):
+                self._crash = number, self._codec.decode(place, data, Decision)
 
     def _gather(self, number: int) -> None:
         page = self._page

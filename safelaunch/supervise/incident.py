@@ -55,13 +55,14 @@ class Report:
 class Common:
     """What the nodes of the job have settled together. ``others``: ranks of other nodes whose evidence is here.
 
-    ``evidence``: of all ranks that are. ``name``: what the bundle is to be called.
+    ``evidence``: of all ranks that are. ``name``: what the bundle is to be called. ``files``: of the others' bundles.
     """
 
     verdict: Verdict
     evidence: Evidence
     name: str
     others: tuple[RankEvidence, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +261,7 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
         for side in common.others:
             collect.of_another_node(side, staging)
             staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+        _add_files(common, staging)
     else:
         verdict = judged(evidence, about)
     timeline = found.timeline.plus("verdict")
@@ -277,6 +279,22 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
     if not published.lost:
         about.notifier.tell(verdict, published.path, about.run_name)
     return Report(verdict, evidence, published, found.without_stacks)
+
+
+def _add_files(common: Common, staging: Staging) -> None:
+    """Files of other nodes. What is here already stays as it is."""
+    here = {artifact.path for artifact in staging.artifacts if not artifact.missing}
+    hosts = {f"ranks/{side.rank}/": side.host for side in common.others}
+    for path, content in sorted(common.files.items()):
+        folder, _, name = path.rpartition("/")
+        host = hosts.get(f"{folder}/", folder.rpartition("/")[2])
+        if path in here or (folder.startswith("ranks/") and f"{folder}/" not in hosts):
+            continue
+        data: str | bytes = content if name.endswith(".pickle") else content.decode("utf-8", "replace")
+        staging.add(Artifact(path, f"from {host}", 0.0), data)
+        if name.endswith(".pickle"):
+            rank = folder.rpartition("/")[2]
+            staging.add(Artifact(f"flight_recorder/nccl_trace_rank_{rank}", f"from {host}", 0.0), data)
 
 
 def _publish(

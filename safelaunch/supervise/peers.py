@@ -22,11 +22,11 @@ LARGEST_SCRIPT = 8 << 20
 Last = Literal["", "watching", "failing", "stopping", "ended"]
 
 
-def nodes_of(seen: Seen, node: Node, beat: Beat, *, port: int, store: Lost) -> tuple[NodeEvidence, ...]:
+def nodes_of(seen: Seen, node: Node, beat: Beat, *, store: Lost, port: int | None) -> tuple[NodeEvidence, ...]:
     """This node and the others that it has heard of; takes ``PROBE_S`` where some of them are silent.
 
-    ``port``: the store's. Nobody listens there on other hosts, and a host that says so is alive. ``store``: how it was
-    lost, if that was not by the end of this node's own agent.
+    ``store``: how it was lost, if that was not by the end of this node's own agent. ``port``: the store's, to see if
+    the hosts of silent nodes answer. Nobody listens there on other hosts, and a host that says so is alive.
     """
     own = NodeEvidence(
         node.host,
@@ -41,7 +41,7 @@ def nodes_of(seen: Seen, node: Node, beat: Beat, *, port: int, store: Lost) -> t
         script=node.script,
     )
     found = [_evidence_of(peer, seen.peers, store) for peer in seen.peers]
-    return (own, *_probed(found, seen.peers, port))
+    return (own, *(_probed(found, seen.peers, port) if port is not None else found))
 
 
 def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence:

@@ -344,7 +344,7 @@ class StallCase:
     def _write_together(self, evidence: Callable[[], Collected], number: int) -> None:
         def write() -> Report | None:
             found = evidence()
-            settled = self._together.settle(number, found.evidence)
+            settled = self._together.settle(number, found.evidence, found.staging.root)
             if settled is None:
                 incident.discard(found)
                 return None

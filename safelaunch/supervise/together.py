@@ -20,7 +20,7 @@ from safelaunch import __version__
 from safelaunch.bundle.publishing import name_of
 from safelaunch.cluster.channel import Channel, Seen, Word
 from safelaunch.cluster.council import SILENT_S
-from safelaunch.cluster.evidence import aged, condensed, expanded, merged
+from safelaunch.cluster.evidence import aged, condensed, expanded, merged, received
 from safelaunch.cluster.keyfile import BadKeyFile, read_key
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Node, Page, Result, Vote
 from safelaunch.cluster.where import Alone, Meeting, meeting
@@ -30,6 +30,7 @@ from safelaunch.redaction.evidence import without_secrets
 from safelaunch.settings.config import Settings
 from safelaunch.supervise.incident import Circumstances, Common, judged
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
+from safelaunch.supervise.small_files import apart, small_files
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 
@@ -42,10 +43,11 @@ SETTLE_S = 75.0  # from a node's evidence to the leader's decision
 AGREE_S = 5.0
 WORD_S = 3.5  # a node that was killed is quiet by then
 CRASH_S = 4.0  # torchrun's agents, in one of which the nodes talk, are held for 6 s, the look at the ranks included
-HEAR_S = 2.0  # for the evidence of the others whose ranks fail
-EFFECTS_S = 2.6  # nobody's own failure is known by then
+HEAR_S = 2.5  # for the evidence of the others whose ranks fail
+EFFECTS_S = 2.8  # nobody's own failure is known by then
 GOODBYE_S = 1.2  # the others read it where this node's agent, which ends, hosts the store
-HOSTS_S = 0.7  # the others read the verdict where this node's agent hosts the store
+HOSTS_S = 1.0  # the others read the verdict where this node's agent hosts the store
+FEW = 16  # nodes whose Flight Recorders travel as they are
 CROWD = 64  # nodes; of more, not every one reads what all others know
 AGENT_EVERY_S = 2.0
 LOST_S = 3.0  # the connection is gone: the job may just be ending
@@ -251,12 +253,14 @@ class Together:
                 return word
             time.sleep(0.05)
 
-    def nodes(self) -> tuple[NodeEvidence, ...]:
-        """The nodes of the job as evidence; empty where it has one. Takes a few seconds if one is silent."""
+    def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
+        """The nodes of the job as evidence; empty where it has one. ``probing`` takes seconds where one is silent."""
         if self._channel is None or not self._channel.seen.peers:
             return ()
         channel = self._channel
-        return nodes_of(channel.seen, channel.node, channel.beat, port=self._port, store=self._store)
+        return nodes_of(
+            channel.seen, channel.node, channel.beat, store=self._store, port=self._port if probing else None
+        )
 
     # --- a crash ----------------------------------------------------------------------------------------------------
 
@@ -269,7 +273,7 @@ class Together:
         channel, number = self._channel, self._crashes
         if channel is None or number is None:
             return Told(Word())
-        half = aged(without_secrets(replace(half, nodes=self.nodes()), self._about.redactor), time.time())
+        half = aged(without_secrets(replace(half, nodes=self.nodes(probing=False)), self._about.redactor), time.time())
         channel.fail(number + 1, condensed(half))
         begin_s, name, judged_it = time.monotonic(), "", False
         others: tuple[Evidence, ...] = ()
@@ -313,7 +317,7 @@ class Together:
 
     def _judge_crash(self, half: Evidence, others: tuple[Evidence, ...]) -> str:
         assert self._channel is not None
-        own = replace(half, nodes=self.nodes())
+        own = replace(half, nodes=self.nodes(probing=False))
         everything = replace(merged(own, others), outcome="crash")
         verdict = judged(everything, self._about)
         name = name_of(self._about.run_name, time.time(), verdict.outcome)
@@ -387,13 +391,15 @@ class Together:
 
     # --- what is done about it; in a thread of its own --------------------------------------------------------------
 
-    def settle(self, incident: int, evidence: Evidence) -> Settled | None:
+    def settle(self, incident: int, evidence: Evidence, root: Path | None = None) -> Settled | None:
         """Hands this node's evidence in, judges all of it where this node leads, and waits for the decision.
 
-        None: the job moves after all. Takes ``SETTLE_S`` at most.
+        ``root``: this node's bundle, of which small files travel. None: the job moves after all. Takes ``SETTLE_S`` at most.
         """
         assert self._channel is not None
-        self._channel.hand_in(incident, condensed(without_secrets(evidence, self._about.redactor)))
+        page = self._channel.seen.page
+        files = small_files(root, records=page is not None and page.nodes <= FEW) if root is not None else {}
+        self._channel.hand_in(incident, condensed(without_secrets(evidence, self._about.redactor), files))
         whole: Common | None = None
         until = time.monotonic() + SETTLE_S
         while time.monotonic() < until:
@@ -414,9 +420,13 @@ class Together:
         """Everything that any node has seen, and the verdict over it."""
         others: list[Evidence] = []
         notes: list[str] = []
+        files: dict[str, bytes] = {}
         for slot, chunks in sorted(seen.evidence.items()):
             try:
-                others.append(expanded(chunks))
+                other, its = received(chunks)
+                hosts = {self._about.host, *(rank.host for one in others for rank in one.ranks)}
+                others.append(other)
+                files |= {apart(name, slot, hosts): content for name, content in its.items()}
             except BadMessage as error:
                 notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
         everything = replace(merged(evidence, others), outcome="hang")
@@ -425,7 +435,7 @@ class Together:
         mine = {rank.rank for rank in evidence.ranks}
         foreign: tuple[RankEvidence, ...] = tuple(rank for rank in everything.ranks if rank.rank not in mine)
         name = name_of(self._about.run_name, time.time(), verdict.outcome)
-        return Common(verdict, everything, name, foreign)
+        return Common(verdict, everything, name, foreign, files)
 
     def _decision(self, common: Common) -> Decision:
         steps = [rank.progress.step for rank in common.evidence.ranks if rank.progress and rank.progress.step]
@@ -439,7 +449,7 @@ class Together:
         is_whole = whole is not None and decision.verdict == whole.verdict
         verdict = replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, is_whole))
         if whole is not None and is_whole:
-            return Settled(decision.action, Common(verdict, whole.evidence, whole.name, whole.others), decision.step)
+            return Settled(decision.action, replace(whole, verdict=verdict), decision.step)
         name = name_of(f"{self._about.run_name}-{self._about.host}", time.time(), verdict.outcome)
         half = Common(verdict, replace(evidence, outcome=verdict.outcome), name)
         return Settled(decision.action, half, decision.step)

@@ -179,7 +179,9 @@ def test_the_first_verdict_about_a_crash_is_everybodys(join: Callable[..., Chann
     other.tell(crash=0, failed=-1)
     one.tell(crash=0, failed=-1)
     other.fail(2, [b"c"])
-    until(lambda: other.seen.crash is None and one.seen.page and one.seen.page.failed, "the next one")
+    until(lambda: one.seen.page and one.seen.page.failed, "the next one")
+    other.decide_crash(verdicts[0])
+    until(lambda: one.seen.crash == (2, verdicts[0]), "its verdict, also where no rank has failed")
 
 
 def test_who_is_not_heard_is_known_with_its_ranks(
