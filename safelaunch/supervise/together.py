@@ -394,7 +394,8 @@ class Together:
     def settle(self, incident: int, evidence: Evidence, root: Path | None = None) -> Settled | None:
         """Hands this node's evidence in, judges all of it where this node leads, and waits for the decision.
 
-        ``root``: this node's bundle, of which small files travel. None: the job moves after all. Takes ``SETTLE_S`` at most.
+        ``root``: this node's bundle, of which small files travel. None: the job moves after all. Takes ``SETTLE_S`` at
+        most.
         """
         assert self._channel is not None
         page = self._channel.seen.page
@@ -449,7 +450,7 @@ class Together:
         is_whole = whole is not None and decision.verdict == whole.verdict
         verdict = replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, is_whole))
         if whole is not None and is_whole:
-            return Settled(decision.action, replace(whole, verdict=verdict), decision.step)
+            return Settled(decision.action, dataclasses.replace(whole, verdict=verdict), decision.step)
         name = name_of(f"{self._about.run_name}-{self._about.host}", time.time(), verdict.outcome)
         half = Common(verdict, replace(evidence, outcome=verdict.outcome), name)
         return Settled(decision.action, half, decision.step)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from safelaunch.cluster.evidence import MOST_LOG, aged, all_nodes, condensed, expanded, merged
+from safelaunch.cluster.evidence import MOST_LOG, aged, all_nodes, condensed, expanded, merged, received
 from safelaunch.cluster.messages import (
     CHUNK_BYTES,
     MOST_CHUNKS,
@@ -225,3 +225,33 @@ def test_of_each_node_its_own_word_counts_and_beside_it_that_it_was_not_heard() 
     halves = [replace(node(0), nodes=nodes) for nodes in ((a, heard, third), (b, replace(third, silent_s=9.0)))]
     assert all_nodes(halves) == (a, b, replace(third, silent_s=9.0))
     assert all_nodes([replace(node(0), nodes=nodes) for nodes in ((a, gone), (b,))]) == (a, b, gone)
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("node/a.b/resources.json", True),
+        ("ranks/12/flight_recorder.pickle", True),
+        ("node/../verdict.json", False),
+        ("node/a/.hidden", False),
+        ("node/a/b/c.json", False),
+        ("/etc/passwd", False),
+        ("ranks/1/stack.txt", False),
+        ("verdict.json", False),
+        ("ranks/../ranks/1/flight_recorder.pickle", False),
+        ("node/a/x\n", False),
+    ],
+)
+def test_files_of_another_node_lead_nowhere_else(name: str, fits: bool) -> None:
+    chunks = condensed(node(2), {name: b"x"})
+    if fits:
+        assert received(chunks)[1] == {name: b"x"}
+        return
+    with pytest.raises(BadMessage):
+        received(chunks)
+
+
+def test_files_travel_only_where_they_fit() -> None:
+    large = {f"node/a/{number}.json": random.Random(number).randbytes(1 << 20) for number in range(9)}
+    evidence, files = received(condensed(node(2), large))
+    assert (len(evidence.ranks), files) == (1, {})
