@@ -50,6 +50,7 @@ class Node(Message, frozen=True):
     """Who a supervisor is; written once.
 
     ``script``: a digest of it. ``address``: this host's, as the store sees it. ``hosts``: the store is on this host.
+    ``node_rank``: as torchrun's command line gives it.
     """
 
     incarnation: _Name
@@ -60,6 +61,7 @@ class Node(Message, frozen=True):
     script: _Name = ""
     address: _Name = ""
     hosts: bool = False
+    node_rank: Annotated[int, Meta(ge=0, lt=1 << 20)] | None = None
 
 
 class Beat(Message, frozen=True):

@@ -25,7 +25,7 @@ from safelaunch.cluster.keyfile import BadKeyFile, read_key
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Node, Page, Result, Vote
 from safelaunch.cluster.where import Alone, Meeting, meeting
 from safelaunch.launch.plan import Plan
-from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, RankEvidence, Verdict
+from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, RankEvidence, Verdict, format_ranks
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.settings.config import Settings
 from safelaunch.supervise.incident import Circumstances, Common, judged
@@ -45,6 +45,7 @@ WORD_S = 3.5  # a node that was killed is quiet by then
 CRASH_S = 4.0  # torchrun's agents, in one of which the nodes talk, are held for 6 s, the look at the ranks included
 HEAR_S = 2.5  # for the evidence of the others whose ranks fail
 EFFECTS_S = 2.8  # nobody's own failure is known by then
+RENDEZVOUS_S = 30.0
 GOODBYE_S = 1.2  # the others read it where this node's agent, which ends, hosts the store
 HOSTS_S = 1.0  # the others read the verdict where this node's agent hosts the store
 FEW = 16  # nodes whose Flight Recorders travel as they are
@@ -91,6 +92,8 @@ class Together:
         self._compared: tuple[Node, ...] = ()
         self._said: set[str] = set()
         self._crashes: int | None = None  # that had their verdict as the ranks were started
+        self._begin_s: float | None = None
+        self._come = 0  # nodes of a rendezvous, as far as a person was told
         self._agent_s = 0.0
         self._stop_s: float | None = None
         self._store: Lost = ""  # how it was lost while this node's own agent ran, which may host it
@@ -105,6 +108,8 @@ class Together:
             version = plan.torch.version if plan.torch is not None else ""
             script = digest_of(Path(plan.script[0])) if plan.script else ""
             node = Node("", about.host[:255], os.getpid(), __version__, version[:255], script)
+            node = replace(node, node_rank=found.node_rank)
+            self._needed = found.nodes
             self._port = found.address.port
             self._channel = Channel(found, node, key)
             self._channel.start()
@@ -175,7 +180,29 @@ class Together:
         self._note_store()
         if self._crashes is None and (page := self._page) is not None:
             self._crashes = page.crash
+        if not watch.roster.workers and not stopping:
+            self._say_who_has_come(now)
         self._say_changes(now, stopping=stopping)
+
+    def _say_who_has_come(self, now: float) -> None:
+        """Of a rendezvous that does not complete; once, and again where more nodes have come."""
+        self._begin_s = self._begin_s if self._begin_s is not None else now
+        assert self._channel is not None
+        nodes = (self._channel.node, *self._seen.nodes)
+        number = self._page.nodes if self._page is not None else 1
+        if now - self._begin_s < RENDEZVOUS_S or number <= self._come:
+            return
+        self._come = number
+        self._begin_s = now - RENDEZVOUS_S + LOST_S  # those that come next come together
+        text = f"torchrun has started no rank yet: {number} of {self._needed} nodes have come to the rendezvous"
+        text += f" ({', '.join(node.host for node in nodes)}{', ...' * (number > len(nodes))})"
+        ranks = {node.node_rank for node in nodes}
+        if None not in ranks and number == len(nodes) and (missing := set(range(self._needed)) - ranks):
+            numbers = format_ranks({rank for rank in missing if rank is not None})
+            text += f"; node rank {numbers} has not" if len(missing) == 1 else f"; node ranks {numbers} have not"
+        if self._page is None:
+            text += f"; the store where nodes meet does not answer ({self._seen.why})"
+        say(text)
 
     def is_heard_stopping(self, now: float) -> bool:
         """Whether the others have had time to read that somebody stops the job here, or need none."""

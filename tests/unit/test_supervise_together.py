@@ -70,6 +70,9 @@ class Channel:
 class Roster:
     agent_page = None
 
+    def __init__(self) -> None:
+        self.workers: dict[int, object] = {0: object()}
+
 
 class Watch:
     roster = Roster()
@@ -332,3 +335,21 @@ def test_what_a_crash_is_told_about_other_nodes() -> None:
     )
     assert "2 nodes are no longer heard" in notes_of(Word(quiet=2))[0]
     assert "can no longer be reached" in notes_of(Word(quiet=1, lost=True))[0]
+
+
+def test_who_has_come_to_a_rendezvous_that_does_not_complete(
+    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch.roster, "workers", {})
+    channel.node = replace(channel.node, node_rank=0)
+    channel.say(page={"nodes": 1, "covered": False})
+    for second in range(100):
+        node.tick(float(second))
+    node._needed = 3
+    channel.say(page={"nodes": 2}, nodes=(Node("b", "there", 1, "0.1", "2.13", node_rank=2),))
+    for second in range(100, 200):
+        node.tick(float(second))
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert said[0].endswith("no rank yet: 1 of 2 nodes have come to the rendezvous (here); node rank 1 has not")
+    assert said[1].endswith("2 of 3 nodes have come to the rendezvous (here, there); node rank 1 has not")
