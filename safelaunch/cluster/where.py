@@ -14,10 +14,15 @@ C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own, where none is given
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The store in which the supervisors of one job meet, and what all their keys begin with."""
+    """The store in which the supervisors of one job meet, and what all their keys begin with.
+
+    ``nodes``: with fewer of them, torchrun starts no rank. ``node_rank``: this one's, where the command line gives it.
+    """
 
     address: Address
     prefix: str
+    nodes: int = 2
+    node_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,11 @@ def meeting(command: CommandLine, environ: Mapping[str, str]) -> Meeting | Alone
     run_id = option("rdzv-id", "--rdzv-i", "none")
     import hashlib  # late: it loads OpenSSL, 4 MB that a job of one node does without
 
-    return Meeting(address, f"safelaunch/1/{hashlib.blake2b(run_id.encode(), digest_size=8).hexdigest()}")
+    prefix = f"safelaunch/1/{hashlib.blake2b(run_id.encode(), digest_size=8).hexdigest()}"
+    number = option("node-rank", "--node-r", "") if backend == "static" else ""
+    least = option("nnodes", "--nn", "1").partition(":")[0]
+    node_rank = int(number or 0) if backend == "static" and (number or "0").isdecimal() else None
+    return Meeting(address, prefix, int(least) if least.isdecimal() else 1, node_rank)
 
 
 def _most_nodes(value: str) -> int:
