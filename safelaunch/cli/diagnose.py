@@ -93,8 +93,8 @@ def _read(folder: Path, scratch: Path, path: Path, *, as_json: bool) -> _Told:
 
 
 def was_reached(verdict: Verdict) -> bool:
-    """Whether the verdict names a rank, or is certain that none is at fault: that is a verdict too."""
-    return bool(verdict.culprits) or verdict.confidence != "low"
+    """Whether the verdict names a rank or a node, or is certain that none is at fault: that is a verdict too."""
+    return bool(verdict.culprits or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 
 def _pointing_at(verdict: Verdict, found: Found) -> Verdict:

@@ -10,7 +10,8 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.messages import BadMessage, Beat, Codec, Decision, Doing, Node, Page
 from safelaunch.cluster.store import Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
+from safelaunch.model import Lost
 
 IDLE_S, CROWD_IDLE_S, CROWD = 0.5, 1.0, 64  # between rounds; with so many nodes
 BUSY_S = 0.15
@@ -31,6 +33,8 @@ GOODBYE_S = 1.0
 SEE_OFF_S = 8.0  # for the others' last words, where their store ends with this node's
 SEE_OFF_EVERY_S = 0.1
 MOST_NAMED = 8
+MOST_PEERS = 64
+MOST_HALVES = 64  # of a crash, that one node reads
 NEW_AT_ONCE = 64
 
 
@@ -75,12 +79,27 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """Another node, as far as it is known here. ``beat``: its last words; ``silent_s``: 0 while it is heard."""
+
+    slot: int
+    node: Node
+    beat: Beat | None = None
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """What is known at this moment. ``page`` None: there is nobody to talk to, and ``why``.
 
     ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader; then ``complete`` says
     that the evidence of the incident is there or need not be waited for, and ``evidence`` has that of the other nodes.
     ``nodes``: the others, the first few. ``word``: what they said last, also of before the connection was lost.
+
+    ``peers``: the others that lead, are not heard, fail or are stopped, and of a leader all; those of before the
+    connection was ``lost``. ``crash``: the newest verdict about a crash; ``halves``: the evidence
+    of others about it, by slot, where this node gathers it.
+
     ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_dump``.
     """
 
@@ -94,6 +113,11 @@ class Seen:
     nodes: tuple[Node, ...] = ()
     word: Word = field(default_factory=Word)
     is_local: bool = False  # the store's host is this one
+    peers: tuple[Peer, ...] = ()
+    lost: Lost = ""
+    slot: int = 0
+    crash: tuple[int, Decision] | None = None
+    halves: Mapping[int, list[bytes]] = field(default_factory=dict)
     around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
     answers: Answers | None = None
 
@@ -115,6 +139,7 @@ class Channel:
         self._beat = Beat(node.incarnation, 0)
         self._to_hand_in: tuple[int, list[bytes]] | None = None
         self._to_decide: tuple[int, Decision] | None = None
+        self._crash = _Crash()
         self._dumped: tuple[int, list[bytes]] | None = None
         self._asks_dump = False
         self._looks_around = False
@@ -188,6 +213,25 @@ class Channel:
             self._dumped = number, chunks
         self._wake.set()
 
+    def fail(self, crash: int, chunks: list[bytes]) -> None:
+        """This node's evidence about a crash that its ranks are part of."""
+        with self._lock:
+            self._crash = _Crash(chunks)
+            self._beat = structs.replace(self._beat, crash=crash, failed=-1)
+        self._wake.set()
+
+    def gather(self) -> None:
+        """Reads what the others know of the crash."""
+        with self._lock:
+            self._crash = replace(self._crash, gathers=True)
+        self._wake.set()
+
+    def decide_crash(self, decision: Decision) -> None:
+        """The verdict about it; the first one that is stored counts."""
+        with self._lock:
+            self._crash = replace(self._crash, decision=decision)
+        self._wake.set()
+
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -205,8 +249,17 @@ class Channel:
                 finally:
                     store.close()
             except (StoreError, ValueTooLarge) as error:
-                why = (self._host.problem if self._host is not None else "") or str(error)
-                self.seen = Seen(why=why, nodes=self.seen.nodes, word=self.seen.word)
+                lost = error.lost if isinstance(error, StoreError) else ""
+                before = self.seen
+                self.seen = Seen(
+                    why=(self._host.problem if self._host is not None else "") or str(error),
+                    nodes=before.nodes,
+                    word=before.word,
+                    peers=before.peers,
+                    lost=lost or before.lost,
+                    slot=before.slot,
+                    crash=before.crash,
+                )
             except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only
                 self.seen = Seen(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
                 return
@@ -224,6 +277,7 @@ class Channel:
                 beat, handing_in, deciding = self._beat, self._to_hand_in, self._to_decide
                 self._to_hand_in = None
                 dumped, self._dumped = self._dumped, None
+                crash = self._crash
             if self._closing:
                 session.leave(beat)
                 if self._sees_off:
@@ -238,13 +292,32 @@ class Channel:
                 session.hand_in_dump(*dumped)
             session.asks_dump = self._asks_dump
             session.looks_around, self._looks_around = self._looks_around, False
+            if beat.crash:
+                failed, decided = session.attend(beat, crash)
+                with self._lock:
+                    if self._beat.crash == beat.crash:
+                        self._beat = beat = structs.replace(self._beat, failed=failed, decided=decided)
             self.seen = seen = session.round(beat, deciding)
             page = seen.page
-            busy = beat.doing == "suspecting" or (page is not None and page.phase not in ("idle", "agreed"))
-            busy = busy or session.asks_dump
+            failing = page is not None and bool(page.failed or page.troubles)
+            busy = (
+                failing
+                or session.asks_dump
+                or beat.doing == "suspecting"
+                or (page is not None and page.phase not in ("idle", "agreed"))
+            )
             quiet_s = CROWD_IDLE_S if page is not None and page.nodes > CROWD else IDLE_S
             self._wake.wait(BUSY_S if busy else quiet_s)
             self._wake.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Crash:
+    """This node's part in a crash: its evidence, whether it reads that of the others, the verdict it has reached."""
+
+    chunks: list[bytes] = field(default_factory=list)
+    gathers: bool = False
+    decision: Decision | None = None
 
 
 class _Session:
@@ -255,7 +328,9 @@ class _Session:
         self._prefix = prefix
         self._codec = codec
         # A connection is an incarnation: who comes back has not seen what was said meanwhile.
-        self._node = structs.replace(node, incarnation=uuid.uuid4().hex[:16])
+        self._node = structs.replace(
+            node, incarnation=uuid.uuid4().hex[:16], address=store.own_address, hosts=store.is_local
+        )
         self._slot = store.add(f"{prefix}/n", 1, deadline_s=ANSWER_S)
         self._count = 0
         self._hearing = Hearing()
@@ -278,6 +353,12 @@ class _Session:
         self._answers: dict[int, list[bytes]] = {}
         self._dumped = (0, -1)
         self._handed_in_dumps: list[str] = []
+        self._peers: dict[int, Peer] = {}
+        self._quiet_since: dict[int, float] = {}
+        self._was_covered = False
+        self._failed_in = self._decided = 0  # the crash about which this node's evidence, and its verdict, is stored
+        self._crash: tuple[int, Decision] | None = None
+        self._halves: dict[int, list[bytes]] = {}
         self._write(f"m/{self._slot}", codec.encode(f"m/{self._slot}", self._node))
 
     def hand_in(self, incident: int, chunks: list[bytes]) -> int:
@@ -338,6 +419,8 @@ class _Session:
                 self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, hearing)
         if page is not None and page.phase in ("decided", "agreed"):
             self._read_decision(page.incident)
+        if page is not None and page.crash > (self._crash[0] if self._crash is not None else 0):
+            self._read_crash(page.crash)  # at once: the store may end with the ranks of another node
         if page is not None and page.phase in ("idle", "agreed"):
             while self._handed_in:  # nothing expires in the store
                 self._store.delete(f"{self._prefix}/{self._handed_in.pop()}", deadline_s=ANSWER_S)
@@ -356,6 +439,10 @@ class _Session:
             nodes=tuple(self._nodes.values()),
             word=self._word(page),
             is_local=self._store.is_local,
+            peers=self._know(page, now) if page is not None else (),
+            slot=self._slot,
+            crash=self._crash,
+            halves=dict(self._halves),
             around=self._around,
             answers=answers,
         )
@@ -456,11 +543,7 @@ class _Session:
         number = self._number()
         for slot in range(1, min(number, 4 * MOST_NAMED) + 1):
             if slot != self._slot and slot not in self._nodes and slot not in page.silent:
-                data = self._store.get(f"{self._prefix}/m/{slot}", deadline_s=ANSWER_S)
-                try:
-                    node = self._codec.decode(f"m/{slot}", data, Node) if data is not None else None
-                except BadMessage:
-                    node = None
+                node = self._node_of(slot)
                 if node is not None:
                     self._nodes[slot] = node
 
@@ -470,6 +553,101 @@ class _Session:
         others = [slot for slot in page.stopping if slot != self._slot]
         troubles = tuple(text for slot, text in page.troubles if slot != self._slot)
         return Word(bool(others), troubles, sum(slot != self._slot for slot in page.quiet))
+
+    def _know(self, page: Page, now: float) -> tuple[Peer, ...]:
+        """Whom there is something to say of."""
+        quiet = {*page.quiet, *page.silent}
+        if now - self._page_s >= QUIET_S:
+            quiet.add(page.leader)
+        self._quiet_since = {slot: self._quiet_since.get(slot, now) for slot in quiet}
+        says = {*page.stopping, *page.failed, *(slot for slot, _ in page.troubles)}
+        told = {page.leader, *quiet, *says, *self._nodes}
+        for slot in sorted(told - {self._slot})[:MOST_PEERS]:
+            before = self._peers.get(slot)
+            node = self._nodes.get(slot) or (before.node if before is not None else self._node_of(slot))
+            if node is None:
+                continue
+            beat = before.beat if before is not None else None
+            changes = slot in says or (page.covered and not self._was_covered)
+            if beat is None or changes or (slot in quiet) != (before is not None and before.silent_s > 0):
+                beat = self._beat_of(slot) or beat
+            silent_s = self._silent_s(slot, page, now) if slot in quiet else 0.0
+            self._peers[slot] = Peer(slot, node, beat, silent_s)
+        self._was_covered = page.covered
+        heard = {slot: peer for slot, peer in self._peers.items() if slot in told}
+        return tuple(heard[slot] for slot in sorted(heard))
+
+    def _silent_s(self, slot: int, page: Page, now: float) -> float:
+        if self._leader is not None:
+            return self._hearing.silent_s(slot, now)
+        if slot == page.leader:
+            return now - self._page_s
+        return QUIET_S + now - self._quiet_since[slot]
+
+    def _node_of(self, slot: int) -> Node | None:
+        data = self._store.get(f"{self._prefix}/m/{slot}", deadline_s=ANSWER_S)
+        try:
+            return self._codec.decode(f"m/{slot}", data, Node) if data is not None else None
+        except BadMessage:
+            return None
+
+    def _beat_of(self, slot: int) -> Beat | None:
+        data = self._store.get(f"{self._prefix}/b/{slot}", deadline_s=ANSWER_S)
+        try:
+            return self._codec.decode(f"b/{slot}", data, Beat) if data is not None else None
+        except BadMessage:
+            return None
+
+    # --- a crash ----------------------------------------------------------------------------------------------------
+
+    def attend(self, beat: Beat, crash: _Crash) -> tuple[int, int]:
+        """Stores what this node knows of a crash and reads what others do: chunks stored, and the verdict's number."""
+        number = beat.crash
+        if self._failed_in != number:
+            for at, chunk in enumerate(crash.chunks):
+                place = f"c/{number}/{self._slot}/{at}"
+                self._write(place, self._codec.seal(place, chunk))
+            self._failed_in, self._halves = number, {}
+        if not self._knows(number):
+            self._read_crash(number)
+        if crash.decision is not None and not self._knows(number):
+            self._crash = number, self._first(f"k/{number}", crash.decision)
+            self._decided = number
+        if crash.gathers and not self._knows(number):
+            self._gather(number)
+        return len(crash.chunks), self._decided
+
+    def _knows(self, crash: int) -> bool:
+        return self._crash is not None and self._crash[0] == crash
+
+    def _read_crash(self, number: int) -> None:
+        place = f"k/{number}"
+        data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+        if data is not None:
+            with suppress(BadMessage):
+                self._crash = number, self._codec.decode(place, data, Decision)
+
+    def _gather(self, number: int) -> None:
+        page = self._page
+        for slot in (page.failed if page is not None else ())[:MOST_HALVES]:
+            beat = self._beat_of(slot) if slot != self._slot and slot not in self._halves else None
+            if beat is None or beat.crash != number or beat.failed < 0:
+                continue
+            places = [f"c/{number}/{slot}/{at}" for at in range(beat.failed)]
+            found = [self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S) for place in places]
+            with suppress(BadMessage):
+                self._halves[slot] = [
+                    self._codec.open(place, data or b"") for place, data in zip(places, found, strict=True)
+                ]
+
+    def _first(self, place: str, decision: Decision) -> Decision:
+        """Stores it, where nobody has stored another one; returns what is stored."""
+        data = self._codec.encode(place, decision)
+        stored = self._store.compare_set(f"{self._prefix}/{place}", b"", data, deadline_s=ANSWER_S)
+        try:
+            return self._codec.decode(place, stored, Decision)
+        except BadMessage:
+            return decision
 
     # --- leading ----------------------------------------------------------------------------------------------------
 
@@ -491,8 +669,11 @@ class _Session:
         silent = tuple(s for s in sorted(here.keys() - heard.keys()) if not heard_ranks.issuperset(here[s].ranks))
         decided = deciding is not None and deciding[0] == leader.page.incident and leader.page.phase == "collecting"
         if decided and deciding is not None:
-            self._store_decision(*deciding)
-        quiet = tuple(slot for slot in here if self._hearing.silent_s(slot, now) >= QUIET_S)
+            incident, decision = deciding
+            self._decision = incident, self._first(f"d/{incident}", decision)
+        quiet = tuple(
+            slot for slot in here if self._hearing.silent_s(slot, now) >= QUIET_S and (slot in silent or slot in heard)
+        )
         given = Given(heard, silent, decided, quiet, beats)
         before = self._page_bytes
         page = leader.next(given, now)
@@ -505,15 +686,6 @@ class _Session:
         if page.phase == "collecting":
             self._fetch(page.incident, heard)
         return page, leader.is_complete(given, now) and self._has_fetched(page.incident, heard)
-
-    def _store_decision(self, incident: int, decision: Decision) -> None:
-        place = f"d/{incident}"
-        data = self._codec.encode(place, decision)
-        stored = self._store.compare_set(f"{self._prefix}/{place}", b"", data, deadline_s=ANSWER_S)
-        try:
-            self._decision = incident, self._codec.decode(place, stored, Decision)
-        except BadMessage:
-            self._decision = incident, decision
 
     def _number(self) -> int:
         data = self._store.get(f"{self._prefix}/n", deadline_s=ANSWER_S)

@@ -128,6 +128,9 @@ class Leader:
             troubles=tuple((slot, b.trouble) for slot, b in given.last.items() if b.trouble)[:MOST_TROUBLES],
             dumps=tuple(sorted(beat.asks for beat in given.heard.values() if beat.asks)[:MOST_DUMPS]),
         )
+        crash = page.crash + any(beat.decided == page.crash + 1 for beat in given.last.values())
+        failed = tuple(slot for slot, beat in given.last.items() if beat.crash == crash + 1 and beat.failed >= 0)
+        page = replace(page, crash=crash, failed=failed[:4096])
         if page.phase in ("idle", "agreed"):
             page = self._opened(page, given, now)
         elif page.phase == "decided":

@@ -21,11 +21,14 @@ NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 class Meeting:
     """The store in which the supervisors of one job meet, and what all their keys begin with.
 
+    ``nodes``: with fewer of them, torchrun starts no rank. ``node_rank``: this one's, where the command line gives it.
     ``to_start``: it is no store of torchrun's; a supervisor on that host has to start it.
     """
 
     address: Address
     prefix: str
+    nodes: int = 2
+    node_rank: int | None = None
     to_start: bool = False
 
 
@@ -50,6 +53,18 @@ class _Torchrun:
     @property
     def has_one_node(self) -> bool:
         return _most_nodes(self.option("nnodes", "--nn", "1")) == 1 or self.command.has_flag("--standalone")
+
+    @property
+    def least_nodes(self) -> int:
+        least = self.option("nnodes", "--nn", "1").partition(":")[0]
+        return int(least) if least.isdecimal() else 1
+
+    @property
+    def node_rank(self) -> int | None:
+        """Where it counts: c10d gives numbers of its own."""
+        static = self.option("rdzv-backend", "--rdzv-b", "static").lower() == "static"
+        number = self.option("node-rank", "--node-r", "") or "0"
+        return int(number) if static and number.isdecimal() else None
 
     @property
     def run_id(self) -> str:
@@ -77,8 +92,8 @@ def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str 
         return Alone()
     agents = torchrun.store() if torchrun is not None else Alone(_NO_TORCHRUN)
     run_id = torchrun.run_id if torchrun is not None else _run_id(environ)
-    if named is None and isinstance(agents, Address):
-        return Meeting(agents, _prefix(run_id))
+    if named is None and torchrun is not None and isinstance(agents, Address):
+        return Meeting(agents, _prefix(run_id), torchrun.least_nodes, torchrun.node_rank)
     named = named or _scheduled_port(environ)
     if named is None:
         assert isinstance(agents, Alone)
@@ -89,7 +104,8 @@ def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str 
     address = Address(host, int(port)) if host else None
     if address is None:
         return Alone(f"--cluster-store {named} names no host, and nothing here says which host is the job's first")
-    return Meeting(address, _prefix(run_id), to_start=True)
+    least, number = (torchrun.least_nodes, torchrun.node_rank) if torchrun is not None else (1, None)
+    return Meeting(address, _prefix(run_id), least, number, to_start=True)
 
 
 def _prefix(run_id: str) -> str:

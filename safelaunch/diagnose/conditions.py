@@ -119,6 +119,11 @@ class View:
         return calls.awaited(self.stack, self.wait.kind)
 
     @property
+    def device(self) -> str:
+        """The call in which it waits for its GPU; empty where it is elsewhere."""
+        return calls.device_wait(self.stack, self.process.stacks, self.os_tid)
+
+    @property
     def os_tid(self) -> int | None:
         """The kernel's number of the thread, as native samples have it."""
         return self.process.pid if self.other is None else self.other.os_tid

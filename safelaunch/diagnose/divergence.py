@@ -28,7 +28,6 @@ from safelaunch.diagnose.history import (
     identity_of,
     offset,
     reordered,
-    replaced,
 )
 from safelaunch.model import Collective, Frame
 from safelaunch.model.entries import Entries
@@ -233,7 +232,7 @@ class Aligned:
         mine = [self.histories[rank] for rank in ranks]
         if any(reordered(history, theirs, parted) for history in mine):
             return self._divergence(ranks, peer, parted, "reordered")
-        found = common_offset([_offset(history, theirs, parted, odd=True) for history in mine])
+        found = common_offset([offset(history, theirs, parted, odd=True) for history in mine])
         return self._divergence(ranks, peer, parted, "different", found)
 
     def _of_two(self, parted: int) -> Divergence | None:
@@ -242,7 +241,7 @@ class Aligned:
         one, peer = first[0], second[0]
         if reordered(self.histories[one], self.histories[peer], parted):
             return None
-        found = _offset(self.histories[one], self.histories[peer], parted)
+        found = offset(self.histories[one], self.histories[peer], parted)
         if found is None:
             return None
         if not found.novel and found.extra:
@@ -285,13 +284,6 @@ class Aligned:
         """
         made = {self.histories[caller].at(parted + number) for number in range(found.calls)}
         return all(made <= (one.before(parted) if found.extra else one.all()) for one in self.histories.values())
-
-
-def _offset(mine: History, theirs: History, parted: int, *, odd: bool = False) -> Offset | None:
-    """The offset, unless fewer calls that were merely other ones explain as much: then nobody is ahead."""
-    found = offset(mine, theirs, parted, odd=odd)
-    others = replaced(mine, theirs, parted)
-    return None if found is not None and others is not None and others < found.calls else found
 
 
 class Histories:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.doubts import Doubt, levels_of
 from safelaunch.diagnose.rank_state import Facts, RankFacts
-from safelaunch.model import Claim, Culprit, Frame, format_ranks
+from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, format_ranks
 
 
 @dataclass(frozen=True)
 class Finding:
     """A rule's answer. ``culprits`` may be empty: the cause is known, who is at fault is not.
 
-    ``held_up``: victims beside those that wait in a collective.
+    ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
     """
 
     cause: str
@@ -25,6 +25,7 @@ class Finding:
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
     held_up: tuple[int, ...] = ()
+    nodes: tuple[NodeAtFault, ...] = ()
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)

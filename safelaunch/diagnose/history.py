@@ -136,9 +136,18 @@ class Offset:
 
 
 def offset(mine: History, theirs: History, parted: int, *, odd: bool = False) -> Offset | None:
-    """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest.
+    """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest, or where
+    fewer calls that were merely other ones explain as much: then nobody is ahead.
 
     ``odd``: it is ``mine`` that is in the minority, so either explanation names it.
+    """
+    found = _shift(mine, theirs, parted, odd=odd)
+    others = _replaced(mine, theirs, parted)
+    return None if found is not None and others is not None and others < found.calls else found
+
+
+def _shift(mine: History, theirs: History, parted: int, *, odd: bool) -> Offset | None:
+    """Calls too many or too few, behind which the two agree again.
 
     In a loop a shift by nearly a whole round the other way agrees as well as the true one: calls that the other side
     never makes decide, else the smaller shift does. Where two calls take turns both are by one call: then the one
@@ -166,18 +175,6 @@ def common_offset(offsets: Sequence[Offset | None]) -> Offset | None:
     return min(known, key=lambda one: one.matched) if alike else None
 
 
-def replaced(mine: History, theirs: History, parted: int) -> int | None:
-    """The fewest calls that differ, behind which all is the same again under the same numbers; None where nothing is.
-
-    Then nobody is a call ahead: one rank has made another call there (a wrong size, say) and gone on.
-    """
-    for calls in range(1, _MOST_REPLACED + 1):
-        begin = parted + calls
-        if min(mine.last, theirs.last) >= begin and mine.agrees_to_the_end(begin, theirs, begin) > 0:
-            return calls
-    return None
-
-
 def reordered(mine: History, theirs: History, parted: int) -> bool:
     """The next few calls are the same ones in another order, and what follows, if anything, is the same again."""
     for count in range(2, 5):
@@ -195,6 +192,18 @@ def branch(stack: Sequence[Frame], other: Identity) -> Frame | None:
         if (frame.file, frame.line) != theirs:
             return frame
     return stack[0] if stack else None
+
+
+def _replaced(mine: History, theirs: History, parted: int) -> int | None:
+    """The fewest calls that differ, behind which all is the same again under the same numbers; None where nothing is.
+
+    Then nobody is a call ahead: one rank has made another call there (a wrong size, say) and gone on.
+    """
+    for calls in range(1, _MOST_REPLACED + 1):
+        begin = parted + calls
+        if min(mine.last, theirs.last) >= begin and mine.agrees_to_the_end(begin, theirs, begin) > 0:
+            return calls
+    return None
 
 
 def _smallest(longer: History, shorter: History, parted: int) -> tuple[int, int, bool] | None:

@@ -10,7 +10,6 @@ that has peers is taken for the wait, as before.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
 from safelaunch.diagnose.conditions import Condition, View, record_claim
@@ -19,16 +18,6 @@ from safelaunch.diagnose.processes import Inside
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-
-_SYNCHRONIZE = (
-    "torch/cuda/__init__.py",
-    "torch/cuda/streams.py",
-    "torch/cuda/graphs.py",
-    "torch/accelerator/__init__.py",
-)
-_DRIVER_CALLS = ("Synchronize", "cuMemcpy", "cudaMemcpy", "cuEventQuery", "cuStreamQuery")
-_DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
-
 
 Place = tuple[str, str]  # file and function
 
@@ -77,7 +66,7 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     if seen is not None:
         entry = _entry_for(seen, pending, mine, rank)
         return _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
-    if pending and waits_for_device(view):  # spinning, it may be, on what the device does not finish
+    if pending and view.device:  # spinning, it may be, on what the device does not finish
         return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
     return _quiet_wait(view, pending)
 
@@ -182,7 +171,7 @@ def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
 
 def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     """``gpu-kernel`` where the main thread waits for the device and no peer explains it; else None."""
-    where = waits_for_device(view)
+    where = view.device
     if not where:
         return None
     rank = view.rank.rank
@@ -234,28 +223,3 @@ def _done_elsewhere(entry: Collective) -> str:
 
 def _has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:
     return bool(alignment.members(entry.group)[0] - {rank})
-
-
-def waits_for_device(view: View) -> str:
-    """``torch.cuda.synchronize`` or the driver's call by name; empty where the thread is elsewhere."""
-    for frame in view.stack.called[:2]:
-        if fr.normal(frame.file).endswith(_SYNCHRONIZE) and fr.short(frame.function) in (
-            "synchronize",
-            "wait",
-            "replay",
-        ):
-            return "a synchronize"
-    for sample in view.process.stacks:
-        for thread in sample.threads if sample.native else ():
-            if thread.os_tid == view.process.pid:
-                called = next((name for f in takewhile(fr.is_native, thread.frames) if (name := _driver_call(f))), "")
-                if called:
-                    return called
-    return ""
-
-
-def _driver_call(frame: Frame) -> str:
-    """Of the driver or the runtime; futexes and locks of libc are not."""
-    if any(call in frame.function for call in _DRIVER_CALLS):
-        return frame.function.partition("(")[0]
-    return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

@@ -28,6 +28,8 @@ from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts, user_st
 from safelaunch.model import Claim
 from safelaunch.reading.source import condition_on_rank
 
+CLOCKS_S = 2.0
+
 
 def slow_not_stuck(facts: Facts) -> Ruling:
     """The job still makes progress: a dump of it accuses nobody.
@@ -80,6 +82,7 @@ def first_failure(facts: Facts) -> Ruling:
     doubts = {
         Doubt.CALL_ON_SOME_RANKS: bool(alone),
         Doubt.TRANSFER_LEFT_OUT: bool(paired),
+        Doubt.SAME_MOMENT: any(_at_the_same_moment(facts, first, facts.ranks[rank]) for rank in later),
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
     }
     sure = (*main.doubts, *those(doubts))
@@ -117,6 +120,14 @@ def _alone_by_condition(facts: Facts, ranks: Iterable[int]) -> tuple[Claim, ...]
             file = "exception.json" if one.evidence.exception is not None else "stack.txt"
             return (Claim(f"rank {rank} waits under `{asked.words}`", f"{one.folder}/{file}"),)
     return ()
+
+
+def _at_the_same_moment(facts: Facts, first: RankFacts, other: RankFacts) -> bool:
+    """Two ranks of different nodes, whose failures are no further apart than what nodes know of each other's clocks."""
+    if abs(failed_at(other.evidence) - failed_at(first.evidence)) > CLOCKS_S:
+        return False
+    nodes = [node for node in facts.evidence.nodes if first.rank in node.ranks or other.rank in node.ranks]
+    return len({node.ranks for node in nodes}) > 1
 
 
 def _alike(one: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool:

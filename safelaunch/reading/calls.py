@@ -5,7 +5,7 @@ Recognised by file and function of torch and of the standard library, never by a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -280,9 +280,44 @@ _NATIVE_SLEEPS = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")
 
 
 def _native(samples: Iterable[StackSample], os_tid: int | None, answers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
-    for thread in (t for s in samples if s.native for t in s.threads if t.os_tid == os_tid):
-        names = [f.function for f in takewhile(is_native, thread.frames)]
+    for frames in _native_frames(samples, os_tid):
         for answer, symbols in answers:
-            if any(symbol in name for name in names for symbol in symbols):
+            if any(symbol in frame.function for frame in frames for symbol in symbols):
                 return answer
     return ""
+
+
+def _native_frames(samples: Iterable[StackSample], os_tid: int | None) -> Iterator[list[Frame]]:
+    """The C frames inside a thread's innermost Python frame, for each native sample."""
+    for sample in samples:
+        for thread in sample.threads if sample.native else ():
+            if thread.os_tid == os_tid:
+                yield list(takewhile(is_native, thread.frames))
+
+
+# --- the own GPU ------------------------------------------------------------------------------------------------------
+
+_SYNCHRONIZE = (
+    "torch/cuda/__init__.py",
+    "torch/cuda/streams.py",
+    "torch/cuda/graphs.py",
+    "torch/accelerator/__init__.py",
+)
+_DRIVER_CALLS = ("Synchronize", "cuMemcpy", "cudaMemcpy", "cuEventQuery", "cuStreamQuery")
+_DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
+
+
+def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``a synchronize`` of torch's, or the driver's call by name; empty where the thread is elsewhere."""
+    for frame in stack.called[:2]:
+        if _in(frame, *_SYNCHRONIZE) and short(frame.function) in ("synchronize", "wait", "replay"):
+            return "a synchronize"
+    called = (_driver_call(frame) for frames in _native_frames(samples, os_tid) for frame in frames)
+    return next(filter(None, called), "")
+
+
+def _driver_call(frame: Frame) -> str:
+    """Of the driver or the runtime; futexes and locks of libc are not."""
+    if any(call in frame.function for call in _DRIVER_CALLS):
+        return frame.function.partition("(")[0]
+    return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

@@ -24,7 +24,7 @@ from safelaunch.capture import collect, sources
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.launch.paths import Unfinished, may_be_ours
-from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
+from safelaunch.model import Artifact, Evidence, NodeEvidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
@@ -57,13 +57,14 @@ class Report:
 class Common:
     """What the nodes of the job have settled together. ``others``: ranks of other nodes whose evidence is here.
 
-    ``evidence``: of all ranks that are. ``name``: what the bundle is to be called.
+    ``evidence``: of all ranks that are. ``name``: what the bundle is to be called. ``files``: of the others' bundles.
     """
 
     verdict: Verdict
     evidence: Evidence
     name: str
     others: tuple[RankEvidence, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,11 @@ class Collected:
     without_stacks: str = ""
 
 
+def with_nodes(found: Collected, nodes: tuple[NodeEvidence, ...]) -> Collected:
+    """The same with what is known of the job's nodes."""
+    return replace(found, evidence=msgspec.structs.replace(found.evidence, nodes=nodes))
+
+
 def take_evidence(
     outcome: Outcome,
     looks: Looks,
@@ -223,6 +229,33 @@ def _add_rank(side: RankEvidence, staging: Staging) -> None:
     staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 
 
+class _Nowhere:
+    """Takes artifacts, and writes none."""
+
+    def __init__(self, redactor: Redactor) -> None:
+        self.redactor = redactor
+
+    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
+
+    def add_json(self, artifact: Artifact, value: object) -> None: ...
+
+
+def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
+    """This node's evidence of a crash as it is known at once: for the other nodes, who wait for it."""
+    nowhere, pages = _Nowhere(about.redactor), about.run_dir / "pages"
+    known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
+    taken = without_secrets(looks.taken, about.redactor)
+    seen = list(collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=False))
+    for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
+        seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, nowhere))
+    counts = kill_counts()
+    complete = [
+        msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
+        for side in seen
+    ]
+    return _evidence("crash", complete, known.world_size)
+
+
 def stuck_for_good(found: Collected) -> Mapping[int, int]:
     """See ``ranks_stuck_for_good``. If a rule fails, no rank counts as stuck."""
     from safelaunch.diagnose import ranks_stuck_for_good
@@ -257,6 +290,7 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
         for side in common.others:
             collect.of_another_node(side, staging)
             _add_rank(side, staging)
+        _add_files(common, staging)
     else:
         verdict = judged(evidence, about)
     timeline = found.timeline.plus("verdict")
@@ -274,6 +308,22 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
     if not published.lost:
         about.notifier.tell(verdict, published.path, about.run_name)
     return Report(verdict, evidence, published, found.without_stacks)
+
+
+def _add_files(common: Common, staging: Staging) -> None:
+    """Files of other nodes. What is here already stays as it is."""
+    here = {artifact.path for artifact in staging.artifacts if not artifact.missing}
+    hosts = {f"ranks/{side.rank}/": side.host for side in common.others}
+    for path, content in sorted(common.files.items()):
+        folder, _, name = path.rpartition("/")
+        host = hosts.get(f"{folder}/", folder.rpartition("/")[2])
+        if path in here or (folder.startswith("ranks/") and f"{folder}/" not in hosts):
+            continue
+        data: str | bytes = content if name.endswith(".pickle") else content.decode("utf-8", "replace")
+        staging.add(Artifact(path, f"from {host}", 0.0), data)
+        if name.endswith(".pickle"):
+            rank = folder.rpartition("/")[2]
+            staging.add(Artifact(f"flight_recorder/nccl_trace_rank_{rank}", f"from {host}", 0.0), data)
 
 
 def _publish(
@@ -333,6 +383,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
     staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
+    if evidence.nodes:
+        staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
     from safelaunch.report import report
 
     def read_line(path: str, number: int) -> str | None:

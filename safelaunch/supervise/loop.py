@@ -191,7 +191,7 @@ class Supervisor:
             return
         if self._forwarder.stop_requested or self._ending is not None:
             # A user, a scheduler or safelaunch is stopping the job: blame nobody, keep nobody waiting.
-            self._watch.acknowledge()
+            self._watch.acknowledge(agent=self._ending is not None or self._together.is_heard_stopping(now))
             return
         self._on_crash(glance)
         self._on_stall(glance, now)

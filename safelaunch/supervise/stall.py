@@ -235,9 +235,14 @@ class StallCase:
         timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
         timeline = timeline.plus("confirmed")
         stalled_s, threshold = now - suspicion.stall.mark_s, suspicion.threshold
-        return lambda: incident.take_evidence(
-            "hang", looks, known, self._about, stall_s=stalled_s, threshold=threshold, timeline=timeline
-        )
+
+        def take() -> Collected:
+            found = incident.take_evidence(
+                "hang", looks, known, self._about, stall_s=stalled_s, threshold=threshold, timeline=timeline
+            )
+            return incident.with_nodes(found, self._together.nodes()) if self._watch.unseen else found
+
+        return take
 
     def _write(self, evidence: Callable[[], Collected], outcome: Outcome) -> None:
         self._writing = Task("bundle", lambda: incident.finish(evidence(), outcome))
@@ -336,7 +341,7 @@ class StallCase:
     def _write_together(self, evidence: Callable[[], Collected], number: int) -> None:
         def write() -> Report | None:
             found = evidence()
-            settled = self._together.settle(number, found.evidence)
+            settled = self._together.settle(number, found.evidence, found.staging.root)
             if settled is None:
                 incident.discard(found)
                 return None

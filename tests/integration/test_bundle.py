@@ -98,7 +98,7 @@ import os, time
 for number in range(1500):
     print(f"line {number} of the output of this rank")
 if os.environ["RANK"] == "1":
-    time.sleep(1)  # it is known by then
+    time.sleep(3)  # it is known by then
     raise ValueError("always")
 time.sleep(60)
 """

@@ -358,7 +358,7 @@ def test_in_a_terminal_there_is_a_table_and_a_stopped_terminal_stops_no_job(tmp_
     """Ctrl-S while it runs: all jobs run to their end, and the summary is written; then Ctrl-Q shows the rest."""
     master, slave = os.openpty()
     words = ["--slots", "1", "--sweep-dir", "s", "--grid", "n=1..4", "--", "exec", "--"]
-    words += ["sh", "-c", "while [ ! -e go ]; do sleep 0.1; done"]
+    words += ["sh", "-c", "while [ ! -e go ]; do sleep 0.1; done", "sh", "{n}"]
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "safelaunch", "colaunch", *words]
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdin=slave, stdout=slave, stderr=slave) as process:

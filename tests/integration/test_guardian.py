@@ -73,13 +73,17 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def until_nothing_is_left(job: Job, patience_s: float = 90.0) -> None:
+def until_no_process_is_left(job: Job, patience_s: float = 90.0) -> None:
     deadline = time.monotonic() + patience_s
     while (left := {*job.pids(), *holders(job)} - {job.process.pid}) and time.monotonic() < deadline:
         time.sleep(0.1)
     commands = {pid: cmdline(pid)[:80] for pid in left if Path(f"/proc/{pid}").exists()}
     kill(holders(job))
     assert not commands
+
+
+def until_nothing_is_left(job: Job) -> None:
+    until_no_process_is_left(job)
     assert not job.left_behind()
 
 
@@ -175,7 +179,7 @@ def test_supervisor_guardian_and_torchrun_killed_at_once(tmp_path: Path) -> None
     with Job(kin(tmp_path, "plain"), tmp_path) as job:
         started(job)
         kill([job.process.pid, guardian_of(job), agent_of(job)])
-        until_nothing_is_left(job)
+        until_no_process_is_left(job)
 
 
 def test_supervisor_and_guardian_killed_under_exec(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from safelaunch.cluster import channel as channels
 from safelaunch.cluster import council
@@ -224,3 +225,47 @@ def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> Non
     time.sleep(1.5)
     assert (stranger.seen.page, stranger.seen.leads) == (None, False)
     assert covered(one, other)() and (one.seen.leads or other.seen.leads)
+
+
+# --- a crash, and who is not heard ------------------------------------------------------------------------------------
+
+
+def test_the_first_verdict_about_a_crash_is_everybodys(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    one.fail(1, [b"a" * 1000, b"b"])
+    other.fail(1, [])
+    until(lambda: all(node.seen.page and len(node.seen.page.failed) == 2 for node in (one, other)), "both to fail")
+    other.gather()
+    until(lambda: [*other.seen.halves.values()] == [[b"a" * 1000, b"b"]], "the evidence")
+    verdicts = [Decision(replace(VERDICT, summary=text), "dump", "h", "") for text in ("first", "second")]
+    for node, decision in zip((one, other), verdicts, strict=True):
+        node.decide_crash(decision)
+    until(lambda: one.seen.crash and other.seen.crash, "the verdict")
+    assert one.seen.crash == other.seen.crash
+    until(lambda: all(node.seen.page and node.seen.page.crash == 1 for node in (one, other)), "its number")
+    other.tell(crash=0, failed=-1)
+    one.tell(crash=0, failed=-1)
+    other.fail(2, [b"c"])
+    until(lambda: one.seen.page and one.seen.page.failed, "the next one")
+    other.decide_crash(verdicts[0])
+    until(lambda: one.seen.crash == (2, verdicts[0]), "its verdict, also where no rank has failed")
+
+
+def test_who_is_not_heard_is_known_with_its_ranks(
+    join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(council, "QUIET_S", 1.0)
+    monkeypatch.setattr(channels, "QUIET_S", 1.0)
+    nodes = [join(0), join(1), join(2, 3)]
+    until(covered(*nodes), "each other")
+    leader, *followers = sorted(nodes, key=lambda node: not node.seen.leads)
+    gone, left = followers
+    monkeypatch.setattr(gone, "_converse", lambda session: None)
+    monkeypatch.setattr(channels._Session, "leave", lambda *_: None)
+    gone.close()
+    for node in (leader, left):
+        until(lambda node=node: any(peer.silent_s > 1.0 for peer in node.seen.peers), "the silence")  # type: ignore[misc]
+        (peer,) = (peer for peer in node.seen.peers if peer.silent_s)
+        assert peer.node.host == gone.node.host
+        assert peer.beat is not None and peer.beat.ranks == gone.beat.ranks

@@ -145,3 +145,19 @@ def test_jobs_that_share_a_store_do_not_meet() -> None:
     assert isinstance(one, Meeting)
     assert one == again != other
     assert one.address == Address("n1", 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "node_rank"),
+    [
+        (("--nnodes=3",), 3, 0),
+        (("--nnodes=3", "--node-rank=2"), 3, 2),
+        (("--nnodes=2:4", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:7", "--node-rank=1"), 2, None),
+    ],
+)
+def test_how_many_nodes_are_awaited_and_which_one_this_is(
+    words: tuple[str, ...], nodes: int, node_rank: int | None
+) -> None:
+    where = meeting(CommandLine((), words, ("train.py",)), {})
+    assert isinstance(where, Meeting)
+    assert (where.nodes, where.node_rank) == (nodes, node_rank)

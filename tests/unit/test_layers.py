@@ -85,6 +85,7 @@ THIRD_PARTY = {
         "supervise.live",
         "supervise.together",
         "supervise.crash",
+        "supervise.peers",
         "cli.*",
     },
     "pynvml": {"leases.inventory", "capture.gpu"},
