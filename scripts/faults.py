@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ WIDTHS = (42, 13, 13, 8, 4, 7, 34, 7)
 
 def main() -> int:
     words = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever a row has begun is cleaned up
     rows = _rows(words)
     if words.list:
         print("\n".join(rows), f"{len(rows)} rows", sep="\n")
@@ -51,7 +53,7 @@ def main() -> int:
         if outcome is not None and record is not None:
             with record.open("a") as file:
                 file.write(json.dumps(cells) + "\n")
-        if outcome is not None and outcome.wrong and words.verbose:
+        if outcome is not None and (words.output or (outcome.wrong and words.verbose)):
             print(outcome.stderr, flush=True)
     print(f"{total(found)}, {time.monotonic() - begin:.0f} s")
     if words.json:
@@ -101,6 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="run the shorter form")
     parser.add_argument("--list", action="store_true", help="print the rows' names and exit")
     parser.add_argument("--verbose", action="store_true", help="print the output of jobs that broke a promise")
+    parser.add_argument("--output", action="store_true", help="print the output of all jobs")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     return parser.parse_args()
 
