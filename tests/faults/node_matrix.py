@@ -173,7 +173,6 @@ def _rows_of_processes() -> list[NodeRow]:
                             promise=_stopped(role, moment, number),
                             inject=stop(number, role),
                             max_stall_s=soon,
-                            own=("--startup-timeout=20",) if begun and moment == "start" else (),
                             **about,  # type: ignore[arg-type]
                         )
                     )

@@ -40,8 +40,8 @@ class Promise:
     """What must be true in the end, in addition to what ``judge`` checks in every row.
 
     ``trains``: the job goes on, and every rank trains to its end. Else it ends, with an exit code other than 0 on
-    every node; ``hangs``: with 124 and one verdict on all of them. ``named``: the ranks that verdicts may name;
-    ``surely``: that at least one does. ``lost``: the nodes that are gone, of which nothing is promised.
+    every node; ``hangs``: with 124 and one verdict on all that have begun it. ``named``: the ranks that verdicts may
+    name; ``surely``: that at least one does. ``lost``: the nodes that are gone, of which nothing is promised.
     """
 
     trains: bool = False
@@ -126,9 +126,12 @@ class Nodes:
         entering = self.network.enter(number, ahead_s=row.skew_s if skewed else 0)
         setting = Setting(place, interpreter=(*entering, *python))
         setting.env |= {"GLOO_SOCKET_IFNAME": netns.DEVICE}
+        # Before the first step it is another limit that ends a job.
+        early = row.moment == "start" and not row.promise.trains
         setting.words = (
             "--stall-timeout=3",
             f"--max-stall={row.max_stall_s:g}",
+            *(["--startup-timeout=20", "--rdzv-conf=join_timeout=30,read_timeout=20"] if early else []),
             f"--nnodes={row.nnodes}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={netns.address(0)}:{PORT}",
@@ -316,7 +319,7 @@ def judge(row: NodeRow, nodes: Nodes, living: list[int]) -> Outcome:
         wrong += [f"{fault} on {netns.host(number)}" for fault in own_faults(result.stderr)]
         if promise.trains and result.code != 0:
             wrong.append(f"a healthy job was ended: exit code {result.code} on {netns.host(number)}")
-        if promise.hangs and result.code != HUNG:
+        if promise.hangs and result.code != HUNG and number < row.nodes:
             wrong.append(f"exit code {result.code} on {netns.host(number)}, not {HUNG}")
         if not promise.trains and result.code == 0:
             wrong.append(f"exit code 0 on {netns.host(number)}")
@@ -324,6 +327,8 @@ def judge(row: NodeRow, nodes: Nodes, living: list[int]) -> Outcome:
         wrong.append(f"{nodes.trained('trained')} of {len(nodes.scenes)} ranks trained to their end")
     bundles = {n: [*result.bundles, *_kept_locally(nodes.scenes[n], result)] for n, result in results.items()}
     wrong += _of_verdicts(promise, bundles)
+    if promise.hangs and any(not bundles[n] for n in living if n < row.nodes):
+        wrong.append("a node has no bundle")
     local = [one for found in bundles.values() for one in found if nodes.scratch not in one.path.parents]
     shown = "/".join(str(len(found)) for found in bundles.values())
     codes = " ".join(str(result.code) for result in results.values())
@@ -368,8 +373,6 @@ def _of_verdicts(promise: Promise, bundles: dict[int, list[Bundle]]) -> list[str
     }
     if promise.surely and not names:
         wrong.append("nobody is named")
-    if promise.hangs and any(not found for found in bundles.values()):
-        wrong.append("a node has no bundle")
     together = [verdict for verdict in said if "alone" not in verdict]
     if any(verdict != together[0] for verdict in together):
         wrong.append("the nodes have different verdicts")
