@@ -226,6 +226,12 @@ def join(nodes: Nodes) -> None:
     nodes.start()
 
 
+def join_the_training(nodes: Nodes) -> None:
+    """torchrun starts all ranks anew, one more than before."""
+    join(nodes)
+    nodes.until(lambda: nodes.trained("training") == len(nodes.scenes), "steps of the new rank")
+
+
 def _others() -> list[NodeRow]:
     rows = []
     parts: tuple[Moment, ...] = ("start", "training", *HANGS)
@@ -249,7 +255,7 @@ def _others() -> list[NodeRow]:
         NodeRow("wall clock 10 min ahead", "suspicion", NAMED, nothing, WHERE[OTHER], arrange=_wall_clock_ahead),
         *(_full(number) for number in WHERE),
         *(NodeRow("node joins", moment, NAMED, join, **late) for moment in ("suspicion", "capture")),  # type: ignore[arg-type]
-        NodeRow("node joins", "training", TRAINS, join, **late),  # type: ignore[arg-type]
+        NodeRow("node joins", "training", TRAINS, join_the_training, **late),  # type: ignore[arg-type]
     ]
     return rows
 
