@@ -223,13 +223,8 @@ def _wall_clock_ahead(number: int, setting: Setting) -> Iterator[None]:
 
 
 def join(nodes: Nodes) -> None:
+    """Starts a third node. (One that joins a healthy job is torchrun's affair; 2.13 may lose the job over it.)"""
     nodes.start()
-
-
-def join_the_training(nodes: Nodes) -> None:
-    """torchrun starts all ranks anew, one more than before."""
-    join(nodes)
-    nodes.until(lambda: nodes.trained("training") == len(nodes.scenes), "steps of the new rank")
 
 
 def _others() -> list[NodeRow]:
@@ -255,7 +250,6 @@ def _others() -> list[NodeRow]:
         NodeRow("wall clock 10 min ahead", "suspicion", NAMED, nothing, WHERE[OTHER], arrange=_wall_clock_ahead),
         *(_full(number) for number in WHERE),
         *(NodeRow("node joins", moment, NAMED, join, **late) for moment in ("suspicion", "capture")),  # type: ignore[arg-type]
-        NodeRow("node joins", "training", TRAINS, join_the_training, **late),  # type: ignore[arg-type]
     ]
     return rows
 
