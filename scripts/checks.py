@@ -267,6 +267,7 @@ CHECKS = {
     "diagnose": _bench("diagnose", 5, ("--many", "4096", "--live")),
     "colaunch": _bench("colaunch", 1),
     "leases": _bench("leases", 1),
+    "nodes": _bench("nodes", 4),
     "rhythm": _script("scripts/bench_rhythm.py", 1, read_rhythm, "tests/unit/histories.py"),
     "paper": Check(
         ((PYTHON, "-m", "pytest", "-q", "-n", "2", "tests/unit/test_diagnose_synthetic.py", "--junitxml", "{out}"),),

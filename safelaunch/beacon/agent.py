@@ -108,6 +108,8 @@ def _wrap_context(module: Any) -> None:
             return original_close(self, death_sig, *args, **kwargs)
         finally:
             _closed(self)
+            if death_sig is not None:
+                _goodbye()
 
     context.start, context.close = start, close
 
@@ -152,9 +154,15 @@ def _failing(context: Any) -> None:
     exits = _exits(context)
     if any(exits.values()):
         _append_event("failing", attempt=_attempt(context), exits=exits)
-        page.wait_for_ack(_words, _supervisor)
+        page.wait_for_ack(_words, _supervisor, layout.AGENT_HOLD_S)
 
 
 @log.guarded
 def _closed(context: Any) -> None:
     _append_event("closed", attempt=_attempt(context), exits=_exits(context))
+
+
+@log.guarded
+def _goodbye() -> None:
+    """Lets the supervisor tell other nodes that somebody stops the job here: the store where they hear it is ours."""
+    page.wait_for_ack(_words, _supervisor, layout.GOODBYE_S)

@@ -79,4 +79,6 @@ GUARDIAN_STARTER = "SL_GUARDIAN_STARTER"  # AGENT_ROLE if torchrun's beacon star
 AGENT_ROLE = "agent"
 ASKING = 23  # written by the supervisor while a question to a handler that needs the GIL is unanswered
 LAST_ANSWER_S = 2.0  # longest wait of an exiting rank for such a handler
-HOLD_S = 3.0  # longest wait for ACK, by a failing rank or by the agent before it ends the peers
+HOLD_S = 3.0  # longest wait for ACK, by a failing rank
+GOODBYE_S = 1.5  # by the agent that was told to stop, before it ends
+AGENT_HOLD_S = 6.0  # by the agent before it ends the peers; on several nodes, these agree on a verdict meanwhile

@@ -54,9 +54,9 @@ def wait_for_answers(words: memoryview) -> bool:
     return not words[layout.ASKING]
 
 
-def wait_for_ack(words: memoryview, supervisor_pid: int) -> None:
-    """Waits until the supervisor has looked at the peers: at most ``layout.HOLD_S``, and only while it is alive."""
-    deadline = monotonic_ns() + int(layout.HOLD_S * 1e9)
+def wait_for_ack(words: memoryview, supervisor_pid: int, hold_s: float = layout.HOLD_S) -> None:
+    """Waits until the supervisor has looked at the peers: at most ``hold_s``, and only while it is alive."""
+    deadline = monotonic_ns() + int(hold_s * 1e9)
     while not words[layout.ACK] and monotonic_ns() < deadline:
         try:
             os.kill(supervisor_pid, 0)

@@ -27,7 +27,8 @@ from safelaunch.system import untrusted_paths
 
 PUBLISH_DEADLINE_S = 60.0
 ARCHIVE_SHARE = 0.5  # of the deadline
-CHECK_DEADLINE_S = 3.0
+CHECK_DEADLINE_S = 15.0  # a job is refused then: a busy network disk, or a busy machine, must not come to that
+REMOVE_DEADLINE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def _remove_partial(directory: Path, name: str, pid: int) -> None:
 
     thread = threading.Thread(target=remove, name="remove partial", daemon=True)
     thread.start()
-    thread.join(CHECK_DEADLINE_S)
+    thread.join(REMOVE_DEADLINE_S)
 
 
 def _keep_locally(staged: Path, fallback: Path, name: str, problem: str) -> Published:

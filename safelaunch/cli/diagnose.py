@@ -68,7 +68,9 @@ def _diagnose(path: Path, called: str, *, as_json: bool) -> int:
             work = lambda: _read(folder, Path(scratch), path, as_json=as_json)  # noqa: E731 - what the child does
             told = in_child(work, locate.bounds_of(folder))
     except Unreadable as error:
-        raise UsageError(f"diagnose: {clean(called)}: {clean(error.message)}.") from error
+        why = clean(error.message)
+        # With a colon between them, redaction would take path and reason for the name and the value of a setting.
+        raise UsageError(f"cannot diagnose {clean(called)}. {why[:1].upper()}{why[1:]}.") from error
     for note in told.notes:
         say(note)
     print(told.out)
@@ -91,8 +93,8 @@ def _read(folder: Path, scratch: Path, path: Path, *, as_json: bool) -> _Told:
 
 
 def was_reached(verdict: Verdict) -> bool:
-    """Whether the verdict names a rank, or is certain that none is at fault: that is a verdict too."""
-    return bool(verdict.culprits) or verdict.confidence != "low"
+    """Whether the verdict names a rank or a node, or is certain that none is at fault: that is a verdict too."""
+    return bool(verdict.culprits or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 
 def _pointing_at(verdict: Verdict, found: Found) -> Verdict:

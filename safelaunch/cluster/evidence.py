@@ -6,19 +6,23 @@ of the output its end. The whole of it stays in the node's own bundle.
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from safelaunch.cluster.messages import MOST_RANKS, BadMessage, packed, unpacked
-from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, RankEvidence
+from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, RankEvidence
 from safelaunch.model.entries import Entries, Kinds
 
 MOST_ENTRIES = 4096  # of a rank
 MOST_LOG = 8 << 10  # characters
 MOST_CHILDREN = 64
+MOST_FILES, LARGEST_FILE = 4096, 1 << 20
+# What a file of another node may be called: nothing leads out of the bundle, and nothing there is replaced.
+_FILE = re.compile(r"node/[\w.-]{1,255}/\w[\w.-]{0,100}|ranks/\d{1,5}/flight_recorder\.pickle", re.ASCII)
 
 
 class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -41,23 +45,28 @@ class _Travelling(msgspec.Struct, frozen=True):
 
     rest: Evidence
     records: dict[int, _Record]
+    files: dict[str, bytes] = {}
 
 
-def condensed(evidence: Evidence) -> list[bytes]:
-    """Chunks that a store takes; of fewer and fewer entries until they fit."""
+def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None) -> list[bytes]:
+    """Chunks that a store takes; without ``files`` of the bundle, and of fewer and fewer entries, until they fit."""
     most = MOST_ENTRIES
     ranks = tuple(
         replace(rank, flight_record=None, log_tail=rank.log_tail[-MOST_LOG:], children=rank.children[:MOST_CHILDREN])
         for rank in evidence.ranks
     )
+    carried = dict(files or {})
     while True:
         records = {
             rank.rank: _columns(rank.flight_record, most) for rank in evidence.ranks if rank.flight_record and most
         }
-        travelling = _Travelling(replace(evidence, ranks=ranks), records)
+        travelling = _Travelling(replace(evidence, ranks=ranks), records, carried)
         chunks = packed(msgspec.msgpack.encode(travelling))
         if chunks is not None:
             return chunks
+        if carried:
+            carried = {}
+            continue
         if not most:  # stacks and states of thousands of processes: who is there is all that is said
             bare = tuple(RankEvidence(rank.rank, rank.host, rank.pid, rank.local_rank) for rank in evidence.ranks)
             return packed(msgspec.msgpack.encode(_Travelling(replace(evidence, ranks=bare), {}))) or []
@@ -66,6 +75,11 @@ def condensed(evidence: Evidence) -> list[bytes]:
 
 def expanded(chunks: list[bytes]) -> Evidence:
     """Raises BadMessage for what ``condensed`` did not make."""
+    return received(chunks)[0]
+
+
+def received(chunks: list[bytes]) -> tuple[Evidence, dict[str, bytes]]:
+    """The evidence, and the files of the bundle that came with it. Raises BadMessage."""
     try:
         found = msgspec.msgpack.decode(unpacked(chunks), type=_Travelling)
         records = {rank: _record(columns) for rank, columns in found.records.items()}
@@ -74,8 +88,15 @@ def expanded(chunks: list[bytes]) -> Evidence:
     numbers = [rank.rank for rank in found.rest.ranks]
     if len(set(numbers)) != len(numbers) or not all(0 <= number < MOST_RANKS for number in numbers):
         raise BadMessage("evidence of ranks that there cannot be")
+    if len(found.files) > MOST_FILES or not all(map(_may_be, found.files.items())):
+        raise BadMessage("files that no bundle has")
     ranks = tuple(replace(rank, flight_record=records.get(rank.rank)) for rank in found.rest.ranks)
-    return replace(found.rest, ranks=ranks)
+    return replace(found.rest, ranks=ranks), found.files
+
+
+def _may_be(item: tuple[str, bytes]) -> bool:
+    name, content = item
+    return _FILE.fullmatch(name) is not None and "/../" not in name and len(content) <= LARGEST_FILE
 
 
 def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
@@ -92,7 +113,41 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         stall_s=max(evidence.stall_s for evidence in everybody),
         moving=any(evidence.moving for evidence in everybody),
         notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
+        nodes=all_nodes(everybody),
     )
+
+
+def aged(evidence: Evidence, now_unix_s: float) -> Evidence:
+    """With the times of failures as seconds since ``now_unix_s`` (negative ones): no node's clock travels.
+
+    All nodes say so within a second or two of the failure, so these compare where the clocks do not.
+    """
+
+    def one(rank: RankEvidence) -> RankEvidence:
+        if rank.exception is not None:
+            rank = replace(rank, exception=replace(rank.exception, time_unix_s=rank.exception.time_unix_s - now_unix_s))
+        if rank.exit is not None:
+            rank = replace(rank, exit=replace(rank.exit, time_unix_s=rank.exit.time_unix_s - now_unix_s))
+        return rank
+
+    return replace(evidence, ranks=tuple(map(one, evidence.ranks)))
+
+
+def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
+    """What each half says of its own node, and what any says of one that it did not hear.
+
+    Of a node whose own half is not here, what is said of it by the one who knows the most.
+    """
+    every = [node for half in halves for node in half.nodes]
+    kept = {node.slot or node.host: node for node in every if node.here}
+    gone: dict[int | str, NodeEvidence] = {}
+    for node in (node for node in every if not node.here):
+        key = node.slot or node.host
+        if node.is_gone:
+            gone[key] = max(gone.get(key, node), node, key=lambda one: (bool(one.probe or one.store), one.silent_s))
+        else:
+            kept.setdefault(key, node)
+    return (*kept.values(), *gone.values())
 
 
 def _columns(record: FlightRecord, most: int) -> _Record:

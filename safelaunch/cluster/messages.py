@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from safelaunch.cluster.store import LARGEST_VALUE
-from safelaunch.model import Verdict
+from safelaunch.model import AgentState, Verdict
 
 MOST_RANKS = 65_536
 MOST_MESSAGE = 1 << 20  # bytes of a record that is no evidence
@@ -25,6 +25,7 @@ MOST_CHUNKS = 8  # of one node's evidence
 MOST_UNPACKED = 128 << 20
 LONGEST_TEXT = 400  # characters of what a node says in words
 MOST_TROUBLES = 8
+MOST_DUMPS = 4  # at once
 _MAC_BYTES = 32
 
 Vote = Literal["", "moving", "active", "still", "stopped", "paused", "unknown"]
@@ -47,13 +48,21 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Node(Message, frozen=True):
-    """Who a supervisor is; written once."""
+    """Who a supervisor is; written once.
+
+    ``script``: a digest of it. ``address``: this host's, as the store sees it. ``hosts``: the store is on this host.
+    ``node_rank``: as torchrun's command line gives it.
+    """
 
     incarnation: _Name
     host: _Name
     pid: _Count
     safelaunch: _Name
     torch: _Name
+    script: _Name = ""
+    address: _Name = ""
+    hosts: bool = False
+    node_rank: Annotated[int, Meta(ge=0, lt=1 << 20)] | None = None
 
 
 class Beat(Message, frozen=True):
@@ -62,7 +71,11 @@ class Beat(Message, frozen=True):
     ``ranks``: those that it sees, of ``world``. ``attempt``: torchrun's restarts, and how often it started the workers.
     ``suspects``: the newest incident that was closed when it began to suspect the job; ``window_s`` between two looks;
     ``at_limit``: its --max-stall is reached. ``vote``, ``chunks`` of evidence (-1: none yet) and ``agrees`` (it knows
-    the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words.
+    the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words. ``agent``: how
+    torchrun is. ``crash``: the number of the crash that its ranks are part of (0: none), ``failed``: the chunks of
+    evidence about it (-1: none yet), ``decided``: the newest crash about which this node has stored a verdict.
+    ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others
+    for; ``dumped``: the newest that it has answered, and the chunks of its evidence.
     """
 
     incarnation: _Name
@@ -79,6 +92,13 @@ class Beat(Message, frozen=True):
     chunks: Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)] = -1
     agrees: bool = False
     trouble: _Text = ""
+    agent: AgentState = ""
+    crash: _Count = 0
+    failed: Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)] = -1
+    decided: _Count = 0
+    step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
+    asks: _Count = 0
+    dumped: tuple[_Count, Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)]] = (0, -1)
 
 
 class Page(Message, frozen=True):
@@ -86,7 +106,9 @@ class Page(Message, frozen=True):
 
     ``covered``: the ranks of the nodes that are heard are all ranks of the job. ``silent``: slots that are not heard;
     ``quiet``: not for a few seconds. ``stopping``: somebody stops the job there. ``troubles``: by slot.
-    ``incident`` is the newest; in phase ``idle`` it is closed with ``result``.
+    ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``crash``: how many crashes have had
+    their verdict; ``failed``: slots whose ranks are part of the next one. ``dumps``: those that are asked for.
+    ``world``: how many ranks the job has, if ``covered``.
     """
 
     leader: _Count
@@ -102,6 +124,10 @@ class Page(Message, frozen=True):
     quiet: _Slots = ()
     stopping: _Slots = ()
     troubles: Annotated[tuple[tuple[_Count, _Text], ...], Meta(max_length=MOST_TROUBLES)] = ()
+    crash: _Count = 0
+    failed: _Slots = ()
+    dumps: Annotated[tuple[_Count, ...], Meta(max_length=MOST_DUMPS)] = ()
+    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
 
 
 class Decision(Message, frozen=True):

@@ -7,6 +7,8 @@ after one has run out the connection is closed, because what would come next on 
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import select
 import socket
@@ -14,6 +16,8 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from safelaunch.model import Lost, Probe
 
 _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _DELETE, _MULTI_GET, _PING = 0, 1, 2, 3, 4, 5, 8, 10, 13
 _MAGIC = 0x3C85F7CE
@@ -26,7 +30,14 @@ _MOST_ANSWERED = 64 << 20  # bytes of one answer: a store that says more is none
 
 
 class StoreError(Exception):
-    """The store does not answer, or not as a TCPStore does. The connection is closed."""
+    """The store does not answer, or not as a TCPStore does. The connection is closed.
+
+    ``lost``: what that says about who hosts it, where it says anything.
+    """
+
+    def __init__(self, message: str, lost: Lost = "") -> None:
+        super().__init__(message)
+        self.lost = lost
 
 
 class ValueTooLarge(ValueError):
@@ -56,12 +67,14 @@ class Store:
         try:
             self._socket = socket.create_connection((address.host, address.port), timeout=deadline_s)
         except OSError as error:
-            raise StoreError(f"no store at {address}: {error.strerror or error}") from error
+            raise StoreError(f"no store at {address}: {error.strerror or error}", _lost(error)) from error
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._greeting = True
         nonce = os.urandom(4)
         if self._ask(bytes([_VALIDATE]) + struct.pack("<I", _MAGIC) + bytes([_PING]) + nonce, 4) != nonce:
             raise self._broken("what listens there is no TCPStore")
+        self._greeting = False
 
     def close(self) -> None:
         self._socket.close()
@@ -73,6 +86,14 @@ class Store:
             return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
         except OSError:
             return False
+
+    @property
+    def own_address(self) -> str:
+        """This host's address as the server sees it; empty where it is not known."""
+        try:
+            return str(self._socket.getsockname()[0])
+        except OSError:
+            return ""
 
     def set(self, key: str, value: bytes, *, deadline_s: float) -> None:
         """Stores ``value``; returns once the server has it. Raises ValueTooLarge."""
@@ -141,7 +162,7 @@ class Store:
             except BlockingIOError:
                 self._await(select.POLLOUT)
             except OSError as error:
-                raise self._broken(error.strerror or str(error)) from error
+                raise self._broken(error.strerror or str(error), _lost(error)) from error
 
     def _receive(self, length: int) -> bytes:
         parts = bytearray()
@@ -152,9 +173,9 @@ class Store:
                 self._await(select.POLLIN)
                 continue
             except OSError as error:
-                raise self._broken(error.strerror or str(error)) from error
+                raise self._broken(error.strerror or str(error), _lost(error)) from error
             if not part:
-                raise self._broken("it has closed the connection")
+                raise self._broken("it has closed the connection", "closed")
             parts += part
         return bytes(parts)
 
@@ -163,11 +184,32 @@ class Store:
         poll = select.poll()
         poll.register(self._socket, event)
         if left_s <= 0 or not poll.poll(left_s * 1000):
-            raise self._broken("no answer in time")
+            # On an old connection, whoever hosts the store may be cut off as well; a new one tells.
+            raise self._broken("no answer in time", "silent" if self._greeting else "")
 
-    def _broken(self, reason: str) -> StoreError:
+    def _broken(self, reason: str, lost: Lost = "") -> StoreError:
         self._socket.close()
-        return StoreError(f"the store at {self.address}: {reason}")
+        return StoreError(f"the store at {self.address}: {reason}", lost)
+
+
+def _lost(error: OSError) -> Lost:
+    if isinstance(error, ConnectionError):
+        return "closed"
+    if isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN):
+        return "unreachable"
+    return ""
+
+
+def probe(address: str, port: int, *, deadline_s: float) -> Probe:
+    """Whether the host at ``address`` answers at all: that nothing listens there is an answer. Never raises."""
+    try:
+        ipaddress.ip_address(address)  # a peer's word: it is no name that somebody would have to resolve
+        socket.create_connection((address, port), timeout=deadline_s).close()
+    except ValueError:
+        return ""
+    except OSError as error:
+        return {"closed": "answers", "unreachable": "no answer"}.get(_lost(error), "")  # type: ignore[return-value]
+    return "answers"
 
 
 def _key(key: str) -> bytes:

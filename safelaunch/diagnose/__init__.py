@@ -2,7 +2,8 @@
 
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
-it caught there says why: ``with_caught_exception``.
+it caught there says why: ``with_caught_exception``. Where all ranks at fault are all of one node, the node is named:
+``with_node_behind``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.findings import Finding, ranks_word
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.rules import RULES
+from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_wait import stuck_for_good
 from safelaunch.diagnose.swallowed import with_caught_exception
 from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, Verdict, format_ranks
-from safelaunch.reading.loops import ReadSource
+from safelaunch.reading.source import ReadSource
 
 __all__ = ["diagnose", "ranks_stuck_for_good"]
 
@@ -40,7 +42,8 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
-    return _verdict(case, with_caught_exception(case, finding), ruled_out)
+    finding = with_node_behind(case, with_caught_exception(case, finding))
+    return _verdict(case, finding, ruled_out)
 
 
 def _conclude(case: Case) -> tuple[Finding, list[str]]:
@@ -76,10 +79,11 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
-        evidence=_distinct(finding.claims),
+        evidence=_distinct((*finding.claims, *version_claims(facts.evidence))),
         ruled_out=(*ruled_out, *finding.ruled_out),
         missing=(*_missing(facts), *_lost(facts, finding)),
         suggestions=advice_for(finding.cause, _signs(facts, named)),
+        nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
     )
 
 

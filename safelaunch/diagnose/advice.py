@@ -199,6 +199,37 @@ ADVICE: dict[str, tuple[Advice, ...]] = {
         Advice("Fix the exception on this rank; the errors of the other ranks follow from it."),
         Advice("If it comes from one sample or one rank only, run that rank's input alone."),
     ),
+    "node-lost": (
+        Advice(
+            "Look at the node itself: power, kernel panic (its BMC or serial console), or a scheduler or out-of-memory"
+            " killer that took every process of the job there."
+        ),
+        Advice(
+            "Leave the node out until it is checked: `scontrol update NodeName=NODE State=DRAIN`, `kubectl cordon`."
+        ),
+    ),
+    "node-unreachable": (
+        Advice("From another node: `ping HOST`, and `ip -s link` on both ends; then the switch and its ports."),
+        Advice("If the node answers, look there for the job's processes: they may still run, and hold its GPUs."),
+        _OTHER_NODES,
+    ),
+    "node-behind": (
+        Advice(
+            "Compare this node with the others: node/<host>/ has its GPUs, kernel log, disks, memory and load; then"
+            " leave it out and run again."
+        ),
+        Advice("If the script branches by node or rank (`GROUP_RANK`, host name), look at that branch first."),
+    ),
+    "launcher-stopped": (
+        Advice(
+            "On that node: `ps -o pid,stat,cmd -C python`; `kill -CONT PID` lets a stopped torchrun or safelaunch run"
+            " on. Look for a debugger, a job suspension by the scheduler, or a cgroup freezer."
+        ),
+        Advice("If it has ended, end the ranks that it left there before you start the job again."),
+    ),
+    "versions-differ": (
+        Advice("Give all nodes the same environment: one image, or one shared directory, and one copy of the script."),
+    ),
     "no-rank-stands-out": (
         Advice(
             "All ranks have arrived: suspect the transport (NIC, NCCL_SOCKET_IFNAME, firewall between nodes) or a GPU.",

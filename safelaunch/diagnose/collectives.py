@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from safelaunch.diagnose.columns import Numbering, Window, first_difference, windows_of
-from safelaunch.diagnose.comparable import OPEN, comparable, ops_of_block
+from safelaunch.diagnose.columns import Numbering, Window, first_difference, program_of, windows_of
+from safelaunch.diagnose.comparable import OPEN, Block, comparable
 from safelaunch.model import Collective, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
+from safelaunch.reading.frames import Stack, stack_of
 
 Signature = tuple[object, ...]
 Sizes = tuple[tuple[int, ...], ...]
@@ -54,7 +55,7 @@ def signature(entry: Collective) -> Signature:
         return (op, elements(entry.output_sizes), _types(entry.output_sizes, entry.output_dtypes))
     if op in _SAME_SIZE:
         return (op, elements(entry.input_sizes), _types(entry.input_sizes, entry.input_dtypes))
-    if (ops := ops_of_block(op)) and ops <= _SAME_SIZE:
+    if isinstance(entry, Block) and _SAME_SIZE.issuperset(entry.ops):
         each = tuple(elements((size,)) for size in entry.input_sizes)
         return (op, None if None in each else each, _types(entry.input_sizes, entry.input_dtypes))
     return (op,)
@@ -92,8 +93,9 @@ class Alignment:
 
     def __init__(self, ranks: Iterable[RankEvidence], world_size: int) -> None:
         self.world_size = world_size
+        self._ranks = {one.rank: one for one in ranks}
         self.records: dict[int, FlightRecord] = comparable(
-            {r.rank: r.flight_record for r in ranks if r.flight_record is not None}
+            {rank: one.flight_record for rank, one in self._ranks.items() if one.flight_record is not None}
         )
         self._windows: dict[int, dict[str, Window]] = {}
         self._pending: dict[int, list[Collective]] = {}
@@ -108,7 +110,7 @@ class Alignment:
 
     def _index(self, rank: int, record: FlightRecord, ring: Entries) -> None:
         kinds = ring.used()
-        windows = self._windows[rank] = windows_of(ring, kinds)
+        windows = self._windows[rank] = windows_of(ring, kinds, self._ranks[rank].code_roots)
         self._pending[rank] = _pending(ring, kinds)
         self._default.update(k.group for k in kinds.values() if not k.is_p2p and k.description in _DEFAULT_GROUPS[2:])
         self._completed.update(kind.group for kind in kinds.values() if not kind.is_p2p and kind.completed)
@@ -137,6 +139,18 @@ class Alignment:
     def window(self, rank: int, group: str) -> Window | None:
         """The collectives of ``rank`` in ``group`` that its record still holds; None for none."""
         return self._windows.get(rank, {}).get(group)
+
+    def stack(self, rank: int, entry: Collective) -> Stack:
+        """The stack that ``rank`` recorded with one of its entries."""
+        return stack_of(self._ranks[rank], entry.frames)
+
+    def programs(self) -> dict[int, Window]:
+        """All calls of each rank, whatever their groups: counted from the first, or by the number of the record."""
+        whole = all(map(self.is_whole, self.records))  # blocks leave gaps in the numbers of a recorder
+        return {
+            rank: program_of(Entries.of(record.entries), self._ranks[rank].code_roots, counted=whole)
+            for rank, record in self.records.items()
+        }
 
     def groups(self) -> list[str]:
         return sorted({group for windows in self._windows.values() for group in windows})

@@ -9,19 +9,24 @@ from dataclasses import dataclass
 
 from safelaunch.model import Collective
 from safelaunch.model.entries import Entries, Kinds, packed
+from safelaunch.reading.frames import Stack
 
 
 class Window:
     """The collectives of one rank in one group that its record still holds, by sequence number.
 
-    ``numbers`` ascend; ``positions[i]`` is where among the entries number ``numbers[i]`` stands. Of a number that is
-    recorded more than once (the parts of a coalesced operation) the last one counts.
+    ``code_roots``: the rank's (:class:`Stack`). ``numbers`` ascend; ``positions[i]`` is where among the entries number
+    ``numbers[i]`` stands. Of a number that is recorded more than once (the parts of a coalesced operation) the last one
+    counts.
     """
 
-    __slots__ = ("entries", "numbers", "positions")
+    __slots__ = ("code_roots", "entries", "numbers", "positions")
 
-    def __init__(self, entries: Entries, numbers: Sequence[int], positions: Sequence[int]) -> None:
+    def __init__(
+        self, entries: Entries, code_roots: tuple[str, ...], numbers: Sequence[int], positions: Sequence[int]
+    ) -> None:
         self.entries = entries
+        self.code_roots = code_roots
         if not _ascends(numbers):
             by_number = dict(zip(numbers, positions, strict=True))
             numbers = sorted(by_number)
@@ -35,6 +40,10 @@ class Window:
             return None
         return self.entries[self.positions[place]]
 
+    def stack(self, entry: Collective) -> Stack:
+        """The stack that the rank recorded with one of these entries."""
+        return Stack(entry.frames, self.code_roots)
+
     def kinds(self) -> array[int]:
         """The kinds of its entries, number by number."""
         kind_of, positions = self.entries.kind_of, self.positions
@@ -47,22 +56,30 @@ def _ascends(numbers: Sequence[int]) -> bool:
     return isinstance(numbers, range) or all(map(int.__lt__, numbers, numbers[1:]))
 
 
-def windows_of(entries: Entries, kinds: Mapping[int, Collective]) -> dict[str, Window]:
+def windows_of(entries: Entries, kinds: Mapping[int, Collective], code_roots: tuple[str, ...]) -> dict[str, Window]:
     groups = {None if kind.is_p2p else kind.group for kind in kinds.values()}
     if len(groups) == 1 and None not in groups:
-        return {group: Window(entries, entries.seqs, range(len(entries))) for group in groups if group is not None}
+        return {
+            group: Window(entries, code_roots, entries.seqs, range(len(entries)))
+            for group in groups
+            if group is not None
+        }
     positions: dict[str, array[int]] = {group: array("I") for group in groups if group is not None}
     adders = {number: positions[kind.group].append for number, kind in kinds.items() if not kind.is_p2p}
     for position, number in enumerate(entries.kind_of):
         if number in adders:
             adders[number](position)
     seqs = entries.seqs
-    return {group: Window(entries, [seqs[place] for place in places], places) for group, places in positions.items()}
+    return {
+        group: Window(entries, code_roots, [seqs[place] for place in places], places)
+        for group, places in positions.items()
+    }
 
 
-def program_of(entries: Entries, *, counted: bool) -> Window:
+def program_of(entries: Entries, code_roots: tuple[str, ...], *, counted: bool) -> Window:
     """All calls of one rank, whatever their groups: counted from the first, or by the number of the record."""
-    return Window(entries, range(len(entries)) if counted else entries.record_ids, range(len(entries)))
+    numbers = range(len(entries)) if counted else entries.record_ids
+    return Window(entries, code_roots, numbers, range(len(entries)))
 
 
 @dataclass(frozen=True)
@@ -98,24 +115,25 @@ class Column:
 class Numbering:
     """Numbers for what a function says of entries: equal numbers for equal answers, on all ranks.
 
-    ``of(entry, roots)`` is asked once for each kind of entry, so it may look at nothing but what makes the kind.
+    ``of(entry, stack)`` is asked once for each kind of entry, so it may look at nothing but what makes the kind.
     """
 
-    def __init__(self, of: Callable[[Collective, tuple[str, ...]], Hashable]) -> None:
+    def __init__(self, of: Callable[[Collective, Stack], Hashable]) -> None:
         self._of = of
         self._numbers: dict[Hashable, int] = {}
         self._values: list[Hashable] = []
         self._known: dict[tuple[int, tuple[str, ...]], tuple[Kinds, dict[int, int]]] = {}
         self._translated: dict[tuple[int, tuple[str, ...], bytes], array[int]] = {}
 
-    def column(self, window: Window, roots: tuple[str, ...] = ()) -> Column:
-        kinds = window.entries.kinds
+    def column(self, window: Window) -> Column:
+        kinds, roots = window.entries.kinds, window.code_roots
         _, known = self._known.setdefault((id(kinds), roots), (kinds, {}))  # which keeps them, and so their id
         column = window.kinds()
         key = (id(kinds), roots, column.tobytes())  # most ranks made the same calls as another one
         if key not in self._translated:
             for kind in set(column) - known.keys():
-                known[kind] = self.number_of(self._of(kinds.all[kind], roots))
+                entry = kinds.all[kind]
+                known[kind] = self.number_of(self._of(entry, window.stack(entry)))
             self._translated[key] = array("I", map(known.__getitem__, column))
         return Column(window.numbers, self._translated[key])
 

@@ -22,10 +22,15 @@ from msgspec import structs
 from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, format_ranks
 from safelaunch.model.entries import Entries, Kinds
 
-BLOCK = "coalesced "  # what the operation of a block begins with; then its operations
 OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
 
 _NEWEST = 64
+
+
+class Block(Collective, frozen=True):
+    """Collectives that the rank launched as one. ``ops``: their names, without the backend; ``op`` is for people."""
+
+    ops: tuple[str, ...] = ()
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
@@ -66,12 +71,6 @@ def _renamed(record: FlightRecord, shared: set[str], kinds: Kinds) -> FlightReco
         groups={names.get(name, name): ranks for name, ranks in record.groups.items()},
         status={names.get(name, name): status for name, status in record.status.items()},
     )
-
-
-def ops_of_block(op: str) -> frozenset[str]:
-    """``coalesced 3 x all_reduce, broadcast`` → all_reduce, broadcast; empty for what is no block."""
-    parts = op.removeprefix(BLOCK).split(", ") if op.startswith(BLOCK) else []
-    return frozenset(part.rpartition(" x ")[2] for part in parts)
 
 
 def settled(record: FlightRecord) -> FlightRecord:
@@ -171,20 +170,19 @@ def _one(run: list[Collective], *, cut_off: bool, newest: bool) -> list[Collecti
     if members[0].is_p2p:
         return [structs.replace(member, **changed) for member in members]
     first = members[0]
-    return [
-        structs.replace(
-            end or first,
-            op=f"{first.op.partition(':')[0]}:{BLOCK}{_ops(members)}",
-            input_sizes=tuple(size for member in members for size in member.input_sizes),
-            input_dtypes=tuple(dtype for member in members for dtype in member.input_dtypes),
-            output_sizes=tuple(size for member in members for size in member.output_sizes),
-            output_dtypes=tuple(dtype for member in members for dtype in member.output_dtypes),
-            **changed,
-        )
-    ]
+    ops = tuple(member.op.rsplit(":", 1)[-1] for member in members)
+    made = {
+        "op": f"{first.op.partition(':')[0]}:coalesced {_counted(ops)}",
+        "ops": ops,
+        "input_sizes": tuple(size for member in members for size in member.input_sizes),
+        "input_dtypes": tuple(dtype for member in members for dtype in member.input_dtypes),
+        "output_sizes": tuple(size for member in members for size in member.output_sizes),
+        "output_dtypes": tuple(dtype for member in members for dtype in member.output_dtypes),
+    }
+    return [Block(**structs.asdict(end or first) | changed | made)]
 
 
-def _ops(members: Sequence[Collective]) -> str:
+def _counted(ops: Sequence[str]) -> str:
     """``3 x all_reduce, broadcast``."""
-    names = [(name, len(list(same))) for name, same in groupby(member.op.rsplit(":", 1)[-1] for member in members)]
+    names = [(name, len(list(same))) for name, same in groupby(ops)]
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names)

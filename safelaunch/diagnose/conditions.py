@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.model import Claim, Confidence, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
+from safelaunch.model import Claim, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
@@ -41,21 +41,24 @@ class Condition:
     ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
     ``locked_by``: it waits for a file lock that this process holds. ``for_good``: it will not go on, whatever any other
     process does or sends, and no time limit ends it soon. Without that, it may be waiting for a rank that nobody saw.
-    ``doubts``: what makes it less than sure; where there are none, ``confidence`` says how sure it is.
+    ``doubts``: what makes it less than sure.
     """
 
     cause: str
     reason: str
-    frame: Frame | None
+    frame: Frame | None = None
     pid: int = 0
     process: str = "main"
-    confidence: Confidence = "high"
+    doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None
     locked_by: int | None = None
     signs: frozenset[Sign] = frozenset()
     for_good: bool = False
-    doubts: tuple[Doubt, ...] = ()
+
+
+def record_claim(rank: int, text: str) -> Claim:
+    return Claim(text, f"ranks/{rank}/flight_recorder.json")
 
 
 # A sleep or a wait that is over sooner may be one of a loop that polls. As long as --max-stall, which then decides.
@@ -64,14 +67,13 @@ FOR_GOOD_S = 1800.0
 
 @dataclass(frozen=True)
 class View:
-    """One thread of a process with what is needed to read it: whose files are libraries, where its evidence lies.
+    """One thread of a process of ``rank``, its main one or a child.
 
     ``other``: the thread; None for the main one, of which the kernel tells even where no stack could be read.
     """
 
     process: ProcessEvidence
-    code_roots: tuple[str, ...]
-    folder: str  # "ranks/3"
+    rank: RankEvidence
     other: Thread | None = None
 
     @cached_property
@@ -86,12 +88,27 @@ class View:
         return self.other or (self.sample.main_thread if self.sample else None)
 
     @cached_property
+    def stack(self) -> fr.Stack:
+        return self.stack_of(self.thread)
+
+    def stack_of(self, thread: Thread | None) -> fr.Stack:
+        return fr.stack_of(self.rank, fr.python_frames(thread) if thread is not None else ())
+
+    @property
     def frames(self) -> tuple[Frame, ...]:
-        return fr.python_frames(self.thread) if self.thread else ()
+        return self.stack.frames
 
     @property
     def user_frame(self) -> Frame | None:
-        return fr.user_frame(self.frames, self.code_roots)
+        return self.stack.user_frame
+
+    @property
+    def place(self) -> str:
+        return fr.place(self.user_frame)
+
+    @property
+    def folder(self) -> str:
+        return f"ranks/{self.rank.rank}"
 
     @cached_property
     def wait(self) -> KernelWait:
@@ -99,7 +116,12 @@ class View:
 
     @cached_property
     def awaited(self) -> calls.Awaited:
-        return calls.awaited(self.frames, self.wait.kind, self.code_roots)
+        return calls.awaited(self.stack, self.wait.kind)
+
+    @property
+    def device(self) -> str:
+        """The call in which it waits for its GPU; empty where it is elsewhere."""
+        return calls.device_wait(self.stack, self.process.stacks, self.os_tid)
 
     @property
     def os_tid(self) -> int | None:
@@ -116,8 +138,12 @@ class View:
         return "its main thread" if self.other is None else f"its thread {self.name}"
 
     def beside(self) -> list[View]:
-        """The other threads of the process that run code of the user's, in the order of their numbers."""
-        found = calls.users_threads(self.sample, self.thread, self.code_roots)
+        """The other threads of the process that run code of the user's, in the order of their numbers.
+
+        Pools that wait for work and library threads do not.
+        """
+        threads = self.sample.threads if self.sample else ()
+        found = [thread for thread in threads if thread is not self.thread and self.stack_of(thread).user_frame]
         return [replace(self, other=thread) for thread in sorted(found, key=lambda thread: thread.os_tid or 0)]
 
     def stack_claim(self, text: str) -> Claim:
@@ -129,135 +155,136 @@ class View:
 
 def thread_condition(view: View) -> Condition:
     """What the thread (or a process without a readable stack) does, from the surest sign to the weakest."""
-    inner, mine = fr.user_part(view.frames, view.code_roots)
-    wait = view.wait
     condition = (
-        _held_by_kernel(view, wait, mine)
-        or _busy(view, wait, inner, mine)
-        or _waits_for_outside(wait, inner, mine)
-        or _lock(view, wait, inner, mine)
-        or _polls(view, wait, inner, mine)
-        or _io_or_sleep(wait, mine)
-        or _unexplained(inner, mine)
+        _held_by_kernel(view)
+        or _busy(view)
+        or _waits_for_outside(view)
+        or _lock(view)
+        or _polls(view)
+        or _io_or_sleep(view)
+        or _unexplained(view)
     )
     claims = list(condition.claims)
-    if mine is not None:
-        claims.append(view.stack_claim(f"its innermost user frame is {fr.place(mine)}"))
-    if wait_words(wait):
-        claims.append(view.kernel_claim(f"the kernel says: {wait_words(wait)}"))
-    return replace(condition, pid=view.process.pid, claims=tuple(claims))
+    if view.user_frame is not None:
+        claims.append(view.stack_claim(f"its innermost user frame is {view.place}"))
+    if wait_words(view.wait):
+        claims.append(view.kernel_claim(f"the kernel says: {wait_words(view.wait)}"))
+    return replace(condition, frame=view.user_frame, pid=view.process.pid, claims=tuple(claims))
 
 
-def _held_by_kernel(view: View, wait: KernelWait, mine: Frame | None) -> Condition | None:
+def _held_by_kernel(view: View) -> Condition | None:
     """Stopped, in D state or dead: nothing its code does can matter while that lasts."""
-    where = f" at {fr.place(mine)}" if mine else ""
+    wait, where = view.wait, fr.at(view.user_frame)
     if wait.kind == "stopped":
         how = "its cgroup is frozen" if wait.call == "frozen cgroup" else "it was stopped by a signal (state T)"
-        return Condition("rank-stopped", f"does not run: {how}{where}", mine, for_good=True)
+        return Condition("rank-stopped", f"does not run: {how}{where}", for_good=True)
     if wait.kind == "disk":
         channel = f" in {wait.call}" if wait.call else ""
         claim = view.kernel_claim(f"state D in every sample, wait channel {wait.call or 'unknown'}")
         text = f"is in uninterruptible sleep{channel}{where}"
-        return Condition("uninterruptible-io", text, mine, claims=(claim,), for_good=True)
+        return Condition("uninterruptible-io", text, claims=(claim,), for_good=True)
     if wait.kind == "dead":
-        return Condition("rank-exited", "has ended and is a zombie", mine, for_good=True)
+        return Condition("rank-exited", "has ended and is a zombie", for_good=True)
     return None
 
 
-def _busy(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+def _busy(view: View) -> Condition | None:
     """CPU time between the samples. Inside torch or another library the same sign may be honest work."""
-    if not wait.busy or (wait.cpu_share is None and not _active(view)):
+    wait, inner = view.wait, view.stack.called
+    if not wait.busy or (wait.cpu_share is None and view.thread is not None and not view.thread.active):
         return None
     share = f" ({wait.cpu_share:.0%} of a core)" if wait.cpu_share is not None else ""
     if not inner:
-        return Condition("busy-loop", f"spins in {fr.place(mine)}{share}", mine)
+        return Condition("busy-loop", f"spins in {view.place}{share}")
     called = f"{fr.short(inner[0].function)} in {fr.basename(inner[0].file)}"
-    text = f"computes in {called}, called from {fr.place(mine)}{share}: slow or endless, the samples cannot tell"
-    return Condition("busy-loop", text, mine, confidence="medium" if mine else "low")
+    text = f"computes in {called}, called from {view.place}{share}: slow or endless, the samples cannot tell"
+    return Condition("busy-loop", text, doubts=(Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,))
 
 
-def _active(view: View) -> bool:
-    return view.thread is None or view.thread.active
-
-
-def _waits_for_outside(wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+def _waits_for_outside(view: View) -> Condition | None:
     """A person, a subprocess or an event loop: neither a lock nor a file is at fault."""
-    where = fr.place(mine)
+    wait, inner, where = view.wait, view.stack.called, view.place
     if wait.kind == "child" or calls.waits_for_child(inner):
-        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}", mine)
+        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
     if wait.kind == "io" and wait.fd == 0 and wait.call == "read":
-        return Condition("stuck-in-user-code", f"waits for standard input at {where}", mine)
+        return Condition("stuck-in-user-code", f"waits for standard input at {where}")
     if calls.in_event_loop(inner):
         text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not come"
-        return Condition("stuck-in-user-code", text, mine, confidence="medium")
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     return None
 
 
-def _lock(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+def _lock(view: View) -> Condition | None:
     """Futex, and the innermost Python frame is the user's own line or a stdlib lock's.
 
     A C extension's own condition variable looks the same; a native sample settles it where there is one.
     """
+    wait, inner = view.wait, view.stack.called
     known = calls.lock_wait(inner)
     if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
         return None
     native = calls.native_wait(view.process.stacks, view.os_tid)
-    if known is None and (native not in ("", "lock") or (inner and calls.in_torch(inner, view.code_roots))):
+    if known is None and (native not in ("", "lock") or calls.in_torch(view.stack)):
         return None
     lock = known or calls.LockWait("a lock")
-    sure: Confidence = "high" if known or native == "lock" else "medium"
-    text = f"waits for {lock.what} at {fr.place(mine)}"
+    doubts = () if known or native == "lock" else (Doubt.STATE_INFERRED,)
+    text = f"waits for {lock.what} at {view.place}"
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
-    for_good = sure == "high" and lock.on == "lock" and at_own_line and wait.left_s is None
-    return Condition("lock-deadlock", text, mine, confidence=sure, lock=lock, for_good=for_good)
+    for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
+    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, for_good=for_good)
 
 
-def _polls(view: View, wait: KernelWait, inner: tuple[Frame, ...], mine: Frame | None) -> Condition | None:
+def _polls(view: View) -> Condition | None:
     """Sleeps, and asks again for a lock on a file that somebody else holds: as sqlite does, in C.
 
     A loop of the user's that sleeps, beside an open file that is locked for other reasons, looks alike but for its C
     frames.
     """
-    lock = polled_lock(view.process, wait) if view.other is None else None
+    lock = polled_lock(view.process, view.wait) if view.other is None else None
     native = calls.native_sleep(view.process.stacks, view.os_tid) if lock is not None else ""
-    if lock is None or (native == "python" and not inner):
+    if lock is None or (native == "python" and not view.stack.called):
         return None
-    text = f"asks again and again at {fr.place(mine)} for a lock on {lock.path}, locked by pid {lock.pid}"
+    text = f"asks again and again at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}"
     claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
-    sure: Confidence = "high" if native == "sqlite" else "medium"
-    return Condition("blocking-io", text, mine, confidence=sure, claims=(claim,), locked_by=lock.pid)
+    doubts = () if native == "sqlite" else (Doubt.STATE_INFERRED,)
+    return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locked_by=lock.pid)
 
 
-def _io_or_sleep(wait: KernelWait, mine: Frame | None) -> Condition | None:
-    where = fr.place(mine)
+def _io_or_sleep(view: View) -> Condition | None:
+    wait, where = view.wait, view.place
     if wait.kind == "sleep":
         for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
-        return Condition("stuck-in-user-code", f"is asleep in {where}", mine, for_good=for_good)
+        return Condition("stuck-in-user-code", f"is asleep in {where}", for_good=for_good)
     if wait.kind == "select":  # time.sleep() of Python 3.10 and older is a select() without descriptors
-        return Condition("stuck-in-user-code", f"sleeps or waits in select() at {where}", mine, confidence="medium")
+        text = f"sleeps or waits in select() at {where}"
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
-        return Condition("blocking-io", f"is blocked in I/O at {where}{call}", mine, locked_by=wait.locked_by)
+        return Condition("blocking-io", f"is blocked in I/O at {where}{call}", locked_by=wait.locked_by)
     return None
 
 
-def _unexplained(inner: tuple[Frame, ...], mine: Frame | None) -> Condition:
-    if mine is None and not inner:
-        return Condition("missing-from-collective", "has no stack that says what it does", None, confidence="low")
+def _unexplained(view: View) -> Condition:
+    inner = view.stack.called
+    if view.user_frame is None and not inner:
+        text = "has no stack that says what it does"
+        return Condition("missing-from-collective", text, doubts=(Doubt.STATE_UNKNOWN,))
     called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
-    return Condition("stuck-in-user-code", f"does not move at {fr.place(mine)}{called}", mine, confidence="medium")
+    text = f"does not move at {view.place}{called}"
+    return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
 
 
 # --- the GIL ----------------------------------------------------------------------------------------------------------
 
 
-def gil_condition(rank: RankEvidence, view: View) -> Condition | None:
+def gil_condition(view: View) -> Condition | None:
     """The GIL test failed, or the same thread owned the GIL at the same place in every sample without running.
 
     A Python loop that spins owns the GIL in every sample too, but gives it up every few milliseconds: the Python
     handler of the worker server then answers. A thread that waits for peers with the GIL held is not at fault: it
     gets on as soon as they come.
     """
+    rank = view.rank
     failed = rank.gil.ping is True and rank.gil.python is False
     owner = _steady_owner(view)
     if rank.gil.python is True or not (failed or owner):
@@ -267,14 +294,15 @@ def gil_condition(rank: RankEvidence, view: View) -> Condition | None:
         if any(t.owns_gil for s in samples for t in s.threads):
             return None  # owned, but moving: busy, not held
         text = "holds the GIL in native code; no stack could be read"
-        return Condition("gil-held", text, None, view.process.pid, confidence="medium", claims=_gil_claims(view, True))
-    frames = fr.python_frames(owner)
-    if calls.torch_wait(frames, rank.code_roots) is not None:
+        doubts = (Doubt.STATE_INFERRED,)
+        return Condition("gil-held", text, None, view.process.pid, doubts=doubts, claims=_gil_claims(view, True))
+    stack = view.stack_of(owner)
+    if calls.torch_wait(stack) is not None:
         return None
     wait = kernel_wait(view.process, owner.os_tid)
     if not failed and (wait.busy or wait.kind in ("running", "unknown")):
         return None
-    mine = fr.user_frame(frames, rank.code_roots)
+    mine = stack.user_frame
     which = "" if owner is view.thread else f" in thread {owner.name or owner.os_tid!r}"
     how = f" ({wait_words(wait)})" if wait_words(wait) else ""
     return Condition(
@@ -282,7 +310,7 @@ def gil_condition(rank: RankEvidence, view: View) -> Condition | None:
         f"holds the GIL in native code called from {fr.place(mine)}{which}{how}",
         mine,
         view.process.pid,
-        confidence="high" if failed else "medium",
+        doubts=() if failed else (Doubt.STATE_INFERRED,),
         claims=(*_gil_claims(view, failed), view.stack_claim(f"the thread that owns the GIL is at {fr.place(mine)}")),
     )
 

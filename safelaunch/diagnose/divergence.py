@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from safelaunch.diagnose.collectives import Alignment, Mismatch, first_mismatch, vote
-from safelaunch.diagnose.columns import Window, first_difference, program_of
+from safelaunch.diagnose.columns import Window, first_difference
 from safelaunch.diagnose.history import (
     MOST_CALLS,
     SURE_MATCHES,
@@ -22,18 +22,15 @@ from safelaunch.diagnose.history import (
     History,
     Identity,
     Offset,
-    Roots,
     branch,
     common_offset,
     histories_of,
     identity_of,
     offset,
     reordered,
-    replaced,
 )
 from safelaunch.model import Collective, Frame
 from safelaunch.model.entries import Entries
-from safelaunch.reading import frames as fr
 
 Kind = Literal["extra", "missing", "reordered", "different"]
 
@@ -115,13 +112,12 @@ class Habit:
 class Aligned:
     """Histories that are meant to be alike, call by call."""
 
-    def __init__(self, windows: Mapping[int, Window], roots: Roots) -> None:
+    def __init__(self, windows: Mapping[int, Window]) -> None:
         self._windows = windows
-        self._roots = roots
 
     @cached_property
     def _read(self) -> tuple[dict[int, History], bool]:
-        return histories_of(self._windows, self._roots)
+        return histories_of(self._windows)
 
     @property
     def histories(self) -> dict[int, History]:
@@ -169,7 +165,7 @@ class Aligned:
         """Each side for itself: ranks that part and do not come together again run programs of their own."""
         for ranks in self.sides.values():
             if len(ranks) > 1:
-                yield Aligned({rank: self._windows[rank] for rank in ranks}, self._roots)
+                yield Aligned({rank: self._windows[rank] for rank in ranks})
 
     def parted_before(self, ranks: Iterable[int], number: int) -> tuple[int, dict[Frame, list[int]]] | None:
         """Where the lines of ``ranks`` parted on their way to ``number``: the first number since they last called from
@@ -186,7 +182,7 @@ class Aligned:
         places: dict[Frame, list[int]] = {}
         for rank, history in mine.items():
             entry = history.window.at(at)
-            site = fr.user_frame(entry.frames, self._roots.get(rank, ())) if entry is not None else None
+            site = history.window.stack(entry).user_frame if entry is not None else None
             if site is not None:
                 places.setdefault(site, []).append(rank)
         return at, places
@@ -236,7 +232,7 @@ class Aligned:
         mine = [self.histories[rank] for rank in ranks]
         if any(reordered(history, theirs, parted) for history in mine):
             return self._divergence(ranks, peer, parted, "reordered")
-        found = common_offset([_offset(history, theirs, parted, odd=True) for history in mine])
+        found = common_offset([offset(history, theirs, parted, odd=True) for history in mine])
         return self._divergence(ranks, peer, parted, "different", found)
 
     def _of_two(self, parted: int) -> Divergence | None:
@@ -245,7 +241,7 @@ class Aligned:
         one, peer = first[0], second[0]
         if reordered(self.histories[one], self.histories[peer], parted):
             return None
-        found = _offset(self.histories[one], self.histories[peer], parted)
+        found = offset(self.histories[one], self.histories[peer], parted)
         if found is None:
             return None
         if not found.novel and found.extra:
@@ -262,7 +258,7 @@ class Aligned:
         caller = peer if kind == "missing" else ranks[0]
         calls_there = {rank: history.window.at(parted) for rank, history in self.histories.items()}
         call = calls_there[caller]
-        stack = fr.user_stack(call.frames, self._roots.get(caller, ())) if call is not None else ()
+        stack = self.histories[caller].window.stack(call).user_frames if call is not None else ()
         other = ranks[0] if kind == "missing" else peer
         return Divergence(
             ranks=tuple(sorted(ranks)),
@@ -290,19 +286,11 @@ class Aligned:
         return all(made <= (one.before(parted) if found.extra else one.all()) for one in self.histories.values())
 
 
-def _offset(mine: History, theirs: History, parted: int, *, odd: bool = False) -> Offset | None:
-    """The offset, unless fewer calls that were merely other ones explain as much: then nobody is ahead."""
-    found = offset(mine, theirs, parted, odd=odd)
-    others = replaced(mine, theirs, parted)
-    return None if found is not None and others is not None and others < found.calls else found
-
-
 class Histories:
-    """The call histories of a job. ``roots``: rank → directories of its libraries."""
+    """The call histories of a job."""
 
-    def __init__(self, alignment: Alignment, roots: Roots) -> None:
+    def __init__(self, alignment: Alignment) -> None:
         self._alignment = alignment
-        self._roots = roots
         self._groups: dict[str, Aligned] = {}
 
     def in_group(self, group: str) -> Aligned:
@@ -314,7 +302,7 @@ class Histories:
         if group not in self._groups:
             windows = {rank: self._alignment.window(rank, group) for rank in self._members(group)}
             held = {rank: window for rank, window in windows.items() if window is not None}
-            self._groups[group] = Aligned(held, self._roots)
+            self._groups[group] = Aligned(held)
         return self._groups[group]
 
     def shift_in(self, group: str) -> Divergence | None:
@@ -360,17 +348,15 @@ class Histories:
         The stages of a pipeline differ by design. What a rank called only once, or nobody else did, says nothing: some
         are further than others.
         """
-        records = self._alignment.records
-        whole = all(map(self._alignment.is_whole, records))  # blocks leave gaps in the numbers of a recorder
-        programs = {rank: program_of(Entries.of(record.entries), counted=whole) for rank, record in records.items()}
-        histories, _ = histories_of(programs, self._roots)
+        programs = self._alignment.programs()
+        histories, _ = histories_of(programs)
         calls = {rank: Counter(history.column.values) for rank, history in histories.items()}
         callers = Counter(call for mine in calls.values() for call in mine)
         roles: dict[frozenset[int], dict[int, Window]] = {}
         for rank, mine in calls.items():
             role = frozenset(call for call, count in mine.items() if count > 1 and callers[call] > 1)
             roles.setdefault(role, {})[rank] = programs[rank]
-        return [Aligned(mine, self._roots) for mine in roles.values()]
+        return [Aligned(mine) for mine in roles.values()]
 
     def called_alike(self, groups: Iterable[str]) -> bool:
         """The members of each of these groups are known to have made the same calls as far as they came.
@@ -394,7 +380,7 @@ class Histories:
             return False
         for number in range(first, first + SURE_MATCHES):
             entries = {rank: self._alignment.entry(rank, group, number) for rank in members}
-            made = {identity_of(entry, self._roots.get(rank, ())) for rank, entry in entries.items() if entry}
+            made = {self._identity(rank, entry) for rank, entry in entries.items() if entry}
             if len(made) != 1 or UNKNOWN in made:
                 return True
         return False
@@ -436,7 +422,10 @@ class Histories:
         return True
 
     def _what(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
-        return entry.group, entry.op, identity_of(entry, self._roots.get(rank, ()))
+        return entry.group, entry.op, self._identity(rank, entry)
+
+    def _identity(self, rank: int, entry: Collective) -> Identity:
+        return identity_of(entry, self._alignment.stack(rank, entry))
 
     def _entries(self, rank: int) -> Iterable[Collective]:
         record = self._alignment.records.get(rank)

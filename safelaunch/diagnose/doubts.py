@@ -30,10 +30,15 @@ class Doubt(Enum):
         self.about, self.levels, self.why = about, levels, why
 
     STATE_INFERRED = "state", 1, "What the rank does is inferred: other states look the same from outside."
+    MAY_BE_SLOW = "state", 1, "The rank computes: slow or endless, the samples cannot tell."
+    MAY_END = "state", 1, "What the rank waits for may still come."
+    RECORD_ALONE = "state", 1, "No stack: the Flight Recorder alone says how far the rank came."
     STATE_UNKNOWN = "state", 2, "No stack and no record says what the rank does."
     STATUS_UNKNOWN = "state", 1, "The rank has ended, and nobody knows its exit status."
     ABORTED_IN_COLLECTIVE = "state", 1, "Its communication library aborted the rank; what a peer sent may be why."
     BY_EXCLUSION = "state", 1, "Nothing shows what holds the ranks up: it is what remains when the rest is ruled out."
+
+    BRIEFLY_SILENT = "state", 1, "Nothing had been heard from the node for a few seconds only."
 
     STACKS_ALONE = "calls", 1, "No Flight Recorder numbers the calls: stacks alone say what the ranks wait in."
     LINES_ALONE = "calls", 2, "The ranks wait in the same operation, at lines that may well meet."
@@ -61,6 +66,10 @@ class Doubt(Enum):
     NO_MAJORITY = "others", 1, "No side has a majority: either may be at fault."
     EITHER_SIDE = "others", 1, "Calls that meet do not fit, and any of them may be the wrong one."
     NO_WAIT_SHOWN = "others", 2, "Nothing shows that the other ranks wait for it."
+
+    SAME_MOMENT = "others", 1, "Ranks of another node failed at the same moment, as far as clocks of two nodes tell."
+    NODE_MAY_LIVE = "others", 1, "Nothing is heard from the node, but it answers or may answer: its ranks may live."
+    NOT_OF_THE_NODE = "others", 1, "The ranks of one node alone are behind; their script may have sent them there."
 
     MISMATCH_TOO = "rival", 1, "Ranks also recorded different operations under one number."
     CALL_ON_SOME_RANKS = "rival", 1, "A peer waits in a call that only some ranks reach."

@@ -125,14 +125,14 @@ def _exception_condition(rank: RankEvidence, exception: RankException) -> Condit
     """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault."""
     claim = Claim(f"first exception: {exception.type}", f"ranks/{rank.rank}/exception.json")
     text = f"raised {exception.type}: {one_line(exception.message)}"
-    frame = fr.user_frame(exception.frames, rank.code_roots)
-    where, process = (f" at {fr.place(frame)}" if frame else ""), "main"
+    frame = fr.stack_of(rank, exception.frames).user_frame
+    where, process = fr.at(frame), "main"
     remote = remote_error(exception.text)
-    inside = fr.user_frame(remote.frames, rank.code_roots) if remote is not None else None
+    inside = fr.stack_of(rank, remote.frames).user_frame if remote is not None else None
     if remote is not None and inside is not None:
         process = remote.process
         text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
-        where, frame = f" at {fr.place(inside)}", inside
+        where, frame = fr.at(inside), inside
     return Condition("rank-exception", text + where, frame, rank.pid, process, claims=(claim,))
 
 
@@ -149,7 +149,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     signs: set[Sign] = {"fatal-signal"} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
     doubts: tuple[Doubt, ...] = ()
     if number in _FATAL_SIGNALS and rank.fatal is not None:
-        frame = fr.user_frame(rank.fatal.frames, rank.code_roots)
+        frame = fr.stack_of(rank, rank.fatal.frames).user_frame
         claims.append(Claim(f"faulthandler: {rank.fatal.message}", f"ranks/{rank.rank}/fault.txt"))
     if number == signal.SIGKILL:
         words, memory, taken = _memory_words(rank)
@@ -165,15 +165,14 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     if words:
         said += words
         claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
-    where = f" at {fr.place(frame)}" if frame else ""
-    if number == signal.SIGABRT and rank.fatal is not None and calls.under_c10d(rank.fatal.frames, rank.code_roots):
+    if number == signal.SIGABRT and rank.fatal is not None and calls.under_c10d(fr.stack_of(rank, rank.fatal.frames)):
         # What a peer sent may be the reason; nothing here can tell.
         doubts, said = (
             (Doubt.ABORTED_IN_COLLECTIVE,),
             f", by its communication library in the middle of a collective{said}",
         )
         signs.add("aborted-in-a-collective")
-    text = f"was killed by {signal_name(rank.exit.returncode)}{where}{said}"
+    text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{said}"
     return Condition("rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), signs=frozenset(signs))
 
 
@@ -203,8 +202,8 @@ def _exit_condition(rank: RankEvidence) -> Condition:
     claims = [_claim_of_status(rank)]
     frame, where = None, ""
     if call is not None and call.code == code:
-        frame = fr.user_frame(call.frames, rank.code_roots)
-        where = f": {call.function}() at {fr.place(frame)}" if frame else ""
+        frame = fr.stack_of(rank, call.frames).user_frame
+        where = f": {call.function}(){fr.at(frame)}" if frame else ""
         claims.append(Claim(f"it called {call.function}()", f"ranks/{rank.rank}/exit_call.json"))
     if code > 0:
         text = f"exited with code {code}{where}"

@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.diagnose.conditions import Condition
-from safelaunch.diagnose.doubts import Doubt, confidence_of, levels_of
+from safelaunch.diagnose.doubts import Doubt, levels_of
 from safelaunch.diagnose.rank_state import Facts, RankFacts
-from safelaunch.model import Claim, Confidence, Culprit, Frame, format_ranks
+from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, format_ranks
 
 
 @dataclass(frozen=True)
 class Finding:
     """A rule's answer. ``culprits`` may be empty: the cause is known, who is at fault is not.
 
-    ``held_up``: victims beside those that wait in a collective.
+    ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
     """
 
     cause: str
@@ -25,29 +25,15 @@ class Finding:
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
     held_up: tuple[int, ...] = ()
-
-    @property
-    def confidence(self) -> Confidence:
-        return confidence_of(self.doubts)
+    nodes: tuple[NodeAtFault, ...] = ()
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)
 
-# For a condition that gives its confidence as a word.
-_DOUBTS: Mapping[Confidence, tuple[Doubt, ...]] = {
-    "high": (),
-    "medium": (Doubt.STATE_INFERRED,),
-    "low": (Doubt.STATE_UNKNOWN,),
-}
-
-
-def doubts_of(condition: Condition) -> tuple[Doubt, ...]:
-    return condition.doubts or _DOUBTS[condition.confidence]
-
 
 def most_doubtful(conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
     """The doubts about the least sure of them."""
-    return max(map(doubts_of, conditions), key=levels_of)
+    return max((condition.doubts for condition in conditions), key=levels_of)
 
 
 def ranks_word(ranks: Iterable[int]) -> str:
@@ -73,10 +59,6 @@ def ranks_do(ranks: Collection[int], one: str, many: str) -> str:
 def unseen_words(facts: Facts) -> str:
     """``ranks 4-7 were not seen``."""
     return f"{ranks_do(facts.unseen, 'was', 'were')} not seen"
-
-
-def record_claim(rank: int, text: str) -> Claim:
-    return Claim(text, f"ranks/{rank}/flight_recorder.json")
 
 
 def culprit(facts: RankFacts, condition: Condition) -> Culprit:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from safelaunch.diagnose.collectives import signature
 from safelaunch.diagnose.columns import Column, Numbering, Window
 from safelaunch.model import Collective, Frame
-from safelaunch.reading import frames as fr
+from safelaunch.reading.frames import Stack
 
 MOST_CALLS = 64  # more or fewer than the peers, in one place: an evaluation over a sharded model makes a few dozen
 SURE_MATCHES = 3
@@ -26,10 +26,8 @@ _MOST_REPLACED = 4
 Identity = tuple[Hashable, ...]
 UNKNOWN: Identity = ()
 
-Roots = Mapping[int, tuple[str, ...]]  # rank → the directories of its libraries
 
-
-def identity_of(entry: Collective, roots: tuple[str, ...]) -> Identity:
+def identity_of(entry: Collective, stack: Stack) -> Identity:
     """What makes it the same call on two ranks: the user's lines that led to it, innermost first.
 
     A backward pass on a device calls from a thread that runs nothing of the user's: then it is all frames, and what was
@@ -37,12 +35,12 @@ def identity_of(entry: Collective, roots: tuple[str, ...]) -> Identity:
     """
     if not entry.frames:
         return UNKNOWN
-    mine = fr.user_stack(entry.frames, roots)
+    mine = stack.user_frames
     places = tuple((frame.file, frame.line) for frame in mine or entry.frames)
     return places if mine else (*places, signature(entry))
 
 
-def signature_of(entry: Collective, roots: tuple[str, ...]) -> Identity:
+def signature_of(entry: Collective, stack: Stack) -> Identity:
     """The same where records hold no frames at all (JSON dumps): what was called, where that is told."""
     told = signature(entry)
     return UNKNOWN if None in told else told
@@ -83,21 +81,25 @@ class History:
         """How many calls from ``begin`` on are those of ``other`` from ``at`` on; -1 where one of them is not."""
         if begin < self.first or at < other.first:
             return -1
-        overlap = max(0, min(self.last - begin, other.last - at) + 1)
+        overlap = max(0, self.overlap(begin, other, at))
         return overlap if self.column.values_of(begin, overlap) == other.column.values_of(at, overlap) else -1
+
+    def overlap(self, begin: int, other: History, at: int) -> int:
+        """How many calls both have from there on."""
+        return min(self.last - begin, other.last - at) + 1
 
     def _of(self, values: Iterable[int]) -> set[Identity]:
         return {found for value in set(values) if isinstance(found := self._identities.value(value), tuple)}
 
 
-def histories_of(windows: Mapping[int, Window], roots: Roots) -> tuple[dict[int, History], bool]:
+def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, History], bool]:
     """``(rank → history, are calls told by frames)``, of the ranks whose records hold neither gaps nor riddles.
 
     One way of telling calls serves all ranks: a record with frames is not compared with one that has none.
     """
     by_frames = any(kind.frames for window in windows.values() for kind in window.entries.used().values())
     identities = Numbering(identity_of if by_frames else signature_of)
-    columns = {rank: identities.column(window, roots.get(rank, ())) for rank, window in windows.items()}
+    columns = {rank: identities.column(window) for rank, window in windows.items()}
     riddle = identities.number_of(UNKNOWN)
     found = {
         rank: History(windows[rank], column, identities)
@@ -134,9 +136,18 @@ class Offset:
 
 
 def offset(mine: History, theirs: History, parted: int, *, odd: bool = False) -> Offset | None:
-    """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest.
+    """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest, or where
+    fewer calls that were merely other ones explain as much: then nobody is ahead.
 
     ``odd``: it is ``mine`` that is in the minority, so either explanation names it.
+    """
+    found = _shift(mine, theirs, parted, odd=odd)
+    others = _replaced(mine, theirs, parted)
+    return None if found is not None and others is not None and others < found.calls else found
+
+
+def _shift(mine: History, theirs: History, parted: int, *, odd: bool) -> Offset | None:
+    """Calls too many or too few, behind which the two agree again.
 
     In a loop a shift by nearly a whole round the other way agrees as well as the true one: calls that the other side
     never makes decide, else the smaller shift does. Where two calls take turns both are by one call: then the one
@@ -164,18 +175,6 @@ def common_offset(offsets: Sequence[Offset | None]) -> Offset | None:
     return min(known, key=lambda one: one.matched) if alike else None
 
 
-def replaced(mine: History, theirs: History, parted: int) -> int | None:
-    """The fewest calls that differ, behind which all is the same again under the same numbers; None where nothing is.
-
-    Then nobody is a call ahead: one rank has made another call there (a wrong size, say) and gone on.
-    """
-    for calls in range(1, _MOST_REPLACED + 1):
-        begin = parted + calls
-        if min(mine.last, theirs.last) >= begin and mine.agrees_to_the_end(begin, theirs, begin) > 0:
-            return calls
-    return None
-
-
 def reordered(mine: History, theirs: History, parted: int) -> bool:
     """The next few calls are the same ones in another order, and what follows, if anything, is the same again."""
     for count in range(2, 5):
@@ -195,12 +194,24 @@ def branch(stack: Sequence[Frame], other: Identity) -> Frame | None:
     return stack[0] if stack else None
 
 
+def _replaced(mine: History, theirs: History, parted: int) -> int | None:
+    """The fewest calls that differ, behind which all is the same again under the same numbers; None where nothing is.
+
+    Then nobody is a call ahead: one rank has made another call there (a wrong size, say) and gone on.
+    """
+    for calls in range(1, _MOST_REPLACED + 1):
+        begin = parted + calls
+        if min(mine.last, theirs.last) >= begin and mine.agrees_to_the_end(begin, theirs, begin) > 0:
+            return calls
+    return None
+
+
 def _smallest(longer: History, shorter: History, parted: int) -> tuple[int, int, bool] | None:
     """The fewest calls that ``longer`` has more, how many agree behind them, and whether none there disagrees."""
     for calls in range(1, MOST_CALLS + 1):
         matched = _matched(longer, parted + calls, shorter, parted)
         if matched:
-            return calls, matched, matched == _overlap(longer, parted + calls, shorter, parted)
+            return calls, matched, matched == longer.overlap(parted + calls, shorter, parted)
     return None
 
 
@@ -209,17 +220,13 @@ def _is_novel(longer: History, shorter: History, parted: int, calls: int) -> boo
     return all(longer.at(parted + number) not in known for number in range(calls))
 
 
-def _overlap(ahead: History, begin: int, behind: History, at: int) -> int:
-    return min(ahead.last - begin, behind.last - at) + 1
-
-
 def _matched(ahead: History, begin: int, behind: History, at: int) -> int:
     """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on, without a break.
 
     A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is; where both
     have completed what they called there, it is not: they are programs that differ, as those of two pipeline stages do.
     """
-    overlap = _overlap(ahead, begin, behind, at)
+    overlap = ahead.overlap(begin, behind, at)
     if overlap <= 0:
         return 0
     pairs = zip(ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap), strict=True)

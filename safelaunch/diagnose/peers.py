@@ -9,26 +9,15 @@ that has peers is taken for the wait, as before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
-from safelaunch.diagnose.conditions import Condition, View
+from safelaunch.diagnose.conditions import Condition, View, record_claim
+from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.processes import Inside
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-
-_SYNCHRONIZE = (
-    "torch/cuda/__init__.py",
-    "torch/cuda/streams.py",
-    "torch/cuda/graphs.py",
-    "torch/accelerator/__init__.py",
-)
-_DRIVER_CALLS = ("Synchronize", "cuMemcpy", "cudaMemcpy", "cuEventQuery", "cuStreamQuery")
-_DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
-
 
 Place = tuple[str, str]  # file and function
 
@@ -77,9 +66,9 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     if seen is not None:
         entry = _entry_for(seen, pending, mine, rank)
         return _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
-    if pending and waits_for_device(view):  # spinning, it may be, on what the device does not finish
+    if pending and view.device:  # spinning, it may be, on what the device does not finish
         return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
-    return _quiet_wait(rank, view, pending)
+    return _quiet_wait(view, pending)
 
 
 def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
@@ -89,47 +78,47 @@ def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -
     if found is None:
         return None
     on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)
-    place = begins_at(view.frames, rank.code_roots)
+    place = begins_at(view.stack)
     return replace(found, words=f"{found.words} in a thread of its own", claims=found.claims + on_the_way, thread=place)
 
 
-def begins_at(frames: Sequence[Frame], code_roots: Sequence[str]) -> Place | None:
+def begins_at(stack: fr.Stack) -> Place | None:
     """Where the code of a thread begins: the user's outermost function, or the library's inside ``threading``."""
-    stack = fr.user_stack(frames, code_roots) or [f for f in frames if not f.file.endswith("/threading.py")]
-    return (stack[-1].file, fr.short(stack[-1].function)) if stack else None
+    frames = stack.user_frames or [f for f in stack.frames if not f.file.endswith("/threading.py")]
+    return (frames[-1].file, fr.short(frames[-1].function)) if frames else None
 
 
-def _quiet_wait(rank: RankEvidence, view: View, pending: list[Collective]) -> PeerWait | None:
+def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
     """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
     wait = view.wait
     native = calls.native_wait(view.process.stacks, view.os_tid)
     seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
     if seen is not None and not wait.busy:
-        entry = _entry_for(None, pending, view.user_frame, rank) if seen.kind == "collective" else None
-        return _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
-    if not pending and wait.kind == "lock" and _backward_without_a_record(rank, view):
+        entry = _entry_for(None, pending, view.user_frame, view.rank) if seen.kind == "collective" else None
+        return _from_entry(view.rank, entry, view) if entry else _from_stack(view, seen)
+    if not pending and wait.kind == "lock" and _backward_without_a_record(view):
         return _of_backward(view)
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
         return None
-    inner, mine = fr.user_part(view.frames, rank.code_roots)
-    if calls.in_torch(view.frames, rank.code_roots) or (mine is not None and not inner):
-        return _from_entry(rank, pending[0], view)
+    if calls.in_torch(view.stack) or (view.user_frame is not None and not view.stack.called):
+        return _from_entry(view.rank, pending[0], view)
     return None
 
 
-def _backward_without_a_record(rank: RankEvidence, view: View) -> bool:
+def _backward_without_a_record(view: View) -> bool:
     """A backward pass that rests, where neither C frames nor a Flight Recorder can say on what.
 
     torch 2.6 and 2.9 let nobody outside see gloo's collectives, and reading C frames takes its time. What a backward
     pass rests on without a Python frame of a hook inside it is its gradients' reduction, as good as always.
     """
-    recorded = rank.flight_record is not None and bool(rank.flight_record.entries)
+    record = view.rank.flight_record
+    recorded = record is not None and bool(record.entries)
     natively = any(sample.native for sample in view.process.stacks)
-    return not recorded and not natively and calls.in_backward(view.frames, rank.code_roots)
+    return not recorded and not natively and calls.in_backward(view.stack)
 
 
 def _of_backward(view: View) -> PeerWait:
-    where = fr.place(view.user_frame)
+    where = view.place
     claim = view.stack_claim(f"{view.words} rests in the backward pass at {where}, as when gradients are reduced")
     op = "a collective"
     return PeerWait("collective", op, None, None, (op,), view.user_frame, f"the backward pass at {where}", (claim,))
@@ -150,7 +139,7 @@ def _entry_for(
     if seen is not None and seen.op == "new_group":
         return None
     for entry in reversed(fitting):
-        site = fr.user_frame(entry.frames, rank.code_roots)
+        site = fr.stack_of(rank, entry.frames).user_frame
         if site is not None and mine is not None and (site.file, site.line) == (mine.file, mine.line):
             return entry
     named = [e for e in fitting if seen is not None and op_name(e).strip("_") in seen.op]
@@ -160,13 +149,11 @@ def _entry_for(
 
 def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:
     mine = view.user_frame if view is not None else None
-    site = mine or fr.user_frame(entry.frames, rank.code_roots)
+    site = mine or fr.stack_of(rank, entry.frames).user_frame
     number = number_of(entry)
     words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
-    claim = Claim(
-        f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}",
-        f"ranks/{rank.rank}/flight_recorder.json",
-    )
+    text = f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}"
+    claim = record_claim(rank.rank, text)
     stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
     kind = "p2p" if entry.is_p2p else "collective"
     return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
@@ -182,31 +169,27 @@ def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
 # --- waiting for the own GPU ------------------------------------------------------------------------------------------
 
 
-def gpu_condition(rank: RankEvidence, view: View, alignment: Alignment) -> Condition | None:
+def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     """``gpu-kernel`` where the main thread waits for the device and no peer explains it; else None."""
-    where = waits_for_device(view)
+    where = view.device
     if not where:
         return None
-    pending = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
-    with_peers = [entry for entry in pending if _has_peers(rank.rank, entry, alignment)]
-    if any(entry.started is not False and not alignment.is_over_elsewhere(rank.rank, entry) for entry in with_peers):
+    rank = view.rank.rank
+    pending = [entry for entry in alignment.pending(rank) if not entry.op.startswith("gloo:")]
+    with_peers = [entry for entry in pending if _has_peers(rank, entry, alignment)]
+    if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
         return None  # it waits for peers, or may do so
     frame = view.user_frame
-    text = f"waits for its GPU in {where}{f' at {fr.place(frame)}' if frame else ''}"
+    text = f"waits for its GPU in {where}{fr.at(frame)}"
     claims = [view.stack_claim(f"its main thread is in {where}")]
     if with_peers and with_peers[0].started is not False:
         done = _done_elsewhere(with_peers[0])
         text += f"; {done}"
-        claims.append(Claim(done, f"{view.folder}/flight_recorder.json"))
+        claims.append(record_claim(rank, done))
     elif with_peers:
         behind = with_peers[0]
         text += f"; behind what runs there stands {op_name(behind)} number {behind.seq}, which the device has not begun"
-        claims.append(
-            Claim(
-                f"{op_name(behind)} number {behind.seq} is scheduled, not started",
-                f"{view.folder}/flight_recorder.json",
-            )
-        )
+        claims.append(record_claim(rank, f"{op_name(behind)} number {behind.seq} is scheduled, not started"))
     else:
         text += ", with no collective outstanding that a peer could hold up"
     return Condition("gpu-kernel", text, frame, view.process.pid, claims=tuple(claims))
@@ -228,20 +211,10 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
         what = f"it has queued {op_name(first)} number {first.seq}, which its device has not begun; peers' devices have"
     else:
         return None
-    frame = fr.user_frame(first.frames, rank.code_roots)
-    text = f"waits for its GPU: {what}"
-    claim = Claim(
-        f"{op_name(first)} number {first.seq} of group {first.group!r}: {what}",
-        f"ranks/{rank.rank}/flight_recorder.json",
-    )
-    return Condition(
-        "gpu-kernel",
-        text + (f", at {fr.place(frame)}" if frame else ""),
-        frame,
-        rank.pid,
-        confidence="medium",
-        claims=(claim,),
-    )
+    frame = fr.stack_of(rank, first.frames).user_frame
+    text = f"waits for its GPU: {what}" + (f", at {fr.place(frame)}" if frame else "")
+    claim = record_claim(rank.rank, f"{op_name(first)} number {first.seq} of group {first.group!r}: {what}")
+    return Condition("gpu-kernel", text, frame, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 
 def _done_elsewhere(entry: Collective) -> str:
@@ -250,29 +223,3 @@ def _done_elsewhere(entry: Collective) -> str:
 
 def _has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:
     return bool(alignment.members(entry.group)[0] - {rank})
-
-
-def waits_for_device(view: View) -> str:
-    """``torch.cuda.synchronize`` or the driver's call by name; empty where the thread is elsewhere."""
-    inner, _ = fr.user_part(view.frames, view.code_roots)
-    for frame in inner[:2]:
-        if fr.normal(frame.file).endswith(_SYNCHRONIZE) and fr.short(frame.function) in (
-            "synchronize",
-            "wait",
-            "replay",
-        ):
-            return "a synchronize"
-    for sample in view.process.stacks:
-        for thread in sample.threads if sample.native else ():
-            if thread.os_tid == view.process.pid:
-                called = next((name for f in takewhile(fr.is_native, thread.frames) if (name := _driver_call(f))), "")
-                if called:
-                    return called
-    return ""
-
-
-def _driver_call(frame: Frame) -> str:
-    """Of the driver or the runtime; futexes and locks of libc are not."""
-    if any(call in frame.function for call in _DRIVER_CALLS):
-        return frame.function.partition("(")[0]
-    return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

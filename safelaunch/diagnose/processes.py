@@ -11,8 +11,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from safelaunch.diagnose.conditions import Condition, View, thread_condition
+from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.graph import Edge, Graph, Kind, Node
-from safelaunch.model import Claim, Confidence, Thread
+from safelaunch.model import Claim, Thread
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 
@@ -177,9 +178,9 @@ class Inside:
             for_good = all(c.for_good for _, c in others)
             return replace(others[0][1], reason=reason, claims=claims, for_good=for_good)
         if busy and not waiting and lock.on != "work":
-            return replace(own, reason=f"{own.reason} while {', '.join(busy[:4])}", confidence="medium")
+            return replace(own, reason=f"{own.reason} while {', '.join(busy[:4])}", doubts=(Doubt.MAY_END,))
         if waiting:
-            return replace(own, reason=f"{own.reason} while {', '.join(waiting[:4])}", confidence="high")
+            return replace(own, reason=f"{own.reason} while {', '.join(waiting[:4])}", doubts=())
         return own
 
     def _along(self, edge: Edge, found: Condition) -> Condition:
@@ -194,7 +195,7 @@ class Inside:
             found, reason=f"{own.reason}; {who} {found.reason}", process=process, claims=own.claims + found.claims
         )
         if edge.may_end:
-            return replace(told, confidence="medium", for_good=False)
+            return replace(told, doubts=(Doubt.MAY_END,), for_good=False)
         # Any other thread in the user's code may be the one that is waited for.
         others = waiter.beside() if own.lock is not None else ()
         return replace(told, for_good=found.for_good and all(self._condition(o).for_good for o in others))
@@ -208,7 +209,6 @@ class Inside:
         idle = len(_workers(self._children)) - len(further) - 1
         if idle:
             claims.append(view.stack_claim(f"{idle} other worker{'s' * (idle > 1)} wait for the next index"))
-        sure: Confidence = "medium" if found.cause == "busy-loop" else "high"
         return replace(
             found,
             cause="data-loading",
@@ -216,7 +216,7 @@ class Inside:
             frame=found.frame or view.user_frame,
             process=f"dataloader worker (pid {worker.process.pid})",
             pid=worker.process.pid,
-            confidence=sure,
+            doubts=(Doubt.MAY_BE_SLOW,) if found.cause == "busy-loop" else (),
             claims=tuple(claims),
             for_good=found.for_good and all(c.for_good for _, c in told),
         )
@@ -224,13 +224,13 @@ class Inside:
 
 def _no_worker_to_blame(view: View, workers: int) -> Condition:
     seen = f"none of its {workers} workers that were seen has work" if workers else "no worker of it was seen"
-    text = f"waits for its DataLoader at {fr.place(view.user_frame)}; {seen}"
-    claims = (_waits_for_loader(view),)
-    return Condition("data-loading", text, view.user_frame, view.process.pid, "main", "medium", claims)
+    text = f"waits for its DataLoader at {view.place}; {seen}"
+    doubts, claims = (Doubt.STATE_INFERRED,), (_waits_for_loader(view),)
+    return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)
 
 
 def _waits_for_loader(view: View) -> Claim:
-    return view.stack_claim(f"{view.words} waits for a DataLoader at {fr.place(view.user_frame)}")
+    return view.stack_claim(f"{view.words} waits for a DataLoader at {view.place}")
 
 
 def _rank_of(cause: str) -> int:

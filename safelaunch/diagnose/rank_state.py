@@ -10,8 +10,9 @@ from typing import TypeVar
 from msgspec import structs
 
 from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
-from safelaunch.diagnose.conditions import Condition, View, gil_condition, thread_condition
+from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
+from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.exits import FAILURES, ended_by_others, gone_condition, is_consequence, one_line
 from safelaunch.diagnose.peers import (
     PeerWait,
@@ -23,10 +24,11 @@ from safelaunch.diagnose.peers import (
     through_a_thread,
 )
 from safelaunch.diagnose.processes import Inside, may_train_elsewhere
+from safelaunch.diagnose.transfers import Transfers
 from safelaunch.model import Claim, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.loops import ReadSource
+from safelaunch.reading.source import ReadSource
 
 # What is true of all its threads.
 _WHOLE_PROCESS = ("rank-stopped", *FAILURES)
@@ -75,7 +77,7 @@ class Facts:
             evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
         alignment = Alignment(evidence.ranks, evidence.world_size)
         ranks = {r.rank: rank_facts(r, alignment) for r in sorted(evidence.ranks, key=lambda r: r.rank)}
-        histories = Histories(alignment, {r.rank: r.code_roots for r in evidence.ranks})
+        histories = Histories(alignment)
         facts = cls(evidence, ranks, alignment, histories, read_source or (lambda path: None))
         changed = {rank: one for rank in ranks if (one := _seen_from_the_others(facts, rank)) is not None}
         return replace(facts, ranks={**ranks, **changed}) if changed else facts
@@ -87,6 +89,10 @@ class Facts:
     @property
     def unseen(self) -> frozenset[int]:
         return frozenset(self.evidence.missing_ranks) | (self.world - frozenset(self.ranks))
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        return Transfers(self.alignment)
 
     @cached_property
     def processes(self) -> dict[tuple[str, int], tuple[int, tuple[FileLock, ...]]]:
@@ -113,10 +119,6 @@ class Facts:
         """Only a Flight Recorder dump is there: of what the rank does it says nothing, only what it did not come to."""
         return self.ranks[rank].evidence.main is None
 
-    @property
-    def roots(self) -> dict[int, tuple[str, ...]]:
-        return {rank: facts.evidence.code_roots for rank, facts in self.ranks.items()}
-
 
 def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
     locks = process.states[-1].locks if process.states else ()
@@ -142,7 +144,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     """``filelock`` closes the file between its attempts, so the kernel tells only who holds one: where that is one
     other rank's process alone, it is what is waited for."""
     view = view_of(one.evidence)
-    if view is None or not calls.polls_file_lock(view.frames, view.code_roots):
+    if view is None or not calls.polls_file_lock(view.stack):
         return own
     others = [
         (rank, locks) for (host, _), (rank, locks) in facts.processes.items() if host == one.evidence.host and locks
@@ -155,7 +157,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
         own,
         cause="blocking-io",
         reason=f"asks again and again for a file lock at {fr.place(own.frame)}",
-        confidence="medium",
+        doubts=(Doubt.STATE_INFERRED,),
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
         locked_by=lock.pid,
         for_good=False,
@@ -175,7 +177,7 @@ def _absent_thread(facts: Facts, one: RankFacts, main: PeerWait) -> Condition | 
         missing = one.rank in members and facts.alignment.last(one.rank, wait.group) < wait.seq
         view = view_of(one.evidence) if missing else None
         for other in view.beside() if view is not None else ():
-            if begins_at(other.frames, other.code_roots) != wait.thread or other.awaited.peers is not None:
+            if begins_at(other.stack) != wait.thread or other.awaited.peers is not None:
                 continue
             found = thread_condition(other)
             if found.lock is None or found.lock.on == "lock":
@@ -195,18 +197,18 @@ def _before_its_end(rank: RankEvidence) -> RankEvidence:
 
 
 def view_of(rank: RankEvidence) -> View | None:
-    return View(rank.main, rank.code_roots, f"ranks/{rank.rank}") if rank.main else None
+    return View(rank.main, rank) if rank.main else None
 
 
 def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
     """The user's frames of the main thread, innermost first: where it raised, else where it is."""
     view = view_of(rank)
     frames = rank.exception.frames if rank.exception is not None else view.frames if view is not None else ()
-    return fr.user_stack(frames, rank.code_roots)
+    return fr.stack_of(rank, frames).user_frames
 
 
 def child_views(rank: RankEvidence) -> list[View]:
-    return [View(child, rank.code_roots, f"ranks/{rank.rank}") for child in rank.children]
+    return [View(child, rank) for child in rank.children]
 
 
 def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
@@ -220,9 +222,9 @@ def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
     condition = gone_condition(rank, view)
     condition = replace(condition, for_good=True) if condition is not None else None
     if condition is None and view is not None:
-        condition = _held(view) or gil_condition(rank, view) or _left(rank, view)
+        condition = _held(view) or gil_condition(view) or _left(view)
     if condition is None and view is not None and rank.exception is None:
-        condition = gpu_condition(rank, view, alignment)
+        condition = gpu_condition(view, alignment)
     if condition is None and (view is None or not view.frames) and not kernel_says_busy(view):
         condition = device_condition(rank, alignment)
     wait = None
@@ -243,15 +245,15 @@ def _held(view: View) -> Condition | None:
     return thread_condition(view) if view.wait.kind in ("stopped", "disk") else None
 
 
-def _left(rank: RankEvidence, view: View) -> Condition | None:
+def _left(view: View) -> Condition | None:
     """The script has ended or has given up its process group, and the process is still there.
 
     A rank whose script ended by the error that reports a peer's death has not left: it was thrown out. The page of one
     that is gone was read at its end, and says nothing of where it stood when it was looked at.
     """
+    rank, folder = view.rank, view.folder
     if rank.exception is not None:
         return None
-    folder = view.folder
     why, claim = "", view.stack_claim("its main thread is past the end of the script")
     raw = view.thread.frames if view.thread else ()
     if rank.exit is None and rank.progress is not None and rank.progress.state == "exited":
@@ -268,7 +270,7 @@ def _left(rank: RankEvidence, view: View) -> Condition | None:
     frame = view.user_frame
     if frame is None:  # the interpreter waits for a thread of the user's
         threads = view.sample.threads if view.sample else ()
-        inside = (fr.user_frame(fr.python_frames(thread), rank.code_roots) for thread in threads)
+        inside = (view.stack_of(thread).user_frame for thread in threads)
         frame = next((found for found in inside if found is not None), None)
     where = f", now at {fr.place(frame)}" if frame else ""
     text = f"has left the training loop: {why}{where}"
@@ -293,32 +295,30 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     record = alignment.records.get(rank.rank)
     unended = alignment.unended(rank.rank)
     if unended is not None:
-        site = fr.user_frame(unended.frames, rank.code_roots)
-        text = f"has begun a group of operations that it has not ended: {op_name(unended)}"
-        text += f" at {fr.place(site)}" if site else ""
-        claim = Claim(f"its newest entries belong to no launch: {text}", f"ranks/{rank.rank}/flight_recorder.json")
-        return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
+        site = fr.stack_of(rank, unended.frames).user_frame
+        text = f"has begun a group of operations that it has not ended: {op_name(unended)}{fr.at(site)}"
+        claim = record_claim(rank.rank, f"its newest entries belong to no launch: {text}")
+        return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
     if record is None or not record.entries:
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
-        return Condition("missing-from-collective", text, None, rank.pid, confidence="low")
+        return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.STATE_UNKNOWN,))
     last = record.entries[-1]
-    site = fr.user_frame(last.frames, rank.code_roots)
+    site = fr.stack_of(rank, last.frames).user_frame
     number = f"number {number_of(last)} of group {last.group!r}"
-    text = f"entered nothing after {op_name(last)} {number}"
-    text += f" at {fr.place(site)}" if site else ""
-    claim = Claim(f"the last on its record: {describe(last)}, {number}", f"ranks/{rank.rank}/flight_recorder.json")
-    return Condition("missing-from-collective", text, site, rank.pid, confidence="medium", claims=(claim,))
+    text = f"entered nothing after {op_name(last)} {number}{fr.at(site)}"
+    claim = record_claim(rank.rank, f"the last on its record: {describe(last)}, {number}")
+    return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 
 def _raised_wait(rank: RankEvidence) -> PeerWait | None:
     """The communication reported a peer's absence: the traceback shows what this rank was waiting in."""
     if rank.exception is None or not is_consequence(rank.exception):
         return None
-    frames = rank.exception.frames
-    mine = fr.user_frame(frames, rank.code_roots)
-    own = bool(frames) and frames[0] == mine
+    stack = fr.stack_of(rank, rank.exception.frames)
+    mine = stack.user_frame
+    own = bool(stack.frames) and stack.frames[0] == mine
     unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a collective")
-    seen = calls.torch_wait(frames, rank.code_roots) or unknown
+    seen = calls.torch_wait(stack) or unknown
     claim = Claim(
         f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",

@@ -19,8 +19,8 @@ from safelaunch.diagnose.rules_history import (
     parted_earlier,
     parted_out_of_step,
 )
-from safelaunch.diagnose.rules_locks import file_locks
 from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
+from safelaunch.diagnose.rules_nodes import launcher_stopped, node_cut_off, node_lost, node_silent, versions_differ
 from safelaunch.diagnose.rules_state import (
     a_peer_ended,
     alone,
@@ -31,12 +31,13 @@ from safelaunch.diagnose.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
-from safelaunch.diagnose.rules_wait import held_up, sends_and_receives, unseen_peers
+from safelaunch.diagnose.rules_wait import file_locks, held_up, sends_and_receives, unseen_peers
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[
     "a live job that moves",
     "a crash",
+    "several nodes",
     "every rank seen",
     "ranks that wait for peers",
     "no rank that waits for peers",
@@ -48,9 +49,10 @@ Need = Literal[
 _MET: Mapping[Need, Callable[[Case], bool]] = {
     "a live job that moves": lambda case: case.evidence.outcome == "dump" and case.evidence.moving,
     "a crash": lambda case: case.evidence.outcome == "crash",
+    "several nodes": lambda case: len(case.evidence.nodes) > 1,
     "every rank seen": lambda case: not case.unseen,
-    "ranks that wait for peers": lambda case: bool(case.waits.ranks),
-    "no rank that waits for peers": lambda case: not case.waits.ranks,
+    "ranks that wait for peers": lambda case: bool(case.waits.classes),
+    "no rank that waits for peers": lambda case: not case.waits.classes,
     "a circle of waits": lambda case: bool(case.waits.circle),
     "a circle over several groups": lambda case: len(case.waits.groups_of_circle) > 1,
     "sends or receives in the circle": lambda case: bool(case.waits.transfers_of_circle),
@@ -88,13 +90,17 @@ _OWN = ("uneven-batches", "gpu-kernel", "gil-held", "data-loading", "blocking-io
 RULES: tuple[Rule, ...] = (
     Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
+    Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
     Rule(first_failure, _FAILED),
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),
     Rule(stopped_ranks, ("rank-stopped",)),
+    Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
     Rule(init_not_joined, ("init-not-joined",)),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(file_locks, _OWN),
     Rule(held_up, _OWN),
+    Rule(node_cut_off, ("node-unreachable",), ("several nodes",)),
+    Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
     Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
     Rule(parted_between_groups, _MISMATCH, ("every rank seen", "a circle of waits")),
     Rule(sends_and_receives, ("p2p-cycle",), ("sends or receives in the circle",)),
@@ -107,5 +113,6 @@ RULES: tuple[Rule, ...] = (
     Rule(mispaired, _EITHER, ("ranks that wait for peers",)),
     Rule(left_by_all, ("gpu-kernel",)),
     Rule(alone, _OWN, ("no rank that waits for peers",)),
+    Rule(versions_differ, ("versions-differ",), ("several nodes",)),
     Rule(nobody_stands_out, ("no-rank-stands-out",)),
 )

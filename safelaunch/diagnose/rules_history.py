@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from safelaunch.diagnose.collectives import describe, number_of, op_name
+from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.divergence import Divergence, Habit
 from safelaunch.diagnose.doubts import Doubt, those
 from safelaunch.diagnose.findings import (
@@ -18,7 +19,6 @@ from safelaunch.diagnose.findings import (
     conditions,
     ranks_do,
     ranks_word,
-    record_claim,
     wait_claims,
     wait_words,
     waiting_culprit,
@@ -36,7 +36,8 @@ def parted_earlier(case: Case) -> Ruling:
     Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
     loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
     """
-    groups = {w.group for w in case.waits.example.values() if w.kind == "collective" and w.group is not None}
+    waits = (one.wait for one in case.waits.classes.values())
+    groups = {w.group for w in waits if w.kind == "collective" and w.group is not None}
     for group in sorted(groups):
         shift = case.histories.shift_in(group)
         if shift is not None and shift.agrees_again and shift.explains_lag():
@@ -74,8 +75,8 @@ def departed(case: Case) -> Ruling:
     if len(found) != 1:
         return ""
     (one,) = found
-    site = fr.user_frame(one.call.frames, case.roots.get(one.rank, ()))
-    theirs = fr.user_frame(one.theirs.frames, case.roots.get(one.mates[0], ()))
+    site = case.alignment.stack(one.rank, one.call).user_frame
+    theirs = case.alignment.stack(one.mates[0], one.theirs).user_frame
     mates = ranks_word(one.mates)
     text = f"waits in {op_name(one.call)} at {fr.place(site)}, where {mates}, which had called alike until then, called"
     text += f" {op_name(one.theirs)} at {fr.place(theirs)}"
@@ -149,11 +150,10 @@ def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str,
     A peer made that ``call`` in a group of its own, it may be: then the rank's own group is the one in which it made
     its other calls from there.
     """
-    rank = shift.ranks[0]
+    rank, stack = shift.ranks[0], facts.alignment.stack
     mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
-    peer = shift.peers[0]
-    place, roots = fr.user_stack(call.frames, facts.roots.get(peer, ())), facts.roots.get(rank, ())
-    group = next((e.group for e in mine if fr.user_stack(e.frames, roots) == place), call.group)
+    place = stack(shift.peers[0], call).user_frames
+    group = next((e.group for e in mine if stack(rank, e).user_frames == place), call.group)
     if group == call.group and not call.is_p2p:
         return group, call.seq
     instead = shift.there[rank].record_id
@@ -165,8 +165,7 @@ def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str,
 
 def _called(facts: Facts, rank: int, shift: Divergence) -> str:
     call = shift.there[rank]
-    stack = fr.user_stack(call.frames, facts.ranks[rank].evidence.code_roots)
-    places = " < ".join(fr.place(frame) for frame in stack[:3])
+    places = " < ".join(fr.place(frame) for frame in facts.alignment.stack(rank, call).user_frames[:3])
     return f"{op_name(call)} at {places}" if places else describe(call)
 
 
@@ -174,7 +173,7 @@ def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
     """The line to show: of the call that was too many; of the one left out, where peers called it."""
     if shift.kind == "missing" and shift.stack:
         return shift.stack[0]
-    return fr.user_frame(shift.there[rank].frames, facts.ranks[rank].evidence.code_roots)
+    return facts.alignment.stack(rank, shift.there[rank]).user_frame
 
 
 # --- several groups: a call left out, or another order --------------------------------------------------------------
@@ -211,11 +210,10 @@ def left_out_between_groups(case: Case) -> Ruling:
         return ""
     ((rank, (now, broken)),) = found.items()
     usual = broken.usual
-    others = [case.waits.example[key] for key in case.waits.circle if rank not in case.waits.ranks[key]]
+    others = [one.wait for one in case.waits.circle if rank not in one.ranks]
     if not broken.sure or not any(usual.group == one.group and same_op(usual.op, one.op) for one in others):
         return ""
-    roots = case.roots.get(rank, ())
-    site, after = fr.user_frame(usual.frames, roots), fr.user_frame(now.frames, roots)
+    site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
     number = case.alignment.last(rank, usual.group) + 1
     text = f"left out {op_name(usual)} at {fr.place(site)} (number {number} of group {usual.group!r}), which it had"
     text += f" always called right before {op_name(now)} at {fr.place(after)}, and waits there"
@@ -237,21 +235,19 @@ def left_out_between_groups(case: Case) -> Ruling:
 def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders: nothing shows that one of them left a call out."""
     ranks, groups = case.waits.in_circle, case.waits.groups_of_circle
-    members = {key: case.alignment.members(str(case.waits.example[key].group)) for key in case.waits.circle}
-    words = []
-    for key, (group, known) in members.items():
-        example = case.waits.example[key]
-        of = f" of {ranks_word(group)}" if known else ""
-        who = ranks_do(case.waits.ranks[key], "waits", "wait")
-        words.append(f"{who} in group {example.group!r}{of} ({example.words})")
+    words, known_of_all = [], True
+    for one in case.waits.circle:
+        members, known = case.alignment.members(str(one.wait.group))
+        known_of_all = known_of_all and known
+        of = f" of {ranks_word(members)}" if known else ""
+        words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
     more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
     text = " while ".join(words[:3]) + more
-    known = all(known for _, known in members.values())
-    if known:  # who is in one of the groups only had no order to choose
+    if known_of_all:  # who is in one of the groups only had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
         ranks = of_several or ranks
     doubts = {
-        Doubt.MEMBERS_UNKNOWN: not known,
+        Doubt.MEMBERS_UNKNOWN: not known_of_all,
         Doubt.RINGS_NOT_WHOLE: case.histories.may_have_parted_before(groups),
         Doubt.NOT_CALLED_ALIKE: not case.histories.called_alike(groups),
         Doubt.NOT_IN_TURNS: not case.histories.taken_in_turns(_calls_waited_in(case)),

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
+from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.exits import FAILURES, failed_at
 from safelaunch.diagnose.findings import (
@@ -23,7 +24,6 @@ from safelaunch.diagnose.findings import (
     each_of,
     ranks_do,
     ranks_word,
-    record_claim,
     wait_claims,
     wait_words,
     waiting_culprit,
@@ -31,13 +31,12 @@ from safelaunch.diagnose.findings import (
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.rank_state import Facts, user_stack_of, view_of
 from safelaunch.diagnose.rules_history import shifted
-from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal, unequal_exchange
+from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.guards import condition_on_rank
-from safelaunch.reading.loops import loop_left
+from safelaunch.reading.source import condition_on_rank, loop_left
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def mismatch(case: Case) -> Ruling:
     The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
     Without it, the functions and lines in which the stacks wait are compared, with less confidence.
     """
-    waiting = [case.waits.example[k] for k in case.waits.circle]
+    waiting = [one.wait for one in case.waits.circle]
     numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
     if numbered:
         lowest = min(numbered, key=lambda w: w.seq or 0)
@@ -132,9 +131,8 @@ def _in_communication(rank: RankEvidence) -> bool:
     """Aborted (SIGABRT) while its main thread was in a collective, or in torch with collectives in its hooks."""
     if rank.exit is None or rank.exit.returncode != -signal.SIGABRT or rank.fatal is None:
         return False
-    frames = rank.fatal.frames
-    wait = calls.torch_wait(frames, rank.code_roots)
-    return wait is not None or calls.in_torch(frames, rank.code_roots)
+    stack = fr.stack_of(rank, rank.fatal.frames)
+    return calls.torch_wait(stack) is not None or calls.in_torch(stack)
 
 
 # --- ranks that do not meet -------------------------------------------------------------------------------------------
@@ -194,7 +192,7 @@ def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tu
     one = facts.ranks[rank]
     view = view_of(one.evidence)
     frames = recorded or (view.frames if view else ())
-    site = fr.user_frame(frames, one.evidence.code_roots) or (one.wait.frame if one.wait else None)
+    site = fr.stack_of(one.evidence, frames).user_frame or (one.wait.frame if one.wait else None)
     return site, frames[frames.index(site) :] if site in frames else ()
 
 
@@ -278,12 +276,12 @@ def unfit_transfers(case: Case) -> Ruling:
 
     Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
     """
-    for key, members in sorted(case.waits.ranks.items(), key=lambda item: item[1]):
-        wait = case.waits.example[key]
+    for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
+        wait, members = one.wait, one.ranks
         if wait.group is None or wait.seq is None:
             continue
         if wait.kind == "p2p":
-            pair = unequal(case.alignment, members[0], wait.group)
+            pair = case.transfers.unequal(members[0], wait.group)
             if pair is not None:
                 return _pair(case, pair)
         elif wait.kind == "collective":
@@ -297,8 +295,8 @@ def unfit_transfers(case: Case) -> Ruling:
 
 
 def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
-    sites = {one.rank: fr.user_frame(one.entry.frames, facts.roots.get(one.rank, ())) for one in pair}
-    says = {one.rank: one.says() + (f" at {fr.place(sites[one.rank])}" if sites[one.rank] else "") for one in pair}
+    sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
+    says = {one.rank: one.says() + fr.at(sites[one.rank]) for one in pair}
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
     return Finding(
         "collective-mismatch",
@@ -321,8 +319,9 @@ def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Findin
     entries = {rank: facts.alignment.entry(rank, group, seq) for rank in roots}
     new = tuple(rank for rank, entry in entries.items() if entry is not None and _was_root(facts, rank, entry) is False)
     named = new if 0 < len(new) < len(roots) else roots
-    frames = {rank: entry.frames if entry is not None else () for rank, entry in entries.items()}
-    sites = {rank: fr.user_frame(frames[rank], facts.roots.get(rank, ())) for rank in roots}
+    sites = {
+        r: facts.alignment.stack(r, entry).user_frame if entry is not None else None for r, entry in entries.items()
+    }
     op = next(op_name(entry) for entry in entries.values() if entry is not None)
     text = f"{capital(ranks_word(roots))} each act as root of {op} number {seq} of group {group!r}"
     text += f" at {fr.place(sites[named[0]])}"
@@ -347,12 +346,12 @@ def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Findin
 def _was_root(facts: Facts, rank: int, now: Collective) -> bool | None:
     """Whether it was the root in its call before ``now`` from the same place; None where there is none."""
     window = facts.alignment.window(rank, now.group)
-    site = fr.user_frame(now.frames, facts.roots.get(rank, ()))
+    site = facts.alignment.stack(rank, now).user_frame
     for number in reversed(window.numbers if window is not None else ()):
         entry = facts.alignment.entry(rank, now.group, number) if number < now.seq else None
         if entry is None or op_name(entry) != op_name(now):
             continue
-        if fr.user_frame(entry.frames, facts.roots.get(rank, ())) == site:
+        if facts.alignment.stack(rank, entry).user_frame == site:
             return is_root(entry)
     return None
 

@@ -15,7 +15,6 @@ from safelaunch.diagnose.findings import (
     capital,
     condition_claims,
     conditions,
-    doubts_of,
     each_of,
     most_doubtful,
     ranks_do,
@@ -27,7 +26,9 @@ from safelaunch.diagnose.findings import (
 )
 from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts, user_stack_of
 from safelaunch.model import Claim
-from safelaunch.reading.guards import condition_on_rank
+from safelaunch.reading.source import condition_on_rank
+
+CLOCKS_S = 2.0
 
 
 def slow_not_stuck(facts: Facts) -> Ruling:
@@ -81,9 +82,10 @@ def first_failure(facts: Facts) -> Ruling:
     doubts = {
         Doubt.CALL_ON_SOME_RANKS: bool(alone),
         Doubt.TRANSFER_LEFT_OUT: bool(paired),
+        Doubt.SAME_MOMENT: any(_at_the_same_moment(facts, first, facts.ranks[rank]) for rank in later),
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
     }
-    sure = (*doubts_of(main), *those(doubts))
+    sure = (*main.doubts, *those(doubts))
     return blame(facts, main.cause, sure, named, others, claims=alone, ruled_out=ruled)
 
 
@@ -118,6 +120,14 @@ def _alone_by_condition(facts: Facts, ranks: Iterable[int]) -> tuple[Claim, ...]
             file = "exception.json" if one.evidence.exception is not None else "stack.txt"
             return (Claim(f"rank {rank} waits under `{asked.words}`", f"{one.folder}/{file}"),)
     return ()
+
+
+def _at_the_same_moment(facts: Facts, first: RankFacts, other: RankFacts) -> bool:
+    """Two ranks of different nodes, whose failures are no further apart than what nodes know of each other's clocks."""
+    if abs(failed_at(other.evidence) - failed_at(first.evidence)) > CLOCKS_S:
+        return False
+    nodes = [node for node in facts.evidence.nodes if first.rank in node.ranks or other.rank in node.ranks]
+    return len({node.ranks for node in nodes}) > 1
 
 
 def _alike(one: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool:
@@ -196,7 +206,7 @@ def alone(facts: Facts) -> Ruling:
     most = max(places.values(), key=len)
     first = named[most[0]]
     if len(named) == 1:
-        return blame(facts, first.cause, doubts_of(first), named)
+        return blame(facts, first.cause, first.doubts, named)
     if len(places) == 1 or 2 * len(most) <= len(named):
         return ""
     odd = {r: c for r, c in named.items() if r not in most}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
 from safelaunch.diagnose.collectives import mismatch_at
-from safelaunch.diagnose.conditions import Condition
+from safelaunch.diagnose.conditions import Condition, record_claim
 from safelaunch.diagnose.doubts import Doubt, levels_of, those
 from safelaunch.diagnose.findings import (
     Finding,
@@ -12,19 +15,20 @@ from safelaunch.diagnose.findings import (
     capital,
     condition_claims,
     conditions,
-    doubts_of,
+    culprit,
     most_doubtful,
     ranks_do,
-    record_claim,
+    ranks_word,
     summary_of,
     unseen_words,
     wait_claims,
+    waiting_culprit,
     waiting_culprits,
     waits_words,
 )
-from safelaunch.diagnose.transfers import peers_missing
-from safelaunch.diagnose.waits import Case, Key, Waits, members_of
-from safelaunch.model import Claim
+from safelaunch.diagnose.waits import Case, Holder, Waiters, Waits, ranks_in
+from safelaunch.model import Claim, Culprit
+from safelaunch.reading import frames as fr
 
 _UNEXPLAINED = Condition(
     "missing-from-collective",
@@ -40,7 +44,7 @@ def held_up(case: Case) -> Ruling:
     Waits are followed to their end, so a rank that waits for a rank that waits is nobody's culprit. Ranks that hold
     up others in different ways are all named, under the cause that is surest.
     """
-    blocking = frozenset(b for found in case.waits.blockers.values() for b in found) - case.waits.waiting
+    blocking = case.waits.blocking - case.waits.waiting
     roots = sorted(blocking & frozenset(case.ranks))
     if case.unseen:
         surely = _needed(case)
@@ -48,9 +52,9 @@ def held_up(case: Case) -> Ruling:
     if not roots:
         return "" if blocking else "every rank that peers wait for waits for its peers too"
     named = {r: case.ranks[r].condition or _UNEXPLAINED for r in roots}
-    named = dict(sorted(named.items(), key=lambda item: (levels_of(doubts_of(item[1])), item[0])))
+    named = dict(sorted(named.items(), key=lambda item: (levels_of(item[1].doubts), item[0])))
     cause = next(iter(named.values())).cause
-    also, waiting = _mismatch_in(case), case.waits.example.values()
+    also, waiting = _mismatch_in(case), [one.wait for one in case.waits.classes.values()]
     doubts = {
         Doubt.SEVERAL_CAUSES: len({c.cause for c in named.values()}) > 1,
         Doubt.UNSEEN_RANKS: bool(blocking - frozenset(case.ranks)),
@@ -76,21 +80,21 @@ def stuck_for_good(case: Case) -> dict[int, int]:
 
 def _needed(case: Case) -> frozenset[int]:
     """The ranks that peers wait for in a collective of a group whose members are known."""
-    known = [
-        key
-        for key, wait in case.waits.example.items()
-        if wait.group is not None and case.alignment.members(wait.group)[1]
-    ]
-    return frozenset(rank for key in known for rank in case.waits.blockers[key])
+    return frozenset(
+        rank
+        for one in case.waits.classes.values()
+        if one.wait.group is not None and case.alignment.members(one.wait.group)[1]
+        for rank in one.blockers
+    )
 
 
 def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
     """What the ranks have not come to: one claim for each call in which others wait for them, the most first."""
     claims = []
     for rank in roots[:limit]:
-        held = [key for key, found in waits.blockers.items() if rank in found and waits.example[key].seq is not None]
-        for key in sorted(held, key=lambda key: (-len(waits.ranks[key]), waits.ranks[key]))[:limit]:
-            wait, who = waits.example[key], waits.ranks[key]
+        held = [one for one in waits.classes.values() if rank in one.blockers and one.wait.seq is not None]
+        for one in sorted(held, key=lambda one: (-len(one.ranks), one.ranks))[:limit]:
+            wait, who = one.wait, one.ranks
             text = f"{wait.op} number {wait.seq} of group {wait.group!r}, in which {ranks_do(who, 'waits', 'wait')}"
             claims.append(record_claim(who[0], f"rank {rank} has not come to {text}"))
     return tuple(claims)
@@ -98,7 +102,7 @@ def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim,
 
 def _mismatch_in(case: Case) -> str:
     """``different operations as number 7 of group '0'``; empty where there is no mismatch in what ranks wait in."""
-    for wait in case.waits.example.values():
+    for wait in (one.wait for one in case.waits.classes.values()):
         if wait.group is not None and wait.seq is not None and wait.kind == "collective":
             found = mismatch_at(case.alignment, wait.group, wait.seq)
             if found is not None:
@@ -111,8 +115,7 @@ def unseen_peers(case: Case) -> Ruling:
 
     A mismatch among those that were seen is a fact all the same, and is told without a culprit.
     """
-    unseen = frozenset(b for found in case.waits.blockers.values() for b in found) - frozenset(case.ranks)
-    if not unseen:
+    if case.waits.blocking <= case.ranks.keys():
         return ""
     text = (
         f"{capital(waits_words(case, sorted(case.waits.waiting)))}; {unseen_words(case)} and may be what they wait for."
@@ -134,10 +137,10 @@ def sends_and_receives(case: Case) -> Ruling:
     gloo records no peer of a send or receive, so the circle is then inferred: nobody else is left to come. Unless
     somebody who waits in a collective has left out his part of the exchange: without peers, nothing tells.
     """
-    ranks = members_of(case.waits, _inner_circle(case.waits, list(case.waits.transfers_of_circle)))
+    ranks = ranks_in(_inner_circle(case.waits.transfers_of_circle))
     if not ranks:
         return ""
-    known = all(_names_its_peer(case, key) for key in case.waits.circle)
+    known = all(_names_its_peer(case, one) for one in case.waits.circle)
     text = f"{capital(waits_words(case, ranks))}: each waits for another, and nobody is left to answer."
     others = waits_words(case, [rank for rank in case.waits.in_circle if rank not in ranks])
     if others and not known:
@@ -151,19 +154,100 @@ def sends_and_receives(case: Case) -> Ruling:
     )
 
 
-def _names_its_peer(case: Case, key: Key) -> bool:
-    wait = case.waits.example[key]
+def _names_its_peer(case: Case, one: Waiters) -> bool:
+    wait = one.wait
     if wait.kind != "p2p" or wait.group is None:
         return False
-    return peers_missing(case.alignment, case.waits.ranks[key][0], wait.group) is not None
+    return case.transfers.peers_missing(one.ranks[0], wait.group) is not None
 
 
-def _inner_circle(waits: Waits, keys: list[Key]) -> list[Key]:
-    """Those of ``keys`` that wait for each other, without help from others."""
-    left = list(keys)
+def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
+    """Those of ``classes`` that wait for each other, without help from others."""
     while True:
-        there = {rank for key in left for rank in waits.ranks[key]}
-        bound = [key for key in left if waits.blockers[key] & (there - set(waits.ranks[key]))]
-        if bound == left:
-            return left if len(there) > 1 else []
-        left = bound
+        there = set(ranks_in(classes))
+        bound = tuple(one for one in classes if one.blockers & (there - set(one.ranks)))
+        if bound == classes:
+            return classes if len(there) > 1 else ()
+        classes = bound
+
+
+# --- file locks between ranks -----------------------------------------------------------------------------------------
+
+# The kernel says who holds a lock (``/proc/locks``), so these are no inferences: a rank that enters a barrier with the
+# lock held, while its peers wait for the lock to get there, is in a circle with them.
+
+
+def file_locks(case: Case) -> Ruling:
+    """A rank holds the lock that others wait for: it waits for them in turn, or what it does itself is the cause.
+
+    Only where nobody else is waited for who does something of his own: then that comes first.
+    """
+    if not case.waits.held_by:
+        return ""
+    # Circles of calls alone say nothing here: whoever is in one waits for no file.
+    ends = [sink for sink in case.waits.graph.sinks if not all(node in case.waits.classes for node in sink)]
+    if len(ends) != 1:
+        return ""
+    (end,) = ends
+    mine = {rank: holder for rank, holder in case.waits.held_by.items() if case.waits.graph.leads_to(rank, end)}
+    if len(end) == 1:
+        holder = next((holder for holder in mine.values() if holder.node in end), None)
+        return _held_by_one(case, mine, holder) if holder is not None else ""
+    in_files = {rank: holder for rank, holder in mine.items() if rank in end}
+    others = {holder.rank for holder in in_files.values()} - in_files.keys()
+    return _deadlock(case, mine if others else in_files, tuple(sorted(others)))
+
+
+def _deadlock(case: Case, held_by: Mapping[int, Holder], holders: tuple[int, ...]) -> Finding:
+    """``holders`` wait for their peers in a collective, the others for the lock."""
+    named = {rank: _told(case, rank, by) for rank, by in held_by.items()}
+    text = summary_of(named, case, holders)
+    who = ranks_word(held_by)
+    culprits: list[Culprit] = [culprit(case.ranks[rank], condition) for rank, condition in named.items()]
+    for rank in holders:
+        wait = case.ranks[rank].wait
+        words = wait.words if wait is not None else ""
+        culprits.append(
+            waiting_culprit(
+                case.ranks[rank], f"Rank {rank} holds the lock that {who} would need, and waits in {words}."
+            )
+        )
+    return Finding(
+        "lock-deadlock",
+        _doubts(case, named.values()),
+        f"{text} None of them can go on.",
+        tuple(culprits),
+        condition_claims(named) + wait_claims(case, holders),
+    )
+
+
+def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> Ruling:
+    own = holder.condition
+    if own is None:
+        return ""
+    who = ranks_word(held_by)
+    verb = "waits" if len(held_by) == 1 else "wait"
+    named = {holder.rank: replace(own, reason=f"{own.reason}, with a file locked that {who} {verb} for")}
+    told = {rank: _told(case, rank, by) for rank, by in held_by.items()}
+    waiters = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    return Finding(
+        own.cause,
+        _doubts(case, (own, *told.values())),
+        summary_of(named, case, waiters),
+        (culprit(case.ranks[holder.rank], named[holder.rank]),),
+        condition_claims(named) + condition_claims(told) + wait_claims(case, waiters),
+        held_up=tuple(held_by),
+    )
+
+
+def _doubts(case: Case, conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
+    """No surer than it is of any of them what it waits for."""
+    own = dict.fromkeys(doubt for condition in conditions for doubt in condition.doubts)
+    return (*own, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)}))
+
+
+def _told(case: Case, rank: int, by: Holder) -> Condition:
+    """Of a rank that waits for a lock: which rank has it."""
+    condition = case.ranks[rank].condition
+    assert condition is not None
+    return replace(condition, reason=f"waits for a file lock at {fr.place(condition.frame)} that rank {by.rank} holds")

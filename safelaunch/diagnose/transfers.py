@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from safelaunch.diagnose.collectives import Alignment, elements, op_name
 from safelaunch.model import Collective
@@ -53,49 +52,75 @@ class Transfer:
         )
 
 
-# What has been read of an alignment: each rank is asked for again by every peer of its.
-_read: WeakKeyDictionary[Alignment, dict[tuple[int, str], list[Transfer] | None]] = WeakKeyDictionary()
 _Sides = dict[tuple[int, int], dict[int, Transfer]]  # (sender, receiver) → place → transfer
-_met: WeakKeyDictionary[Alignment, dict[tuple[int, str, bool], _Sides]] = WeakKeyDictionary()
 
 
-def transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | None:
-    """All that ``rank``'s window holds in ``group``, in order; None where one of them does not name its peer."""
-    known = _read.setdefault(alignment, {})
-    if (rank, group) not in known:
-        known[rank, group] = _transfers(alignment, rank, group)
-    return known[rank, group]
+class Transfers:
+    """The sends and receives of all ranks. Every peer of a rank asks for that rank's again: each is read once."""
 
+    def __init__(self, alignment: Alignment) -> None:
+        self._alignment = alignment
+        self._read: dict[tuple[int, str], list[Transfer] | None] = {}
+        self._sides: dict[tuple[int, str, bool], _Sides] = {}
 
-def _transfers(alignment: Alignment, rank: int, group: str) -> list[Transfer] | None:
-    found = []
-    ranks = alignment.ranks_of(group)
-    for entry in alignment.transfers(rank, group):
-        match = _PEER.search(op_name(entry))
-        peer = int(match.group(3)) if match is not None else -1
-        if match is None or not 0 <= peer < len(ranks):
+    def of(self, rank: int, group: str) -> list[Transfer] | None:
+        """All that ``rank``'s window holds in ``group``, in order; None where one of them does not name its peer."""
+        if (rank, group) not in self._read:
+            self._read[rank, group] = self._of(rank, group)
+        return self._read[rank, group]
+
+    def _of(self, rank: int, group: str) -> list[Transfer] | None:
+        found = []
+        ranks = self._alignment.ranks_of(group)
+        for entry in self._alignment.transfers(rank, group):
+            match = _PEER.search(op_name(entry))
+            peer = int(match.group(3)) if match is not None else -1
+            if match is None or not 0 <= peer < len(ranks):
+                return None
+            ends = (rank, ranks[peer]) if match.group(1) == "send" else (ranks[peer], rank)
+            found.append(Transfer(rank, *ends, entry))
+        return found
+
+    def pending(self, rank: int, group: str) -> list[tuple[Transfer, Transfer | None]] | None:
+        """What ``rank`` has not completed in ``group``, each with the peer's entry that it meets, if that is there.
+
+        None where nobody can say: the backend records no peers.
+        """
+        mine = self.of(rank, group)
+        if not mine:
             return None
-        ends = (rank, ranks[peer]) if match.group(1) == "send" else (ranks[peer], rank)
-        found.append(Transfer(rank, *ends, entry))
-    return found
+        places = {whole: _places(mine, whole) for whole in (True, False)}
+        found = []
+        for one in mine:
+            if not one.entry.completed:
+                whole = self._alignment.is_whole(one.rank) and self._alignment.is_whole(one.peer)
+                met = self._opposite(one, whole).get(places[whole][id(one)])
+                found.append((one, met if met is not None and met.entry.started is not False else None))
+        return found
 
+    def peers_missing(self, rank: int, group: str) -> frozenset[int] | None:
+        """The ranks that ``rank`` waits for in its sends and receives of ``group``; None where nobody can say."""
+        waiting = self.pending(rank, group)
+        return None if waiting is None else frozenset(one.peer for one, met in waiting if met is None)
 
-def pending(alignment: Alignment, rank: int, group: str) -> list[tuple[Transfer, Transfer | None]] | None:
-    """What ``rank`` has not completed in ``group``, each with the peer's entry that it meets, if the peer is there.
-
-    None where nobody can say: the backend records no peers.
-    """
-    mine = transfers(alignment, rank, group)
-    if not mine:
+    def unequal(self, rank: int, group: str) -> tuple[Transfer, Transfer] | None:
+        """A send and the receive that it meets, of another size or type: ``(send, receive)``."""
+        for one, met in self.pending(rank, group) or ():
+            if met is not None and not one.fits(met):
+                return (one, met) if one.rank == one.sender else (met, one)
         return None
-    places = {whole: _places(mine, whole) for whole in (True, False)}
-    found = []
-    for one in mine:
-        if not one.entry.completed:
-            whole = alignment.is_whole(one.rank) and alignment.is_whole(one.peer)
-            met = _between(alignment, one, whole).get(places[whole][id(one)])
-            found.append((one, met if met is not None and met.entry.started is not False else None))
-    return found
+
+    def _opposite(self, one: Transfer, whole: bool) -> dict[int, Transfer]:
+        """The peer's transfers between the same two ranks in the same direction as ``one``, by their place."""
+        key = (one.peer, one.entry.group, whole)
+        if key not in self._sides:
+            theirs = self.of(one.peer, one.entry.group) or []
+            places = _places(theirs, whole)
+            sides = self._sides[key] = {}
+            for other in theirs:
+                if id(other) in places:
+                    sides.setdefault((other.sender, other.receiver), {})[places[id(other)]] = other
+        return self._sides[key].get((one.sender, one.receiver), {})
 
 
 def _places(side: Iterable[Transfer], whole: bool) -> dict[int, int]:
@@ -112,33 +137,7 @@ def _places(side: Iterable[Transfer], whole: bool) -> dict[int, int]:
     return places
 
 
-def _between(alignment: Alignment, one: Transfer, whole: bool) -> dict[int, Transfer]:
-    """The peer's transfers between the same two ranks in the same direction as ``one``, by their place."""
-    known = _met.setdefault(alignment, {})
-    key = (one.peer, one.entry.group, whole)
-    if key not in known:
-        theirs = transfers(alignment, one.peer, one.entry.group) or []
-        places = _places(theirs, whole)
-        sides: _Sides = {}
-        for other in theirs:
-            if id(other) in places:
-                sides.setdefault((other.sender, other.receiver), {})[places[id(other)]] = other
-        known[key] = sides
-    return known[key].get((one.sender, one.receiver), {})
-
-
-def peers_missing(alignment: Alignment, rank: int, group: str) -> frozenset[int] | None:
-    """The ranks that ``rank`` waits for in its sends and receives of ``group``; None where nobody can say."""
-    waiting = pending(alignment, rank, group)
-    return None if waiting is None else frozenset(one.peer for one, met in waiting if met is None)
-
-
-def unequal(alignment: Alignment, rank: int, group: str) -> tuple[Transfer, Transfer] | None:
-    """A send and the receive that it meets, of another size or type: ``(send, receive)``."""
-    for one, met in pending(alignment, rank, group) or ():
-        if met is not None and not one.fits(met):
-            return (one, met) if one.rank == one.sender else (met, one)
-    return None
+# --- collectives in which ranks give and take different things --------------------------------------------------------
 
 
 def several_roots(alignment: Alignment, group: str, seq: int) -> tuple[int, ...]:

@@ -16,8 +16,7 @@ from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.graph import Edge, Graph, Node
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.processes import Inside
-from safelaunch.diagnose.rank_state import Facts, child_views
-from safelaunch.diagnose.transfers import peers_missing
+from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views
 
 Key = tuple[Hashable, ...]
 
@@ -33,45 +32,57 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Waits:
-    """``ranks``: the members of each class. ``blockers``: the ranks a class waits for. ``held_by``: rank → who has the
-    file locked that it waits for, where that is not the rank itself."""
+class Waiters:
+    """A class of ``ranks`` that wait for the same peers, ``blockers``. ``wait``: what the first of them waits in."""
 
-    ranks: Mapping[Key, tuple[int, ...]]
-    blockers: Mapping[Key, frozenset[int]]
-    example: Mapping[Key, PeerWait]
+    ranks: tuple[int, ...]
+    wait: PeerWait
+    blockers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Waits:
+    """``classes``: by their nodes in the graph. ``held_by``: rank → who has the file locked that it waits for, where
+    that is not the rank itself."""
+
+    classes: Mapping[Key, Waiters]
     held_by: Mapping[int, Holder]
     graph: Graph
 
     @cached_property
     def waiting(self) -> frozenset[int]:
-        return frozenset(r for ranks in self.ranks.values() for r in ranks)
+        return frozenset(ranks_in(self.classes.values()))
 
     @cached_property
-    def circle(self) -> tuple[Key, ...]:
+    def blocking(self) -> frozenset[int]:
+        """The ranks that somebody waits for."""
+        return frozenset().union(*(one.blockers for one in self.classes.values()))
+
+    @cached_property
+    def circle(self) -> tuple[Waiters, ...]:
         """The largest set of classes that wait for each other and for nobody else; empty where every wait ends at a
         rank of its own doing.
         """
         circles = [self._classes(sink) for sink in self.graph.sinks]
-        return max(circles, key=lambda sink: sum(len(self.ranks[key]) for key in sink), default=())
+        return max(circles, key=lambda circle: sum(len(one.ranks) for one in circle), default=())
 
-    def _classes(self, sink: tuple[Node, ...]) -> tuple[Key, ...]:
+    def _classes(self, sink: tuple[Node, ...]) -> tuple[Waiters, ...]:
         """The classes in a circle of calls alone."""
-        keys = tuple(node for node in sink if isinstance(node, tuple) and node in self.ranks)
-        return keys if len(keys) == len(sink) and any(self.blockers[key] for key in keys) else ()
+        found = tuple(self.classes[node] for node in sink if isinstance(node, tuple) and node in self.classes)
+        return found if len(found) == len(sink) and any(one.blockers for one in found) else ()
 
     @cached_property
     def groups_of_circle(self) -> frozenset[str]:
-        return frozenset(group for key in self.circle if (group := self.example[key].group) is not None)
+        return frozenset(group for one in self.circle if (group := one.wait.group) is not None)
 
     @cached_property
-    def transfers_of_circle(self) -> tuple[Key, ...]:
+    def transfers_of_circle(self) -> tuple[Waiters, ...]:
         """The sends and receives in it."""
-        return tuple(key for key in self.circle if self.example[key].kind == "p2p")
+        return tuple(one for one in self.circle if one.wait.kind == "p2p")
 
     @property
     def in_circle(self) -> list[int]:
-        return members_of(self, self.circle)
+        return ranks_in(self.circle)
 
 
 class Case(Facts):
@@ -82,33 +93,32 @@ class Case(Facts):
         return waits_of(self)
 
 
-def members_of(waits: Waits, keys: Iterable[Key]) -> list[int]:
-    return sorted(rank for key in keys for rank in waits.ranks[key])
+def ranks_in(classes: Iterable[Waiters]) -> list[int]:
+    return sorted(rank for one in classes for rank in one.ranks)
 
 
 def waits_of(facts: Facts) -> Waits:
-    ranks: dict[Key, list[int]] = {}
-    example: dict[Key, PeerWait] = {}
+    members: dict[Key, list[RankFacts]] = {}
     for rank, one in facts.ranks.items():
-        if one.wait is None:
-            continue
-        key = _key(rank, one.wait)
-        ranks.setdefault(key, []).append(rank)
-        example.setdefault(key, one.wait)
-    blockers = {key: _blockers(facts, example[key], tuple(members)) for key, members in ranks.items()}
-    nodes: dict[int, Node] = {r: key for key, members in ranks.items() for r in members}
+        if one.wait is not None:
+            members.setdefault(_key(rank, one.wait), []).append(one)
+    classes = {key: _class_of(facts, tuple(ranks)) for key, ranks in members.items()}
+    nodes: dict[int, Node] = {rank: key for key, one in classes.items() for rank in one.ranks}
     held_by = dict(_holders(facts, nodes))
-    graph = Graph((*_call_edges(blockers, example, nodes), *_file_edges(facts, held_by)))
-    return Waits({k: tuple(v) for k, v in ranks.items()}, blockers, example, held_by, graph)
+    return Waits(classes, held_by, Graph((*_call_edges(classes, nodes), *_file_edges(facts, held_by))))
 
 
-def _call_edges(
-    blockers: Mapping[Key, frozenset[int]], example: Mapping[Key, PeerWait], nodes: Mapping[int, Node]
-) -> Iterator[Edge]:
-    for key, found in blockers.items():
+def _class_of(facts: Facts, members: tuple[RankFacts, ...]) -> Waiters:
+    ranks, wait = tuple(one.rank for one in members), members[0].wait
+    assert wait is not None  # it is the class of those that wait there
+    return Waiters(ranks, wait, _blockers(facts, wait, ranks))
+
+
+def _call_edges(classes: Mapping[Key, Waiters], nodes: Mapping[int, Node]) -> Iterator[Edge]:
+    for key, one in classes.items():
         # In the order of the ranks: the same evidence has the same verdict, to the word.
-        others = tuple(dict.fromkeys(nodes.get(b, b) for b in sorted(found) if nodes.get(b) != key))
-        yield Edge(key, others, "call", example[key].claims)
+        others = tuple(dict.fromkeys(nodes.get(b, b) for b in sorted(one.blockers) if nodes.get(b) != key))
+        yield Edge(key, others, "call", one.wait.claims)
 
 
 def _file_edges(facts: Facts, held_by: Mapping[int, Holder]) -> Iterator[Edge]:
@@ -158,7 +168,7 @@ def _blockers(facts: Facts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset
     if wait.kind == "init":
         return frozenset(r for r in facts.world - inside if not facts.alignment.joined(r))
     if wait.kind == "p2p":
-        named = peers_missing(facts.alignment, ranks[0], wait.group) if wait.group is not None else None
+        named = facts.transfers.peers_missing(ranks[0], wait.group) if wait.group is not None else None
         return facts.world - inside if named is None else named
     if wait.group is None or wait.seq is None:
         return frozenset(r for r in facts.world - inside if not _same_call(facts, r, wait))

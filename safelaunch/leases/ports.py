@@ -2,7 +2,9 @@
 
 A port that is free now may be taken before the job uses it. So this process binds it, without listening, until the job
 is over. With SO_REUSEADDR on both sides, the job's own server can still bind it and listen. The kernel gives the port
-to no program that asks for any port, and refuses programs that ask for it without that option.
+to no program that asks for any port, and refuses programs that ask for it without that option. As ``bind`` is such a
+program itself, two jobs never reserve the same port, even if they see different lease directories, such as two
+containers on the host's network do.
 """
 
 from __future__ import annotations
@@ -70,17 +72,11 @@ def take(store: Store, count: int, about: Holder) -> Ports:
 
 
 def take_unleased(count: int) -> Ports:
-    """``count`` free ports without a lease, for a node without a usable lease directory. Raises ResourceError.
-
-    A port that another safelaunch keeps bound counts as taken, so jobs that choose one after the other don't meet.
-    """
+    """``count`` free ports without a lease, for a node without a usable lease directory. Raises ResourceError."""
     found: dict[int, int] = {}
     for port in candidates(_read(EPHEMERAL), _read(RESERVED)):
         if len(found) == count:
             break
-        if (alone := bind(port, shared=False)) is None:
-            continue
-        alone.close()
         if (one := bind(port)) is not None:
             found[port] = one.detach()
     lease = Lease({}, sockets={key_of(port): fd for port, fd in found.items()})
@@ -100,21 +96,19 @@ def _close(bound: dict[str, socket.socket]) -> None:
         bound.popitem()[1].close()
 
 
-def bind(port: int, *, shared: bool = True) -> socket.socket | None:
-    """A socket that keeps ``port`` on all addresses without listening; None if another program has the port.
-
-    ``shared``: other sockets may be bound to it too, as long as none of them listens.
-    """
+def bind(port: int) -> socket.socket | None:
+    """A socket that keeps ``port`` on all addresses without listening; None if any other socket is bound to it."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             one = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
             continue  # a kernel without IPv6
         try:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shared)
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             one.bind((address, port))
+            # Only now: with the option, the bind would succeed beside another job's reservation.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
             return one
         except OSError as error:
             one.close()

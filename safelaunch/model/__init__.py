@@ -356,11 +356,57 @@ class RankFile(Record, frozen=True):
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
+# --- a node -----------------------------------------------------------------------------------------------------------
+
+# What a node's agent is to its own supervisor: it runs, a signal has stopped it, or it is gone. "": not known.
+AgentState = Literal["", "running", "stopped", "gone"]
+# What a store that is lost says to those who connect again: the connection was closed and nobody listens, it accepts
+# and does not answer, no packet comes back. "": it is not lost.
+Lost = Literal["", "closed", "silent", "unreachable"]
+# A connection to a node, tried at the time of the evidence. "": not tried.
+Probe = Literal["", "answers", "no answer"]
+
+
+class NodeEvidence(Record, frozen=True):
+    """One node of the job: what its supervisor says of itself, or what the others know of one that says nothing.
+
+    - ``ranks``: those under its supervisor, as it said last
+    - ``here``: this evidence is its own
+    - ``silent_s``: how long its supervisor has not been heard; 0: it is heard, or was until its end
+    - ``last``: its last words: it watches, its ranks fail, somebody stops the job there, it has ended
+    - ``trouble``: what failed there on its own account
+    - ``store``: how the store of torchrun's agents, which it hosts, was lost
+    - ``script``: a digest of the script
+    """
+
+    host: str
+    slot: int = 0
+    ranks: tuple[int, ...] = ()
+    here: bool = False
+    silent_s: float = 0.0
+    last: Literal["", "watching", "failing", "stopping", "ended"] = ""
+    trouble: str = ""
+    agent: AgentState = ""
+    store: Lost = ""
+    probe: Probe = ""
+    torch: str = ""
+    safelaunch: str = ""
+    script: str = ""
+
+    @property
+    def is_gone(self) -> bool:
+        """It is not heard any more, and has not said why."""
+        return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
+
+
 Outcome = Literal["hang", "crash", "dump"]
 
 
 class Evidence(Record, frozen=True):
-    """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found."""
+    """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
+
+    ``nodes``: of a job of several nodes, as far as they are known.
+    """
 
     outcome: Outcome
     world_size: int
@@ -371,6 +417,7 @@ class Evidence(Record, frozen=True):
     threshold_why: str = ""
     moving: bool = False  # some rank progressed between the confirmation samples
     notes: tuple[str, ...] = ()  # what slowed the job down: a straggler, a shared GPU
+    nodes: tuple[NodeEvidence, ...] = ()
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------
@@ -415,6 +462,11 @@ CAUSES = (
     "rank-exited",
     "rank-killed",
     "rank-exception",
+    "node-lost",
+    "node-unreachable",
+    "node-behind",
+    "launcher-stopped",
+    "versions-differ",
     "no-rank-stands-out",
     "slow-not-stuck",
 )
@@ -439,6 +491,14 @@ class Claim(Record, frozen=True, omit_defaults=False):
     file: str
 
 
+class NodeAtFault(Record, frozen=True, omit_defaults=False):
+    """A node that is to blame as a whole. ``ranks``: those on it, as ranges; empty where they are not known."""
+
+    host: str
+    ranks: str
+    reason: str
+
+
 class BundlePlace(Record, frozen=True, omit_defaults=False):
     """Where the bundle is that holds every rank of a job of several nodes; ``whole``: whether it is this one."""
 
@@ -450,7 +510,7 @@ class BundlePlace(Record, frozen=True, omit_defaults=False):
 class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
 
-    ``bundle``: only where several nodes have reached the verdict together.
+    ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
     """
 
     schema: int
@@ -465,6 +525,11 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     missing: tuple[str, ...]
     suggestions: tuple[str, ...]
     bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
+    nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:
+        return self.nodes or ()
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:

@@ -10,12 +10,14 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.capture.flight_dump import MAX_RANKS
+from safelaunch.cluster.evidence import all_nodes
 from safelaunch.model import (
     BundlePlace,
     CaughtException,
     Evidence,
     ExitCall,
     FlightRecord,
+    NodeEvidence,
     Outcome,
     ProcessEvidence,
     Progress,
@@ -31,6 +33,7 @@ from safelaunch.system import untrusted_paths
 _T = TypeVar("_T")
 MAX_RECORD_BYTES = 64 << 20
 MAX_LOG_BYTES = 8 << 20
+MAX_NODES = 65_536
 _RANK = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
@@ -168,8 +171,17 @@ def read_bundle(root: Path) -> Found:
         threshold_why=manifest.watch.why,
         moving=job.moving,
         notes=manifest.notes,
+        nodes=_nodes(bundle),
     )
     return Found("a bundle", evidence, tuple(bundle.problems))
+
+
+def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
+    nodes = bundle.json("nodes.json", tuple[NodeEvidence, ...]) or ()
+    if any(not 0 <= rank < MAX_RANKS for node in nodes for rank in node.ranks):
+        bundle.problems.append("nodes.json: ignored, because it names ranks that there cannot be")
+        return ()
+    return nodes[:MAX_NODES]
 
 
 def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
@@ -199,9 +211,12 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         missing_ranks=tuple(sorted(set(range(world)) - set(seen))),
         stall_s=max(found.evidence.stall_s for found in bundles),
         moving=any(found.evidence.moving for found in bundles),
+        nodes=all_nodes([found.evidence for found in bundles]),
     )
     problems = [f"{name}/{text}" for found, name in zip(bundles, names, strict=True) for text in found.problems]
-    files = {
+    told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
+    files = {"nodes.json": f"{told}/nodes.json"} if told else {}
+    files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"
         for found, name in zip(bundles, names, strict=True)
         for rank in found.evidence.ranks

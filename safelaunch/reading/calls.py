@@ -5,13 +5,13 @@ Recognised by file and function of torch and of the standard library, never by a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from safelaunch.model import Frame, StackSample, Thread
-from safelaunch.reading.frames import is_native, normal, own_part, python_frames, short, user_part
+from safelaunch.model import Frame, StackSample
+from safelaunch.reading.frames import Stack, is_native, normal, own_part, short
 
 _C10D_FILES = (
     "torch/distributed/distributed_c10d.py",
@@ -43,7 +43,7 @@ def _in(frame: Frame, *endings: str) -> bool:
     return normal(frame.file).endswith(endings)
 
 
-def torch_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> TorchWait | None:
+def torch_wait(stack: Stack) -> TorchWait | None:
     """The c10d call in which these frames wait for other ranks, or None.
 
     The innermost Python frame has to be in c10d itself: then the thread is inside a C++ collective, rendezvous or
@@ -51,7 +51,7 @@ def torch_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> Torch
     ``init_process_group`` and ``new_group`` keep frames of the store and of the rendezvous handlers inside them, so
     for these two any library frame may be innermost.
     """
-    inner, _ = user_part(frames, code_roots)
+    inner = stack.called
     names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
     if _INIT_FUNCTIONS.intersection(names) and any("torch/distributed/" in normal(f.file) for f in inner):
         return TorchWait("init", "init_process_group")
@@ -70,28 +70,26 @@ def torch_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> Torch
     return TorchWait("collective", op.lstrip("_"))
 
 
-def under_c10d(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+def under_c10d(stack: Stack) -> bool:
     """A call of c10d is under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator."""
-    inner, _ = user_part(frames, code_roots)
-    return any(_in(f, *_C10D_FILES) for f in inner)
+    return any(_in(f, *_C10D_FILES) for f in stack.called)
 
 
-def in_torch(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+def in_torch(stack: Stack) -> bool:
     """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
-    inner, _ = user_part(frames, code_roots)
-    return bool(inner) and "/torch/" in normal(inner[0].file) and not loader_wait(frames, code_roots)
+    inner = stack.called
+    return bool(inner) and "/torch/" in normal(inner[0].file) and not loader_wait(stack)
 
 
-def in_backward(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+def in_backward(stack: Stack) -> bool:
     """The thread is in C++ under ``backward()``: in no hook of Python's."""
-    inner, _ = user_part(frames, code_roots)
+    inner = stack.called
     return bool(inner) and _in(inner[0], "torch/autograd/graph.py", "torch/autograd/__init__.py")
 
 
-def loader_wait(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+def loader_wait(stack: Stack) -> bool:
     """The thread waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``)."""
-    inner, _ = user_part(frames, code_roots)
-    return any(_in(f, "torch/utils/data/dataloader.py") and short(f.function) in _LOADER_WAITS for f in inner)
+    return any(_in(f, "torch/utils/data/dataloader.py") and short(f.function) in _LOADER_WAITS for f in stack.called)
 
 
 def loader_on_stack(frames: Sequence[Frame]) -> bool:
@@ -108,10 +106,9 @@ def worker_idle(frames: Sequence[Frame]) -> bool:
     return is_loader_worker(frames) and any(_in(f, "multiprocessing/queues.py") for f in frames[:8])
 
 
-def polls_file_lock(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> bool:
+def polls_file_lock(stack: Stack) -> bool:
     """The library ``filelock`` asks for its lock, sleeps, and asks again. It has the file open only as it asks."""
-    inner, _ = user_part(frames, code_roots)
-    return any("/filelock/" in normal(f.file) and short(f.function) == "acquire" for f in inner)
+    return any("/filelock/" in normal(f.file) and short(f.function) == "acquire" for f in stack.called)
 
 
 def leaving(frames: Sequence[Frame]) -> str:
@@ -220,29 +217,23 @@ class Awaited:
     processes: Literal["", "workers", "child", "message", "any"] = ""
 
 
-def awaited(frames: Sequence[Frame], kind: str = "", code_roots: Sequence[str] = ()) -> Awaited:
+def awaited(stack: Stack, kind: str = "") -> Awaited:
     """Read from a thread's Python frames, and from the ``kind`` of its system call (:mod:`.kernel`)."""
-    peers = torch_wait(frames, code_roots)
+    peers = torch_wait(stack)
     if peers is not None:
         return Awaited(peers)
-    inner, _ = user_part(frames, code_roots)
+    inner = stack.called
     lock, loop = lock_wait(inner), in_event_loop(inner)
     of_threads: _Threads = lock.on if lock is not None else "signal" if loop else ""
-    if in_backward(frames, code_roots):
+    if in_backward(stack):
         of_threads = "engine"
-    if loader_wait(frames, code_roots):
+    if loader_wait(stack):
         return Awaited(None, of_threads, "workers")
     if kind == "child" or waits_for_child(inner):
         return Awaited(None, of_threads, "child")
     if waits_for_message(inner):
         return Awaited(None, of_threads, "message")
     return Awaited(None, of_threads, "any" if loop or (lock is not None and lock.by_processes) else "")
-
-
-def users_threads(sample: StackSample | None, but: Thread | None, code_roots: Sequence[str] = ()) -> list[Thread]:
-    """The threads beside ``but`` that run code of the user's; pools that wait for work and library threads do not."""
-    threads = (thread for thread in (sample.threads if sample else ()) if thread is not but)
-    return [thread for thread in threads if user_part(python_frames(thread), code_roots)[1] is not None]
 
 
 _LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock", "_PySemaphore", "rlock_acquire")
@@ -289,9 +280,44 @@ _NATIVE_SLEEPS = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")
 
 
 def _native(samples: Iterable[StackSample], os_tid: int | None, answers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
-    for thread in (t for s in samples if s.native for t in s.threads if t.os_tid == os_tid):
-        names = [f.function for f in takewhile(is_native, thread.frames)]
+    for frames in _native_frames(samples, os_tid):
         for answer, symbols in answers:
-            if any(symbol in name for name in names for symbol in symbols):
+            if any(symbol in frame.function for frame in frames for symbol in symbols):
                 return answer
     return ""
+
+
+def _native_frames(samples: Iterable[StackSample], os_tid: int | None) -> Iterator[list[Frame]]:
+    """The C frames inside a thread's innermost Python frame, for each native sample."""
+    for sample in samples:
+        for thread in sample.threads if sample.native else ():
+            if thread.os_tid == os_tid:
+                yield list(takewhile(is_native, thread.frames))
+
+
+# --- the own GPU ------------------------------------------------------------------------------------------------------
+
+_SYNCHRONIZE = (
+    "torch/cuda/__init__.py",
+    "torch/cuda/streams.py",
+    "torch/cuda/graphs.py",
+    "torch/accelerator/__init__.py",
+)
+_DRIVER_CALLS = ("Synchronize", "cuMemcpy", "cudaMemcpy", "cuEventQuery", "cuStreamQuery")
+_DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
+
+
+def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``a synchronize`` of torch's, or the driver's call by name; empty where the thread is elsewhere."""
+    for frame in stack.called[:2]:
+        if _in(frame, *_SYNCHRONIZE) and short(frame.function) in ("synchronize", "wait", "replay"):
+            return "a synchronize"
+    called = (_driver_call(frame) for frames in _native_frames(samples, os_tid) for frame in frames)
+    return next(filter(None, called), "")
+
+
+def _driver_call(frame: Frame) -> str:
+    """Of the driver or the runtime; futexes and locks of libc are not."""
+    if any(call in frame.function for call in _DRIVER_CALLS):
+        return frame.function.partition("(")[0]
+    return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

@@ -7,11 +7,12 @@ name (``Thread.join``), older ones and the Flight Recorder the bare one; :func:`
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import PurePosixPath
 
-from safelaunch.model import Frame, Thread
+from safelaunch.model import Frame, RankEvidence, Thread
 
 _LIBRARY_DIR = re.compile(r"/(?:site-packages|dist-packages)/|/lib(?:64)?/python3(?:\.\d+)?t?/|/lib/python3\d*\.zip/")
 _PSEUDO_FILE = re.compile(r"^<.*>$")
@@ -40,6 +41,11 @@ def place(frame: Frame | None) -> str:
         return "a place that was not seen"
     where = f"{basename(frame.file)}:{frame.line}"
     return where if frame.function in ("", "<module>") else f"{where} ({frame.function})"
+
+
+def at(frame: Frame | None) -> str:
+    """`` at train.py:41 (log_metric)``, to stand behind other words; empty without a frame."""
+    return f" at {place(frame)}" if frame is not None else ""
 
 
 # --- whose code ---------------------------------------------------------------------------------------------------
@@ -95,30 +101,50 @@ def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def user_frame(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> Frame | None:
-    """The innermost frame of the user's own code.
+@dataclass(frozen=True)
+class Stack:
+    """The frames of a thread or of a recorded call, innermost first, and where in them the user's own code is.
 
-    Where no file of the stack is the user's, two things may be: code typed in (``python -c``, ``<string>``), and an
-    installed module started with ``-m``, recognised as the package of the outermost frame that is not a launcher.
+    ``code_roots``: the directories of the standard library and of installed packages, as the rank itself names them.
     """
-    frames = own_part(frames)
-    for frame in frames:
-        if is_user(frame, code_roots):
-            return frame
-    for frame in frames:
-        if frame.file in ("<string>", "<stdin>"):
-            return frame
-    return _installed_main(frames, code_roots)
+
+    frames: tuple[Frame, ...]
+    code_roots: tuple[str, ...] = ()
+
+    @cached_property
+    def _own(self) -> tuple[Frame, ...]:
+        return own_part(self.frames)
+
+    @cached_property
+    def user_frame(self) -> Frame | None:
+        """The innermost frame of the user's own code.
+
+        Where no file of the stack is the user's, two things may be: code typed in (``python -c``, ``<string>``), and an
+        installed module started with ``-m``, recognised as the package of the outermost frame that is not a launcher.
+        """
+        typed = (frame for frame in self._own if frame.file in ("<string>", "<stdin>"))
+        return next(self._users(), None) or next(typed, None) or _installed_main(self._own)
+
+    @cached_property
+    def user_frames(self) -> tuple[Frame, ...]:
+        """All frames of the user's own code."""
+        return tuple(self._users()) or ((self.user_frame,) if self.user_frame is not None else ())
+
+    @cached_property
+    def called(self) -> tuple[Frame, ...]:
+        """The library frames inside the user's innermost frame: what the user's line called. All, without one."""
+        return self._own if self.user_frame is None else self._own[: self._own.index(self.user_frame)]
+
+    def _users(self) -> Iterator[Frame]:
+        return (frame for frame in self._own if is_user(frame, self.code_roots))
 
 
-def user_stack(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> tuple[Frame, ...]:
-    """All frames of the user's own code, innermost first."""
-    own = tuple(frame for frame in own_part(frames) if is_user(frame, code_roots))
-    innermost = user_frame(frames, code_roots)
-    return own or ((innermost,) if innermost is not None else ())
+def stack_of(rank: RankEvidence, frames: Sequence[Frame]) -> Stack:
+    """``frames`` of a process of ``rank``, or of a call that it recorded."""
+    return Stack(tuple(frames), rank.code_roots)
 
 
-def _installed_main(frames: Sequence[Frame], code_roots: Sequence[str]) -> Frame | None:
+def _installed_main(frames: Sequence[Frame]) -> Frame | None:
     real = [f for f in frames if not is_pseudo(f.file) and not is_ours(f.file) and not is_native(f)]
     outer = [f for f in real if not normal(f.file).endswith(_BOOTSTRAP)]
     if not outer or outer[-1].function != "<module>":
@@ -133,15 +159,6 @@ def _package_root(path: str) -> str | None:
     """``/x/site-packages/tool/cli.py`` → ``/x/site-packages/tool/``; a single module → its file."""
     match = re.match(r"(.*/(?:site-packages|dist-packages)/[^/]+/?)", normal(path))
     return match.group(1) if match else None
-
-
-def user_part(frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> tuple[tuple[Frame, ...], Frame | None]:
-    """``(library frames inside the user's innermost frame, that frame)``: what the user's line called, and the line."""
-    frames = own_part(frames)
-    mine = user_frame(frames, code_roots)
-    if mine is None:
-        return tuple(frames), None
-    return tuple(frames[: frames.index(mine)]), mine
 
 
 def python_frames(thread: Thread) -> tuple[Frame, ...]:

@@ -28,6 +28,9 @@ _SHORT_HASH = re.compile(r"(?=\w*\d)[0-9a-f]{8,12}")
 _NUMBER = re.compile(r"-?\d{1,6}(?:\.\d{0,20})?(?:e-?\d{1,4})?", re.IGNORECASE)
 _BARE_TOKEN = re.compile(r"[A-Za-z0-9_\-+/=.]{16,}")
 _OPAQUE = re.compile(r"[A-Za-z0-9_\-+/=~%]{8,}")
+# ``secrets.py:37:``, ``password.yaml:3:5:``: a place in a file.
+_FILE = re.compile(r".+\.(?:pyx?|c|cc|cpp|cu|h|hpp|rs|sh|ya?ml|toml|json|cfg|ini)")
+_LINE = re.compile(r"\d{1,5}(?::\d{1,4})?[:)\].]{0,3}")
 _SIGNAL = re.compile(r"SIG[A-Z0-9]{2,8}")
 
 URL_PASSWORD = re.compile(
@@ -174,10 +177,12 @@ def _assigned(text: str) -> Iterator[Span]:
 
 
 def _is_plain(kind: Kind, assigned: re.Match[str], value: str) -> bool:
-    """Whether it is a number, words of a log line (``session: starting``, ``token: the``), code, or redacted."""
+    """Whether it is a number, a file's line, words of a log (``session: starting``), code, or redacted."""
     bare = value.lstrip("brufBRUF").strip("\"'") if value[-1:] in "\"'" else value.strip("\"'")
     name, between = assigned["name"].lower(), assigned[0][len(assigned["name"]) :]
     if is_plain_value(kind, bare) or (name.endswith("pwd") and bare.startswith("/")):
+        return True
+    if between == ":" and _FILE.fullmatch(name) and _LINE.fullmatch(value):
         return True
     if kind == "secret" and between == " = " and _CALL.match(value):
         return True

@@ -10,7 +10,6 @@ from safelaunch.diagnose.findings import ranks_word
 from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
 from safelaunch.reading.frames import own_part
-from safelaunch.reading.kernel import kernel_wait
 from safelaunch.report.tree import Branch, stack_tree
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
@@ -78,8 +77,7 @@ def _state(one: RankFacts) -> str:
     view = view_of(one.evidence)
     if view is None or not view.process.states:
         return "not seen"
-    wait = kernel_wait(view.process)
-    return f"{view.process.states[-1].state} {wait.call or wait.kind}"
+    return f"{view.process.states[-1].state} {view.wait.call or view.wait.kind}"
 
 
 def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
@@ -132,14 +130,11 @@ def _frames_of(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]
     """The thread with the culprit's frame in it, else the main thread; for the dead, the exception's frames."""
     if rank is None:
         return ()
-    for process in (rank.main, *rank.children):
-        if process is None or process.pid != culprit.pid or not process.stacks:
-            continue
-        plain = [s for s in process.stacks if not s.native] or list(process.stacks)
-        sample = plain[-1]
-        inside = next((t for t in sample.threads if culprit.frame in t.frames), sample.main_thread)
-        if inside is not None:
-            return own_part(inside.frames)
+    for view in (view_of(rank), *child_views(rank)):
+        if view is not None and view.process.pid == culprit.pid and view.sample is not None:
+            inside = next((t for t in view.sample.threads if culprit.frame in t.frames), view.thread)
+            if inside is not None:
+                return own_part(inside.frames)
     return _last_frames(rank)
 
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from importlib import resources
 
-from safelaunch.model import Artifact, Claim, Culprit, Evidence, Verdict
+from safelaunch.model import Artifact, Claim, Culprit, Evidence, NodeAtFault, NodeEvidence, Verdict, format_ranks
 from safelaunch.report.overview import Overview, RankRow, ReadLine, culprit_lines, frame_text, overview, stack_lines
 from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
@@ -49,6 +49,7 @@ def screen(
     if len(verdict.culprits) > 3:
         more = len(verdict.culprits) - 3
         who.append(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md")
+    who += [line for node in verdict.nodes_at_fault[:3] for line in _wrap(node_words(node), room, "  ")[:3]]
     tail = _tail(verdict, room)
     space = MAX_LINES - 1 - len(head) - len(who) - len(tail) - 1
     claims = _claims(verdict.evidence, room, max(space, 0))
@@ -82,6 +83,12 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[str]:
     if text:
         lines.append(_shorten(f"    > {clean(text).strip()}", room))
     return lines
+
+
+def node_words(node: NodeAtFault) -> str:
+    """``node a (ranks 0-7): its safelaunch was not heard for 20 s``."""
+    ranks = f" ({_ranks(node.ranks)})" if node.ranks else ""
+    return clean(f"node {node.host}{ranks}: {node.reason}")
 
 
 def _claims(claims: Sequence[Claim], room: int, space: int) -> list[str]:
@@ -161,8 +168,10 @@ def markdown(
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
         _md(stalled_words(evidence)),
         _md_list("Noticed while it ran", evidence.notes),
+        _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", verdict.suggestions),
+        _md_nodes(evidence.nodes),
         "## Ranks\n\n" + _md_table(laid_out.rows),
         "## Where the ranks part\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
         _md_stacks(laid_out),
@@ -199,6 +208,28 @@ def _md_table(rows: Sequence[RankRow]) -> str:
         for row in rows
     ]
     return "\n".join([head, *lines])
+
+
+def _md_nodes(nodes: Sequence[NodeEvidence]) -> str:
+    head = "## Nodes\n\n| host | ranks | state | torch | safelaunch |\n|---|---|---|---|---|"
+    lines = [
+        f"| {_md(node.host)} | {_md(format_ranks(node.ranks))} | {_md(node_state(node))} "
+        f"| {_md(node.torch)} | {_md(node.safelaunch)} |"
+        for node in nodes
+    ]
+    return "\n".join([head, *lines]) if lines else ""
+
+
+def node_state(node: NodeEvidence) -> str:
+    """What is known of a node, in a few words."""
+    parts = []
+    if node.is_gone:
+        parts.append(f"not heard for {node.silent_s:.0f} s" if node.silent_s else "not heard")
+    elif node.last in ("failing", "stopping", "ended"):
+        parts.append({"failing": "its ranks failed", "stopping": "stopped by somebody", "ended": "ended"}[node.last])
+    parts += [f"torchrun {node.agent}"] if node.agent in ("stopped", "gone") else []
+    parts += [node.trouble] if node.trouble else []
+    return "; ".join(parts) or ("this node" if node.here else "heard")
 
 
 def _md_stacks(laid_out: Overview) -> str:
@@ -255,6 +286,8 @@ def html(
         verdict=verdict,
         outcome=_OUTCOMES[verdict.outcome],
         victims=_ranks(verdict.victims) if verdict.victims else "",
+        nodes_at_fault=[node_words(node) for node in verdict.nodes_at_fault],
+        nodes=[(node, format_ranks(node.ranks), node_state(node)) for node in evidence.nodes],
         stalled=stalled_words(evidence),
         notes=evidence.notes,
         culprits=[

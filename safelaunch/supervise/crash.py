@@ -15,23 +15,22 @@ from functools import partial
 
 import msgspec
 
-from safelaunch.capture import last_words
 from safelaunch.capture.collect import ask_server
 from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.cluster.channel import Word
-from safelaunch.model import RankException, RankExit
+from safelaunch.cluster.evidence import merged
+from safelaunch.model import RankException, Verdict
 from safelaunch.roster.progress import AgentEvent
 from safelaunch.supervise import incident
-from safelaunch.supervise.incident import Circumstances, Collected, Known, Report
+from safelaunch.supervise.incident import Circumstances, Collected, Common, Exits, Known, Report
 from safelaunch.supervise.looks import Looks, look_at
-from safelaunch.supervise.together import Together
+from safelaunch.supervise.together import Together, Told
 from safelaunch.supervise.watch import Glance, Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
-Exits = Callable[[], Mapping[int, RankExit]]
 Seen = tuple[Looks, dict[int, FlightCapture]]
 
 # All ranks and the agent wait for us during this time, for at most 3 s.
@@ -45,6 +44,7 @@ _OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, si
 class _Failure:
     """An attempt that failed. ``looking``: the look at its ranks is in progress; ``told``: their exits are known.
 
+    ``meeting``: the nodes are about to agree on a verdict; ``met``: what has come of it, or that there is no need.
     ``quiet_s``: time without a step before the failure, in seconds; 0 if that is no longer than usual.
     """
 
@@ -54,15 +54,26 @@ class _Failure:
     seen: Seen = (Looks(()), {})
     known: Known | None = None
     told: bool = False
+    meeting: Task[Told] | None = None
+    met: Told | None = None
 
     def settle(self) -> None:
-        """Takes the look's result once it is available."""
+        """Takes the results of the look and of the meeting once they are available."""
         if self.looking is not None and self.looking.done:
             self.seen, self.looking = self.looking.result(), None
+        if self.meeting is not None and self.meeting.done:
+            self.met, self.meeting = self.meeting.result(), None
+
+    @property
+    def is_settled(self) -> bool:
+        return self.looking is None and self.met is not None
 
 
 class CrashCase:
     """One crash: first failure → one look at the peers → their release → the exit of each → bundle.
+
+    On several nodes, torchrun's agents are released only once the nodes have agreed on a verdict, or cannot: in one of
+    the agents is the store where they talk.
 
     Attempts may fail faster than bundles are written, so each failure keeps its evidence until its turn comes.
     """
@@ -73,6 +84,7 @@ class CrashCase:
         self._about = about
         self._exits = exits
         self._failure: _Failure | None = None  # of the current attempt
+        self._exits_known = False  # the agent has said which rank ended first, and how
         self._due: deque[_Failure] = deque()  # ready for their bundle
         self._writing: Task[Report | None] | None = None
 
@@ -93,10 +105,11 @@ class CrashCase:
     def on_agent(self, event: AgentEvent) -> None:
         """Handles one event of the agent; call it in their order."""
         if event.event == "started":
-            self._failure = None
+            self._failure, self._exits_known = None, False
             self._together.no_trouble()
         elif event.event == "failing":
-            self._begin(event.exits)
+            self._begin()
+            self._exits_known = True
         elif event.event == "closed":
             self._tell()
 
@@ -118,46 +131,60 @@ class CrashCase:
         if self._failure is not None:
             self._failure.settle()
             if self._failure.looking is None:
-                self._watch.acknowledge()
+                self._meet(self._failure)
+                self._watch.acknowledge(agent=self._failure.met is not None)
             if not self._failure.told:
                 self._remember(self._failure)
         if self._due and self._writing is None:
             self._due[0].settle()
             if self._due[0].looking is None:
+                self._meet(self._due[0])
+            if self._due[0].is_settled:
                 self._begin_writing(self._due.popleft())
         if self._writing is not None and self._writing.done:
             writing, self._writing = self._writing, None
             return writing.result()
         return None
 
-    def _begin(self, exits: Mapping[int, int] | None = None) -> None:
+    def _meet(self, failure: _Failure) -> None:
+        """Begins to agree with the other nodes, as soon as it is known how the ranks of this one failed."""
+        if failure.meeting is not None or failure.met is not None:
+            return
+        if not self._watch.unseen or failure.attempt != self._watch.attempt:
+            failure.met = Told(Word())
+        elif self._exits_known or failure.told:
+            looks, _ = failure.seen
+            known = self._known_of(failure)
+            failure.meeting = Task("meeting", lambda: self._agree(looks, known))
+
+    def _agree(self, looks: Looks, known: Known) -> Told:
+        half = incident.half_of(looks, known, self._about)
+        exits = {rank.rank: rank.exit.returncode for rank in half.ranks if rank.exit and rank.exit.before_close}
+        exceptions = {rank.rank: rank.exception for rank in half.ranks if rank.exception is not None}
+        text = own_failure(self._about.host, exits, exceptions)
+        if text:
+            self._together.trouble(self._about.redactor.said(text))
+        return self._together.crash(half)
+
+    def _known_of(self, failure: _Failure) -> Known:
+        known = failure.known or incident.known_of(self._watch, self._exits())
+        flights = failure.seen[1]
+        ranks = {rank: replace(item, flight=flights.get(rank)) for rank, item in known.ranks.items()}
+        return replace(known, ranks=ranks)
+
+    def _begin(self) -> None:
         if self._failure is not None:
             return
         targets = self._watch.targets()
 
         def look() -> Seen:
             try:
-                # While the ranks wait for us, and with them torchrun's agents, in one of which the others hear of it.
-                self._tell_others(targets, exits or {})
                 return look_at(targets, None), _flight_records(targets)
             finally:
-                self._watch.acknowledge()
+                self._watch.acknowledge(agent=not self._watch.unseen)
 
         quiet_s = self._watch.quiet_s(time.monotonic())
         self._failure = _Failure(self._watch.attempt, Task("look", look), quiet_s)
-
-    def _tell_others(self, targets: tuple[Target, ...], exits: Mapping[int, int]) -> None:
-        if not self._watch.unseen:
-            return
-        pages = self._about.run_dir / "pages"
-        exceptions = {}
-        for target in targets:
-            found = last_words.read(pages / target.page_name).exception if target.page_name else None
-            if found is not None:
-                exceptions[target.rank] = found
-        text = own_failure(self._about.host, exits, exceptions)
-        if text:
-            self._together.trouble(self._about.redactor.said(text))
 
     def _tell(self) -> None:
         failure = self._failure
@@ -173,24 +200,34 @@ class CrashCase:
             failure.known = incident.known_of(self._watch, self._exits())
 
     def _begin_writing(self, failure: _Failure) -> None:
-        looks, flights = failure.seen
-        known = failure.known or incident.known_of(self._watch, self._exits())
-        ranks = {rank: replace(item, flight=flights.get(rank)) for rank, item in known.ranks.items()}
-        known = replace(known, ranks=ranks)
+        looks, _ = failure.seen
+        known = self._known_of(failure)
         stall_s = failure.quiet_s if self._watch.unseen else 0.0
+        met = failure.met or Told(Word())
 
         def write() -> Report | None:
             found = incident.take_evidence("crash", looks, known, self._about, stall_s=stall_s, ask=False)
-            if self._watch.unseen and not self._together.has_trouble:
-                word = self._together.last_words()
-                if word.stopping:
-                    incident.discard(found)
-                    say("the job was stopped on another node: that is what has ended the ranks of this one")
-                    return None
-                found = _with_notes(found, notes_of(word))
-            return incident.finish(found)
+            if not self._watch.unseen:
+                return incident.finish(found)
+            found = incident.with_nodes(found, self._together.nodes())
+            if met.verdict is not None:
+                return incident.finish(found, common=_common(found, met, met.verdict))
+            word = met.word if self._together.has_trouble else self._together.last_words()
+            if word.stopping:
+                incident.discard(found)
+                say("the job was stopped on another node: that is what has ended the ranks of this one")
+                return None
+            return incident.finish(_with_notes(found, notes_of(word)))
 
         self._writing = Task("bundle", write)
+
+
+def _common(found: Collected, met: Told, verdict: Verdict) -> Common:
+    """The verdict of all nodes, with the evidence of this one and what it has read of the others'."""
+    evidence = merged(found.evidence, met.others)
+    mine = {rank.rank for rank in found.evidence.ranks}
+    others = tuple(rank for rank in evidence.ranks if rank.rank not in mine)
+    return Common(verdict, msgspec.structs.replace(evidence, outcome=verdict.outcome), met.name, others)
 
 
 def notes_of(word: Word) -> tuple[str, ...]:

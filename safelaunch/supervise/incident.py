@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
@@ -24,16 +24,18 @@ from safelaunch.capture import collect, sources
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.launch.paths import Unfinished, may_be_ours
-from safelaunch.model import Artifact, Evidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
+from safelaunch.model import Artifact, Evidence, NodeEvidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
-from safelaunch.report.timeline import Timeline
 from safelaunch.roster.progress import read_meta
 from safelaunch.supervise.looks import Looks, native_where_it_tells
 from safelaunch.supervise.node_evidence import collect_node
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
+
+Exits = Callable[[], Mapping[int, RankExit]]
+"""The ranks that have ended so far, and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,14 @@ class Report:
 class Common:
     """What the nodes of the job have settled together. ``others``: ranks of other nodes whose evidence is here.
 
-    ``evidence``: of all ranks that are. ``name``: what the bundle is to be called.
+    ``evidence``: of all ranks that are. ``name``: what the bundle is to be called. ``files``: of the others' bundles.
     """
 
     verdict: Verdict
     evidence: Evidence
     name: str
     others: tuple[RankEvidence, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,29 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """When a stage of an incident was reached, on both clocks."""
+
+    stage: str
+    unix_s: float
+    monotonic_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The stages of an incident in their order, for ``manifest.json``: how long it took us, and where that went."""
+
+    moments: tuple[Moment, ...] = ()
+
+    def plus(self, stage: str, at_s: float | None = None) -> Timeline:
+        """One stage more, reached at ``at_s`` seconds of CLOCK_MONOTONIC (None: now)."""
+        now = time.monotonic()
+        then = now if at_s is None else at_s
+        moment = Moment(stage, round(time.time() - (now - then), 4), round(then, 4))
+        return Timeline((*self.moments, moment))
+
+
+@dataclass(frozen=True, slots=True)
 class Collected:
     """All evidence of an incident, in an unpublished bundle: call ``finish`` to publish it or ``discard``."""
 
@@ -120,6 +146,11 @@ class Collected:
     timeline: Timeline
     about: Circumstances
     without_stacks: str = ""
+
+
+def with_nodes(found: Collected, nodes: tuple[NodeEvidence, ...]) -> Collected:
+    """The same with what is known of the job's nodes."""
+    return replace(found, evidence=msgspec.structs.replace(found.evidence, nodes=nodes))
 
 
 def take_evidence(
@@ -186,12 +217,43 @@ def take_evidence(
         for side in seen
     ]
     for side in complete:
-        staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+        _add_rank(side, staging)
     evidence = _evidence(outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving, notes=known.notes)
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+def _add_rank(side: RankEvidence, staging: Staging) -> None:
+    staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+
+
+class _Nowhere:
+    """Takes artifacts, and writes none."""
+
+    def __init__(self, redactor: Redactor) -> None:
+        self.redactor = redactor
+
+    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
+
+    def add_json(self, artifact: Artifact, value: object) -> None: ...
+
+
+def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
+    """This node's evidence of a crash as it is known at once: for the other nodes, who wait for it."""
+    nowhere, pages = _Nowhere(about.redactor), about.run_dir / "pages"
+    known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
+    taken = without_secrets(looks.taken, about.redactor)
+    seen = list(collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=False))
+    for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
+        seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, nowhere))
+    counts = kill_counts()
+    complete = [
+        msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
+        for side in seen
+    ]
+    return _evidence("crash", complete, known.world_size)
 
 
 def stuck_for_good(found: Collected) -> Mapping[int, int]:
@@ -227,7 +289,8 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
         evidence, verdict = common.evidence, common.verdict
         for side in common.others:
             collect.of_another_node(side, staging)
-            staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
+            _add_rank(side, staging)
+        _add_files(common, staging)
     else:
         verdict = judged(evidence, about)
     timeline = found.timeline.plus("verdict")
@@ -245,6 +308,22 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
     if not published.lost:
         about.notifier.tell(verdict, published.path, about.run_name)
     return Report(verdict, evidence, published, found.without_stacks)
+
+
+def _add_files(common: Common, staging: Staging) -> None:
+    """Files of other nodes. What is here already stays as it is."""
+    here = {artifact.path for artifact in staging.artifacts if not artifact.missing}
+    hosts = {f"ranks/{side.rank}/": side.host for side in common.others}
+    for path, content in sorted(common.files.items()):
+        folder, _, name = path.rpartition("/")
+        host = hosts.get(f"{folder}/", folder.rpartition("/")[2])
+        if path in here or (folder.startswith("ranks/") and f"{folder}/" not in hosts):
+            continue
+        data: str | bytes = content if name.endswith(".pickle") else content.decode("utf-8", "replace")
+        staging.add(Artifact(path, f"from {host}", 0.0), data)
+        if name.endswith(".pickle"):
+            rank = folder.rpartition("/")[2]
+            staging.add(Artifact(f"flight_recorder/nccl_trace_rank_{rank}", f"from {host}", 0.0), data)
 
 
 def _publish(
@@ -304,6 +383,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
     staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
+    if evidence.nodes:
+        staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
     from safelaunch.report import report
 
     def read_line(path: str, number: int) -> str | None:

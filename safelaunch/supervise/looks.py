@@ -94,6 +94,7 @@ def native_where_it_tells(looks: Looks) -> Looks:
 
 def _is_unclear(look: RankLook | None) -> bool:
     from safelaunch.reading.calls import torch_wait
+    from safelaunch.reading.frames import Stack
 
     main = look.main if look is not None else None
     if main is None or main.state is None or main.stack.value is None:
@@ -101,7 +102,7 @@ def _is_unclear(look: RankLook | None) -> bool:
     kernel, thread = main.state.main_thread, main.stack.value.main_thread
     rests = kernel is not None and kernel.state == "S" and kernel.syscall_name in ("futex", "")
     polls = any(lock.pid != main.pid for lock in main.state.locks)  # or sleeps beside a file that somebody has locked
-    return (rests or polls) and thread is not None and torch_wait(thread.frames) is None
+    return (rests or polls) and thread is not None and torch_wait(Stack(thread.frames)) is None
 
 
 # --- patience ---------------------------------------------------------------------------------------------------------

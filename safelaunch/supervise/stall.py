@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.cluster.messages import Vote
-from safelaunch.model import Outcome, RankExit, format_ranks
-from safelaunch.report.timeline import Timeline
+from safelaunch.model import Outcome, format_ranks
 from safelaunch.supervise import incident
-from safelaunch.supervise.incident import Circumstances, Collected, Known, Report
+from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
 from safelaunch.supervise.looks import Looks, Patience, look_at
 from safelaunch.supervise.together import OPEN_S, Together
 from safelaunch.supervise.together import Outcome as Joint
@@ -22,8 +21,6 @@ from safelaunch.system.task import Task
 from safelaunch.watch.rhythm import Threshold
 from safelaunch.watch.stall import Movement, Stall
 from safelaunch.watch.stall import limit_s as limit_of
-
-Exits = Callable[[], Mapping[int, RankExit]]
 
 # Before safelaunch ends a job of several nodes for a rank of this one, it watches that rank for another threshold, at
 # most this long. If the process groups have a timeout, the evidence must be taken before that.
@@ -238,9 +235,14 @@ class StallCase:
         timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
         timeline = timeline.plus("confirmed")
         stalled_s, threshold = now - suspicion.stall.mark_s, suspicion.threshold
-        return lambda: incident.take_evidence(
-            "hang", looks, known, self._about, stall_s=stalled_s, threshold=threshold, timeline=timeline
-        )
+
+        def take() -> Collected:
+            found = incident.take_evidence(
+                "hang", looks, known, self._about, stall_s=stalled_s, threshold=threshold, timeline=timeline
+            )
+            return incident.with_nodes(found, self._together.nodes()) if self._watch.unseen else found
+
+        return take
 
     def _write(self, evidence: Callable[[], Collected], outcome: Outcome) -> None:
         self._writing = Task("bundle", lambda: incident.finish(evidence(), outcome))
@@ -339,7 +341,7 @@ class StallCase:
     def _write_together(self, evidence: Callable[[], Collected], number: int) -> None:
         def write() -> Report | None:
             found = evidence()
-            settled = self._together.settle(number, found.evidence)
+            settled = self._together.settle(number, found.evidence, found.staging.root)
             if settled is None:
                 incident.discard(found)
                 return None

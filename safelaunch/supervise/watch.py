@@ -204,12 +204,12 @@ class Watch:
         pages = self.roster.pages()
         return tuple(worker for rank, worker in sorted(self.roster.workers.items()) if rank not in pages)
 
-    def acknowledge(self) -> None:
+    def acknowledge(self, *, agent: bool = True) -> None:
         """Releases the ranks, and the agent, that wait so that safelaunch can look at their peers."""
         for page in self.roster.pages().values():
             if page.read().exception_ns:
                 page.acknowledge()
-        if self.roster.agent_page is not None:
+        if agent and self.roster.agent_page is not None:
             self.roster.agent_page.acknowledge()
 
     @property

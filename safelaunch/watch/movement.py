@@ -22,10 +22,9 @@ from safelaunch.reading.calls import (
     is_loader_worker,
     serves,
     torch_wait,
-    users_threads,
     worker_idle,
 )
-from safelaunch.reading.frames import python_frames, user_part
+from safelaunch.reading.frames import Stack, python_frames
 from safelaunch.reading.kernel import kind_of
 from safelaunch.watch.stall import Movement
 
@@ -73,7 +72,7 @@ def _waits_for_callers(look: RankLook) -> bool:
     if thread is None or look.main is None or look.main.stack.value is None:
         return False
     waits = _awaited(look.main)
-    inner, _ = user_part(thread.frames)
+    inner = Stack(thread.frames).called
     if waits.peers is None and (serves(inner) or in_event_loop(inner)):
         return True
     others = (each for each in look.main.stack.value.threads if each is not thread)
@@ -84,7 +83,7 @@ def _awaited(look: ProcessLook) -> Awaited:
     """Whom its main thread waits for."""
     thread, kernel = main_thread(look), look.state.main_thread if look.state is not None else None
     frames = python_frames(thread) if thread is not None else ()
-    return awaited(frames, kind_of(kernel) if kernel is not None else "")
+    return awaited(Stack(frames), kind_of(kernel) if kernel is not None else "")
 
 
 def _waits_for_reader(look: RankLook, outputs: frozenset[str]) -> bool:
@@ -135,7 +134,8 @@ def _threads_moved(waiting: Thread, waits: Awaited, before: ProcessLook, after: 
     stack = after.stack.value
     if waits.threads not in ("work", "signal") or stack is None or before.state is None or after.state is None:
         return False
-    users = {t.os_tid for t in users_threads(stack, waiting) if torch_wait(python_frames(t)) is None}
+    others = ((thread.os_tid, Stack(python_frames(thread))) for thread in stack.threads if thread is not waiting)
+    users = {tid for tid, theirs in others if theirs.user_frame is not None and torch_wait(theirs) is None}
     least = _Least() if waits.threads == "work" else _Least(WORK_SHARE, WORK_IO_BYTES)
     return _one_moved(before.state, after.state, lambda tid: tid in users, least)
 

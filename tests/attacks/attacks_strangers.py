@@ -34,7 +34,7 @@ from safelaunch.leases.users import look
 from safelaunch.model import Artifact
 
 A, B = "GPU-aaaa", "GPU-bbbb"
-AT_ONCE_S = 10.0
+AT_ONCE_S = 30.0
 PATIENCE_S = 120.0
 BUNDLE = "train-20260101T000000Z-hang"
 GROUP = 4711

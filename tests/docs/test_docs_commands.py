@@ -97,7 +97,7 @@ class Shell:
         node.write()
         return node
 
-    def pids(self, patience_s: float = 3.0) -> list[int]:
+    def pids(self, patience_s: float = 30.0) -> list[int]:
         """Processes that the pages have started and that still live after a moment's grace."""
         deadline = time.monotonic() + patience_s
         while (found := self._tagged()) and time.monotonic() < deadline:
@@ -118,7 +118,7 @@ class Shell:
         return found
 
     def clean_up(self) -> None:
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while (pids := self._tagged()) and time.monotonic() < deadline:
             for pid in pids:
                 try:

@@ -65,6 +65,10 @@ LOADING = Kind("loading", script=("--workers=1",))
 RESTARTING = Kind("restarting", ranks=1, own=("--on-stall=restart", "--max-restarts=3"))
 
 
+class MissedMoment(AssertionError):
+    """The job ended before the moment was seen. A test that gets no core for seconds misses what lasts that long."""
+
+
 class Scene:
     """A running job. ``until`` also records every process below safelaunch, so that none is missed later."""
 
@@ -95,7 +99,8 @@ class Scene:
                 self.remember()
             assert now < deadline, f"waited {patience_s:g} s for {what}\n{self.job.stderr}"
             ended = self.job.process.poll()
-            assert ended is None or reached(), f"ended with {ended} before {what}\n{self.job.stderr}"
+            if ended is not None and not reached():
+                raise MissedMoment(f"ended with {ended} before {what}\n{self.job.stderr}")
             time.sleep(poll_s)
         self.remember()
 

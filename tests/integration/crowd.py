@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,7 +138,8 @@ class Crowd:
             member.killed = True  # too late: it has ended normally
             member.doomed = ""
         elif pid is not None:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGKILL)
             member.killed = True
             outcome.killed[member.doomed] = outcome.killed.get(member.doomed, 0) + 1
 
@@ -164,7 +166,7 @@ class Crowd:
         """Returns leases, tickets and processes that remain. Guardians of killed supervisors get some seconds."""
         store = Store(os.fspath(self.node.lease_dir))
         things = [*(stub.uuid(n) for n in range(8)), *(path.name for path in self.witnesses.glob("port-*"))]
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 40.0
         while True:
             left = [f"{thing} is still held by {holder}" for thing, holder in store.look(things).items()]
             left += [f"still waiting: {one}" for one in store.waiting()]
@@ -193,7 +195,7 @@ class Crowd:
             except ProcessLookupError:
                 continue
         for member in self.members:
-            member.process.wait(10)
+            member.process.wait(60)
 
 
 def may_be_two_users() -> bool:

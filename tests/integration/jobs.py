@@ -33,6 +33,7 @@ SECRETS = {
 }
 SECRET_VALUES = (SECRETS["WANDB_API_KEY"], SECRETS["HF_TOKEN"], "correct-horse-battery")
 PATIENCE_S = 150.0
+GRACE_S = 30.0  # for what ends after safelaunch: on a busy machine, a guardian may wait seconds for its turn
 
 
 @cache
@@ -179,7 +180,9 @@ class Job:
     def stdout(self) -> str:
         return self._out.read_text(errors="replace")
 
-    def until(self, reached: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    def until(
+        self, reached: Callable[[], object], what: str, patience_s: float = PATIENCE_S, *, every_s: float = 0.05
+    ) -> None:
         """Waits until ``reached`` is true. Checks once more after the job has ended."""
         deadline = time.monotonic() + patience_s
         while not reached():
@@ -187,12 +190,12 @@ class Job:
             if self.process.poll() is not None:
                 assert reached(), f"ended with {self.process.returncode} before {what}\n{self.stderr}"
                 return
-            time.sleep(0.05)
+            time.sleep(every_s)
 
-    def wait(self, patience_s: float = PATIENCE_S) -> Result:
-        """Waits for safelaunch to end and returns the result."""
+    def wait(self, patience_s: float = PATIENCE_S, *, grace_s: float = GRACE_S) -> Result:
+        """Waits for safelaunch to end and returns the result. ``grace_s``: 0 if the job leaves a process on purpose."""
         self.until(lambda: self.process.poll() is not None, "the end of safelaunch", patience_s)
-        took, left = self.seconds, tuple(self.left_behind())
+        took, left = self.seconds, tuple(self.left_behind(grace_s))
         return Result(self.process.returncode, self.stdout, self.stderr, took, self.bundles(), left)
 
     @property
@@ -204,9 +207,9 @@ class Job:
         found = self.bundle_dir.glob("[!.]*-*Z-*") if self.bundle_dir.is_dir() else ()
         return tuple(Bundle(path) for path in sorted(found) if path.is_dir() and not path.is_symlink())
 
-    def left_behind(self) -> list[str]:
-        """Returns processes and run directories of this job that remain after a short grace period."""
-        deadline = time.monotonic() + 3.0
+    def left_behind(self, grace_s: float = GRACE_S) -> list[str]:
+        """Returns processes and run directories of this job that remain after a grace period."""
+        deadline = time.monotonic() + grace_s
         while (pids := self.pids()) and time.monotonic() < deadline:
             time.sleep(0.05)
         left = [f"pid {pid}: {_command_of(pid)}" for pid in pids]
@@ -245,7 +248,7 @@ class Job:
         """Ends the processes of this job that remain, and removes its directories in /tmp."""
         if self.process.poll() is None:
             self.process.kill()
-        for _ in range(100):
+        for _ in range(600):
             pids = self.pids()
             if not pids:
                 break
@@ -255,7 +258,7 @@ class Job:
                 except ProcessLookupError:
                     pass
             time.sleep(0.05)
-        self.process.wait(10)
+        self.process.wait(60)
         assert self.process.stdin is not None
         self.process.stdin.close()
         shutil.rmtree(self._own_runtime, ignore_errors=True)

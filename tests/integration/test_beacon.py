@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Result
+from jobs import PROGRAMS, Job, Result
 from torch._C import _distributed_c10d
 
 from safelaunch.beacon import layout, ring
@@ -313,8 +313,11 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
     assert stat.S_IMODE(run.root.stat().st_mode) == stat.S_IMODE(run.pages.stat().st_mode) == 0o700
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in run.pages.iterdir() if path.is_file())
     roster = Roster(run)
-    events = roster.refresh()
-    assert [event.event for event in events][-1] == "started"
+    events: list[str] = []
+    job.until(
+        lambda: events.extend(event.event for event in roster.refresh()) or "started" in events, "the agent's word"
+    )
+    assert events[-1] == "started"
     assert {rank: worker.pid for rank, worker in roster.workers.items()} == dict(enumerate(pids))
     pages = roster.pages()
     assert {rank: page.pid for rank, page in pages.items()} == dict(enumerate(pids))
@@ -326,11 +329,11 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
             assert progress.start_ticks == int(file.read().rpartition(b")")[2].split()[19])
         assert page.server_up
         socket = os.fspath(roster.companion(page, layout.SERVER_SUFFIX))
-        worker_server.post(socket, "ping", deadline_s=10.0)
+        worker_server.post(socket, "ping", deadline_s=60.0)
         # without handlers of our own (torch 2.6, 2.9) nobody can ask for the GIL, and of NCCL's collectives only
         handler = "fr_trace_json" if HANDLERS_OF_OURS else "dump_nccl_trace_json"
-        assert b'"version"' in worker_server.post(socket, handler, deadline_s=10.0)
-        gil = worker_server.gil_test(socket, deadline_s=10.0)
+        assert b'"version"' in worker_server.post(socket, handler, deadline_s=60.0)
+        gil = worker_server.gil_test(socket, deadline_s=60.0)
         assert gil == GilTest(ping=True, python=True if HANDLERS_OF_OURS else None)
         records = ring.read(os.fspath(roster.companion(page, layout.RING_SUFFIX)))
         assert [(stream, data) for _, stream, data in records] == [
@@ -662,12 +665,14 @@ def test_a_script_that_closes_what_it_did_not_open(start: Start) -> None:
 
 # --- faults of ours, injected -----------------------------------------------------------------------------------------
 
-SCRIPT = """
-    import torch, time
+UNCOMPILED = f"import torch; sys.path.append({str(PROGRAMS)!r}); import uncompiled"
+SCRIPT = (
+    f"    {UNCOMPILED}"
+    + """
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     for _ in range(3):
         optimizer.step()
-        print("step", flush=True)
+        sys.stdout.write("step\\n")  # in one piece
     import safelaunch
     safelaunch.step()
     with safelaunch.phase("eval"):
@@ -677,10 +682,13 @@ SCRIPT = """
     os.wait()
     sys.stderr.write("the end\\n")
 """
+)
 WRAPPERS = {
     "no run directory": 'rm -r "$SAFELAUNCH_RUN_DIR"',
     "a file in its place": 'rm -r "$SAFELAUNCH_RUN_DIR"; : > "$SAFELAUNCH_RUN_DIR"',
     "a file in place of the pages": 'rm -r "$SAFELAUNCH_RUN_DIR/pages"; : > "$SAFELAUNCH_RUN_DIR/pages"',
+}
+WRAPPERS_OF_ONE_RANK = {
     # in the shell's units, 512 bytes; torch 2.6 writes a file of its own, which fits
     "no room for a page": f"ulimit -f {layout.SIZE // 512 - 1}",
     "no room for a ring": "ulimit -f 64",
@@ -693,11 +701,20 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("fault", WRAPPERS)
 def test_a_fault_before_the_rank_starts(start: Start, fault: str) -> None:
-    job = start(SCRIPT, wrapper=WRAPPERS[fault])
-    result = job.wait()
+    unharmed(start(SCRIPT, wrapper=WRAPPERS[fault]).wait(), 1)
+
+
+def test_faults_of_single_ranks_before_they_start(start: Start) -> None:
+    """Each rank has one of them."""
+    cases = "\n".join(f"{rank}) {fault};;" for rank, fault in enumerate(WRAPPERS_OF_ONE_RANK.values()))
+    job = start(SCRIPT, f"--nproc-per-node={len(WRAPPERS_OF_ONE_RANK)}", wrapper=f'case "$RANK" in\n{cases}\nesac')
+    unharmed(job.wait(), len(WRAPPERS_OF_ONE_RANK))
+
+
+def unharmed(result: Result, ranks: int) -> None:
     assert result.code == 0, result.stderr
-    assert result.stdout == "step\n" * 3
-    assert [line for line in result.stderr.splitlines() if not line.startswith("safelaunch: ")] == ["the end"]
+    assert sorted(result.stdout.split()) == ["step"] * 3 * ranks
+    assert [x for x in result.stderr.splitlines() if not x.startswith("safelaunch: ")] == ["the end"] * ranks
 
 
 # In this order, one rank each, as they share a directory.
@@ -711,8 +728,10 @@ FAULTS = {
     "its directory is removed": "import shutil; shutil.rmtree(RUN_DIR)",
     "its directory is a file": "RUN_DIR.touch()",
 }
-FAULTY = """
-    import torch, time, safelaunch
+FAULTY = (
+    f"    {UNCOMPILED}"
+    + """
+    import time, safelaunch
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     optimizer.step()
     while RANK != "0" and not os.path.exists(f"done-{int(RANK) - 1}"):
@@ -731,6 +750,7 @@ FAULTY = """
     sys.stderr.write("the end\\n")
     open("done-" + RANK, "w").close()
 """
+)
 
 
 def test_faults_while_the_rank_runs(start: Start) -> None:

@@ -33,13 +33,15 @@ def said_the_same(bundles: tuple[Bundle, Bundle]) -> dict[str, Any]:
 
 
 def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
-    words = [APART, "--how=evaluates", "--seconds=15", "--steps=20"]
+    words = [APART, "--how=evaluates", "--seconds=120", "--steps=20"]
     with TwoNodes(tmp_path, QUICK, words) as nodes:
+        one, other = nodes.jobs
+        one.until(lambda: "something computes" in one.stderr + other.stderr, "a closer look")
+        (tmp_path / "enough").touch()
         results = [job.wait() for job in nodes.jobs]
     said = [result.said for result in results]
     assert [result.code for result in results] == [0, 0], said
     assert all(TOGETHER in text for text in said), said
-    assert any("something computes" in text for text in said), said
     assert [result.bundles for result in results] == [(), ()]
 
 
@@ -56,9 +58,7 @@ def test_at_max_stall_all_nodes_act_although_one_computes(tmp_path: Path) -> Non
 def test_a_hang_has_one_verdict_on_all_nodes(tmp_path: Path, over: Literal["c10d", "static"]) -> None:
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=3"], over=over) as nodes:
         results = [job.wait() for job in nodes.jobs]
-        apart_s = abs((results[0].seconds + nodes.jobs[0].begin_s) - (results[1].seconds + nodes.jobs[1].begin_s))
     assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
-    assert apart_s < 15.0
     whole, half = whole_and_half(results)
     verdict = said_the_same((whole, half))
     assert (verdict["cause"], verdict["confidence"]) == ("stuck-in-user-code", "high")
@@ -66,6 +66,10 @@ def test_a_hang_has_one_verdict_on_all_nodes(tmp_path: Path, over: Literal["c10d
     assert half.verdict["bundle"]["path"] == str(whole.path)
     assert whole.problems() == []
     assert {path.name for path in (whole.path / "ranks").iterdir()} == {"0", "1", "2", "3"}
+    recorders = {path.parent.name for path in (whole.path / "ranks").glob("*/flight_recorder.pickle")}
+    assert recorders == {"0", "1", "2", "3"}
+    assert len([*(whole.path / "node").glob("*/resources.json")]) == 2, "one of each node, although their hosts are one"
+    assert {tuple(node["ranks"]) for node in whole.json("nodes.json")} == {(0, 1), (2, 3)}
     assert not any(result.leftovers for result in results)
     again = diagnosed(whole.path)
     assert (again["cause"], again["culprits"]) == (verdict["cause"], verdict["culprits"])
@@ -73,7 +77,7 @@ def test_a_hang_has_one_verdict_on_all_nodes(tmp_path: Path, over: Literal["c10d
 
 def diagnosed(path: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "safelaunch", "diagnose", os.fspath(path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -85,7 +89,7 @@ def test_a_supervisor_that_is_killed_is_told_of(tmp_path: Path) -> None:
         killed.process.kill()
         result = left.wait()
     assert result.code not in (0, 124), result.stderr
-    assert "no longer heard" in result.said or "no longer be reached" in result.said, result.said
+    assert "gone without a word" in result.said or "no longer be reached" in result.said, result.said
     assert (result.verdict["outcome"], result.verdict["culprits"]) == ("crash", []), result.said
 
 
@@ -110,28 +114,64 @@ def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, ran
     assert not any(bundle.verdict["culprits"] for bundle in results[1].bundles), results[1].said
 
 
-def test_a_rank_that_is_killed_is_named_on_the_other_node_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank: int) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
-        victims, failing = training(nodes)
-        os.kill(failing.ranks()[3], signal.SIGKILL)
+        training(nodes)
+        failing, victims = nodes.with_rank(rank)
+        os.kill(failing.ranks()[rank], signal.SIGKILL)
         results = [failing.wait(), victims.wait()]
-    assert [culprit["rank"] for culprit in results[0].verdict["culprits"]] == [3], results[0].stderr
-    assert results[1].verdict["culprits"] == [], results[1].stderr
-    told = "rank 3 on" in results[1].said and "SIGKILL" in results[1].said
-    assert told or "no longer be reached" in results[1].said, results[1].said
+    first, second = results[0].verdict, results[1].verdict
+    assert (first["cause"], [culprit["rank"] for culprit in first["culprits"]]) == ("rank-killed", [rank])
+    assert {**first, "bundle": 0} == {**second, "bundle": 0}, [result.stderr for result in results]
+    wholes = [result.bundle for result in results if result.verdict.get("bundle", {}).get("whole")]
+    assert all(whole.problems() == [] for whole in wholes)
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["with rank 0", "the other"])
+def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_path: Path, rank: int) -> None:
+    """Where it hosts the store of torchrun's agents, its end looks as if it had ended in good order."""
+    with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
+        training(nodes)
+        lost, left = nodes.with_rank(rank)
+        doomed = [lost.process.pid, *lost.pids()]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # first, so that nobody sees another one end
+            for pid in doomed:
+                os.kill(pid, number)
+        result = left.wait()
+    verdict = result.verdict
+    named = (verdict["cause"], [node["ranks"] for node in verdict["nodes"]])
+    ranks = "0-1" if rank == 0 else "2-3"
+    assert named in (("node-lost", [ranks]), ("rank-exited", [])), result.stderr
+    assert verdict["culprits"] == []
+    assert "no longer be reached" in result.said or named[0] == "node-lost", result.said
+
+
+def test_a_node_whose_ranks_are_all_stopped_is_named_as_a_node(tmp_path: Path) -> None:
+    with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
+        training(nodes)
+        behind, _ = nodes.with_rank(2)
+        for pid in behind.ranks().values():
+            os.kill(pid, signal.SIGSTOP)
+        results = [job.wait() for job in nodes.jobs]
+    assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
+    verdict = said_the_same(whole_and_half(results))
+    assert (verdict["cause"], verdict["culprits"], verdict["victims"]) == ("node-behind", [], "0-1")
+    assert [node["ranks"] for node in verdict["nodes"]] == ["2-3"]
 
 
 def test_a_supervisor_that_is_stopped_costs_no_healthy_job(tmp_path: Path) -> None:
     """Its ranks are unknown while it is: rank 0, on its node, computes for longer than it takes to be silent."""
-    words = [APART, "--how=evaluates", "--seconds=32", "--steps=10"]
+    words = [APART, "--how=evaluates", "--seconds=120", "--steps=10"]
     with TwoNodes(tmp_path, QUICK, words) as nodes:
         stopped, other = nodes.with_rank(0)
         other.until(lambda: TOGETHER in other.stderr, "the nodes to meet")
         stopped.until(lambda: (tmp_path / "evaluating").exists(), "the evaluation")
         os.kill(stopped.process.pid, signal.SIGSTOP)
         # The leader itself may be the one that is stopped: then the other takes over first.
-        other.until(lambda: "judges for itself" in other.stderr, "the silence to be noticed", 60.0)
+        other.until(lambda: "judges for itself" in other.stderr, "the silence to be noticed")
         os.kill(stopped.process.pid, signal.SIGCONT)
+        (tmp_path / "enough").touch()
         results = [stopped.wait(), other.wait()]
     assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
     for result in results:

@@ -153,14 +153,14 @@ jobs:
     for name in ("stuck", "fine"):
         assert sweep.jobs[name]["last_step"] == int(re.findall(r"^steps (\d+)$", sweep.log(name), re.M)[-1])
     assert sweep.jobs["slow"]["bundle"] is None
-    assert sweep.marks("left") == {"slow": 1}
+    assert "slow" in sweep.marks("left") or "slow" not in sweep.marks("begun")
     assert "the job hangs: " in sweep.log("stuck")
 
 
 def test_fail_fast_stops_the_others(tmp_path: Path) -> None:
     spec = f"""
 jobs:
-  bad: {{command: "{SWEPT} bad fail 0.5"}}
+  bad: {{command: "{SWEPT} bad fail marks/long.begun"}}
   long: {{command: "{SWEPT} long polite 600"}}
   later: {{command: "{SWEPT} later ok 0"}}
 """
@@ -239,9 +239,9 @@ def test_a_job_that_asks_for_more_than_there_is_is_refused(tmp_path: Path) -> No
 # --- stopped, killed, resumed -----------------------------------------------------------------------------------------
 
 
-def several(how: str, seconds: float, count: int = 6) -> str:
+def several(how: str, limit: float | str, count: int = 6) -> str:
     return f"""
-defaults: {{command: "{SWEPT} {{name}} {how} {seconds}"}}
+defaults: {{command: "{SWEPT} {{name}} {how} {limit}"}}
 jobs: {{j: {{name: "j{{n}}", env: {{N: "{{n}}"}}, matrix: {{n: 0..{count - 1}}}}}}}
 """
 
@@ -251,7 +251,10 @@ def until_running(sweep: Sweep, count: int, done: int = 0) -> None:
 
 
 def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: Path) -> None:
-    with Sweep(tmp_path, several("polite", 2), "--slots", "2") as sweep:
+    spec = several("polite", "{name}.go")
+    for name in ("j0", "j1"):
+        (tmp_path / f"{name}.go").touch()
+    with Sweep(tmp_path, spec, "--slots", "2") as sweep:
         until_running(sweep, 4, done=2)
         sweep.process.send_signal(signal.SIGINT)
         result = sweep.wait()
@@ -261,15 +264,17 @@ def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: 
     states = list(sweep.states().values())
     assert (states.count("succeeded"), states.count("cancelled")) == (2, 4)
     assert sum(sweep.marks("left").values()) == 2
-    refused = run(tmp_path, several("polite", 2))[1]
+    for name in ("j2", "j3", "j4", "j5"):
+        (tmp_path / f"{name}.go").touch()
+    refused = run(tmp_path, spec)[1]
     assert refused.code == 2
     assert "an earlier sweep (2 of 6 jobs have succeeded)" in refused.said
-    again, result = run(tmp_path, several("polite", 2), "--slots", "6", "--resume")
+    again, result = run(tmp_path, spec, "--slots", "6", "--resume")
     assert result.code == 0, result.stderr
     assert set(again.states().values()) == {"succeeded"}
     assert sorted(again.marks("begun").values()) == [1, 1, 1, 1, 2, 2]
     assert again.marks("twice") == {}
-    nothing, result = run(tmp_path, several("polite", 2), "--resume")
+    nothing, result = run(tmp_path, spec, "--resume")
     assert (result.code, nothing.marks("begun")) == (0, again.marks("begun"))
 
 
@@ -280,7 +285,7 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
         time.sleep(1)
         assert sweep.process.poll() is None
         sweep.process.send_signal(signal.SIGTERM)
-        result = sweep.wait(40)
+        result = sweep.wait()
     assert result.leftovers == ()
     assert result.code == 143
     assert set(sweep.states().values()) == {"cancelled"}
@@ -290,9 +295,9 @@ def test_killed_it_leaves_no_job_behind_and_resume_repeats_none_that_is_done(tmp
     spec = several("ok", 1.5)
     with Sweep(tmp_path, spec, "--slots", "2") as sweep:
         until_running(sweep, 4, done=2)
-        done, begun = sweep.recorded(), sweep.marks("begun")
         sweep.process.kill()
         sweep.process.wait()
+        done, begun = sweep.recorded(), sweep.marks("begun")
         again, result = run(tmp_path, spec, "--slots", "2", "--resume")
         assert sweep.left_behind() == []
     assert result.code == 0, result.stderr
@@ -301,19 +306,23 @@ def test_killed_it_leaves_no_job_behind_and_resume_repeats_none_that_is_done(tmp
     assert {name: count for name, count in again.marks("begun").items() if name in done} == dict.fromkeys(done, 1)
     assert set(begun) <= set(again.marks("begun"))
     assert again.marks("twice") == {}
-    assert f"{len(done)} of 6 jobs have already succeeded" in result.said
+    already = re.search(r"(\d) of 6 jobs have already succeeded", result.said)
+    assert already and int(already[1]) >= len(done), "one may have ended after the last record"
 
 
 def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path) -> None:
     """The job ignores the SIGTERM that it is sent at colaunch's death, and ends well: so it is not run again."""
-    spec = several("stubborn", 3, 1)
+    spec = several("stubborn", "go", 1)
     with Sweep(tmp_path, spec) as sweep:
         until_running(sweep, 1)
         sweep.process.kill()
         sweep.process.wait()
-        again, result = run(tmp_path, spec, "--resume")
+        with Sweep(tmp_path, spec, "--resume") as again:
+            again.until(lambda: "waiting for the processes of its jobs to end: j0" in again.stderr, "word of the job")
+            (tmp_path / "go").touch()
+            result = again.wait()
+    assert result.leftovers == ()
     assert result.code == 0, result.stderr
-    assert "waiting for the processes of its jobs to end: j0" in result.said
     assert again.marks("twice") == {}
     assert again.marks("begun") == {"j0": 1}
     assert (again.states(), again.jobs["j0"]["attempts"]) == ({"j0": "succeeded"}, 1)
@@ -341,17 +350,15 @@ def test_killed_its_jobs_are_asked_to_end_at_once(tmp_path: Path, also: str) -> 
         until_running(sweep, 2)
         sweep.process.kill()
         sweep.process.wait()
-        begin = time.monotonic()
-        while (left := sweep.left_behind()) and time.monotonic() < begin + 10:
-            time.sleep(0.1)
-        assert left == []
+        assert sweep.left_behind(60) == []
         assert sweep.marks("left") == {"j0": 1, "j1": 1}
 
 
 def test_in_a_terminal_there_is_a_table_and_a_stopped_terminal_stops_no_job(tmp_path: Path) -> None:
     """Ctrl-S while it runs: all jobs run to their end, and the summary is written; then Ctrl-Q shows the rest."""
     master, slave = os.openpty()
-    words = ["--slots", "1", "--sweep-dir", "s", "--grid", "n=1..4", "--", "exec", "--", "sleep", "0.{n}"]
+    words = ["--slots", "1", "--sweep-dir", "s", "--grid", "n=1..4", "--", "exec", "--"]
+    words += ["sh", "-c", "while [ ! -e go ]; do sleep 0.1; done", "sh", "{n}"]
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "safelaunch", "colaunch", *words]
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdin=slave, stdout=slave, stderr=slave) as process:
@@ -360,7 +367,8 @@ def test_in_a_terminal_there_is_a_table_and_a_stopped_terminal_stops_no_job(tmp_
         while b"running" not in shown:
             shown += os.read(master, 65536)
         os.write(master, b"\x13")
-        deadline = time.monotonic() + 30
+        (tmp_path / "go").touch()
+        deadline = time.monotonic() + 120
         while not (tmp_path / "s" / "summary.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         entries = json.loads((tmp_path / "s" / "summary.json").read_text())["jobs"]
@@ -371,7 +379,7 @@ def test_in_a_terminal_there_is_a_table_and_a_stopped_terminal_stops_no_job(tmp_
                 shown += chunk
         except OSError:  # its other end is closed: it has ended
             pass
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert re.search(r"^n-1 +n=1 +running +0 ", text, re.M)

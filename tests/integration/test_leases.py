@@ -61,7 +61,7 @@ def safelaunch(
 
 
 def until(reached: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not reached():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.02)
@@ -117,10 +117,10 @@ def test_a_killed_supervisor_frees_nothing_that_is_in_use(node: stub.Node, tmp_p
             if int(pid) != rank:
                 os.kill(int(pid), signal.SIGKILL)
         process.kill()
-        process.wait(10)
+        process.wait(60)
         until(lambda: store.look([stub.uuid(0)])[stub.uuid(0)].by == "ranks", "the ranks' lock alone")
         with safelaunch("exec", "--gpus=0,", "--", "true", env=node.environ) as other:
-            _, stderr = other.communicate(timeout=30)
+            _, stderr = other.communicate(timeout=60)
         assert other.returncode == 2
         assert "GPU 0    still held by ranks of a run whose supervisor is gone" in stderr
         shown = subprocess.run(
@@ -164,7 +164,7 @@ def test_ctrl_c_ends_the_waiting(node: stub.Node, tmp_path: Path) -> None:
         assert process.stderr.readline().startswith("safelaunch: waiting for 1 of 8 GPUs")
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
     assert "nothing was started" in rest and "Traceback" not in rest
     assert Store(os.fspath(node.lease_dir)).waiting() == []
 
@@ -210,13 +210,17 @@ def test_a_lease_without_a_watch(node: stub.Node, tmp_path: Path, watched: bool)
     """The job's first process shares it where there is no guardian; released at the end, daemon or not."""
     store = Store(os.fspath(node.lease_dir))
     own = [] if watched else ["--no-watch"]
-    shell = f"sleep 3605 > {tmp_path}/out 2>&1 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/daemon; sleep 1"
+    shell = (
+        f"sleep 3605 > {tmp_path}/out 2>&1 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/daemon; "
+        f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done"
+    )
     words = ["exec", *own, f"--bundle-dir={tmp_path}", "--gpus=1", "--", "sh", "-c", shell]
     with safelaunch(*words, env=node.environ) as process:
         until((tmp_path / "daemon").exists, "the daemon")
         daemon = int((tmp_path / "daemon").read_text())
         assert set(store.look([stub.uuid(0)])) == {stub.uuid(0)}
-        assert process.wait(30) == 0
+        (tmp_path / "go").touch()
+        assert process.wait(60) == 0
         assert store.look([stub.uuid(0)]) == {}, "what the job left running on purpose holds nothing"
         os.kill(daemon, signal.SIGKILL)
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from test_leases import safelaunch, until
 
-from safelaunch.leases import ports
-from safelaunch.leases.holder import Holder
 from safelaunch.leases.store import Store
 
 RUN = """
@@ -76,11 +73,6 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-# Leased to nobody here, so the jobs of this file get others: those of tests that run at the same time, with leases of
-# their own, have the first ports.
-ELSEWHERE = range(ports.FIRST, ports.FIRST + 200)
-
-
 class Scene:
     """``bind``: let torchrun listen (``let``: on that port); ``end``: let ranks end; ``ran``: what ports they saw."""
 
@@ -96,8 +88,6 @@ class Scene:
         self.script.write_text(SCRIPT)
         self.bind, self.end, self._ran = place / "bind", place / "end", place / "ran"
         self.store = Store(os.fspath(place / "leases"))
-        kept = [ports.key_of(port) for port in ELSEWHERE]
-        self.kept = self.store.attempt(kept, lambda _: kept, Holder()).lease
         path = [os.fspath(place / "old"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.env = {
             "PYTHONPATH": os.pathsep.join(path),
@@ -119,16 +109,12 @@ class Scene:
         """The ports that are held now."""
         names = [path.name for path in Path(self.store.directory).glob("port-*")]
         keys = sorted({name.partition(".")[0] for name in names})
-        held = (int(key.removeprefix("port-")) for key in self.store.look(keys))
-        return [port for port in held if port not in ELSEWHERE]
+        return [int(key.removeprefix("port-")) for key in self.store.look(keys)]
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    there = Scene(tmp_path)
-    yield there
-    assert there.kept is not None
-    there.kept.release()
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
 
 
 def stranger(port: int) -> socket.socket:
@@ -211,15 +197,25 @@ def test_a_launcher_that_fails_by_itself_is_not_started_again(scene: Scene) -> N
     assert scene.ran == []
 
 
+WAITS = """
+import os, sys, time
+while any(word.endswith("/torchrun") for word in sys.orig_argv) and not os.path.exists(os.environ["GATE"]):
+    time.sleep(0.01)
+"""
+
+
 @pytest.mark.torch
 def test_the_installed_torchrun_gets_another_port_as_well(scene: Scene, tmp_path: Path) -> None:
-    """It takes a second to import torch, in which a stranger takes the port that was leased for it."""
+    """It takes a second to import torch (here: until the gate), in which a stranger takes the port leased for it."""
     scene.end.touch()
-    env = {name: value for name, value in scene.env.items() if name != "PYTHONPATH"}
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(WAITS)
+    env = {**scene.env, "PYTHONPATH": os.fspath(tmp_path / "site")}
     with safelaunch("--master-port=auto", "--nproc-per-node=2", scene.script, "0", env=env) as process:
         until(lambda: scene.leased() or process.poll() is not None, "a port")
         (lost,) = scene.leased()
         with stranger(lost):
+            scene.bind.touch()
             _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert len(scene.ran) == 2 and scene.ran[0] == scene.ran[1] != lost

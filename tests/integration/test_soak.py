@@ -64,12 +64,12 @@ def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:
 
 
 def test_the_evidence_is_taken_before_the_process_groups_time_out(tmp_path: Path) -> None:
-    """The default floor of 60 s would come too late for a time-out of 24 s."""
-    mine = ["--how=steady", "--freeze=sleep", "--after=60", "--culprit=1", "--timeout=24", f"--scratch={tmp_path}"]
+    """The default floor of 60 s would come too late for a time-out of 36 s."""
+    mine = ["--how=steady", "--freeze=sleep", "--after=60", "--culprit=1", "--timeout=36", f"--scratch={tmp_path}"]
     with Job(["--nproc-per-node=2", soak.SCRIPT, *mine], tmp_path) as job:
         result = job.wait()
     assert result.code == 124, result.stderr
     assert (result.verdict["cause"], [c["rank"] for c in result.verdict["culprits"]]) == ("stuck-in-user-code", [1])
     watch = result.bundle.json("manifest.json")["watch"]
-    assert watch["threshold_s"] == pytest.approx(0.7 * 24)
+    assert watch["threshold_s"] == pytest.approx(0.7 * 36)
     assert "time-out" in watch["why"]

@@ -36,7 +36,7 @@ def marks(scratch: Path) -> list[str | Path]:
 def refused(words: list[str | Path], scratch: Path, **more: Path) -> str:
     """Runs what must be refused before anything starts; returns what was said."""
     with Job([*words, *marks(scratch)], scratch, **more) as job:
-        result = job.wait(30.0)
+        result = job.wait()
     assert result.code == 2, result.stderr
     assert not (scratch / "started").exists()
     assert result.stdout == ""
@@ -264,11 +264,12 @@ def test_a_long_evaluation_is_left_alone(tmp_path: Path) -> None:
     words = [*HANG, "--max-stall=120", HEALTHY, "--how=evaluates", "--culprit=0", f"--scratch={tmp_path}"]
     (tmp_path / "finish").touch()
     with Job(words, tmp_path) as job:
+        job.until(lambda: "something computes, writes or serves" in job.stderr, "a closer look")
+        (tmp_path / "enough").touch()
         result = job.wait()
     assert result.code == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["rank 0 trained", "rank 1 trained"]
     assert result.bundles == ()
-    assert "something computes, writes or serves" in result.said
 
 
 def test_a_job_that_is_stopped_and_continued(tmp_path: Path) -> None:
@@ -288,10 +289,10 @@ def test_a_job_that_is_stopped_and_continued(tmp_path: Path) -> None:
     assert result.bundles == ()
 
 
-def test_eight_jobs_at_once(tmp_path: Path) -> None:
+def test_four_jobs_at_once(tmp_path: Path) -> None:
     jobs: list[Job] = []
     try:
-        for number in range(8):
+        for number in range(4):
             scratch = tmp_path / str(number)
             scratch.mkdir()
             (scratch / "finish").touch()

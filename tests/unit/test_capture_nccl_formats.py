@@ -13,7 +13,7 @@ from nccl_formats import FORMATS, NEWEST, Format, Op, Recorder, State, write
 from safelaunch.capture.flight_dump import parse_json, parse_pickle
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.collectives import Alignment
-from safelaunch.diagnose.comparable import settled
+from safelaunch.diagnose.comparable import Block, settled
 from safelaunch.model import RankEvidence, Verdict
 from safelaunch.postmortem import locate
 
@@ -560,7 +560,9 @@ def test_a_block_is_one_collective(layout: Format) -> None:
     *_, entry = settled(parse_pickle(write_one(one))).entries
     assert (entry.completed, entry.started, entry.is_p2p) == (False, True, False)
     if layout.blocks:
-        assert (entry.op, entry.input_sizes) == ("nccl:coalesced 2 x all_reduce, broadcast", ((4,), (8,), (4,)))
+        assert isinstance(entry, Block)
+        assert (entry.op, entry.ops) == ("nccl:coalesced 2 x all_reduce, broadcast", (*["all_reduce"] * 2, "broadcast"))
+        assert entry.input_sizes == ((4,), (8,), (4,))
     else:
         assert (entry.op, entry.input_sizes) == ("nccl:coalesced", ())
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from safelaunch.cluster import channel as channels
 from safelaunch.cluster import council
@@ -53,7 +55,7 @@ def join(server: tuple[subprocess.Popen[str], Address]) -> Iterator[Callable[...
         one.close()
 
 
-def until(reached: Callable[[], object], what: str, patience_s: float = 20.0) -> None:
+def until(reached: Callable[[], object], what: str, patience_s: float = 90.0) -> None:
     deadline = time.monotonic() + patience_s
     while not reached():
         assert time.monotonic() < deadline, f"waited for {what}"
@@ -91,19 +93,86 @@ def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) 
     until(lambda: phase(one, other) == {"agreed"}, "the agreement")
 
 
-def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel]) -> None:
+def test_a_dump_that_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None:
+    nodes = [join(0), join(1), join(2, 3)]
+    until(covered(*nodes), "each other")
+    for asks in nodes:  # whether or not it leads
+        others = [one for one in nodes if one is not asks]
+        asks.ask_dump(True)
+        until(lambda: all(one.seen.page and one.seen.page.dumps for one in others), "the call")  # noqa: B023
+        assert asks.seen.answers is not None and not asks.seen.answers.complete
+        number = asks.seen.answers.number
+        for one in others:
+            assert one.seen.page is not None and one.seen.page.dumps == (number,)
+            one.hand_in_dump(number, [f"{one.node.host}".encode(), b"x"])
+        until(lambda: asks.seen.answers and asks.seen.answers.complete, "the answers")  # noqa: B023
+        assert sorted(asks.seen.answers.evidence.values()) == sorted([one.node.host.encode(), b"x"] for one in others)
+        asks.ask_dump(False)
+        until(lambda: not any(one.seen.page and one.seen.page.dumps for one in nodes), "the end")
+
+
+def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    assert one.seen.around == (0.0, ())
+    other.note(12)
+    other.tell(doing="suspecting", suspects=7, trouble="rank 3 was ended")
+    for asks in (one, other):
+        until(lambda: [found.step for found in again(asks)] == [None, 12], "both")  # noqa: B023
+        first, second = asks.seen.around[1]
+        assert (first.host, first.ranks, first.doing, first.here) == ("host0", (0, 1), "watching", asks is one)
+        assert (second.host, second.ranks, second.trouble) == ("host2", (2, 3), "rank 3 was ended")
+        assert (second.doing, second.heard, second.here) == ("suspecting", True, asks is other)
+        assert [first.leads, second.leads] == [one.seen.leads, other.seen.leads]
+    other.close()
+    until(lambda: again(one)[-1].doing == "ended", "its end")
+
+
+def again(one: Channel) -> tuple[channels.Neighbour, ...]:
+    """Every node, as known after now."""
+    begin = time.monotonic()
+    one.look_around()
+    until(lambda: one.seen.around[0] > begin, "the nodes")
+    return one.seen.around[1]
+
+
+def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    one._host = Host()  # type: ignore[assignment]
+    leaving = threading.Thread(target=one.close)
+    leaving.start()
+    until(lambda: any(node.doing == "ended" for node in again(other)), "its goodbye")
+    assert leaving.is_alive() and not one._host.closed  # type: ignore[union-attr]
+    other.close()
+    leaving.join(channels.SEE_OFF_S / 2)
+    assert one._host.closed  # type: ignore[union-attr]
+
+
+class Host:
+    """Of a store that is another's, so that its end can be told from the channel's."""
+
+    has_started, closed, problem = True, False, ""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (council, channels):
+        monkeypatch.setattr(module, "SILENT_S", 1000.0)
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     leader, follower = (one, other) if one.seen.leads else (other, one)
     follower.close()
-    until(lambda: not covered(leader)(), "its absence", 5.0)
+    until(lambda: not covered(leader)(), "its absence")
 
 
 def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
     join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (council, channels):
-        monkeypatch.setattr(module, "SILENT_S", 2.0)
+        monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(council, "PROVING_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")
@@ -133,7 +202,7 @@ def test_garbage_in_the_store_costs_nothing_but_the_channel(
     server: tuple[subprocess.Popen[str], Address], join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (council, channels):
-        monkeypatch.setattr(module, "SILENT_S", 2.0)
+        monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(council, "PROVING_S", 1.0)
     hostile = Store(server[1])
     for name in ("head", "m/1", "b/1", "b/3", "m/3"):
@@ -152,7 +221,51 @@ def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> Non
     one, other = join(0, 1, key=b"secret"), join(2, 3, key=b"secret")
     until(covered(one, other), "each other")
     stranger = join(0, 1)
-    until(lambda: "another key" in stranger.seen.why, "the stranger's connection", 5.0)
+    until(lambda: "another key" in stranger.seen.why, "the stranger's connection")
     time.sleep(1.5)
     assert (stranger.seen.page, stranger.seen.leads) == (None, False)
     assert covered(one, other)() and (one.seen.leads or other.seen.leads)
+
+
+# --- a crash, and who is not heard ------------------------------------------------------------------------------------
+
+
+def test_the_first_verdict_about_a_crash_is_everybodys(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    one.fail(1, [b"a" * 1000, b"b"])
+    other.fail(1, [])
+    until(lambda: all(node.seen.page and len(node.seen.page.failed) == 2 for node in (one, other)), "both to fail")
+    other.gather()
+    until(lambda: [*other.seen.halves.values()] == [[b"a" * 1000, b"b"]], "the evidence")
+    verdicts = [Decision(replace(VERDICT, summary=text), "dump", "h", "") for text in ("first", "second")]
+    for node, decision in zip((one, other), verdicts, strict=True):
+        node.decide_crash(decision)
+    until(lambda: one.seen.crash and other.seen.crash, "the verdict")
+    assert one.seen.crash == other.seen.crash
+    until(lambda: all(node.seen.page and node.seen.page.crash == 1 for node in (one, other)), "its number")
+    other.tell(crash=0, failed=-1)
+    one.tell(crash=0, failed=-1)
+    other.fail(2, [b"c"])
+    until(lambda: one.seen.page and one.seen.page.failed, "the next one")
+    other.decide_crash(verdicts[0])
+    until(lambda: one.seen.crash == (2, verdicts[0]), "its verdict, also where no rank has failed")
+
+
+def test_who_is_not_heard_is_known_with_its_ranks(
+    join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(council, "QUIET_S", 1.0)
+    monkeypatch.setattr(channels, "QUIET_S", 1.0)
+    nodes = [join(0), join(1), join(2, 3)]
+    until(covered(*nodes), "each other")
+    leader, *followers = sorted(nodes, key=lambda node: not node.seen.leads)
+    gone, left = followers
+    monkeypatch.setattr(gone, "_converse", lambda session: None)
+    monkeypatch.setattr(channels._Session, "leave", lambda *_: None)
+    gone.close()
+    for node in (leader, left):
+        until(lambda node=node: any(peer.silent_s > 1.0 for peer in node.seen.peers), "the silence")  # type: ignore[misc]
+        (peer,) = (peer for peer in node.seen.peers if peer.silent_s)
+        assert peer.node.host == gone.node.host
+        assert peer.beat is not None and peer.beat.ranks == gone.beat.ranks

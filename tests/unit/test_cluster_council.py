@@ -39,7 +39,7 @@ class Job:
 
     def page(self, after_s: float = 0.5) -> Page:
         self.now += after_s
-        return self.leader.next(Given(dict(self.beats), (), self.decided), self.now)
+        return self.leader.next(Given(dict(self.beats), (), self.decided, last=dict(self.beats)), self.now)
 
     def open(self, by: int = 1, **more: Any) -> Job:
         self.say(by, doing="suspecting", suspects=self.leader.page.incident, **more)
@@ -271,3 +271,19 @@ def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
 def test_nobody_takes_over_from_a_leader_that_is_heard() -> None:
     succession = Succession()
     assert not any(succession.is_orphaned(Page(leader=1, count=half), half / 2) for half in range(200))
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_who_fails_until_there_is_a_verdict() -> None:
+    job = Job(nodes=3).say(2, crash=1, failed=1).say(3, crash=1)
+    assert (job.page().failed, job.page().crash) == ((2,), 0)
+    job.say(2, decided=1)
+    assert (job.page().failed, job.page().crash) == ((), 1)
+    job.say(3, crash=2, failed=0)
+    assert (job.page().failed, job.page().crash) == ((3,), 1)
+
+
+def test_a_number_out_of_order_is_no_verdict() -> None:
+    assert Job().say(1, decided=7).page().crash == 0

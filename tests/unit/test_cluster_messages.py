@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from safelaunch.cluster.evidence import MOST_LOG, condensed, expanded, merged
+from safelaunch.cluster.evidence import MOST_LOG, aged, all_nodes, condensed, expanded, merged, received
 from safelaunch.cluster.messages import (
     CHUNK_BYTES,
     MOST_CHUNKS,
@@ -25,7 +26,18 @@ from safelaunch.cluster.messages import (
     packed,
     unpacked,
 )
-from safelaunch.model import Collective, Evidence, FlightRecord, Frame, GroupStatus, RankEvidence, Verdict
+from safelaunch.model import (
+    Collective,
+    Evidence,
+    FlightRecord,
+    Frame,
+    GroupStatus,
+    NodeEvidence,
+    RankEvidence,
+    RankException,
+    RankExit,
+    Verdict,
+)
 from safelaunch.model.entries import Entries, Kinds
 
 BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "still", 2)
@@ -197,3 +209,49 @@ def test_evidence_that_does_not_fit_together_is_refused() -> None:
         assert chunks is not None
         with pytest.raises(BadMessage):
             expanded(chunks)
+
+
+def test_times_of_failures_travel_as_ages_so_that_no_clock_does() -> None:
+    lost = RankEvidence(3, "b", 1, exception=RankException("E", "x", 1000.0), exit=RankExit(1, 1002.0))
+    (rank,) = aged(replace(node(2), ranks=(lost,)), 1010.0).ranks
+    assert rank.exception is not None and rank.exit is not None
+    assert (rank.exception.time_unix_s, rank.exit.time_unix_s) == (-10.0, -8.0)
+
+
+def test_of_each_node_its_own_word_counts_and_beside_it_that_it_was_not_heard() -> None:
+    a, b = NodeEvidence("a", 1, (0,), here=True), NodeEvidence("b", 2, (1,), here=True)
+    heard, gone = replace(b, here=False, ranks=()), replace(b, here=False, silent_s=20.0)
+    third = NodeEvidence("c", 3, (2,), silent_s=5.0)
+    halves = [replace(node(0), nodes=nodes) for nodes in ((a, heard, third), (b, replace(third, silent_s=9.0)))]
+    assert all_nodes(halves) == (a, b, replace(third, silent_s=9.0))
+    assert all_nodes([replace(node(0), nodes=nodes) for nodes in ((a, gone), (b,))]) == (a, b, gone)
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("node/a.b/resources.json", True),
+        ("ranks/12/flight_recorder.pickle", True),
+        ("node/../verdict.json", False),
+        ("node/a/.hidden", False),
+        ("node/a/b/c.json", False),
+        ("/etc/passwd", False),
+        ("ranks/1/stack.txt", False),
+        ("verdict.json", False),
+        ("ranks/../ranks/1/flight_recorder.pickle", False),
+        ("node/a/x\n", False),
+    ],
+)
+def test_files_of_another_node_lead_nowhere_else(name: str, fits: bool) -> None:
+    chunks = condensed(node(2), {name: b"x"})
+    if fits:
+        assert received(chunks)[1] == {name: b"x"}
+        return
+    with pytest.raises(BadMessage):
+        received(chunks)
+
+
+def test_files_travel_only_where_they_fit() -> None:
+    large = {f"node/a/{number}.json": random.Random(number).randbytes(1 << 20) for number in range(9)}
+    evidence, files = received(condensed(node(2), large))
+    assert (len(evidence.ranks), files) == (1, {})

@@ -127,20 +127,20 @@ def test_one_that_says_nothing_is_left_in_time(serving: Callable[[Serve], Addres
     begin = time.monotonic()
     with pytest.raises(StoreError, match="no answer in time"):
         Store(serving(lambda connection: None), deadline_s=0.2)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_another_program_is_told_from_a_store(serving: Callable[[Serve], Address]) -> None:
     with pytest.raises(StoreError, match="no TCPStore"):
-        Store(serving(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")), deadline_s=5)
+        Store(serving(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")), deadline_s=60)
 
 
 def test_after_a_time_out_no_old_answer_is_taken_for_a_new_one(serving: Callable[[Serve], Address]) -> None:
-    client = Store(serving(greeted), deadline_s=5)
+    client = Store(serving(greeted), deadline_s=60)
     with pytest.raises(StoreError, match="no answer in time"):
         client.add("n", 1, deadline_s=0.1)
     with pytest.raises(StoreError):
-        client.add("n", 1, deadline_s=5)
+        client.add("n", 1, deadline_s=60)
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 62])
@@ -151,7 +151,7 @@ def test_an_answer_of_an_impossible_length(serving: Callable[[Serve], Address], 
         connection.sendall(struct.pack("<q", length) + b"x" * 64)
 
     with pytest.raises(StoreError, match="bytes"):
-        Store(serving(serve), deadline_s=5).compare_set("k", b"", b"v", deadline_s=5)
+        Store(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
 
 
 def test_one_that_closes_in_the_middle(serving: Callable[[Serve], Address]) -> None:
@@ -162,10 +162,10 @@ def test_one_that_closes_in_the_middle(serving: Callable[[Serve], Address]) -> N
         connection.close()
 
     with pytest.raises(StoreError, match="closed"):
-        Store(serving(serve), deadline_s=5).compare_set("k", b"", b"v", deadline_s=5)
+        Store(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
 
 
 def test_one_that_reads_nothing_does_not_hold_us_up(serving: Callable[[Serve], Address]) -> None:
-    client = Store(serving(greeted), deadline_s=5)
+    client = Store(serving(greeted), deadline_s=60)
     with pytest.raises(StoreError, match="no answer in time"):
         client.set("k", b"v" * LARGEST_VALUE, deadline_s=0.3)

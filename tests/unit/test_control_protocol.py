@@ -55,12 +55,12 @@ class Answering:
     def connected(self, said: bytes = b"") -> socket.socket:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         client.connect(os.fspath(self.path))
-        client.settimeout(10)
+        client.settimeout(60)
         client.sendall(said)
         return client
 
     def status(self) -> str:
-        return str(json.loads(ask(self.path, Request("status"), deadline_s=10.0))["said"])
+        return str(json.loads(ask(self.path, Request("status"), deadline_s=60.0))["said"])
 
 
 @pytest.fixture
@@ -99,6 +99,7 @@ def test_who_does_not_read_the_answer_is_dropped_and_keeps_nobody_waiting(
     answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "ANSWER_DEADLINE_S", 0.5)
+    threads = threading.active_count()
     deaf = [answering.connected(b'{"command": "much"}\n') for _ in range(5)]
     assert answering.status() == "status"
     slow = answering.connected(b'{"command": "much"}\n')
@@ -106,7 +107,7 @@ def test_who_does_not_read_the_answer_is_dropped_and_keeps_nobody_waiting(
     with slow:
         while slow.recv(1 << 20):
             pass  # what had been sent before it was dropped
-    assert threading.active_count() <= 3, "nobody waits for them in a thread"
+    assert threading.active_count() <= threads, "nobody waits for them in a thread"
     for client in deaf:
         client.close()
 
@@ -132,9 +133,12 @@ def test_many_that_say_nothing_make_room(answering: Answering) -> None:
 
 
 def test_who_waits_for_a_dump_is_not_dropped(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "REQUEST_DEADLINE_S", 0.2)
     with answering.connected(b'{"command": "dump"}\n') as patient:
-        time.sleep(0.5)
+        while not answering.kept:
+            time.sleep(0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(control, "REQUEST_DEADLINE_S", 0.2)
+            time.sleep(0.5)
         crowd = [answering.connected() for _ in range(2 * control.MOST_CLIENTS)]
         assert answering.status() == "status"
         answering.kept[0].answer({"bundle": "/b"})
@@ -189,6 +193,6 @@ def test_an_answer_that_comes_by_drops_has_one_deadline(tmp_path: Path, monkeypa
         begin = time.monotonic()
         with pytest.raises(SafelaunchError, match="does not answer"):
             ask(Path("control"), Request("status"), deadline_s=0.5)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
         over.set()
         thread.join()

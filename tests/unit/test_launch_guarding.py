@@ -49,7 +49,7 @@ def supervise(tmp_path: Path, shell: str, *, before: str = "", after: str = "") 
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
 
 
-def until(condition: Callable[[], object], patience_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], patience_s: float = 90.0) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline
@@ -59,15 +59,23 @@ def until(condition: Callable[[], object], patience_s: float = 30.0) -> None:
 # --- the job's end ----------------------------------------------------------------------------------------------------
 
 KILL_IT = "os.kill(guardian.pid, signal.SIGKILL)"
+REPLACE_IT = f"dead = guardian.pid; {KILL_IT}; exec('while guardian.pid == dead: guardian.ended()')"
+GO = "open('go', 'w').close()"
 STOP_IT = "os.kill(guardian.pid, signal.SIGSTOP)"
 
 
-@pytest.mark.parametrize("after", ["", KILL_IT, STOP_IT], ids=["well", "guardian killed", "guardian stopped"])
+@pytest.mark.parametrize(
+    "after", [GO, f"{REPLACE_IT}; {GO}", f"{STOP_IT}; {GO}"], ids=["well", "guardian killed", "guardian stopped"]
+)
 @pytest.mark.parametrize(("shell", "code"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -9 $$", -9), ("true", 0)])
 def test_the_status_is_the_jobs(tmp_path: Path, shell: str, code: int, after: str) -> None:
-    done = supervise(tmp_path, f"sleep 0.2; {shell}", after=after)
+    done = supervise(tmp_path, f"until [ -e go ]; do sleep 0.02; done; {shell}", after=after)
     assert done.returncode == code, done.stderr
-    gone = "" if after != KILL_IT else "safelaunch: the guardian of this job was ended by signal 9; starting another\n"
+    gone = (
+        ""
+        if REPLACE_IT not in after
+        else "safelaunch: the guardian of this job was ended by signal 9; starting another\n"
+    )
     assert done.stderr == gone
 
 

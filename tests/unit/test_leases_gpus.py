@@ -116,7 +116,7 @@ def test_a_driver_in_trouble(node: stub.Node, line: str, words: str) -> None:
     begin = time.monotonic()
     found = see(node, deadline_s=1.0 if line.startswith("hang") else 20.0)
     assert words in found.missing and not found.gpus
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
 
 
 def test_a_gpu_in_trouble_is_not_free(node: stub.Node) -> None:

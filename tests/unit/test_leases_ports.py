@@ -70,10 +70,17 @@ def test_a_leased_port_is_kept_and_can_be_served(store: Store) -> None:
                 serve(mine.numbers[0], family=family)
         except OSError as error:
             assert family == socket.AF_INET6 and error.errno == 97, "only a kernel without IPv6 is an excuse"
-    mine.release()
-    again = ports.take(store, 2, ABOUT)
-    assert again.numbers == mine.numbers
-    again.release(), theirs.release()
+    mine.release(), theirs.release()
+    assert store.look([ports.key_of(port) for port in (*mine.numbers, *theirs.numbers)]) == {}
+
+
+@pytest.mark.parametrize("leased", [True, False])
+def test_jobs_that_see_different_leases_reserve_different_ports(tmp_path: Path, leased: bool) -> None:
+    stores = [Store(os.fspath(tmp_path / name)) for name in ("one", "other")]
+    taken = [ports.take(store, 3, ABOUT) if leased else ports.take_unleased(3) for store in stores]
+    assert len({number for each in taken for number in each.numbers}) == 6
+    for each in taken:
+        each.release()
 
 
 def test_a_leased_port_is_listened_on_only_when_somebody_serves_it(store: Store) -> None:

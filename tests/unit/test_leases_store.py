@@ -414,8 +414,7 @@ def test_without_the_gate_nothing_is_held_twice(store: Store, monkeypatch: pytes
     def compete() -> list[int]:
         found = [0, 0]
         own = Store(store.directory, lambda text: None)
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
+        while sum(found) < 50:
             lease = take(own, A, B)
             if lease is None:
                 continue
@@ -445,7 +444,7 @@ def test_without_the_gate_nothing_is_held_twice(store: Store, monkeypatch: pytes
     for pid in pids:
         os.waitpid(pid, 0)
     os.close(gate)
-    assert taken > 20 and twice == 0
+    assert (taken, twice) == (200, 0)
 
 
 def _has_open(pid: int, path: str) -> bool:

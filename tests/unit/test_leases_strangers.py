@@ -79,7 +79,7 @@ def stands(store: Store, said: Said) -> None:
     lease = take(store, B)
     assert lease is not None and set(store.look([B])) == {B}
     lease.release()
-    assert time.monotonic() - begin < 20.0
+    assert time.monotonic() - begin < 60.0
 
 
 @pytest.mark.parametrize("what", strangers.contents())
@@ -247,7 +247,7 @@ def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: Store, sai
             lease = take(store, B)
             assert lease is not None
             lease.release()
-        assert time.monotonic() - begin < 3.0
+        assert time.monotonic() - begin < 18.0, "a second each time would take 40 s"
     assert len(said) == 1 and f"pid {pid} (" in said[0]
 
 
@@ -280,7 +280,7 @@ def test_a_stranger_who_leases_thousands_of_ports(store: Store, said: Said) -> N
     with stranger(lease):
         begin = time.monotonic()
         taken = ports.take(store, 2, ourselves("", "mine.py"))
-        assert time.monotonic() - begin < 20.0 and len(set(taken.numbers)) == 2
+        assert time.monotonic() - begin < 60.0 and len(set(taken.numbers)) == 2
         taken.release()
 
 

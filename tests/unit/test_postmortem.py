@@ -336,7 +336,7 @@ def test_a_fifo_among_the_dumps_does_not_keep_us(tmp_path: Path) -> None:
     done = threading.Event()
     thread = threading.Thread(target=lambda: (locate.read(folder), done.set()), daemon=True)
     thread.start()
-    assert done.wait(20)
+    assert done.wait(120)
 
 
 # --- nothing to read --------------------------------------------------------------------------------------------------
@@ -357,6 +357,21 @@ def test_a_path_that_holds_nothing(what: str, tmp_path: Path, capsys: pytest.Cap
     assert main(["diagnose", str(path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("passwd", "passwd."), ("api_token", "api_token."), ("password=hunter2x", "password=[redacted]")],
+)
+def test_the_path_is_shown_with_the_reason_and_without_secrets(
+    name: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("hello")
+    assert main(["diagnose", str(tmp_path / name)]) == 2
+    said = (
+        f"safelaunch: cannot diagnose {tmp_path / shown} It is neither a directory nor a bundle's archive (.tar.gz).\n"
+    )
+    assert capfd.readouterr().err == said
 
 
 def test_how_a_rank_ended_is_kept(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_an_archive_that_announces_gigabytes(
     path = tmp_path / "b.tar.gz"
     path.write_bytes(gzip.compress(header("x", 3200 << 20, kind)) + ZEROS * 20)
     assert main(["diagnose", str(path)]) == 2
-    said = f"safelaunch: diagnose: {path}: reading it takes more than 256 MB of memory.\n"
+    said = f"safelaunch: cannot diagnose {path}. Reading it takes more than 256 MB of memory.\n"
     assert tuple(capfd.readouterr()) == ("", said)
     assert not list(temporary.iterdir())
 

@@ -25,7 +25,6 @@ from safelaunch.model import Frame, ProcessEvidence, ProcessState, ThreadState
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.kernel import kernel_wait
-from safelaunch.reading.loops import loop_left
 
 
 @pytest.mark.parametrize(
@@ -62,23 +61,23 @@ def test_code_roots_are_libraries() -> None:
 
 def test_user_frame_is_the_innermost_of_the_user() -> None:
     helper = at(7, "save", "/home/me/util.py")
-    assert fr.user_frame((Frame(f"{STDLIB}/socket.py", 1, "f"), helper, at(40), MODULE)) == helper
-    assert fr.user_frame(in_c10d("barrier", 41)) == at(41)
-    assert fr.user_frame(()) is None
+    assert fr.Stack((Frame(f"{STDLIB}/socket.py", 1, "f"), helper, at(40), MODULE)).user_frame == helper
+    assert fr.Stack(in_c10d("barrier", 41)).user_frame == at(41)
+    assert fr.Stack(()).user_frame is None
 
 
 def test_user_frame_of_a_forked_worker_is_not_its_parents() -> None:
-    assert fr.user_frame(WORKER_IDLE) is None
-    assert fr.user_frame(in_worker(12)) == at(12, "Data.__getitem__", "/home/me/data.py")
+    assert fr.Stack(WORKER_IDLE).user_frame is None
+    assert fr.Stack(in_worker(12)).user_frame == at(12, "Data.__getitem__", "/home/me/data.py")
 
 
 def test_user_frame_where_no_file_is_the_users() -> None:
     typed = Frame("<string>", 1, "<module>")
-    assert fr.user_frame((Frame(f"{STDLIB}/queue.py", 1, "get"), typed)) == typed
+    assert fr.Stack((Frame(f"{STDLIB}/queue.py", 1, "get"), typed)).user_frame == typed
     inner = Frame(f"{SITE}/tool/engine.py", 9, "run")
     main = Frame(f"{SITE}/tool/cli.py", 5, "<module>")
     runpy = Frame("<frozen runpy>", 88, "_run_code")
-    assert fr.user_frame((Frame(f"{SITE}/torch/x.py", 1, "f"), inner, main, runpy)) == inner
+    assert fr.Stack((Frame(f"{SITE}/torch/x.py", 1, "f"), inner, main, runpy)).user_frame == inner
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_user_frame_where_no_file_is_the_users() -> None:
     ],
 )
 def test_torch_wait(frames: tuple[Frame, ...], kind: str, op: str) -> None:
-    assert calls.torch_wait(frames) == calls.TorchWait(kind, op)
+    assert calls.torch_wait(fr.Stack(frames)) == calls.TorchWait(kind, op)
 
 
 @pytest.mark.parametrize(
@@ -123,14 +122,14 @@ def test_torch_wait(frames: tuple[Frame, ...], kind: str, op: str) -> None:
     ],
 )
 def test_no_torch_wait(frames: tuple[Frame, ...]) -> None:
-    assert calls.torch_wait(frames) is None
+    assert calls.torch_wait(fr.Stack(frames)) is None
 
 
 def test_loader_and_idle_worker() -> None:
-    assert calls.loader_wait(in_loader(5))
-    assert not calls.loader_wait(in_c10d("all_reduce", 5))
+    assert calls.loader_wait(fr.Stack(in_loader(5)))
+    assert not calls.loader_wait(fr.Stack(in_c10d("all_reduce", 5)))
     own = (at(9, "Data.__getitem__"), Frame(LOADER, 785, "_SingleProcessDataLoaderIter._next_data"), at(5))
-    assert not calls.loader_wait(own)
+    assert not calls.loader_wait(fr.Stack(own))
     assert calls.worker_idle(WORKER_IDLE)
     assert not calls.worker_idle(in_worker(12))
 
@@ -184,35 +183,6 @@ def test_cpu_time_beats_the_moment_of_the_look() -> None:
 
     assert kernel_wait(ProcessEvidence("main", (sample(0, 0), sample(2, 1500)))).kind == "running"
     assert kernel_wait(ProcessEvidence("main", (sample(0, 0), sample(2, 20)))).kind == "lock"
-
-
-SOURCE = """
-def train():
-    setup()
-    for batch in loader:
-        if rank == 0:
-            log(batch)
-        step(batch)
-    finish()
-
-def other():
-    finish()
-"""
-
-
-@pytest.mark.parametrize(
-    ("ahead", "behind", "loop"),
-    [(8, 7, 4), (6, 7, None), (7, 8, None), (3, 7, None), (11, 7, None), (7, 7, None)],
-)
-def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
-    stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
-    assert loop_left(stacks[0], stacks[1], lambda path: SOURCE) == loop
-
-
-def test_loop_left_without_a_source() -> None:
-    stacks = [(at(line, "train"), MODULE) for line in (8, 7)]
-    assert loop_left(stacks[0], stacks[1], lambda path: None) is None
-    assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None
 
 
 def test_what_would_run_and_gets_no_core_is_busy() -> None:

@@ -61,6 +61,14 @@ def test_several_checks_share_a_table_and_each_run_is_told() -> None:
     assert "*zoo, launch: 2026-11-20, commit abc123, on 2 cores.*" in same
 
 
+def test_a_table_that_nobody_has_recorded_says_so() -> None:
+    text = document("faults", between="| a | b |\n\n*Noted by hand, 2026-11-20.*\n\n")
+    done = figures.render(text, RECORDS)
+    assert (done.text, done.problems) == (text, [])
+    assert figures.render(text.replace("faults", "speed"), RECORDS).problems != [], "no such check"
+    assert "Noted by hand" not in figures.render(text.replace("faults", "zoo"), RECORDS).text
+
+
 def test_a_check_that_failed_is_shown_as_failed() -> None:
     failed = Record("abc123", "2026-11-20", "2 cores", 60.0, 1, "4 of 5", ("", "seen"), (("the zoo", "4 of 5"),))
     assert "on 2 cores, failed (1).*" in figures.render(document("zoo"), {"zoo": failed}).text

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.cluster.channel import Seen
+from safelaunch.cluster.channel import Answers, Neighbour, Seen, Word
 from safelaunch.cluster.council import SILENT_S
-from safelaunch.cluster.evidence import condensed
+from safelaunch.cluster.evidence import aged, condensed
 from safelaunch.cluster.messages import Beat, Decision, Node, Page, Result
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.plan import Plan
-from safelaunch.model import BundlePlace, Evidence, Progress, RankEvidence
+from safelaunch.model import BundlePlace, Evidence, Progress, RankEvidence, RankException
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import together as module
 from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.incident import Circumstances
-from safelaunch.supervise.together import SUCCEED_S, Outcome, Together
+from safelaunch.supervise.together import SUCCEED_S, Outcome, Together, Told
 
 
 class Channel:
@@ -27,15 +29,32 @@ class Channel:
 
     def __init__(self, *_: object) -> None:
         self.node = Node("", "here", 1, "0.1", "2.13")
-        self.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
+        self.seen = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
         self.beat = Beat("a", 1)
         self.handed_in: list[int] = []
         self.decided: list[Decision] = []
+        self.dumps: list[int] = []
+        self.asks_dump = False
+        self.hosts = False
+        self.failed: list[int] = []
+        self.verdicts: list[Decision] = []
+        self.gathers = False
 
     def start(self) -> None: ...
 
     def tell(self, **changes: Any) -> None:
         self.beat = replace(self.beat, **changes)
+
+    def note(self, step: int) -> None:
+        self.beat = replace(self.beat, step=step)
+
+    def look_around(self) -> None: ...
+
+    def ask_dump(self, wanted: bool) -> None:
+        self.asks_dump = wanted
+
+    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
+        self.dumps.append(number)
 
     def hand_in(self, incident: int, chunks: list[bytes]) -> None:
         self.handed_in.append(incident)
@@ -44,6 +63,17 @@ class Channel:
         self.decided.append(decision)
         self.say(decision=(incident, decision))
 
+    def fail(self, crash: int, chunks: list[bytes]) -> None:
+        self.failed.append(crash)
+        self.tell(crash=crash, failed=len(chunks))
+
+    def gather(self) -> None:
+        self.gathers = True
+
+    def decide_crash(self, decision: Decision) -> None:
+        self.verdicts.append(decision)
+        self.say(crash=(self.beat.crash, decision))
+
     def say(self, *, page: dict[str, Any] | None = None, **changes: Any) -> None:
         import dataclasses
 
@@ -51,9 +81,18 @@ class Channel:
         self.seen = dataclasses.replace(self.seen, page=replace(self.seen.page, **(page or {})), **changes)
 
 
+class Roster:
+    agent_page = None
+
+    def __init__(self) -> None:
+        self.workers: dict[int, object] = {0: object()}
+
+
 class Watch:
+    roster = Roster()
     seen: tuple[int, ...] = (0, 1)
     world_size = 4
+    last_progress: ClassVar[dict[int, Progress]] = {}
     attempt = (0, 1)
 
 
@@ -84,6 +123,13 @@ def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: 
     channel.seen = Seen(why="no store at h:1: refused")
     assert not node.suspect(2.0)
     assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
+
+
+def test_a_page_that_does_not_count_this_node_says_nothing_about_its_job(node: Together, channel: Channel) -> None:
+    """A launcher that has not started its ranks yet looks like the only rank of a job."""
+    channel.say(page={"nodes": 1, "world": 1})
+    assert not node.is_covered
+    assert not node.suspect(2.0)
 
 
 def test_a_call_is_answered_once(node: Together, channel: Channel) -> None:
@@ -180,6 +226,128 @@ def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, chann
     assert settled is not None and settled.common is None
 
 
+# --- what a person asks for -------------------------------------------------------------------------------------------
+
+
+def test_a_dump_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
+    assert node.ask_dump()
+    channel.say(page={"dumps": (1,)}, answers=Answers(1, True, {2: condensed(half(2, 3)), 3: [b"garbage"]}))
+    assert node.dump_wanted(100.0) is None, "it is this node's own"
+    everything, others = node.dumped(half(0, 1))
+    assert [rank.rank for rank in everything.ranks] == [0, 1, 2, 3]
+    assert [rank.rank for rank in others] == [2, 3]
+    assert "could not be read" in everything.notes[0]
+    node.dump_is_over()
+    channel.say(answers=None)
+    assert not channel.asks_dump
+    assert node.dump_wanted(100.0) is None, "the page may still have it"
+
+
+def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Together, channel: Channel) -> None:
+    channel.say(page={"dumps": (3, 4)})
+    assert [node.dump_wanted(100.0), node.dump_wanted(100.0), node.dump_wanted(102.0)] == [3, None, None]
+    assert [node.dump_wanted(110.0), node.dump_wanted(120.0)] == [4, None]
+    node.hand_in_dump(3, half(0, 1))
+    assert channel.dumps == [3]
+
+
+def test_where_nobody_is_heard_nobody_is_asked(node: Together, channel: Channel) -> None:
+    channel.say(page={"nodes": 1, "covered": False})
+    assert not node.ask_dump()
+    channel.seen = Seen(why="gone")
+    assert [node.ask_dump(), node.look_around()] == [False, False]
+
+
+def test_what_is_known_of_all_nodes_has_to_be_new(node: Together, channel: Channel) -> None:
+    here = Neighbour("here", (0, 1), 7, "watching", here=True)
+    channel.say(around=(5.0, (here,)))
+    assert node.look_around()
+    assert (node.around(4.0), node.around(5.0)) == ((here,), None)
+
+
+# --- a crash ----------------------------------------------------------------------------------------------------------
+
+
+def crashed(*ranks: int, raises: str = "Connection closed by peer") -> Evidence:
+    exceptions = {rank: RankException("RuntimeError", raises, time.time() - 1.0) for rank in ranks}
+    sides = tuple(RankEvidence(rank, "here", 10 + rank, exception=exceptions[rank]) for rank in ranks)
+    return Evidence("crash", 4, sides, tuple(set(range(4)) - set(ranks)))
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"CRASH_S": 1.0, "EFFECTS_S": 0.3, "HEAR_S": 0.2, "HOSTS_S": 0.0}.items():
+        monkeypatch.setattr(module, name, seconds)
+
+
+def test_who_failed_first_judges_what_all_know(node: Together, channel: Channel, tmp_path: Path) -> None:
+    channel.say(slot=1, page={"failed": (1, 2), "troubles": ((1, "rank 1 raised"),)})
+    channel.say(halves={2: condensed(aged(crashed(2, 3), time.time())), 3: [b"garbage"]})
+    node.tick(0.0)
+    node.trouble("rank 1 raised")
+    told = node.crash(crashed(0, 1, raises="no such batch"))
+    assert channel.failed == [1] and len(channel.verdicts) == 1
+    assert told.verdict is not None and told.verdict.cause == "rank-exception"
+    assert [culprit.rank for culprit in told.verdict.culprits] == [0, 1]
+    assert told.verdict.bundle == BundlePlace("here", str(tmp_path / "bundles" / told.name), True)
+    assert [rank.rank for other in told.others for rank in other.ranks] == [2, 3]
+
+
+def test_another_node_takes_the_verdict_about_a_crash_as_it_is(node: Together, channel: Channel) -> None:
+    verdict = module.judged(crashed(0, 1, raises="no such batch"), node._about)
+    node.tick(0.0)
+    channel.say(slot=2, crash=(1, Decision(verdict, "dump", "there", "/there/bundle")))
+    told = node.crash(crashed(2, 3))
+    assert told.verdict == replace(verdict, bundle=BundlePlace("there", "/there/bundle", False))
+    assert (channel.verdicts, told.others) == ([], ())
+
+
+def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(
+    node: Together, channel: Channel
+) -> None:
+    verdict = module.judged(crashed(2, 3), node._about)
+    node.tick(0.0)
+    node.trouble("rank 1 raised")
+    channel.say(slot=2, crash=(1, Decision(verdict, "dump", "there", "")))
+    assert node.crash(crashed(0, 1, raises="no such batch")).verdict is None
+
+
+@pytest.mark.usefixtures("brief")
+def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(node: Together, channel: Channel) -> None:
+    channel.say(slot=1, page={"failed": (1,)})
+    node.tick(0.0)
+    told = node.crash(crashed(0, 1))
+    assert told.verdict is not None and told.verdict.culprits == ()
+    assert channel.gathers and channel.verdicts[0].path == ""
+    assert told.verdict.bundle is msgspec.UNSET
+
+
+def test_a_node_that_is_stopped_ends_the_search(node: Together, channel: Channel) -> None:
+    node.tick(0.0)
+    channel.say(word=Word(stopping=True))
+    assert node.crash(crashed(0, 1)) == Told(Word(stopping=True))
+
+
+def test_who_has_met_nobody_or_lost_them_judges_alone(node: Together, channel: Channel) -> None:
+    assert node.crash(crashed(0, 1)) == Told(Word()), "the channel has never answered"
+    node.tick(0.0)
+    channel.seen = Seen(why="closed", lost="closed")
+    assert node.crash(crashed(0, 1)).verdict is None
+    assert channel.verdicts == []
+
+
+def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(node: Together, channel: Channel) -> None:
+    channel.say(page={"crash": 3})
+    node.tick(0.0)
+    assert node._crashes == 3
+    node.no_trouble()
+    channel.say(page={"crash": 4})
+    node.tick(1.0)
+    channel.say(word=Word(stopping=True))
+    node.crash(crashed(0, 1))
+    assert channel.failed == [5]
+
+
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +361,8 @@ def test_what_becomes_of_the_others_is_told_once(
     channel.seen = Seen(why="it has closed the connection")
     for second in range(3, 20):
         node.tick(float(second))
-    channel.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
+    assert node.last_words().lost, "a crash that comes later is told of it too"
+    channel.seen = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
     for second in range(20, 23):
         node.tick(float(second))
     said = capfd.readouterr().err.splitlines()
@@ -212,8 +381,6 @@ def test_nodes_of_another_torch_are_told_of_once(
 
 
 def test_a_failure_of_ones_own_is_told_and_a_consequence_is_not() -> None:
-    from safelaunch.model import RankException
-
     lost = RankException("RuntimeError", "Connection closed by peer [10.0.0.1]:5", 1.0)
     own = RankException("ValueError", "no such batch", 1.0)
     assert own_failure("h", {0: 1, 1: 1}, {0: lost, 1: lost}) == ""
@@ -224,11 +391,27 @@ def test_a_failure_of_ones_own_is_told_and_a_consequence_is_not() -> None:
 
 
 def test_what_a_crash_is_told_about_other_nodes() -> None:
-    from safelaunch.cluster.channel import Word
-
     assert notes_of(Word()) == ()
     assert notes_of(Word(troubles=("rank 3 on h was ended by SIGKILL",))) == (
         "on another node, rank 3 on h was ended by SIGKILL",
     )
     assert "2 nodes are no longer heard" in notes_of(Word(quiet=2))[0]
     assert "can no longer be reached" in notes_of(Word(quiet=1, lost=True))[0]
+
+
+def test_who_has_come_to_a_rendezvous_that_does_not_complete(
+    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch.roster, "workers", {})
+    channel.node = replace(channel.node, node_rank=0)
+    channel.say(page={"nodes": 1, "covered": False})
+    for second in range(100):
+        node.tick(float(second))
+    node._needed = 3
+    channel.say(page={"nodes": 2}, nodes=(Node("b", "there", 1, "0.1", "2.13", node_rank=2),))
+    for second in range(100, 200):
+        node.tick(float(second))
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert said[0].endswith("no rank yet: 1 of 2 nodes have come to the rendezvous (here); node rank 1 has not")
+    assert said[1].endswith("2 of 3 nodes have come to the rendezvous (here, there); node rank 1 has not")

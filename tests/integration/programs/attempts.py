@@ -11,6 +11,7 @@ import sys
 import time
 
 import torch
+import uncompiled  # noqa: F401
 
 how, when = sys.argv[1:3]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -1,6 +1,6 @@
 """A job that records which GPUs it got, and checks with its own locks that it has them alone.
 
-    gpu_user.py WITNESSES SECONDS
+    gpu_user.py WITNESSES SECONDS|FILE      (FILE: until that file exists)
 
 Its locks end with the process and are independent of safelaunch's. If two live jobs have the same GPU (or port), one of
 them detects it.
@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-witnesses, seconds = sys.argv[1], float(sys.argv[2])
+witnesses, limit = sys.argv[1:3]
 mine = [uuid for uuid in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid]
 if os.environ.get("WITNESS_PORT"):
     mine.append("port-" + os.environ["MASTER_PORT"])
@@ -36,5 +36,8 @@ for thing in mine:
     held.append(fd)
 if not mine:
     note("NOTHING", "-")
-time.sleep(seconds)
+if limit[0].isdigit():
+    time.sleep(float(limit))
+while not (limit[0].isdigit() or os.path.exists(limit)):
+    time.sleep(0.02)
 note("done", ",".join(mine))

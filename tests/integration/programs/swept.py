@@ -1,6 +1,8 @@
 """One job of a sweep: marks its start and end in ``marks/``, prints numbered lines, and ends as HOW says.
 
-python swept.py NAME HOW SECONDS [METRIC_FILE]   (HOW: ok, fail, flaky, stubborn, polite, hang)
+python swept.py NAME HOW SECONDS|FILE [METRIC_FILE]   (HOW: ok, fail, flaky, stubborn, polite, hang)
+
+With FILE, it runs until that file exists.
 """
 
 import fcntl
@@ -14,7 +16,7 @@ import safelaunch
 
 LINES = 500
 
-name, how, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+name, how, limit = sys.argv[1:4]
 marks = Path("marks")
 marks.mkdir(exist_ok=True)
 
@@ -29,7 +31,6 @@ try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except BlockingIOError:
     mark("twice")
-mark("begun")
 if how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if how == "polite":
@@ -39,6 +40,7 @@ if how == "polite":
         sys.exit(1)
 
     signal.signal(signal.SIGTERM, leave)
+mark("begun")  # from here on, it may be told to end
 print(
     "cores", ",".join(str(core) for core in sorted(os.sched_getaffinity(0))), "threads", os.environ["OMP_NUM_THREADS"]
 )
@@ -46,13 +48,19 @@ print("visible", os.environ.get("EXTRA"), "gpus", os.environ.get("CUDA_VISIBLE_D
 for number in range(LINES):
     stream = sys.stderr if number % 10 == 9 else sys.stdout
     print(f"{name} line {number} of {LINES} loss={LINES - number}", file=stream, flush=number % 10 >= 8)
-end = time.monotonic() + seconds
+begin = time.monotonic()
+
+
+def is_over():
+    return time.monotonic() >= begin + float(limit) if limit[0].isdigit() else os.path.exists(limit)
+
+
 steps = 0
-while how == "hang" or time.monotonic() < end:
+while how == "hang" or not is_over():
     safelaunch.step()
     steps += 1
     time.sleep(0.05)
-    if how == "hang" and time.monotonic() > end:
+    if how == "hang" and is_over():
         print("steps", steps, flush=True)
         time.sleep(1000)
 print("steps", steps)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+import uncompiled  # noqa: F401
 import torch.distributed as dist
 
 LINES = 40

@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import uncompiled  # noqa: F401
 from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()

@@ -1,13 +1,13 @@
-"""Conditions on the rank, read from the source, and what they do to a verdict."""
+"""What the source says of the lines at which ranks are, and what that does to a verdict."""
 
 from __future__ import annotations
 
 import pytest
-from evidence import C10D, SCRIPT, at, in_c10d, job, rank, waiting
+from evidence import C10D, MODULE, SCRIPT, at, in_c10d, job, rank, waiting
 
 from safelaunch.diagnose import diagnose
 from safelaunch.model import Frame, RankException, RankExit
-from safelaunch.reading.guards import condition_on_rank
+from safelaunch.reading.source import condition_on_rank, loop_left
 
 CONDITIONS = {
     "if rank == 0:": True,
@@ -72,3 +72,32 @@ def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() 
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [1])
     assert (sure.confidence, verdict.confidence) == ("high", "medium")
     assert any("if rank == 0 (train.py:40)" in text and "runner-up" in text for text in verdict.ruled_out)
+
+
+LOOP = """
+def train():
+    setup()
+    for batch in loader:
+        if rank == 0:
+            log(batch)
+        step(batch)
+    finish()
+
+def other():
+    finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "loop"),
+    [(8, 7, 4), (6, 7, None), (7, 8, None), (3, 7, None), (11, 7, None), (7, 7, None)],
+)
+def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
+    stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
+    assert loop_left(stacks[0], stacks[1], lambda path: LOOP) == loop
+
+
+def test_loop_left_without_a_source() -> None:
+    stacks = [(at(line, "train"), MODULE) for line in (8, 7)]
+    assert loop_left(stacks[0], stacks[1], lambda path: None) is None
+    assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None

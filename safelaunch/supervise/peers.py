@@ -1,0 +1,96 @@
+"""What this node knows of the nodes of its job, as evidence: its own, and what it heard of the others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec.structs import replace
+
+from safelaunch.capture.parallel import gather
+from safelaunch.cluster.channel import Peer, Seen
+from safelaunch.cluster.messages import Beat, Node
+from safelaunch.cluster.store import probe
+from safelaunch.model import AgentState, Lost, NodeEvidence, Probe
+
+PROBE_S = 2.0
+MOST_PROBED = 8
+LARGEST_SCRIPT = 8 << 20
+
+Last = Literal["", "watching", "failing", "stopping", "ended"]
+
+
+def nodes_of(seen: Seen, node: Node, beat: Beat, *, store: Lost, port: int | None) -> tuple[NodeEvidence, ...]:
+    """This node and the others that it has heard of; takes ``PROBE_S`` where some of them are silent.
+
+    ``store``: how it was lost, if that was not by the end of this node's own agent. ``port``: the store's, to see if
+    the hosts of silent nodes answer. Nobody listens there on other hosts, and a host that says so is alive.
+    """
+    own = NodeEvidence(
+        node.host,
+        seen.slot,
+        beat.ranks,
+        here=True,
+        last=_last(beat),
+        trouble=beat.trouble,
+        agent=beat.agent,
+        torch=node.torch,
+        safelaunch=node.safelaunch,
+        script=node.script,
+    )
+    found = [_evidence_of(peer, seen.peers, store) for peer in seen.peers]
+    return (own, *(_probed(found, seen.peers, port) if port is not None else found))
+
+
+def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence:
+    beat, node = peer.beat, peer.node
+    hosts = node.hosts and (len(peers) == 1 or sum(one.node.hosts for one in peers) == 1)
+    return NodeEvidence(
+        node.host,
+        peer.slot,
+        beat.ranks if beat is not None else (),
+        silent_s=round(peer.silent_s, 1),
+        last=_last(beat) if beat is not None else "",
+        trouble=beat.trouble if beat is not None else "",
+        agent=beat.agent if beat is not None else "",
+        store=store if hosts else "",
+        torch=node.torch,
+        safelaunch=node.safelaunch,
+        script=node.script,
+    )
+
+
+def _last(beat: Beat) -> Last:
+    if beat.doing in ("stopping", "ended"):
+        return beat.doing
+    return "failing" if beat.failed >= 0 and beat.crash else "watching"
+
+
+def _probed(nodes: Sequence[NodeEvidence], peers: Sequence[Peer], port: int) -> list[NodeEvidence]:
+    silent = [at for at, node in enumerate(nodes) if node.is_gone][:MOST_PROBED]
+    calls = [lambda at=at: probe(peers[at].node.address, port, deadline_s=PROBE_S) for at in silent]
+    answers: dict[int, Probe | None] = dict(zip(silent, gather(calls, deadline_s=PROBE_S + 1.0), strict=True))
+    return [replace(node, probe=answers.get(at) or "") for at, node in enumerate(nodes)]
+
+
+def agent_state(pid: int) -> AgentState:
+    """How the torchrun agent with this pid is."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except FileNotFoundError:
+        return "gone"
+    except OSError:
+        return ""
+    letter = stat[stat.rfind(b")") + 2 :][:1]
+    return "stopped" if letter in (b"T", b"t") else "gone" if letter in (b"Z", b"X") else "running"
+
+
+def digest_of(script: Path) -> str:
+    """A few characters that tell two scripts apart; empty where it cannot be read."""
+    try:
+        with script.open("rb") as file:
+            return hashlib.blake2b(file.read(LARGEST_SCRIPT), digest_size=6).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,97 @@
+"""What a supervisor knows of the nodes of its job, as evidence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.cluster.channel import Peer, Seen
+from safelaunch.cluster.messages import Beat, Node, Page
+from safelaunch.cluster.store import probe
+from safelaunch.model import AgentState, Lost, NodeEvidence
+from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
+
+HERE, THERE = Node("", "here", 1, "0.1", "2.13"), Node("", "there", 2, "0.1", "2.9", "abc", "127.0.0.1", hosts=True)
+BEAT = Beat("a", 1, ranks=(2, 3), world=4)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def seen(beat: Beat | None = BEAT, silent_s: float = 0.0, *, others: tuple[Peer, ...] = (), **more: Any) -> Seen:
+    page = more.pop("page", Page(leader=1))
+    return Seen(page, "", peers=(Peer(2, THERE, beat, silent_s), *others), slot=1, **more)
+
+
+def told(found: Seen, store: Lost = "") -> NodeEvidence:
+    own, *others = nodes_of(found, HERE, Beat("b", 1, ranks=(0, 1)), port=free_port(), store=store)
+    assert (own.host, own.slot, own.ranks, own.here, own.is_gone) == ("here", 1, (0, 1), True, False)
+    return others[0]
+
+
+def test_a_node_that_is_heard() -> None:
+    versions = {"torch": "2.9", "safelaunch": "0.1", "script": "abc"}
+    assert told(seen()) == NodeEvidence("there", 2, (2, 3), last="watching", **versions)
+    assert told(seen(replace(BEAT, crash=1, failed=2, trouble="oh"))).last == "failing"
+
+
+def test_a_silent_one_is_asked_whether_its_host_answers() -> None:
+    found = told(seen(silent_s=20.04))
+    assert (found.silent_s, found.probe, found.is_gone) == (20.0, "answers", True)
+
+
+@pytest.mark.parametrize("doing", ["stopping", "ended"])
+def test_one_that_has_said_goodbye_is_not(doing: Any) -> None:
+    found = told(seen(replace(BEAT, doing=doing), 20.0))
+    assert (found.last, found.probe, found.is_gone) == (doing, "", False)
+
+
+def test_the_store_that_was_lost_is_of_the_node_that_hosts_it() -> None:
+    assert told(seen(page=None), "closed").store == "closed"
+    assert told(seen(page=None)).store == "", "it ended with this node's own agent"
+    elsewhere = Peer(3, replace(THERE, host="third", hosts=False))
+    assert told(seen(page=None, others=(elsewhere,)), "closed").store == "closed"
+    also = Peer(3, replace(THERE, host="third"))
+    assert told(seen(page=None, others=(also,)), "closed").store == "", "either may"
+
+
+def test_a_probe_takes_addresses_alone_and_a_refusal_for_an_answer() -> None:
+    assert probe("127.0.0.1", free_port(), deadline_s=2.0) == "answers"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert probe("127.0.0.1", listening.getsockname()[1], deadline_s=2.0) == "answers"
+    assert probe("localhost", 1, deadline_s=2.0) == probe("", 1, deadline_s=2.0) == ""
+
+
+def test_how_an_agent_is() -> None:
+    def until(state: AgentState) -> None:
+        deadline = time.monotonic() + 20.0
+        while agent_state(process.pid) != state:
+            assert time.monotonic() < deadline, f"waited for {state}"
+            time.sleep(0.01)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        until("running")
+        os.kill(process.pid, signal.SIGSTOP)
+        until("stopped")
+        process.kill()
+        until("gone")
+    assert agent_state(process.pid) == "gone"
+
+
+def test_scripts_are_told_apart(tmp_path: Path) -> None:
+    one, other = tmp_path / "a.py", tmp_path / "b.py"
+    one.write_text("x = 1")
+    other.write_text("x = 2")
+    assert len({digest_of(one), digest_of(other), digest_of(tmp_path / "none.py"), ""}) == 3
