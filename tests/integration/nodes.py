@@ -18,7 +18,8 @@ class TwoNodes:
     """``with TwoNodes(scratch, own, program, words) as nodes``. torchrun decides which node gets rank 0.
 
     ``ranks``: ranks per node. ``own``: options of safelaunch and torchrun, the same for both nodes. ``over``: how the
-    agents meet; ``file``: in a file, so that the supervisors have no store in which to talk.
+    agents meet; ``file``: in a file, so that the supervisors have no store in which to talk. ``late``: the second one
+    is not started.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class TwoNodes:
         ranks: tuple[int, int] = (2, 2),
         nnodes: str = "2",
         over: Literal["c10d", "static", "file"] = "c10d",
+        late: bool = False,
     ) -> None:
         self.scratch = scratch
         self._nnodes, self._over = nnodes, over
@@ -39,7 +41,7 @@ class TwoNodes:
         self._own = own
         self._ranks, self._words = ranks, list(words)
         self.jobs: list[Job] = []
-        for number in (0, 1):
+        for number in (0,) if late else (0, 1):
             self.start(number)
 
     def start(self, number: int) -> Job:

@@ -176,3 +176,23 @@ def test_a_supervisor_that_is_stopped_costs_no_healthy_job(tmp_path: Path) -> No
     assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
     for result in results:
         assert all(not bundle.verdict["culprits"] for bundle in result.bundles), result.said
+
+
+# --- elastic jobs -----------------------------------------------------------------------------------------------------
+
+
+def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
+    with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=2"], ranks=(1, 2)) as nodes:
+        results = [job.wait() for job in nodes.jobs]
+    assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
+    verdict = said_the_same(whole_and_half(results))
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [2]
+
+
+def test_a_job_that_may_get_more_nodes_is_watched_by_the_one_that_has_come(tmp_path: Path) -> None:
+    own = [*QUICK, "--rdzv-conf=last_call_timeout=1"]
+    with TwoNodes(tmp_path, own, [APART, "--how=asleep", "--culprit=1"], nnodes="1:2", late=True) as nodes:
+        result = nodes.jobs[0].wait()
+    assert result.code == 124, result.stderr
+    assert [culprit["rank"] for culprit in result.verdict["culprits"]] == [1]
+    assert (result.verdict["confidence"], result.verdict["missing"]) == ("high", [])
