@@ -196,3 +196,17 @@ def test_a_job_that_may_get_more_nodes_is_watched_by_the_one_that_has_come(tmp_p
     assert result.code == 124, result.stderr
     assert [culprit["rank"] for culprit in result.verdict["culprits"]] == [1]
     assert (result.verdict["confidence"], result.verdict["missing"]) == ("high", [])
+
+
+def test_a_node_that_joins_late_shares_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With the store shared, torch gives nodes of a later round no MASTER_ADDR: plain torchrun fails as well.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    own = [*QUICK, "--rdzv-conf=last_call_timeout=1"]
+    with TwoNodes(tmp_path, own, [APART, "--how=asleep", "--culprit=3"], nnodes="1:2", late=True) as nodes:
+        first = nodes.jobs[0]
+        first.until(lambda: len(first.ranks()) == 2, "the first round")
+        second = nodes.start(1)
+        results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
+    verdict = said_the_same(whole_and_half(results))
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [3]
