@@ -16,7 +16,7 @@ from _pytest.runner import runtestprotocol
 if TYPE_CHECKING:
     import stub
 
-for folder in ("integration", "faults", "nvml"):
+for folder in ("integration", "faults", "nvml", "docs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 # A shell starts background processes with these signals ignored, and children inherit that.

@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ``safelaunch dump``."""
     found = argparse.ArgumentParser(
         prog="safelaunch dump",
-        description="Writes a bundle of a live run, with a verdict: what each rank is doing right now. The job "
-        "continues. Only the bundle's path goes to stdout: cd $(safelaunch dump)",
+        description="Writes a bundle of a live run, with a verdict: what each rank is doing right now, on every node "
+        "that this one hears. The job continues. Only the bundle's path goes to stdout: cd $(safelaunch dump)",
         allow_abbrev=False,
     )
     found.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid; needed if several are live")

@@ -18,7 +18,7 @@ from safelaunch.errors import UsageError
 from safelaunch.system.console import redact, say, show, show_json
 from safelaunch.system.printable import clean
 
-from .status_rows import COLUMNS, Row, rows, since, told
+from .status_rows import COLUMNS, NODE_COLUMNS, Row, nodes, rows, since, told
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -91,13 +91,22 @@ def _lines(run: Run, now_unix_s: float) -> list[str]:
     lines = [headline(run.status, now_unix_s), *(f"  {line}" for line in details(run.status))]
     table = rows(run.status)
     if not table:
-        return [*lines, "  no rank has started yet"]
-    cells = [COLUMNS, *(row.cells for row in table)]
-    widths = [max(len(line[index]) for line in cells) for index in range(len(COLUMNS))]
+        lines.append("  no rank has started yet")
+    else:
+        lines += _aligned(COLUMNS, [row.cells for row in table])
+    if run.status.nodes:
+        lines += ["", *_aligned(NODE_COLUMNS, nodes(run.status))]
+    return lines
+
+
+def _aligned(columns: Sequence[str], table: Sequence[Sequence[str]]) -> list[str]:
+    cells = [columns, *table]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    lines = []
     for line in cells:
         parts = [
             cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for name, cell, width in zip(COLUMNS, line, widths, strict=True)
+            for name, cell, width in zip(columns, line, widths, strict=True)
         ]
         lines.append("  " + "  ".join(parts).rstrip())
     return lines
@@ -122,6 +131,7 @@ def details(status: RunStatus) -> list[str]:
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
         f"suspects a hang after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
         *(f"note: {clean(note)}" for note in status.notes),
+        *([f"the other nodes are not known: {clean(status.alone)}"] if status.alone else []),
     ]
 
 
@@ -176,7 +186,21 @@ def picture(runs: Sequence[Run], now_unix_s: float) -> Group:
         parts.append(Text(redact(headline(run.status, now_unix_s)), style="bold" if moves else "bold yellow"))
         parts += [Text(redact(f"  {line}"), style="dim") for line in details(run.status)]
         parts += [_table(rows(run.status)), Text("")]
+        if run.status.nodes:
+            parts += [_node_table(nodes(run.status)), Text("")]
     return Group(*(parts or [Text(NONE_LIVE)]), Text(f"{time.strftime('%H:%M:%S')}  Ctrl-C to leave", style="dim"))
+
+
+def _node_table(table: Sequence[Sequence[str]]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, pad_edge=True, header_style="dim")
+    for name in NODE_COLUMNS:
+        shown.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=name != "note", overflow="fold")
+    for cells in table:
+        shown.add_row(*(Text(redact(cell)) for cell in cells), style="" if cells[3] == "heard" else "bold yellow")
+    return shown
 
 
 def _table(table: Sequence[Row]) -> Any:

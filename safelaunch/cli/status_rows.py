@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from safelaunch.control.protocol import RankStatus, RunStatus
+from safelaunch.control.protocol import NodeStatus, RankStatus, RunStatus
 from safelaunch.system.printable import clean
 
 COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
+NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")
 # Ranks that meet in every step differ by at most one, because their pages are read one after the other.
 BEHIND_STEPS = 2
 # As a share of the threshold. Below this, an old step is normal: every job has pauses.
@@ -39,6 +40,26 @@ def rows(status: RunStatus) -> tuple[Row, ...]:
     """One row for each rank of this node."""
     furthest = max((rank.step for rank in status.ranks if rank.step is not None), default=None)
     return tuple(_row(rank, furthest, status.threshold_s) for rank in sorted(status.ranks, key=lambda item: item.rank))
+
+
+def nodes(status: RunStatus) -> tuple[tuple[str, ...], ...]:
+    """The cells of each node of a job of several, below ``NODE_COLUMNS``."""
+    return tuple(
+        (
+            clean(node.host),
+            clean(node.ranks) or "-",
+            "-" if node.step is None else str(node.step),
+            clean(node.state),
+            clean(node.doing) if node.state == "heard" else "-",
+            ", ".join(_about(node)) or "-",
+        )
+        for node in status.nodes
+    )
+
+
+def _about(node: NodeStatus) -> list[str]:
+    words = [word for word, holds in (("this node", node.here), ("leads", node.leads)) if holds]
+    return [*words, *([clean(node.trouble)] if node.trouble else [])]
 
 
 def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> Row:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,7 +18,8 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
-from safelaunch.cluster.messages import BadMessage, Beat, Codec, Decision, Node, Page
+from safelaunch.cluster.hosting import StoreHost
+from safelaunch.cluster.messages import BadMessage, Beat, Codec, Decision, Doing, Node, Page
 from safelaunch.cluster.store import Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
 from safelaunch.model import Lost
@@ -29,6 +30,8 @@ ANSWER_S = 15.0  # the store's only thread may be resolving a name
 FIRST_TRIES_S = 2.0  # nothing listens there before torchrun has started
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
 GOODBYE_S = 1.0
+SEE_OFF_S = 8.0  # for the others' last words, where their store ends with this node's
+SEE_OFF_EVERY_S = 0.1
 MOST_NAMED = 8
 MOST_PEERS = 64
 MOST_HALVES = 64  # of a crash, that one node reads
@@ -47,6 +50,32 @@ class Word:
     troubles: tuple[str, ...] = ()
     quiet: int = 0
     lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A node of the job, this one included, as its newest beat says. ``step``: the lowest of its ranks."""
+
+    host: str
+    ranks: tuple[int, ...]
+    step: int | None
+    doing: Doing
+    heard: bool = True
+    leads: bool = False
+    here: bool = False
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the other nodes have handed in for a dump that this one has asked for: by slot, chunks.
+
+    ``complete``: every node that is heard has. ``number``: of the dump.
+    """
+
+    number: int
+    complete: bool
+    evidence: Mapping[int, list[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +99,8 @@ class Seen:
     ``peers``: the others that lead, are not heard, fail or are stopped, and of a leader all; those of before the
     connection was ``lost``. ``crash``: the newest verdict about a crash; ``halves``: the evidence
     of others about it, by slot, where this node gathers it.
+
+    ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_dump``.
     """
 
     page: Page | None = None
@@ -87,34 +118,54 @@ class Seen:
     slot: int = 0
     crash: tuple[int, Decision] | None = None
     halves: Mapping[int, list[bytes]] = field(default_factory=dict)
+    around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
+    answers: Answers | None = None
 
 
 class Channel:
-    """``start`` it, and ``close`` it at the end. All methods return at once, and are for any thread."""
+    """``start`` it, and ``close`` it at the end. All methods return at once, and are for any thread.
 
-    def __init__(self, meeting: Meeting, node: Node, key: bytes = b"") -> None:
+    ``host``: starts the store, where it is no store of torchrun's.
+    """
+
+    def __init__(self, meeting: Meeting, node: Node, key: bytes = b"", host: StoreHost | None = None) -> None:
         self._meeting = meeting
+        self._host = host
         self.node = node
         self._codec = Codec(meeting.prefix, key)
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = self._sees_off = False
         self._beat = Beat(node.incarnation, 0)
         self._to_hand_in: tuple[int, list[bytes]] | None = None
         self._to_decide: tuple[int, Decision] | None = None
         self._crash = _Crash()
+        self._dumped: tuple[int, list[bytes]] | None = None
+        self._asks_dump = False
+        self._looks_around = False
         self.seen = Seen()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Says goodbye; takes a second at most."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Says goodbye; takes a second at most, or ``SEE_OFF_S`` where this node has the store of all.
+
+        ``at_once``: the others lose their store without a last word.
+        """
+        self._sees_off = self.hosts and not at_once
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(GOODBYE_S)
+            self._thread.join(GOODBYE_S + (SEE_OFF_S if self._sees_off else 0.0))
+        if self._host is not None:
+            self._host.close()
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this supervisor has started the store."""
+        return self._host is not None and self._host.has_started
 
     def tell(self, **changes: Any) -> None:
         """Changes fields of this node's beat."""
@@ -141,6 +192,27 @@ class Channel:
             self._to_decide = incident, decision
         self._wake.set()
 
+    def note(self, step: int) -> None:
+        """The lowest step of this node's ranks, which may travel with the next beat."""
+        with self._lock:
+            self._beat = structs.replace(self._beat, step=step)
+
+    def look_around(self) -> None:
+        """Somebody wants to know of every node: ``seen.around`` has it after the next round."""
+        self._looks_around = True
+        self._wake.set()
+
+    def ask_dump(self, wanted: bool) -> None:
+        """Asks all other nodes for their evidence (``seen.answers``), until it is no longer wanted."""
+        self._asks_dump = wanted
+        self._wake.set()
+
+    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
+        """This node's evidence, for another one that has asked for it."""
+        with self._lock:
+            self._dumped = number, chunks
+        self._wake.set()
+
     def fail(self, crash: int, chunks: list[bytes]) -> None:
         """This node's evidence about a crash that its ranks are part of."""
         with self._lock:
@@ -163,14 +235,16 @@ class Channel:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        tries = 0
+        tries, has_met = 0, False
         while not self._closing:
             met = False
             try:
+                if self._host is not None and not has_met:  # one that is lost is not replaced: nobody knows it
+                    self._host.start()
                 store = Store(self._meeting.address)
                 try:
                     session = _Session(store, self._meeting.prefix, self._codec, self.node)
-                    met = True
+                    met = has_met = True
                     self._converse(session)
                 finally:
                     store.close()
@@ -178,7 +252,7 @@ class Channel:
                 lost = error.lost if isinstance(error, StoreError) else ""
                 before = self.seen
                 self.seen = Seen(
-                    why=str(error),
+                    why=(self._host.problem if self._host is not None else "") or str(error),
                     nodes=before.nodes,
                     word=before.word,
                     peers=before.peers,
@@ -202,15 +276,22 @@ class Channel:
             with self._lock:
                 beat, handing_in, deciding = self._beat, self._to_hand_in, self._to_decide
                 self._to_hand_in = None
+                dumped, self._dumped = self._dumped, None
                 crash = self._crash
             if self._closing:
                 session.leave(beat)
+                if self._sees_off:
+                    session.see_off(SEE_OFF_S)
                 return
             if handing_in is not None:
                 number = session.hand_in(*handing_in)
                 with self._lock:
                     if self._beat.incident == handing_in[0]:
                         self._beat = beat = structs.replace(self._beat, chunks=number)
+            if dumped is not None:
+                session.hand_in_dump(*dumped)
+            session.asks_dump = self._asks_dump
+            session.looks_around, self._looks_around = self._looks_around, False
             if beat.crash:
                 failed, decided = session.attend(beat, crash)
                 with self._lock:
@@ -219,7 +300,12 @@ class Channel:
             self.seen = seen = session.round(beat, deciding)
             page = seen.page
             failing = page is not None and bool(page.failed or page.troubles)
-            busy = failing or beat.doing == "suspecting" or (page is not None and page.phase not in ("idle", "agreed"))
+            busy = (
+                failing
+                or session.asks_dump
+                or beat.doing == "suspecting"
+                or (page is not None and page.phase not in ("idle", "agreed"))
+            )
             quiet_s = CROWD_IDLE_S if page is not None and page.nodes > CROWD else IDLE_S
             self._wake.wait(BUSY_S if busy else quiet_s)
             self._wake.clear()
@@ -260,6 +346,13 @@ class _Session:
         self._decision: tuple[int, Decision] | None = None
         self._page: Page | None = None
         self._page_s = 0.0
+        self.looks_around = self.asks_dump = False
+        self._all_nodes: dict[int, Node] = {}
+        self._around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
+        self._asked = 0  # the number of the dump that this node asks for
+        self._answers: dict[int, list[bytes]] = {}
+        self._dumped = (0, -1)
+        self._handed_in_dumps: list[str] = []
         self._peers: dict[int, Peer] = {}
         self._quiet_since: dict[int, float] = {}
         self._was_covered = False
@@ -275,6 +368,15 @@ class _Session:
             self._handed_in.append(place)
         return len(chunks)
 
+    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
+        while self._handed_in_dumps:  # who asked for the last one may have gone without it
+            self._store.delete(f"{self._prefix}/{self._handed_in_dumps.pop()}", deadline_s=ANSWER_S)
+        for at, chunk in enumerate(chunks):
+            place = f"x/{number}/{self._slot}/{at}"
+            self._write(place, self._codec.seal(place, chunk))
+            self._handed_in_dumps.append(place)
+        self._dumped = number, len(chunks)
+
     def leave(self, beat: Beat) -> None:
         self._count += 1
         doing = beat.doing if beat.doing == "stopping" else "ended"
@@ -282,9 +384,24 @@ class _Session:
         place = f"b/{self._slot}"
         self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=GOODBYE_S)
 
+    def see_off(self, patience_s: float) -> None:
+        """Waits until all others have left, or are not heard: the store ends with this node."""
+        hearing, until = Hearing(), time.monotonic() + patience_s
+        while (now := time.monotonic()) < until:
+            others = {s: beat for s, beat in self._beats().items() if s != self._slot and beat.doing != "ended"}
+            hearing.hear({slot: (beat.incarnation, beat.count) for slot, beat in others.items()}, now)
+            if all(hearing.silent_s(slot, now) >= QUIET_S for slot in others):
+                return
+            time.sleep(SEE_OFF_EVERY_S)
+
     def round(self, beat: Beat, deciding: tuple[int, Decision] | None) -> Seen:
         self._count += 1
-        beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count)
+        if self.asks_dump and not self._asked:
+            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
+        elif not self.asks_dump:
+            self._asked = 0
+        dumps = {"asks": max(self._asked, 0), "dumped": self._dumped}
+        beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count, **dumps)
         self._write(f"b/{self._slot}", self._codec.encode(f"b/{self._slot}", beat))
         now = time.monotonic()
         page = self._read_page(now)
@@ -310,6 +427,7 @@ class _Session:
         silent_s = now - self._page_s if page is not None else 0.0
         if page is not None:
             self._name(page)
+        answers = self._of_all(page, now) if page is not None else None
         return Seen(
             page=page,
             why="" if page is not None else "they speak with another key, or in another version",
@@ -325,7 +443,69 @@ class _Session:
             slot=self._slot,
             crash=self._crash,
             halves=dict(self._halves),
+            around=self._around,
+            answers=answers,
         )
+
+    # --- what is asked of all nodes: a view for a person, their evidence for a dump --------------------------------
+
+    def _of_all(self, page: Page, now: float) -> Answers | None:
+        if not (self.looks_around or self._asked):
+            return None
+        beats = self._beats()
+        heard = {s: beat for s, beat in beats.items() if beat.doing != "ended" and s not in page.silent}
+        if self.looks_around:
+            self._around = now, self._neighbours(page, beats, heard)
+        return self._answered(heard) if self._asked else None
+
+    def _neighbours(self, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[Neighbour, ...]:
+        unknown = sorted(beats.keys() - self._all_nodes.keys())
+        for begin in range(0, len(unknown), NEW_AT_ONCE):
+            slots = unknown[begin : begin + NEW_AT_ONCE]
+            found = self._store.get_all([f"{self._prefix}/m/{slot}" for slot in slots], deadline_s=ANSWER_S) or []
+            for slot, data in zip(slots, found, strict=False):
+                try:
+                    self._all_nodes[slot] = self._codec.decode(f"m/{slot}", data, Node)
+                except BadMessage:
+                    continue
+        heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
+        return tuple(
+            Neighbour(
+                host=self._all_nodes[slot].host,
+                ranks=beat.ranks,
+                step=beat.step if beat.step >= 0 else None,
+                doing=beat.doing,
+                heard=slot in heard,
+                leads=slot == page.leader,
+                here=slot == self._slot,
+                trouble=beat.trouble,
+            )
+            for slot, beat in sorted(beats.items(), key=lambda item: (item[1].ranks[:1], item[0]))
+            # One whose ranks another has now has only come back under another slot.
+            if slot in self._all_nodes and (slot in heard or not heard_ranks.issuperset(beat.ranks))
+        )
+
+    def _answered(self, heard: Mapping[int, Beat]) -> Answers:
+        others = {slot: beat for slot, beat in heard.items() if beat.ranks and slot != self._slot}
+        for slot, beat in others.items():
+            number, chunks = beat.dumped
+            if number == self._asked and slot not in self._answers:
+                places = [f"x/{number}/{slot}/{at}" for at in range(max(chunks, 0))]
+                self._answers[slot] = self._chunks(places)
+                for place in places:
+                    self._store.delete(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+        return Answers(self._asked, others.keys() <= self._answers.keys(), dict(self._answers))
+
+    def _chunks(self, places: Sequence[str]) -> list[bytes]:
+        """A node's evidence; empty where it cannot be read."""
+        found = []
+        for place in places:
+            data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+            try:
+                found.append(self._codec.open(place, data or b""))
+            except BadMessage:
+                return []
+        return found
 
     # --- following --------------------------------------------------------------------------------------------------
 
@@ -533,16 +713,7 @@ class _Session:
             mine = beat.incident == incident and slot != self._slot
             if not mine or beat.chunks < 0 or slot in self._evidence:
                 continue
-            chunks = []
-            for number in range(beat.chunks):
-                place = f"e/{incident}/{slot}/{number}"
-                data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-                try:
-                    chunks.append(self._codec.open(place, data or b""))
-                except BadMessage:
-                    chunks = []
-                    break
-            self._evidence[slot] = chunks
+            self._evidence[slot] = self._chunks([f"e/{incident}/{slot}/{number}" for number in range(beat.chunks)])
 
     def _has_fetched(self, incident: int, heard: Mapping[int, Beat]) -> bool:
         return all(

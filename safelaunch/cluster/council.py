@@ -12,7 +12,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from safelaunch.cluster.messages import MOST_TROUBLES, Beat, Page, Phase, Result
+from safelaunch.cluster.messages import MOST_DUMPS, MOST_TROUBLES, Beat, Page, Phase, Result
 
 SILENT_S = 15.0  # a node whose count has not moved for so long is not heard
 QUIET_S = 2.5  # several beats: worth a word where something else is the matter
@@ -122,9 +122,11 @@ class Leader:
             nodes=len(given.heard),
             silent=given.silent[:4096],
             covered=covers(given.heard.values()),
+            world=max((beat.world for beat in given.heard.values()), default=0),
             quiet=given.quiet[:4096],
             stopping=tuple(slot for slot, beat in given.last.items() if beat.doing == "stopping")[:4096],
             troubles=tuple((slot, b.trouble) for slot, b in given.last.items() if b.trouble)[:MOST_TROUBLES],
+            dumps=tuple(sorted(beat.asks for beat in given.heard.values() if beat.asks)[:MOST_DUMPS]),
         )
         crash = page.crash + any(beat.decided == page.crash + 1 for beat in given.last.values())
         failed = tuple(slot for slot, beat in given.last.items() if beat.crash == crash + 1 and beat.failed >= 0)

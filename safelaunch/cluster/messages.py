@@ -25,6 +25,7 @@ MOST_CHUNKS = 8  # of one node's evidence
 MOST_UNPACKED = 128 << 20
 LONGEST_TEXT = 400  # characters of what a node says in words
 MOST_TROUBLES = 8
+MOST_DUMPS = 4  # at once
 _MAC_BYTES = 32
 
 Vote = Literal["", "moving", "active", "still", "stopped", "paused", "unknown"]
@@ -73,6 +74,8 @@ class Beat(Message, frozen=True):
     the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words. ``agent``: how
     torchrun is. ``crash``: the number of the crash that its ranks are part of (0: none), ``failed``: the chunks of
     evidence about it (-1: none yet), ``decided``: the newest crash about which this node has stored a verdict.
+    ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others
+    for; ``dumped``: the newest that it has answered, and the chunks of its evidence.
     """
 
     incarnation: _Name
@@ -93,6 +96,9 @@ class Beat(Message, frozen=True):
     crash: _Count = 0
     failed: Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)] = -1
     decided: _Count = 0
+    step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
+    asks: _Count = 0
+    dumped: tuple[_Count, Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)]] = (0, -1)
 
 
 class Page(Message, frozen=True):
@@ -101,7 +107,8 @@ class Page(Message, frozen=True):
     ``covered``: the ranks of the nodes that are heard are all ranks of the job. ``silent``: slots that are not heard;
     ``quiet``: not for a few seconds. ``stopping``: somebody stops the job there. ``troubles``: by slot.
     ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``crash``: how many crashes have had
-    their verdict; ``failed``: slots whose ranks are part of the next one.
+    their verdict; ``failed``: slots whose ranks are part of the next one. ``dumps``: those that are asked for.
+    ``world``: how many ranks the job has, if ``covered``.
     """
 
     leader: _Count
@@ -119,6 +126,8 @@ class Page(Message, frozen=True):
     troubles: Annotated[tuple[tuple[_Count, _Text], ...], Meta(max_length=MOST_TROUBLES)] = ()
     crash: _Count = 0
     failed: _Slots = ()
+    dumps: Annotated[tuple[_Count, ...], Meta(max_length=MOST_DUMPS)] = ()
+    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
 
 
 class Decision(Message, frozen=True):

@@ -41,10 +41,27 @@ class RankStatus(msgspec.Struct, frozen=True):
     signals: str = ""
 
 
+class NodeStatus(msgspec.Struct, frozen=True):
+    """One node of a job of several, as it says itself. ``step``: the lowest of its ranks.
+
+    ``state``: ``heard``, ``silent`` or ``ended``; ``doing``: ``watching``, ``suspecting``, ``stopping`` or ``ended``.
+    ``leads``: it leads the others; ``here``: this node.
+    """
+
+    host: str
+    ranks: str
+    step: int | None = None
+    state: str = "heard"
+    doing: str = ""
+    leads: bool = False
+    here: bool = False
+    trouble: str = ""
+
+
 class RunStatus(msgspec.Struct, frozen=True):
     """One run. ``threshold_s``: seconds without a step before it is suspected; ``threshold_why``: its origin.
 
-    ``notes``: what slows the job down.
+    ``notes``: what slows the job down. ``nodes``: all nodes of a job of several; ``alone``: why they are not known.
     """
 
     run: str
@@ -60,6 +77,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     threshold_why: str
     ranks: list[RankStatus]
     notes: list[str] = []
+    nodes: list[NodeStatus] = []
+    alone: str = ""
 
 
 class DumpAnswer(msgspec.Struct, frozen=True):

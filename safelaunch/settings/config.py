@@ -111,6 +111,7 @@ class Settings:
     lease: bool = True
     run_name: str | None = None
     cluster_key_file: Path | None = None
+    cluster_store: str | None = None
     config: str | None = None
     dry_run: bool = False
     env: tuple[EnvSetting, ...] = ()
@@ -196,6 +197,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         lease=not value("no-lease", False),
         run_name=value("run-name", None),
         cluster_key_file=cwd / Path(key_file).expanduser() if key_file is not None else None,
+        cluster_store=value("cluster-store", None),
         config=value("config", None),
         dry_run=value("dry-run", False),
         env=env,

@@ -23,6 +23,7 @@ from safelaunch.settings.values import (
     parse_seconds,
     parse_size,
     parse_stall_timeout,
+    parse_store,
 )
 from safelaunch.settings.yamlfile import Node, did_you_mean, texts_of
 
@@ -230,6 +231,15 @@ OWN_OPTIONS: tuple[Option, ...] = (
         parse_path,
         "a file",
         "On several nodes: a file with the same secret on each. Messages of supervisors without it are ignored.",
+        _RUNS,
+    ),
+    Option(
+        "cluster-store",
+        "[HOST:]PORT",
+        parse_store,
+        "a port, or a host and a port (node1:29700)",
+        "On several nodes without a store of torchrun's (exec, etcd): where the supervisors meet. The one on HOST [the "
+        "job's first] starts a store there.",
         _RUNS,
     ),
     Option(

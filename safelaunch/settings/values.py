@@ -13,6 +13,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s?([kmgt])?(i?b)?", re.IGNORECASE)
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _GPU_ID = re.compile(r"[0-9]+|(?:GPU|MIG)-[A-Za-z0-9/-]+")
+_STORE = re.compile(r"(?:(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):)?([0-9]{1,5})", re.ASCII)
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -82,6 +83,14 @@ def parse_gpus(text: str) -> str:
     if len(set(ids)) != len(ids) or not all(_GPU_ID.fullmatch(one) for one in ids):
         raise ValueError(text)
     return text
+
+
+def parse_store(text: str) -> str:
+    """``HOST:PORT``, ``[IPv6]:PORT``, or a port alone."""
+    match = _STORE.fullmatch(text.strip())
+    if match is None or not 0 < int(match[1]) < 65536:
+        raise ValueError(text)
+    return text.strip()
 
 
 def parse_flag(text: str) -> bool:

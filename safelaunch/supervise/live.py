@@ -11,14 +11,16 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.control.protocol import Client, DumpAnswer, RankStatus, Request, RunStatus, Server
+from safelaunch.bundle.publishing import name_of
+from safelaunch.control.protocol import Client, DumpAnswer, NodeStatus, RankStatus, Request, RunStatus, Server
 from safelaunch.launch.job import Job
 from safelaunch.launch.paths import working_directory
-from safelaunch.model import Progress, RankExit
+from safelaunch.model import BundlePlace, Progress, RankExit, format_ranks
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.supervise import incident
-from safelaunch.supervise.incident import Circumstances, Report
+from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
 from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
@@ -26,6 +28,7 @@ from safelaunch.system.task import Task
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
 BETWEEN_LOOKS_S = 1.0
+AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, and how old they may be then
 
 
 @dataclass
@@ -41,7 +44,12 @@ class Live:
     """Serves the control socket of one run. Call ``tick`` on each tick of the supervisor; it never blocks."""
 
     def __init__(
-        self, job: Job, watch: Watch, about: Circumstances, exits: Callable[[], Mapping[int, RankExit]]
+        self,
+        job: Job,
+        watch: Watch,
+        about: Circumstances,
+        exits: Callable[[], Mapping[int, RankExit]],
+        together: Together,
     ) -> None:
         assert job.run is not None
         self._job = job
@@ -49,6 +57,9 @@ class Live:
         self._about = about
         self._exits = exits
         self._server = _server(job.run.control)
+        self._together = together
+        self._asking: list[tuple[Client, float]] = []  # for the status, since when
+        self._for_another: Task[None] | None = None  # a dump that another node has asked for
         self._dumps: deque[_Dump] = deque()
         self._cwd = os.fspath(working_directory())
         self._attempt = -1
@@ -56,22 +67,36 @@ class Live:
 
     @property
     def busy(self) -> bool:
-        return bool(self._dumps)
+        return bool(self._dumps or self._asking)
 
     def tick(self, now: float) -> None:
         """Answers every request that can be answered now."""
         self._sample(now)
         if self._server is not None:
             self._server.poll(self._handle)
+        self._answer_status(now)
         self._advance_dumps()
+        self._dump_for_another(now)
 
     def _handle(self, request: Request, client: Client) -> None:
         if request.command == "status":
-            client.answer(self._about.redactor.tree(msgspec.to_builtins(self.status(time.monotonic()))))
+            now = time.monotonic()
+            self._asking.append((client, now if self._together.look_around() else now - AROUND_S))
+            self._answer_status(now)
         elif request.command == "dump":
             self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._about.bundle_dir, client)
         else:
             client.close()
+
+    def _answer_status(self, now: float) -> None:
+        """Answers who asks for the status: at once, or as soon as the other nodes' lines are there."""
+        waiting = []
+        for client, since_s in self._asking:
+            if self._together.around(since_s) is None and now - since_s < AROUND_S:
+                waiting.append((client, since_s))
+            else:
+                client.answer(self._about.redactor.tree(msgspec.to_builtins(self.status(now))))
+        self._asking = waiting
 
     def _queue_dump(self, bundle_dir: Path, client: Client) -> None:
         """Queues a bundle. A request for the place that is being written to shares that bundle; others wait."""
@@ -93,7 +118,39 @@ class Live:
             for client in dump.clients:
                 client.answer(answer)
 
+    def _dump_for_another(self, now: float) -> None:
+        """Takes evidence at the same time as the node that asks for it, which writes the bundle."""
+        if self._for_another is not None and self._for_another.done:
+            self._for_another = None
+        number = self._together.dump_wanted(now) if self._for_another is None else None
+        if number is not None:
+            wanted = number
+            self._for_another = Task("dump for another node", lambda: self._hand_in(wanted))
+
+    def _hand_in(self, number: int) -> None:
+        found = self._evidence(self._about)
+        try:
+            self._together.hand_in_dump(number, found.evidence)
+        finally:
+            incident.discard(found)
+
     def _write_dump(self, bundle_dir: Path) -> Report:
+        about = replace(self._about, bundle_dir=bundle_dir)
+        asked = self._together.ask_dump()
+        try:
+            found = self._evidence(about)
+            evidence, others = self._together.dumped(found.evidence) if asked else (found.evidence, ())
+        finally:
+            self._together.dump_is_over()
+        if not others:
+            return incident.finish(found)
+        verdict = incident.judged(evidence, about)
+        name = name_of(about.run_name, time.time(), verdict.outcome)
+        place = BundlePlace(about.host, os.fspath(bundle_dir / name), True)
+        verdict = msgspec.structs.replace(verdict, bundle=place)
+        return incident.finish(found, None, Common(verdict, evidence, name, others))
+
+    def _evidence(self, about: Circumstances) -> Collected:
         targets = self._watch.targets()
         before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
         looks = look_at(targets, None, collectives=True)
@@ -103,9 +160,7 @@ class Live:
         known = incident.known_of(self._watch, self._exits())
         pages = [item.progress for item in known.ranks.values() if item.progress]
         stalled_s = max((self._age_s(page, time.monotonic()) for page in pages), default=0.0)
-        about = replace(self._about, bundle_dir=bundle_dir)
-        found = incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving)
-        return incident.finish(found)
+        return incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving)
 
     def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
         return any(page.marks() != before.get(rank) for rank, page in self._watch.roster.pages().items())
@@ -151,7 +206,25 @@ class Live:
                 *self._silent(),
             ],
             notes=[*self._watch.notes],
+            nodes=self._nodes(now),
+            alone=self._together.why_alone if self._watch.unseen and not self._together.is_covered else "",
         )
+
+    def _nodes(self, now: float) -> list[NodeStatus]:
+        """What is known of every node; only answers to ``status`` ask for it."""
+        return [
+            NodeStatus(
+                host=node.host,
+                ranks=format_ranks(node.ranks),
+                step=node.step,
+                state="ended" if node.doing == "ended" else "heard" if node.heard else "silent",
+                doing=node.doing,
+                leads=node.leads,
+                here=node.here,
+                trouble=node.trouble,
+            )
+            for node in self._together.around(now - AROUND_OLD_S) or ()
+        ]
 
     def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:
         signals = ["beacon"]

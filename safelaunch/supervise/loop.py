@@ -89,7 +89,7 @@ class Supervisor:
         self._together = Together(job.plan, about, self._watch)
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
-        self._live = Live(job, self._watch, about, self._exits)
+        self._live = Live(job, self._watch, about, self._exits, self._together)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _Verdict | None = None
         self._failures: tuple[Failure, ...] = ()
@@ -173,7 +173,7 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
             self._watching = False
             self._watch.acknowledge()
-            self._together.close()  # the other nodes must not take these ranks for watched
+            self._together.close(at_once=True)  # the other nodes must not take these ranks for watched
             say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")
 
     def _tick(self, now: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from msgspec.structs import replace
 
 from safelaunch import __version__
 from safelaunch.bundle.publishing import name_of
-from safelaunch.cluster.channel import Channel, Seen, Word
+from safelaunch.capture.command import helper_reports
+from safelaunch.cluster.channel import Channel, Neighbour, Seen, Word
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import aged, condensed, expanded, merged, received
+from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.keyfile import BadKeyFile, read_key
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Node, Page, Result, Vote
 from safelaunch.cluster.where import Alone, Meeting, meeting
@@ -42,6 +45,8 @@ SUCCEED_S = 12.0  # for another node to take over from a leader that is no longe
 SETTLE_S = 75.0  # from a node's evidence to the leader's decision
 AGREE_S = 5.0
 WORD_S = 3.5  # a node that was killed is quiet by then
+DUMP_S = 30.0  # for the evidence of the other nodes
+DUMP_EVERY_S = 5.0  # between two that others ask for
 CRASH_S = 4.0  # torchrun's agents, in one of which the nodes talk, are held for 6 s, the look at the ranks included
 HEAR_S = 2.5  # for the evidence of the others whose ranks fail
 EFFECTS_S = 2.8  # nobody's own failure is known by then
@@ -91,14 +96,18 @@ class Together:
         self._silent: frozenset[int] = frozenset()
         self._compared: tuple[Node, ...] = ()
         self._said: set[str] = set()
+        self._said_host, self._address = False, ""
+        self._dumps: set[int] = set()  # that this node has asked for, or taken part in
+        self._next_dump_s = 0.0
         self._crashes: int | None = None  # that had their verdict as the ranks were started
         self._begin_s: float | None = None
         self._come = 0  # nodes of a rendezvous, as far as a person was told
         self._agent_s = 0.0
         self._stop_s: float | None = None
         self._store: Lost = ""  # how it was lost while this node's own agent ran, which may host it
+        self._by_torchrun = plan.by_torchrun
         self._joined = 0  # the newest incident that this node takes part in
-        found = meeting(plan.command, plan.env) if plan.command is not None else Alone(_NO_TORCHRUN)
+        found = meeting(plan.command, plan.env, plan.settings.cluster_store)
         self._why = found.why if isinstance(found, Alone) else ""
         self._channel: Channel | None = None
         if isinstance(found, Meeting):
@@ -111,8 +120,16 @@ class Together:
             node = replace(node, node_rank=found.node_rank)
             self._needed = found.nodes
             self._port = found.address.port
-            self._channel = Channel(found, node, key)
+            self._channel = Channel(found, node, key, self._store_host(plan, found))
             self._channel.start()
+            self._address = str(found.address)
+
+    def _store_host(self, plan: Plan, found: Meeting) -> StoreHost | None:
+        """Starts the store, should this be its host; None where torchrun has one, or there is no torch to start it."""
+        if not found.to_start or plan.torch is None:
+            return None
+        log = self._about.run_dir / "store.log"
+        return StoreHost(found.address, plan.torch.python, log, helper_reports.started)
 
     def _key(self, settings: Settings) -> bytes | None:
         """Empty where none was given; None, and why, where the one that was given cannot be had any more."""
@@ -124,9 +141,10 @@ class Together:
             self._why = f"--cluster-key-file {settings.cluster_key_file}: {error}"
             return None
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
+        """Leaves the others; takes seconds, unless ``at_once``."""
         if self._channel is not None:
-            self._channel.close()
+            self._channel.close(at_once=at_once)
 
     @property
     def _seen(self) -> Seen:
@@ -142,7 +160,11 @@ class Together:
     def is_covered(self) -> bool:
         """Whether every rank of the job is under a supervisor that is heard."""
         page = self._page
-        return page is not None and page.covered
+        return page is not None and self._covers(page)
+
+    def _covers(self, page: Page) -> bool:
+        """Whether it counts every rank of the job as this node knows it: it may be of before this node came."""
+        return page.covered and page.world == self._watch.world_size
 
     @property
     def why_alone(self) -> str:
@@ -171,6 +193,7 @@ class Together:
         ranks = watch.seen
         attempt = (watch.attempt[0], watch.attempt[1])
         self._channel.tell(ranks=ranks[:4096], world=watch.world_size if ranks else 0, attempt=attempt)
+        self._channel.note(min((p.step for p in watch.last_progress.values() if p.step is not None), default=-1))
         if stopping:
             self._stop_s = self._stop_s or now
             self._channel.tell(doing="stopping")
@@ -180,7 +203,7 @@ class Together:
         self._note_store()
         if self._crashes is None and (page := self._page) is not None:
             self._crashes = page.crash
-        if not watch.roster.workers and not stopping:
+        if self._by_torchrun and not watch.roster.workers and not stopping:
             self._say_who_has_come(now)
         self._say_changes(now, stopping=stopping)
 
@@ -234,11 +257,14 @@ class Together:
     def _say_changes(self, now: float, *, stopping: bool) -> None:
         seen = self._seen
         self._compare(seen.nodes)
+        if self._channel is not None and self._channel.hosts and not self._said_host:
+            self._said_host = True
+            say(f"started a store for the supervisors of this job: it listens at {self._address} until the job ends")
         if seen.page is not None:
             self._lost_s = None
-            self._was_together = self._was_together or seen.page.covered
+            self._was_together = self._was_together or self._covers(seen.page)
             silent = frozenset(seen.page.silent)
-            if self._is_apart and seen.page.covered:
+            if self._is_apart and self._covers(seen.page):
                 self._is_apart = False
                 say("the other nodes are heard again: one verdict for all")
             if self._was_together and silent - self._silent and not stopping:
@@ -280,6 +306,63 @@ class Together:
             if known or not met or time.monotonic() > until:
                 return word
             time.sleep(0.05)
+
+    # --- what a person asks for -------------------------------------------------------------------------------------
+
+    def look_around(self) -> bool:
+        """Asks what every node says of itself. False: there is nobody to ask."""
+        if self._channel is None or self._seen.page is None:
+            return False
+        self._channel.look_around()
+        return True
+
+    def around(self, since_s: float) -> tuple[Neighbour, ...] | None:
+        """What every node says of itself, if that has been read after ``since_s``."""
+        at_s, nodes = self._seen.around
+        return nodes if at_s > since_s else None
+
+    def ask_dump(self) -> bool:
+        """Asks all nodes for their evidence, now. False: there is nobody to ask."""
+        page = self._page
+        if self._channel is None or page is None or page.nodes < 2:
+            return False
+        self._channel.ask_dump(True)
+        return True
+
+    def dumped(self, own: Evidence) -> tuple[Evidence, tuple[RankEvidence, ...]]:
+        """The evidence of all nodes as one, and what of it is other nodes'; waits for it ``DUMP_S`` at most."""
+        assert self._channel is not None
+        until = time.monotonic() + DUMP_S
+        while (seen := self._seen).page is not None and time.monotonic() < until:
+            if seen.answers is not None and seen.answers.complete:
+                break
+            time.sleep(0.05)
+        handed_in = seen.answers.evidence if seen.answers is not None else {}
+        everything, others, _ = _whole(own, handed_in, self._about.host)
+        return everything, others
+
+    def dump_is_over(self) -> None:
+        """No other node need answer any longer."""
+        if self._channel is not None:
+            if self._seen.answers is not None:
+                self._dumps.add(self._seen.answers.number)
+            self._channel.ask_dump(False)
+
+    def dump_wanted(self, now: float) -> int | None:
+        """The number of a dump that another node asks for, and this one has not taken part in."""
+        page = self._page
+        answers = self._seen.answers
+        known = self._dumps | ({answers.number} if answers is not None else set())
+        wanted = next((number for number in page.dumps if number not in known), None) if page is not None else None
+        if wanted is None or now < self._next_dump_s:
+            return None
+        self._dumps.add(wanted)
+        self._next_dump_s = now + DUMP_EVERY_S
+        return wanted
+
+    def hand_in_dump(self, number: int, evidence: Evidence) -> None:
+        if self._channel is not None:
+            self._channel.hand_in_dump(number, condensed(without_secrets(evidence, self._about.redactor)))
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
         """The nodes of the job as evidence; empty where it has one. ``probing`` takes seconds where one is silent."""
@@ -367,7 +450,7 @@ class Together:
     def suspect(self, window_s: float) -> bool:
         """Asks all nodes to look. False: there is nobody to ask."""
         page = self._page
-        if self._channel is None or page is None or not page.covered:
+        if self._channel is None or page is None or not self._covers(page):
             return False
         self._channel.tell(doing="suspecting", suspects=page.incident, window_s=min(window_s, 60.0), at_limit=False)
         return True
@@ -447,22 +530,8 @@ class Together:
 
     def _judge(self, evidence: Evidence, seen: Seen) -> Common:
         """Everything that any node has seen, and the verdict over it."""
-        others: list[Evidence] = []
-        notes: list[str] = []
-        files: dict[str, bytes] = {}
-        for slot, chunks in sorted(seen.evidence.items()):
-            try:
-                other, its = received(chunks)
-                hosts = {self._about.host, *(rank.host for one in others for rank in one.ranks)}
-                others.append(other)
-                files |= {apart(name, slot, hosts): content for name, content in its.items()}
-            except BadMessage as error:
-                notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
-        everything = replace(merged(evidence, others), outcome="hang")
-        everything = replace(everything, notes=(*everything.notes, *notes))
+        everything, foreign, files = _whole(replace(evidence, outcome="hang"), seen.evidence, self._about.host)
         verdict = judged(everything, self._about)
-        mine = {rank.rank for rank in evidence.ranks}
-        foreign: tuple[RankEvidence, ...] = tuple(rank for rank in everything.ranks if rank.rank not in mine)
         name = name_of(self._about.run_name, time.time(), verdict.outcome)
         return Common(verdict, everything, name, foreign, files)
 
@@ -493,15 +562,33 @@ class Together:
             time.sleep(0.05)
 
 
+def _whole(
+    own: Evidence, handed_in: Mapping[int, list[bytes]], host: str
+) -> tuple[Evidence, tuple[RankEvidence, ...], dict[str, bytes]]:
+    """The evidence of all nodes as one, the ranks in it that are not of this one, and the others' files."""
+    others: list[Evidence] = []
+    notes: list[str] = []
+    files: dict[str, bytes] = {}
+    for slot, chunks in sorted(handed_in.items()):
+        try:
+            other, its = received(chunks)
+            hosts = {host, *(rank.host for one in others for rank in one.ranks)}
+            others.append(other)
+            files |= {apart(name, slot, hosts): content for name, content in its.items()}
+        except BadMessage as error:
+            notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
+    everything = merged(own, others)
+    mine = {rank.rank for rank in own.ranks}
+    foreign = tuple(rank for rank in everything.ranks if rank.rank not in mine)
+    return replace(everything, notes=(*everything.notes, *notes)), foreign, files
+
+
 def _halves(seen: Seen) -> tuple[Evidence, ...]:
     found = []
     for _, chunks in sorted(seen.halves.items()):
         with suppress(BadMessage):
             found.append(expanded(chunks))
     return tuple(found)
-
-
-_NO_TORCHRUN = "it is not torchrun that starts the job, so its nodes have no store in common"
 
 
 def _action(on_stall: str) -> Action:

@@ -4,7 +4,8 @@
 - The tests run every ```` ```bash ```` block, in the page's order, in one directory per page. It must exit with 0, or
   with N if the comment ``<!-- exit N -->`` is directly above it.
 - ```` ```console ```` shows commands that the tests cannot run, with ``<!-- not run: WHY -->`` directly above it.
-- ```` ```text ```` is output. Other languages without a title are fragments. Python and YAML must parse.
+- ```` ```text ```` is output. Other languages without a title are fragments. Python, YAML and ``sh`` (a script that the
+  page does not run) must parse.
 
 Three comments control the tests:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -24,7 +25,7 @@ from checks import CHECKS, Record
 from figures import render
 
 RUN, NOT_RUN = {"bash"}, {"console"}
-FRAGMENTS = {"text", "python", "yaml", "json", "toml", "ini", "dockerfile"}
+FRAGMENTS = {"text", "python", "yaml", "json", "toml", "ini", "dockerfile", "sh"}
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 
 
@@ -51,7 +52,9 @@ def test_fragments_parse(page: str) -> None:
         if block.language == "python":
             ast.parse(block.text)
         elif block.language == "yaml":
-            yaml.safe_load(block.text)
+            list(yaml.safe_load_all(block.text))
+        elif block.language == "sh":
+            subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
         elif block.language == "json":
             json.loads(block.text)
 

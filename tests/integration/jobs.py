@@ -180,7 +180,9 @@ class Job:
     def stdout(self) -> str:
         return self._out.read_text(errors="replace")
 
-    def until(self, reached: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    def until(
+        self, reached: Callable[[], object], what: str, patience_s: float = PATIENCE_S, *, every_s: float = 0.05
+    ) -> None:
         """Waits until ``reached`` is true. Checks once more after the job has ended."""
         deadline = time.monotonic() + patience_s
         while not reached():
@@ -188,7 +190,7 @@ class Job:
             if self.process.poll() is not None:
                 assert reached(), f"ended with {self.process.returncode} before {what}\n{self.stderr}"
                 return
-            time.sleep(0.05)
+            time.sleep(every_s)
 
     def wait(self, patience_s: float = PATIENCE_S, *, grace_s: float = GRACE_S) -> Result:
         """Waits for safelaunch to end and returns the result. ``grace_s``: 0 if the job leaves a process on purpose."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,8 +20,9 @@ class TwoNodes:
     """``with TwoNodes(scratch, own, program, words) as nodes``. torchrun decides which node gets rank 0.
 
     ``ranks``: ranks per node. ``own``: options of safelaunch and torchrun, the same for both nodes. ``over``: how the
-    agents meet; ``file``: in a file, so that the supervisors have no store in which to talk. ``late``: the second one
-    is not started.
+    agents meet; ``file``: in a file, so that the supervisors have no store in which to talk. ``exec``: the same, and
+    safelaunch knows nothing of torchrun. ``task``: no torchrun; each node is a task of one rank, as srun starts them.
+    ``late``: the second one is not started.
     """
 
     def __init__(
@@ -30,14 +33,11 @@ class TwoNodes:
         *,
         ranks: tuple[int, int] = (2, 2),
         nnodes: str = "2",
-        over: Literal["c10d", "static", "file"] = "c10d",
+        over: Literal["c10d", "static", "file", "exec", "task"] = "c10d",
         late: bool = False,
     ) -> None:
         self.scratch = scratch
-        self._nnodes, self._over = nnodes, over
-        # Reserved, because the nodes take a moment to listen on it, and other tests choose ports meanwhile.
-        self._reserved = next(filter(None, map(ports.bind, iter(lambda: random.randrange(24_000, 32_000), 0))))
-        self._port = self._reserved.getsockname()[1]
+        self._nnodes, self._over, self._port = nnodes, over, free_port()
         self._own = own
         self._ranks, self._words = ranks, list(words)
         self.jobs: list[Job] = []
@@ -47,21 +47,26 @@ class TwoNodes:
     def start(self, number: int) -> Job:
         place = self.scratch / f"node-{number}"
         place.mkdir()
-        words = [
-            *self._own,
-            f"--nnodes={self._nnodes}",
-            *self._meet(number),
-            f"--nproc-per-node={self._ranks[number]}",
-            *self._words,
-        ]
-        job = Job([*words, f"--scratch={self.scratch}"], place, env=ENV)
+        torchrun = [f"--nnodes={self._nnodes}", *self._meet(number), f"--nproc-per-node={self._ranks[number]}"]
+        script = [*self._words, f"--scratch={self.scratch}"]
+        env = dict(ENV)
+        if self._over == "exec":
+            launcher = [sys.executable, "-m", "torch.distributed.run"]
+            words = ["exec", *self._own, "--", *launcher, *torchrun, *script]
+        elif self._over == "task":
+            env |= {"SLURM_PROCID": str(number), "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": self._nnodes}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)}
+            words = ["exec", *self._own, "--", sys.executable, *script]
+        else:
+            words = [*self._own, *torchrun, *script]
+        job = Job(words, place, env=env)
         self.jobs.append(job)
         return job
 
     def _meet(self, number: int) -> list[str]:
         if self._over == "static":
             return [f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={self._port}"]
-        if self._over == "file":
+        if self._over in ("file", "exec"):
             endpoint = f"--rdzv-endpoint={self.scratch / 'meeting'}"
             return ["--rdzv-backend=c10d", endpoint, "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
         return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]
@@ -72,7 +77,6 @@ class TwoNodes:
     def __exit__(self, *_: object) -> None:
         for job in self.jobs:
             job.clean_up()
-        self._reserved.close()
 
     def with_rank(self, rank: int) -> tuple[Job, Job]:
         """Waits until all ranks run, then returns the node with the rank, and the other node."""
@@ -83,3 +87,12 @@ class TwoNodes:
 
 
 APART = PROGRAMS / "apart.py"
+TASK = PROGRAMS / "task.py"  # the same as one task of several, which sets the rank variables itself
+_RESERVED: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """Returns a port that stays reserved: the nodes take a moment to listen on it, and other tests choose ports too."""
+    found = next(filter(None, map(ports.bind, iter(lambda: random.randrange(24_000, 32_000), 0))))
+    _RESERVED.append(found)
+    return int(found.getsockname()[1])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ def steps(job: Job) -> list[int]:
     return [step for step in known if step] if len(known) == 2 and all(known) else []
 
 
+def until(job: Job, reached: Callable[[], object], what: str) -> None:
+    """For questions that start a process each: not without a pause, on cores that the job needs."""
+    job.until(reached, what, every_s=0.5)
+
+
 def live(scratch: Path, *words: str, how: str = "") -> Job:
     stop = scratch / "stop"
     program = [PROGRAMS / "live.py", f"--until={stop}", *([f"--how={how}"] if how else [])]
@@ -70,9 +76,9 @@ def finish(job: Job) -> None:
 
 def test_status_and_dump_of_a_job_that_moves(tmp_path: Path) -> None:
     with live(tmp_path, "--run-name=moving") as job:
-        job.until(lambda: steps(job), "steps in the status")
+        until(job, lambda: steps(job), "steps in the status")
         first = steps(job)
-        job.until(lambda: all(now > then + 5 for now, then in zip(steps(job), first, strict=False)), "more steps")
+        until(job, lambda: all(now > then + 5 for now, then in zip(steps(job), first, strict=False)), "more steps")
 
         run = status(job)
         assert run is not None
@@ -97,7 +103,7 @@ def test_status_and_dump_of_a_job_that_moves(tmp_path: Path) -> None:
         assert (bundle.verdict["outcome"], bundle.verdict["cause"]) == ("dump", "slow-not-stuck")
         assert not bundle.verdict["culprits"] and not bundle.problems()
         assert "live.py" in bundle.text("ranks/0/stack.txt")
-        job.until(lambda: all(now > then for now, then in zip(steps(job), before, strict=False)), "steps after it")
+        until(job, lambda: all(now > then for now, then in zip(steps(job), before, strict=False)), "steps after it")
 
         elsewhere = tmp_path / "else where"
         as_json = asked(job, "dump", "moving", "--json", "--bundle-dir", str(elsewhere))
@@ -119,7 +125,7 @@ def test_a_job_that_moves_by_its_collectives_alone(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     with Job(["--stall-floor=1", *TWO, script], tmp_path) as job:
-        job.until(lambda: (status(job) or {}).get("threshold_s") == 10, "that the loop is known")
+        until(job, lambda: (status(job) or {}).get("threshold_s") == 10, "that the loop is known")
         run = status(job)
         assert run is not None
         assert "a collective came at least every" in run["threshold_why"]
@@ -135,8 +141,8 @@ def test_a_job_that_moves_by_its_collectives_alone(tmp_path: Path) -> None:
 
 def test_a_dump_of_a_job_that_hangs_names_the_sleeper_and_leaves_it_alone(tmp_path: Path) -> None:
     with live(tmp_path, how="sleep") as job:
-        job.until(lambda: steps(job), "steps in the status")
-        job.until(lambda: min(steps(job), default=0) >= 9, "rank 1 to fall asleep")
+        until(job, lambda: steps(job), "steps in the status")
+        until(job, lambda: min(steps(job), default=0) >= 9, "rank 1 to fall asleep")
         time.sleep(1.0)  # rank 0 goes on into the collective
         dumps = []
 
@@ -157,7 +163,7 @@ def test_a_dump_of_a_job_that_hangs_names_the_sleeper_and_leaves_it_alone(tmp_pa
 
 def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
     with live(tmp_path, how="lag") as job:
-        job.until(lambda: len(steps(job)) == 2 and steps(job)[0] > 10, "rank 0 to be ahead")
+        until(job, lambda: len(steps(job)) == 2 and steps(job)[0] > 10, "rank 0 to be ahead")
         shown = asked(job, "status", str(job.process.pid)).stdout
         assert "behind the others: rank 1" in shown
         (line,) = [line for line in shown.splitlines() if line.split()[:2] == ["1", str(job.ranks()[1])]]
@@ -167,7 +173,7 @@ def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
 
 def test_a_stopped_supervisor_is_said_to_be_that_and_nobody_waits_for_it(tmp_path: Path) -> None:
     with live(tmp_path) as job:
-        job.until(lambda: steps(job), "steps in the status")
+        until(job, lambda: steps(job), "steps in the status")
         os.kill(job.process.pid, signal.SIGSTOP)
         try:
             shown = asked(job, "status", str(job.process.pid))
@@ -182,17 +188,17 @@ def test_a_stopped_supervisor_is_said_to_be_that_and_nobody_waits_for_it(tmp_pat
 def test_a_supervisor_that_was_stopped_watches_on(tmp_path: Path) -> None:
     """Ctrl-Z and fg: CPython (3.11 at least) fills no siginfo in when the rest of the timeout is used up by a stop."""
     with live(tmp_path) as job:
-        job.until(lambda: steps(job), "steps in the status")
+        until(job, lambda: steps(job), "steps in the status")
         os.kill(job.process.pid, signal.SIGSTOP)
         time.sleep(1.0)
         os.kill(job.process.pid, signal.SIGCONT)
-        job.until(lambda: steps(job), "an answer once it runs again")
+        until(job, lambda: steps(job), "an answer once it runs again")
         finish(job)
 
 
 def test_after_the_end_there_is_nothing_to_see(tmp_path: Path) -> None:
     with live(tmp_path) as job:
-        job.until(lambda: steps(job), "steps in the status")
+        until(job, lambda: steps(job), "steps in the status")
         finish(job)
         assert status(job) is None
         gone = asked(job, "status", f"r{job.process.pid}")
@@ -202,7 +208,7 @@ def test_after_the_end_there_is_nothing_to_see(tmp_path: Path) -> None:
 
 def test_a_killed_supervisor_is_gone_and_the_table_does_not_hang(tmp_path: Path) -> None:
     with live(tmp_path) as job:
-        job.until(lambda: steps(job), "steps in the status")
+        until(job, lambda: steps(job), "steps in the status")
         job.process.kill()
         job.process.wait()
         found = status(job)
@@ -213,7 +219,7 @@ def test_a_killed_supervisor_is_gone_and_the_table_does_not_hang(tmp_path: Path)
 def test_a_straggler_is_seen_from_outside(tmp_path: Path) -> None:
     """Both ranks have the same step at any time; rank 1 makes rank 0 wait."""
     with live(tmp_path, *TWO, how="slow") as job:
-        job.until(lambda: min(steps(job), default=0) > 80, "80 steps")
+        until(job, lambda: min(steps(job), default=0) > 80, "80 steps")
         watch = Watch(
             Roster(RunPaths(job.runtime / "safelaunch" / f"r{job.process.pid}")),
             Policy(60, 60, 60, 60),
@@ -231,7 +237,7 @@ def test_ranks_on_one_gpu_and_a_strangers_memory_are_seen_from_outside(
 ) -> None:
     """Real processes; where they are is what NVML says, which here is a stand-in for it."""
     with live(tmp_path) as job, subprocess.Popen(["sleep", "1000"]) as stranger:
-        job.until(lambda: steps(job) and len(job.ranks()) == 2, "steps in the status")
+        until(job, lambda: steps(job) and len(job.ranks()) == 2, "steps in the status")
         first, second = (job.ranks()[rank] for rank in (0, 1))
         for name, value in node.environ.items():
             monkeypatch.setenv(name, value)

@@ -20,7 +20,7 @@ from safelaunch.cli import dump, status
 from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, told
 from safelaunch.control import discover
 from safelaunch.control.discover import Found, Run, select
-from safelaunch.control.protocol import DumpAnswer, RankStatus, RunStatus
+from safelaunch.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.process import ProcessId
 from safelaunch.model import Progress
@@ -30,6 +30,26 @@ from safelaunch.supervise import live
 def rank(number: int, **known: object) -> RankStatus:
     plain = RankStatus(number, 100 + number, "torch", step=60, steps_per_s=2.0, age_s=0.3, signals="beacon")
     return msgspec.structs.replace(plain, **known)
+
+
+def test_the_nodes_of_a_job() -> None:
+    nodes = [
+        NodeStatus("n1", "0-7", 1047, doing="watching", leads=True, here=True),
+        NodeStatus("n2", "8-15", None, "silent", doing="watching"),
+        NodeStatus("n3", "16", 12, "ended", doing="ended", trouble="rank 16 was ended by SIGKILL"),
+    ]
+    shown = status.text([Run(Found(Path("/r10"), ProcessId(10, 1)), run_status(rank(0), nodes=nodes))], 0.0)
+    assert shown.splitlines()[-4:] == [
+        "  node  ranks  step  state   doing     note",
+        "  n1    0-7    1047  heard   watching  this node, leads",
+        "  n2    8-15      -  silent  -         -",
+        "  n3    16       12  ended   -         rank 16 was ended by SIGKILL",
+    ]
+
+
+def test_why_the_nodes_of_a_job_are_not_known() -> None:
+    said = status.details(run_status(rank(0), alone="no store at n1:29700: refused"))
+    assert said[-1] == "the other nodes are not known: no store at n1:29700: refused"
 
 
 def run_status(*ranks: RankStatus, **known: object) -> RunStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -90,6 +91,71 @@ def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) 
     for node in (one, other):
         node.tell(agrees=True, doing="watching")
     until(lambda: phase(one, other) == {"agreed"}, "the agreement")
+
+
+def test_a_dump_that_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None:
+    nodes = [join(0), join(1), join(2, 3)]
+    until(covered(*nodes), "each other")
+    for asks in nodes:  # whether or not it leads
+        others = [one for one in nodes if one is not asks]
+        asks.ask_dump(True)
+        until(lambda: all(one.seen.page and one.seen.page.dumps for one in others), "the call")  # noqa: B023
+        assert asks.seen.answers is not None and not asks.seen.answers.complete
+        number = asks.seen.answers.number
+        for one in others:
+            assert one.seen.page is not None and one.seen.page.dumps == (number,)
+            one.hand_in_dump(number, [f"{one.node.host}".encode(), b"x"])
+        until(lambda: asks.seen.answers and asks.seen.answers.complete, "the answers")  # noqa: B023
+        assert sorted(asks.seen.answers.evidence.values()) == sorted([one.node.host.encode(), b"x"] for one in others)
+        asks.ask_dump(False)
+        until(lambda: not any(one.seen.page and one.seen.page.dumps for one in nodes), "the end")
+
+
+def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    assert one.seen.around == (0.0, ())
+    other.note(12)
+    other.tell(doing="suspecting", suspects=7, trouble="rank 3 was ended")
+    for asks in (one, other):
+        until(lambda: [found.step for found in again(asks)] == [None, 12], "both")  # noqa: B023
+        first, second = asks.seen.around[1]
+        assert (first.host, first.ranks, first.doing, first.here) == ("host0", (0, 1), "watching", asks is one)
+        assert (second.host, second.ranks, second.trouble) == ("host2", (2, 3), "rank 3 was ended")
+        assert (second.doing, second.heard, second.here) == ("suspecting", True, asks is other)
+        assert [first.leads, second.leads] == [one.seen.leads, other.seen.leads]
+    other.close()
+    until(lambda: again(one)[-1].doing == "ended", "its end")
+
+
+def again(one: Channel) -> tuple[channels.Neighbour, ...]:
+    """Every node, as known after now."""
+    begin = time.monotonic()
+    one.look_around()
+    until(lambda: one.seen.around[0] > begin, "the nodes")
+    return one.seen.around[1]
+
+
+def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    one._host = Host()  # type: ignore[assignment]
+    leaving = threading.Thread(target=one.close)
+    leaving.start()
+    until(lambda: any(node.doing == "ended" for node in again(other)), "its goodbye")
+    assert leaving.is_alive() and not one._host.closed  # type: ignore[union-attr]
+    other.close()
+    leaving.join(channels.SEE_OFF_S / 2)
+    assert one._host.closed  # type: ignore[union-attr]
+
+
+class Host:
+    """Of a store that is another's, so that its end can be told from the channel's."""
+
+    has_started, closed, problem = True, False, ""
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:

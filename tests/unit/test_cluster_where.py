@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.cluster.store import Address
-from safelaunch.cluster.where import Alone, Meeting, meeting
+from safelaunch.cluster.where import Alone, Meeting, first_host, meeting
 from safelaunch.launch.argv import CommandLine
 
 
@@ -51,10 +51,92 @@ def test_why_there_is_none(words: tuple[str, ...], why: str) -> None:
     assert why in found("--nnodes=2", *words)
 
 
-def test_under_exec_nobody_knows_of_a_store() -> None:
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("named", "environ", "expected"),
+    [
+        (None, {}, "not torchrun"),
+        (None, STEP, "not torchrun"),
+        (None, {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, "not torchrun"),
+        ("n1:29700", {}, "n1:29700"),
+        ("[fd00::1]:29700", STEP, "[fd00::1]:29700"),
+        ("29700", STEP, "n1:29700"),
+        ("29700", {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, "n1:29700"),
+        ("29700", {}, "names no host"),
+        (None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000-12003"}, "n1:12003"),
+        (None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000"}, "n1:12000"),
+        (None, {**STEP, "SLURM_STEP_RESV_PORTS": ""}, "not torchrun"),
+    ],
+)
+def test_under_exec_a_store_has_to_be_named(named: str | None, environ: dict[str, str], expected: str) -> None:
+    where = meeting(None, environ, named)
+    if isinstance(where, Meeting):
+        assert (str(where.address), where.to_start) == (expected, True)
+    else:
+        assert expected in where.why
+
+
+def test_a_command_that_exec_starts_is_no_torchrun() -> None:
     where = meeting(CommandLine((), (), ("bash", "run.sh"), program="bash"), {})
     assert isinstance(where, Alone)
     assert "not torchrun" in where.why
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "environ", "expected"),
+    [
+        (("--rdzv-backend=etcd-v2", "--rdzv-endpoint=etcd:2379"), "29700", STEP, "n1:29700"),
+        (("--rdzv-backend=etcd-v2", "--rdzv-endpoint=etcd:2379"), "n3:29700", {}, "n3:29700"),
+        (("--rdzv-backend=etcd-v2",), None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000"}, "n1:12000"),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=n5:29400"), "29700", {}, "n5:29700"),
+    ],
+)
+def test_a_store_that_is_named_goes_before_torchruns(
+    words: tuple[str, ...], named: str | None, environ: dict[str, str], expected: str
+) -> None:
+    where = meeting(CommandLine((), ("--nnodes=2", *words), ("train.py",)), environ, named)
+    assert isinstance(where, Meeting)
+    assert (str(where.address), where.to_start) == (expected, True)
+
+
+def test_a_port_of_the_scheduler_is_left_alone_where_torchrun_has_a_store() -> None:
+    words = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n5:29400")
+    where = meeting(CommandLine((), words, ("train.py",)), {**STEP, "SLURM_STEP_RESV_PORTS": "12000"})
+    assert isinstance(where, Meeting)
+    assert (str(where.address), where.to_start) == ("n5:29400", False)
+
+
+def test_one_node_starts_no_store() -> None:
+    assert meeting(CommandLine((), (), ("train.py",)), STEP, "29700") == Alone()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-4]", "n1"),
+        ("n[001-016,20],login", "n001"),
+        ("rack[2,4]n[07-09]", "rack2n07"),
+        ("gpu[3]-ib.cluster,n1", "gpu3-ib.cluster"),
+        ("", ""),
+    ],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_host({"SLURM_JOB_NODELIST": nodes}) == first
+
+
+def test_the_nodes_of_a_step_are_not_those_of_the_job() -> None:
+    assert first_host({"SLURM_JOB_NODELIST": "n[1-8]", "SLURM_STEP_NODELIST": "n[3-4]"}) == "n3"
+
+
+def test_steps_do_not_meet() -> None:
+    steps = [{**STEP, "SLURM_STEP_ID": number} for number in ("0", "1", "0")]
+    one, other, again = (meeting(None, step, "n1:29700") for step in steps)
+    assert isinstance(one, Meeting)
+    assert one == again != other
 
 
 def test_jobs_that_share_a_store_do_not_meet() -> None:

@@ -63,8 +63,8 @@ PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "cli.colaunch_rows
 PURE |= {f"colaunch.{name}" for name in ("jobs", "placeholders", "grid", "expand", "spec", "sweep")}
 PURE |= {"colaunch.view", "cluster.where", "cluster.council", "cluster.messages", "cluster.evidence"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
-# Scripts that hang on purpose, run as jobs; and what torchrun runs.
-NOT_OURS = ("demos/", "launch/launcher/")
+# Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
+NOT_OURS = ("demos/", "launch/launcher/", "cluster/host_store.py")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
 THIRD_PARTY = {
     "torch": {"beacon.server", "beacon.rank"},

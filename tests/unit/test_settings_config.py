@@ -81,6 +81,7 @@ def test_the_options_are_these() -> None:
         "--no-lease": False,
         "--run-name": True,
         "--cluster-key-file": True,
+        "--cluster-store": True,
         "--config": True,
         "--dry-run": False,
     }

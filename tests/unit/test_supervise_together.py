@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.cluster.channel import Seen, Word
+from safelaunch.cluster.channel import Answers, Neighbour, Seen, Word
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import aged, condensed
 from safelaunch.cluster.messages import Beat, Decision, Node, Page, Result
@@ -29,10 +29,13 @@ class Channel:
 
     def __init__(self, *_: object) -> None:
         self.node = Node("", "here", 1, "0.1", "2.13")
-        self.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
+        self.seen = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
         self.beat = Beat("a", 1)
         self.handed_in: list[int] = []
         self.decided: list[Decision] = []
+        self.dumps: list[int] = []
+        self.asks_dump = False
+        self.hosts = False
         self.failed: list[int] = []
         self.verdicts: list[Decision] = []
         self.gathers = False
@@ -41,6 +44,17 @@ class Channel:
 
     def tell(self, **changes: Any) -> None:
         self.beat = replace(self.beat, **changes)
+
+    def note(self, step: int) -> None:
+        self.beat = replace(self.beat, step=step)
+
+    def look_around(self) -> None: ...
+
+    def ask_dump(self, wanted: bool) -> None:
+        self.asks_dump = wanted
+
+    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
+        self.dumps.append(number)
 
     def hand_in(self, incident: int, chunks: list[bytes]) -> None:
         self.handed_in.append(incident)
@@ -78,6 +92,7 @@ class Watch:
     roster = Roster()
     seen: tuple[int, ...] = (0, 1)
     world_size = 4
+    last_progress: ClassVar[dict[int, Progress]] = {}
     attempt = (0, 1)
 
 
@@ -108,6 +123,13 @@ def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: 
     channel.seen = Seen(why="no store at h:1: refused")
     assert not node.suspect(2.0)
     assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
+
+
+def test_a_page_that_does_not_count_this_node_says_nothing_about_its_job(node: Together, channel: Channel) -> None:
+    """A launcher that has not started its ranks yet looks like the only rank of a job."""
+    channel.say(page={"nodes": 1, "world": 1})
+    assert not node.is_covered
+    assert not node.suspect(2.0)
 
 
 def test_a_call_is_answered_once(node: Together, channel: Channel) -> None:
@@ -202,6 +224,45 @@ def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, chann
     channel.seen = Seen(why="gone")
     settled = node.settle(3, half(0, 1))
     assert settled is not None and settled.common is None
+
+
+# --- what a person asks for -------------------------------------------------------------------------------------------
+
+
+def test_a_dump_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
+    assert node.ask_dump()
+    channel.say(page={"dumps": (1,)}, answers=Answers(1, True, {2: condensed(half(2, 3)), 3: [b"garbage"]}))
+    assert node.dump_wanted(100.0) is None, "it is this node's own"
+    everything, others = node.dumped(half(0, 1))
+    assert [rank.rank for rank in everything.ranks] == [0, 1, 2, 3]
+    assert [rank.rank for rank in others] == [2, 3]
+    assert "could not be read" in everything.notes[0]
+    node.dump_is_over()
+    channel.say(answers=None)
+    assert not channel.asks_dump
+    assert node.dump_wanted(100.0) is None, "the page may still have it"
+
+
+def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Together, channel: Channel) -> None:
+    channel.say(page={"dumps": (3, 4)})
+    assert [node.dump_wanted(100.0), node.dump_wanted(100.0), node.dump_wanted(102.0)] == [3, None, None]
+    assert [node.dump_wanted(110.0), node.dump_wanted(120.0)] == [4, None]
+    node.hand_in_dump(3, half(0, 1))
+    assert channel.dumps == [3]
+
+
+def test_where_nobody_is_heard_nobody_is_asked(node: Together, channel: Channel) -> None:
+    channel.say(page={"nodes": 1, "covered": False})
+    assert not node.ask_dump()
+    channel.seen = Seen(why="gone")
+    assert [node.ask_dump(), node.look_around()] == [False, False]
+
+
+def test_what_is_known_of_all_nodes_has_to_be_new(node: Together, channel: Channel) -> None:
+    here = Neighbour("here", (0, 1), 7, "watching", here=True)
+    channel.say(around=(5.0, (here,)))
+    assert node.look_around()
+    assert (node.around(4.0), node.around(5.0)) == ((here,), None)
 
 
 # --- a crash ----------------------------------------------------------------------------------------------------------
@@ -301,7 +362,7 @@ def test_what_becomes_of_the_others_is_told_once(
     for second in range(3, 20):
         node.tick(float(second))
     assert node.last_words().lost, "a crash that comes later is told of it too"
-    channel.seen = Seen(Page(leader=1, nodes=2, covered=True), why="")
+    channel.seen = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
     for second in range(20, 23):
         node.tick(float(second))
     said = capfd.readouterr().err.splitlines()

@@ -13,6 +13,7 @@ parser.add_argument(
 )
 parser.add_argument("--poller", type=int, default=-1, help="a rank that polls for a file from rank 0")
 parser.add_argument("--pace", type=float, default=0.05, help="duration of a normal step in seconds")
+parser.add_argument("--once", default="", help="the culprit makes the others wait once this file exists")
 options = parser.parse_args()
 
 
@@ -53,10 +54,12 @@ def keep_waiting(rank: int) -> None:
 
 def main() -> None:
     with Training(options) as job:
+        waiting_for = options.once if job.rank == options.culprit else ""
         for step, batch in job.batches():
             job.train(batch)
             time.sleep(options.pace)
-            if step == options.after:
+            if step == options.after if not waiting_for else os.path.exists(waiting_for):
+                waiting_for = ""
                 keep_waiting(job.rank)
         print(f"rank {job.rank} trained\n", end="", flush=True)
 

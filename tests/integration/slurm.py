@@ -1,0 +1,169 @@
+"""A Slurm of its own for tests: one controller and several nodes on this machine, in a directory, on free ports.
+
+``with Cluster(root) as cluster: cluster.run(["srun", ...])``. It needs root and the packages slurm-wlm and munge, and
+touches nothing of a Slurm that may be installed: every path and port is its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nodes import free_port
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scancel", "scontrol")
+READY_S = 60.0
+
+
+def why_not() -> str:
+    """Why there can be none here; empty if there can."""
+    os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"no {', '.join(missing)} (Debian: apt-get install slurm-wlm munge)"
+    if os.getuid():
+        return "slurmctld and slurmd are started as root"
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return "this machine's own name does not resolve"
+    return ""
+
+
+class Cluster:
+    """``root``: a directory with a short path. As Slurm sorts the ``nodes``, the first has this machine's name."""
+
+    def __init__(self, root: Path, nodes: int = 2) -> None:
+        self.root = root
+        self.nodes = [socket.gethostname(), *(f"zz{number}" for number in range(2, nodes + 1))]
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self.conf = root / "slurm.conf"
+        self.env = {"SLURM_CONF": os.fspath(self.conf)}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        root = self.root
+        for name in ("state", *(f"spool.{node}" for node in self.nodes)):
+            (root / name).mkdir()
+        key, munge = root / "munge.key", root / "munge.socket"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        places = [f"--{name}-file={root / name}" for name in ("pid", "log", "seed")]
+        self._begin(["munged", "-F", "-f", f"--key-file={key}", f"--socket={munge}", *places])
+        self._until(munge.exists, "munged")
+        self.conf.write_text(self._configuration(munge))
+        self._begin(["slurmctld", "-D", "-f", self.conf])
+        for node in self.nodes:
+            self._begin(["slurmd", "-D", "-f", self.conf, "-N", node])
+        self._until(self._is_idle, "every node to be idle")
+
+    def _configuration(self, munge: Path) -> str:
+        root, host = self.root, socket.gethostname()
+        lines = [
+            "ClusterName=test",
+            "SlurmctldHost=localhost(127.0.0.1)",
+            f"SlurmctldPort={free_port()}",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={munge}",
+            "CredType=cred/munge",
+            f"StateSaveLocation={root}/state",
+            f"SlurmdSpoolDir={root}/spool.%n",
+            f"SlurmctldPidFile={root}/slurmctld.pid",
+            f"SlurmdPidFile={root}/slurmd.%n.pid",
+            f"SlurmctldLogFile={root}/slurmctld.log",
+            f"SlurmdLogFile={root}/slurmd.%n.log",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_CPU",
+            "SlurmdParameters=config_overrides",
+            "MpiDefault=none",
+            f"MpiParams=ports={_ports()}",
+            "ReturnToService=2",
+            "KillWait=10",
+            "SchedulerParameters=sched_interval=2,batch_sched_delay=0",
+            "JobAcctGatherType=jobacct_gather/none",
+            "AccountingStorageType=accounting_storage/none",
+        ]
+        for node in self.nodes:
+            place = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()}"
+            lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=500")
+        lines.append(f"PartitionName=main Nodes={','.join(self.nodes)} Default=YES State=UP")
+        return "\n".join(lines) + "\n"
+
+    def _begin(self, words: Sequence[str | Path]) -> None:
+        name = os.fspath(words[0])
+        with (self.root / f"{name}.out").open("ab") as out:
+            self._daemons.append(subprocess.Popen(words, stdout=out, stderr=out, stdin=subprocess.DEVNULL))
+
+    def _is_idle(self) -> bool:
+        done = self.run(["sinfo", "--noheader", "--Node", "-o", "%T"], patience_s=10.0)
+        return done.stdout.split() == ["idle"] * len(self.nodes)
+
+    def _until(self, reached: object, what: str) -> None:
+        assert callable(reached)
+        deadline = time.monotonic() + READY_S
+        while not reached():
+            assert time.monotonic() < deadline, f"waited for {what}\n{self.logs()}"
+            time.sleep(0.1)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-2000:] for path in self.root.glob("*.out"))
+
+    def environ(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
+        ours = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_", "SLURM_"))}
+        return {**ours, "OMP_NUM_THREADS": "1", **self.env, **(env or {})}
+
+    def begin(self, words: Sequence[str | Path], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Starts a client, such as ``sbatch --wait``."""
+        null = subprocess.DEVNULL
+        return subprocess.Popen(words, env=self.environ(env), stdin=null, stdout=null, stderr=null)
+
+    def run(
+        self, words: Sequence[str | Path], *, env: Mapping[str, str] | None = None, patience_s: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [os.fspath(word) for word in words],
+            env=self.environ(env),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=patience_s,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def stop(self) -> None:
+        """Ends the jobs, then the daemons that were started here."""
+        if len(self._daemons) > 1:
+            subprocess.run(["scancel", "--state=RUNNING"], env=self.environ(), capture_output=True, timeout=30)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def _ports() -> str:
+    """A range for ``srun --resv-ports``."""
+    first = free_port()
+    return f"{first}-{first + 7}"
