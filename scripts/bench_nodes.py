@@ -31,9 +31,10 @@ from bench_diagnose import make
 from benchlib import BenchError, Figure, environment, figure, progress, run_bench
 
 from safelaunch.capture.flight_dump import parse_pickle
-from safelaunch.cluster.channel import Channel, Seen
+from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.evidence import condensed, expanded, merged
 from safelaunch.cluster.messages import Decision, Node
+from safelaunch.cluster.session import Seen
 from safelaunch.cluster.store import Address
 from safelaunch.cluster.where import Meeting
 from safelaunch.diagnose import diagnose

@@ -19,8 +19,8 @@ from safelaunch.capture.collect import ask_server
 from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
-from safelaunch.cluster.channel import Word
 from safelaunch.cluster.evidence import merged
+from safelaunch.cluster.session import Word
 from safelaunch.model import RankException, Verdict
 from safelaunch.roster.progress import AgentEvent
 from safelaunch.supervise import incident

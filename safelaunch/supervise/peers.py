@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,8 +9,8 @@ from typing import Literal
 from msgspec.structs import replace
 
 from safelaunch.capture.parallel import gather
-from safelaunch.cluster.channel import Peer, Seen
 from safelaunch.cluster.messages import Beat, Node
+from safelaunch.cluster.session import Peer, Seen
 from safelaunch.cluster.store import probe
 from safelaunch.model import AgentState, Lost, NodeEvidence, Probe
 
@@ -89,6 +88,8 @@ def agent_state(pid: int) -> AgentState:
 
 def digest_of(script: Path) -> str:
     """A few characters that tell two scripts apart; empty where it cannot be read."""
+    import hashlib  # late: it loads OpenSSL, 4 MB that a job of one node does without
+
     try:
         with script.open("rb") as file:
             return hashlib.blake2b(file.read(LARGEST_SCRIPT), digest_size=6).hexdigest()

@@ -20,12 +20,13 @@ from msgspec.structs import replace
 from safelaunch import __version__
 from safelaunch.bundle.publishing import name_of
 from safelaunch.capture.command import helper_reports
-from safelaunch.cluster.channel import Channel, Neighbour, Seen, Word
+from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import aged, condensed, expanded, merged, received
 from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.keyfile import BadKeyFile, read_key
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Node, Page, Result, Vote
+from safelaunch.cluster.session import Neighbour, Seen, Word
 from safelaunch.cluster.where import Alone, Meeting, meeting
 from safelaunch.launch.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, RankEvidence, Verdict, format_ranks

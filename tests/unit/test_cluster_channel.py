@@ -13,8 +13,10 @@ from msgspec.structs import replace
 
 from safelaunch.cluster import channel as channels
 from safelaunch.cluster import council
+from safelaunch.cluster import session as sessions
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.messages import Decision, Node
+from safelaunch.cluster.session import Neighbour
 from safelaunch.cluster.store import Address, Store
 from safelaunch.cluster.where import Meeting
 from safelaunch.model import Verdict
@@ -128,7 +130,7 @@ def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
     until(lambda: again(one)[-1].doing == "ended", "its end")
 
 
-def again(one: Channel) -> tuple[channels.Neighbour, ...]:
+def again(one: Channel) -> tuple[Neighbour, ...]:
     """Every node, as known after now."""
     begin = time.monotonic()
     one.look_around()
@@ -159,7 +161,7 @@ class Host:
 
 
 def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (council, channels):
+    for module in (council, sessions):
         monkeypatch.setattr(module, "SILENT_S", 1000.0)
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
@@ -171,7 +173,7 @@ def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], mon
 def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
     join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (council, channels):
+    for module in (council, sessions):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(council, "PROVING_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
@@ -201,7 +203,7 @@ def test_without_a_store_each_is_alone_and_says_why(
 def test_garbage_in_the_store_costs_nothing_but_the_channel(
     server: tuple[subprocess.Popen[str], Address], join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (council, channels):
+    for module in (council, sessions):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(council, "PROVING_S", 1.0)
     hostile = Store(server[1])
@@ -256,13 +258,13 @@ def test_who_is_not_heard_is_known_with_its_ranks(
     join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(council, "QUIET_S", 1.0)
-    monkeypatch.setattr(channels, "QUIET_S", 1.0)
+    monkeypatch.setattr(sessions, "QUIET_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")
     leader, *followers = sorted(nodes, key=lambda node: not node.seen.leads)
     gone, left = followers
     monkeypatch.setattr(gone, "_converse", lambda session: None)
-    monkeypatch.setattr(channels._Session, "leave", lambda *_: None)
+    monkeypatch.setattr(sessions.Session, "leave", lambda *_: None)
     gone.close()
     for node in (leader, left):
         until(lambda node=node: any(peer.silent_s > 1.0 for peer in node.seen.peers), "the silence")  # type: ignore[misc]

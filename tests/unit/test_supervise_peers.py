@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.cluster.channel import Peer, Seen
 from safelaunch.cluster.messages import Beat, Node, Page
+from safelaunch.cluster.session import Peer, Seen
 from safelaunch.cluster.store import probe
 from safelaunch.model import AgentState, Lost, NodeEvidence
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of

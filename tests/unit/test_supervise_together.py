@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.cluster.channel import Answers, Neighbour, Seen, Word
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import aged, condensed
 from safelaunch.cluster.messages import Beat, Decision, Node, Page, Result
+from safelaunch.cluster.session import Answers, Neighbour, Seen, Word
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Progress, RankEvidence, RankException
