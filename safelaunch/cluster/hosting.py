@@ -34,6 +34,7 @@ class StoreHost:
         self._pid = 0
         self._lifeline = -1
         self._ended = False
+        self._refused = ""  # why the helper could not be started
 
     @property
     def has_started(self) -> bool:
@@ -76,7 +77,7 @@ class StoreHost:
             self._tell(self._pid)
         except OSError as error:
             self._lifeline = _closed(self._lifeline)
-            self._log.write_text(str(error))
+            self._refused = str(error)
             self._ended = True
         finally:
             os.close(ours)
@@ -89,7 +90,7 @@ class StoreHost:
         if not self._ended:
             return ""
         try:
-            lines = self._log.read_text(errors="replace").split("\n")
+            lines = [self._refused] if self._refused else self._log.read_text(errors="replace").split("\n")
         except OSError:
             lines = []
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
