@@ -15,6 +15,10 @@ TORCH=${TORCH:-torch==2.13.0}
 if ! command -v gcc >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
   apt-get update -q && apt-get install -y -q gcc libc6-dev
 fi
+# The fault matrix for nodes makes network namespaces; it is skipped where there is no ip.
+if ! command -v ip >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  apt-get update -q && apt-get install -y -q iproute2
+fi
 if [ ! -x "$VENV/bin/python" ]; then
   "$PYTHON" -m venv "$VENV"
 fi

@@ -25,6 +25,40 @@ def describe(pid: int, inode: int) -> str:
     return find_unix(_read(net / "unix"), inode) or f"socket:[{inode}]"
 
 
+def resends(pid: int) -> bool:
+    """Whether a TCP peer of the process has not confirmed what was sent to it, so that the kernel sends it again.
+
+    Then the network is at fault, or was: after an outage of a minute the kernel waits for up to a minute more.
+    """
+    net = Path(f"/proc/{pid}/net")
+    inodes = {inode for name in ("tcp", "tcp6") for inode in find_resending(_read(net / name))}
+    if not inodes:
+        return False
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as descriptors:
+            return any(_target(Path(entry.path)) in wanted for entry in descriptors)
+    except OSError:
+        return False
+
+
+def _target(path: Path) -> str:
+    try:
+        return os.fspath(path.readlink())
+    except OSError:
+        return ""  # closed meanwhile
+
+
+def find_resending(table: str) -> tuple[int, ...]:
+    """The inodes in ``/proc/net/tcp`` of established connections in which something is being sent again."""
+    found = []
+    for line in table.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == "01" and fields[5].startswith("01:") and int(fields[6], 16):
+            found.append(int(fields[9]))
+    return tuple(found)
+
+
 def find_inet(table: str, protocol: str, inode: int) -> str:
     """The line of ``/proc/net/<protocol>`` with this inode in words, or ``""``."""
     wanted = str(inode)

@@ -34,7 +34,7 @@ class StoreHost:
         self._pid = 0
         self._lifeline = -1
         self._ended = False
-        self._refused = ""  # why the helper could not be started
+        self._refused = ""  # why the helper could not even be started
 
     @property
     def has_started(self) -> bool:
@@ -77,8 +77,7 @@ class StoreHost:
             self._tell(self._pid)
         except OSError as error:
             self._lifeline = _closed(self._lifeline)
-            self._refused = str(error)
-            self._ended = True
+            self._refused, self._ended = str(error), True
         finally:
             os.close(ours)
 
@@ -90,10 +89,11 @@ class StoreHost:
         if not self._ended:
             return ""
         try:
-            lines = [self._refused] if self._refused else self._log.read_text(errors="replace").split("\n")
+            lines = self._log.read_text(errors="replace").split("\n")
         except OSError:
             lines = []
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
+        said = (line.strip() for line in reversed(lines) if line.strip())
+        last = self._refused or next(said, "no reason given")
         return f"the store that was started for the job's supervisors has ended: {last[:200]}"
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from safelaunch.capture.node import environment_of
 from safelaunch.capture.parallel import gather
 from safelaunch.capture.proc import times_scheduled
 from safelaunch.capture.result import Result
+from safelaunch.capture.sockets import resends
 from safelaunch.watch.stall import Movement
 
 LOOK_DEADLINE_S = 6.0
@@ -26,15 +27,18 @@ class Looks:
     """The ranks under observation, and each look at them, oldest first.
 
     ``entries``: for each look, the newest entry of each rank's Flight Recorder. ``env``: the first rank's environment.
+    ``resends``: at the newest look, some rank's words to another had not arrived.
     """
 
     targets: tuple[Target, ...]
     taken: tuple[Look, ...] = ()
     entries: tuple[Mapping[int, int], ...] = ()
     env: Result[dict[str, str]] | None = None
+    resends: bool = False
 
-    def plus(self, look: Look, entries: Mapping[int, int]) -> Looks:
-        return replace(self, taken=(*self.taken, look)[-4:], entries=(*self.entries, entries)[-4:])
+    def plus(self, look: Look, entries: Mapping[int, int], *, resends: bool = False) -> Looks:
+        taken, known = (*self.taken, look)[-4:], (*self.entries, entries)[-4:]
+        return replace(self, taken=taken, entries=known, resends=resends)
 
     @property
     def collectives_moved(self) -> bool:
@@ -51,14 +55,17 @@ class Looks:
 def look_at(targets: Sequence[Target], looks: Looks | None, *, collectives: bool = False) -> Looks:
     """Takes one more look at the ranks; the first one with ``looks`` None.
 
-    ``collectives``: also reads how far each rank's Flight Recorder is. Not in a crash, where all ranks wait for us.
+    ``collectives``: also reads how far each rank's Flight Recorder is, and whether its words arrive. Not in a crash,
+    where all ranks wait for us.
     """
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
     with _one_at_a_time:  # two py-spies on one process: the second is refused
         look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier)
-    return looks.plus(look, newest_entries(looks.targets) if collectives else {})
+    if not collectives:
+        return looks.plus(look, {})
+    return looks.plus(look, newest_entries(looks.targets), resends=any(resends(each.pid) for each in looks.targets))
 
 
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:

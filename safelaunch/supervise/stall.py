@@ -203,7 +203,7 @@ class StallCase:
             suspicion.vote = movement
             if suspicion.own and self._is_at_limit(stall, now):
                 self._together.at_limit()
-            self._together.vote(_vote(movement))
+            self._together.vote(_vote(movement, looks))
             return
         self._suspicion = None
         if movement == "still" and self._watch.unseen:
@@ -452,8 +452,9 @@ class StallCase:
         say(f"no step for {now - stall.mark_s:.0f} s, but {what} ({until})")
 
 
-def _vote(movement: Movement) -> Vote:
-    return "unknown" if movement == "elsewhere" else movement
+def _vote(movement: Movement, looks: Looks) -> Vote:
+    """A rank whose words to another have not arrived may go on when they do: after an outage, long after nodes talk."""
+    return "unknown" if movement == "elsewhere" or (movement == "still" and looks.resends) else movement
 
 
 def _outputs() -> frozenset[str]:

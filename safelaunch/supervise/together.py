@@ -213,7 +213,7 @@ class Together:
         assert self._channel is not None
         nodes = (self._channel.node, *self._seen.nodes)
         number = self._page.nodes if self._page is not None else 1
-        if now - self._begin_s < RENDEZVOUS_S or number <= self._come:
+        if now - self._begin_s < RENDEZVOUS_S or not self._come < number < self._needed:
             return
         self._come = number
         self._begin_s = now - RENDEZVOUS_S + LOST_S  # those that come next come together

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jobs import Bundle, Result
 from scene import HOLDING, MOMENTS, TRAINING, Kind, MissedMoment, Scene, Setting, let_the_copy_go_on
@@ -70,18 +70,38 @@ class Row:
     needs: Callable[[], str] = field(default=lambda: "")
 
     @property
+    def where(self) -> str:
+        return self.kind.name
+
+    @property
     def name(self) -> str:
-        return f"{self.fault}, {self.moment}, {self.kind.name}"
+        return f"{self.fault}, {self.moment}, {self.where}"
+
+
+class Named(Protocol):
+    """What the table shows of a row. ``where``: in what kind of job, or on which node."""
+
+    @property
+    def fault(self) -> str: ...
+    @property
+    def moment(self) -> str: ...
+    @property
+    def where(self) -> str: ...
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a row. ``wrong`` is empty if every promise was kept. ``skipped``: why it did not run."""
+    """The result of a row. ``wrong`` is empty if every promise was kept. ``skipped``: why it did not run.
 
-    row: Row
+    ``code``: the exit code, or those of all nodes.
+    """
+
+    row: Named
     wrong: tuple[str, ...] = ()
     skipped: str = ""
-    code: int | None = None
+    code: int | str | None = None
     left: int = 0
     bundle: str = "-"
     verdict: str = "-"
@@ -92,11 +112,11 @@ class Outcome:
         """Returns one line of the table, in the columns of ``HEAD``."""
         result = f"{_NOT_RUN}: {self.skipped}" if self.skipped else "; ".join(self.wrong) or _KEPT
         exit_code = "-" if self.code is None else str(self.code)
-        what = (self.row.fault, self.row.moment, self.row.kind.name)
+        what = (self.row.fault, self.row.moment, self.row.where)
         return (*what, exit_code, str(self.left), self.bundle, self.verdict, f"{self.seconds:.1f}", result)
 
 
-HEAD = ("fault", "moment", "job", "exit", "left", "bundle", "verdict", "seconds", "promise")
+HEAD = ("fault", "moment", "job or node", "exit", "left", "bundle", "verdict", "seconds", "promise")
 
 
 PROPERTY = "fault matrix"  # the property in which a test reports its row
@@ -197,10 +217,7 @@ def judge(row: Row, scene: Scene, result: Result) -> Outcome:
     wrong = [f"left behind: {what}" for what in left]
     if result.code not in promise.codes:
         wrong.append(f"exit code {result.code}, not {' or '.join(map(str, promise.codes))}")
-    if any(str(Path(safelaunch.__file__).parent) in frame for frame in _innermost_frames(result.stderr)):
-        wrong.append("a traceback of safelaunch's own")
-    if "an internal error" in result.stderr or "a source of evidence failed" in result.stderr:
-        wrong.append("an internal error of safelaunch")
+    wrong += own_faults(result.stderr)
     wrong += [f"safelaunch did not say {words!r}" for words in promise.said if words not in result.said]
     if not promise.starts and (list(scene.scratch.glob("t*-?")) or not result.said or result.stdout):
         wrong.append("the job was started, or nothing was said")
@@ -218,6 +235,16 @@ def judge(row: Row, scene: Scene, result: Result) -> Outcome:
         shutil.rmtree(bundle.path)
     shown = f"{len(bundles)} {where}".strip() if bundles else "0"
     return Outcome(row, tuple(wrong), "", result.code, len(left), shown, verdict, 0.0, result.stderr)
+
+
+def own_faults(stderr: str) -> list[str]:
+    """Returns what safelaunch's output says about faults of its own."""
+    wrong = []
+    if any(str(Path(safelaunch.__file__).parent) in frame for frame in _innermost_frames(stderr)):
+        wrong.append("a traceback of safelaunch's own")
+    if "an internal error" in stderr or "a source of evidence failed" in stderr:
+        wrong.append("an internal error of safelaunch")
+    return wrong
 
 
 def _innermost_frames(stderr: str) -> list[str]:

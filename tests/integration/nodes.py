@@ -22,6 +22,7 @@ class TwoNodes:
     ``ranks``: ranks per node. ``own``: options of safelaunch and torchrun, the same for both nodes. ``over``: how the
     agents meet; ``file``: in a file, so that the supervisors have no store in which to talk. ``exec``: the same, and
     safelaunch knows nothing of torchrun. ``task``: no torchrun; each node is a task of one rank, as srun starts them.
+    ``late``: the second one is not started.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class TwoNodes:
         ranks: tuple[int, int] = (2, 2),
         nnodes: str = "2",
         over: Literal["c10d", "static", "file", "exec", "task"] = "c10d",
+        late: bool = False,
     ) -> None:
         self.scratch = scratch
         self._nnodes, self._over, self._port = nnodes, over, free_port()
         self._own = own
         self._ranks, self._words = ranks, list(words)
         self.jobs: list[Job] = []
-        for number in (0, 1):
+        for number in (0,) if late else (0, 1):
             self.start(number)
 
     def start(self, number: int) -> Job:

@@ -176,3 +176,37 @@ def test_a_supervisor_that_is_stopped_costs_no_healthy_job(tmp_path: Path) -> No
     assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
     for result in results:
         assert all(not bundle.verdict["culprits"] for bundle in result.bundles), result.said
+
+
+# --- elastic jobs -----------------------------------------------------------------------------------------------------
+
+
+def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
+    with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=2"], ranks=(1, 2)) as nodes:
+        results = [job.wait() for job in nodes.jobs]
+    assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
+    verdict = said_the_same(whole_and_half(results))
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [2]
+
+
+def test_a_job_that_may_get_more_nodes_is_watched_by_the_one_that_has_come(tmp_path: Path) -> None:
+    own = [*QUICK, "--rdzv-conf=last_call_timeout=1"]
+    with TwoNodes(tmp_path, own, [APART, "--how=asleep", "--culprit=1"], nnodes="1:2", late=True) as nodes:
+        result = nodes.jobs[0].wait()
+    assert result.code == 124, result.stderr
+    assert [culprit["rank"] for culprit in result.verdict["culprits"]] == [1]
+    assert (result.verdict["confidence"], result.verdict["missing"]) == ("high", [])
+
+
+def test_a_node_that_joins_late_shares_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With the store shared, torch gives nodes of a later round no MASTER_ADDR: plain torchrun fails as well.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    own = [*QUICK, "--rdzv-conf=last_call_timeout=1"]
+    with TwoNodes(tmp_path, own, [APART, "--how=asleep", "--culprit=3"], nnodes="1:2", late=True) as nodes:
+        first = nodes.jobs[0]
+        first.until(lambda: len(first.ranks()) == 2, "the first round")
+        second = nodes.start(1)
+        results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
+    verdict = said_the_same(whole_and_half(results))
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [3]

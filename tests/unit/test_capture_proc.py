@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -192,6 +194,25 @@ UNIX = """Num       RefCount Protocol Flags    Type St Inode Path
 )
 def test_inet_sockets(table: str, protocol: str, inode: int, text: str) -> None:
     assert sockets.find_inet(table, protocol, inode) == text
+
+
+def test_connections_in_which_something_is_sent_again() -> None:
+    """Only the first: on the second nothing waits for an answer, on the third it is not late, the fourth connects."""
+    table = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 01004D0A:B8F2 02004D0A:9E41 01 0000005C:00000000 01:00000132 00000003     0        0 11111 2 0 1600 4 30 1 -1
+   1: 01004D0A:B8F4 02004D0A:9E41 01 00000000:00000000 00:00000000 00000000     0        0 22222 1 0 20 4 30 10 -1
+   2: 01004D0A:B8F6 02004D0A:9E41 01 00000010:00000000 01:00000013 00000000     0        0 33333 2 0 20 4 30 10 -1
+   3: 01004D0A:B8F8 02004D0A:0050 02 00000001:00000000 01:00000132 00000003     0        0 44444 2 0 1600 4 30 1 -1
+broken
+"""
+    assert sockets.find_resending(table) == (11111,)
+
+
+def test_connections_on_which_everything_arrives() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.sendall(b"arrives")
+        assert not sockets.resends(os.getpid())
+    assert not sockets.resends(1 << 30)
 
 
 def test_unix_sockets() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
+import pytest
+
+from safelaunch.capture.look import Look, Target
 from safelaunch.cluster.messages import Page, Vote
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.stall import StallCase
@@ -75,3 +79,21 @@ def test_a_node_looks_and_votes_anew_in_every_incident(tmp_path: Path) -> None:
     together.open = 2
     advance(case, together, votes=2)
     assert [incident for incident, _ in together.votes] == [1, 2]
+
+
+def test_a_rank_whose_words_have_not_arrived_is_not_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a cut link is mended, the nodes talk at once, and the ranks only when their kernels send again."""
+
+    class Cut(Watch):
+        def targets(self) -> tuple[Target, ...]:  # type: ignore[override]
+            return (Target(0, 0, os.getpid(), 0),)
+
+    monkeypatch.setattr("safelaunch.supervise.looks.resends", lambda pid: pid == os.getpid())
+    monkeypatch.setattr("safelaunch.supervise.looks.take", lambda *_, **__: Look(0.0, 0.0))
+    together = Together()
+    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
+    case = StallCase(Cut(), about, dict, together)  # type: ignore[arg-type]
+    case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
+    together.open = 1
+    advance(case, together, votes=1)
+    assert together.votes == [(1, "unknown")]
