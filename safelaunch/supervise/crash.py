@@ -25,8 +25,9 @@ from safelaunch.model import RankException, Verdict
 from safelaunch.roster.progress import AgentEvent
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Exits, Known, Report
+from safelaunch.supervise.joint_crash import Told
 from safelaunch.supervise.looks import Looks, look_at
-from safelaunch.supervise.together import Together, Told
+from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Glance, Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
@@ -106,7 +107,7 @@ class CrashCase:
         """Handles one event of the agent; call it in their order."""
         if event.event == "started":
             self._failure, self._exits_known = None, False
-            self._together.no_trouble()
+            self._together.crash.anew()
         elif event.event == "failing":
             self._begin()
             self._exits_known = True
@@ -163,8 +164,8 @@ class CrashCase:
         exceptions = {rank.rank: rank.exception for rank in half.ranks if rank.exception is not None}
         text = own_failure(self._about.host, exits, exceptions)
         if text:
-            self._together.trouble(self._about.redactor.said(text))
-        return self._together.crash(half)
+            self._together.crash.trouble(self._about.redactor.said(text))
+        return self._together.crash.settle(half)
 
     def _known_of(self, failure: _Failure) -> Known:
         known = failure.known or incident.known_of(self._watch, self._exits())
@@ -212,7 +213,7 @@ class CrashCase:
             found = incident.with_nodes(found, self._together.nodes())
             if met.verdict is not None:
                 return incident.finish(found, common=_common(found, met, met.verdict))
-            word = met.word if self._together.has_trouble else self._together.last_words()
+            word = met.word if self._together.crash.has_trouble else self._together.last_words()
             if word.stopping:
                 incident.discard(found)
                 say("the job was stopped on another node: that is what has ended the ranks of this one")

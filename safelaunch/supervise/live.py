@@ -122,7 +122,7 @@ class Live:
         """Takes evidence at the same time as the node that asks for it, which writes the bundle."""
         if self._for_another is not None and self._for_another.done:
             self._for_another = None
-        number = self._together.dump_wanted(now) if self._for_another is None else None
+        number = self._together.dump.wanted(now) if self._for_another is None else None
         if number is not None:
             wanted = number
             self._for_another = Task("dump for another node", lambda: self._hand_in(wanted))
@@ -130,18 +130,18 @@ class Live:
     def _hand_in(self, number: int) -> None:
         found = self._evidence(self._about)
         try:
-            self._together.hand_in_dump(number, found.evidence)
+            self._together.dump.hand_in(number, found.evidence)
         finally:
             incident.discard(found)
 
     def _write_dump(self, bundle_dir: Path) -> Report:
         about = replace(self._about, bundle_dir=bundle_dir)
-        asked = self._together.ask_dump()
+        asked = self._together.dump.ask()
         try:
             found = self._evidence(about)
-            evidence, others = self._together.dumped(found.evidence) if asked else (found.evidence, ())
+            evidence, others = self._together.dump.collected(found.evidence) if asked else (found.evidence, ())
         finally:
-            self._together.dump_is_over()
+            self._together.dump.is_over()
         if not others:
             return incident.finish(found)
         verdict = incident.judged(evidence, about)

@@ -251,7 +251,7 @@ class Supervisor:
                 self._restarting = self._watch.roster.attempt
                 Task("end ranks", self._processes.end_ranks)
         else:
-            self._together.trouble(f"the job hangs, and is ended for it: {report.verdict.summary}")
+            self._together.crash.trouble(f"the job hangs, and is ended for it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
 
     def _act_with_all(self, report: Report) -> None:

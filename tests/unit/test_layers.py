@@ -84,6 +84,8 @@ THIRD_PARTY = {
         "supervise.incident",
         "supervise.live",
         "supervise.together",
+        "supervise.joint_crash",
+        "supervise.joint_dump",
         "supervise.crash",
         "supervise.peers",
         "cli.*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +19,12 @@ from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Progress, RankEvidence, RankException
 from safelaunch.settings.config import Settings
+from safelaunch.supervise import joint_crash
 from safelaunch.supervise import together as module
 from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.incident import Circumstances
-from safelaunch.supervise.together import SUCCEED_S, Outcome, Together, Told
+from safelaunch.supervise.joint_crash import Told
+from safelaunch.supervise.together import SUCCEED_S, Outcome, Together
 
 
 class Channel:
@@ -230,32 +233,32 @@ def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, chann
 
 
 def test_a_dump_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
-    assert node.ask_dump()
+    assert node.dump.ask()
     channel.say(page={"dumps": (1,)}, answers=Answers(1, True, {2: condensed(half(2, 3)), 3: [b"garbage"]}))
-    assert node.dump_wanted(100.0) is None, "it is this node's own"
-    everything, others = node.dumped(half(0, 1))
+    assert node.dump.wanted(100.0) is None, "it is this node's own"
+    everything, others = node.dump.collected(half(0, 1))
     assert [rank.rank for rank in everything.ranks] == [0, 1, 2, 3]
     assert [rank.rank for rank in others] == [2, 3]
     assert "could not be read" in everything.notes[0]
-    node.dump_is_over()
+    node.dump.is_over()
     channel.say(answers=None)
     assert not channel.asks_dump
-    assert node.dump_wanted(100.0) is None, "the page may still have it"
+    assert node.dump.wanted(100.0) is None, "the page may still have it"
 
 
 def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Together, channel: Channel) -> None:
     channel.say(page={"dumps": (3, 4)})
-    assert [node.dump_wanted(100.0), node.dump_wanted(100.0), node.dump_wanted(102.0)] == [3, None, None]
-    assert [node.dump_wanted(110.0), node.dump_wanted(120.0)] == [4, None]
-    node.hand_in_dump(3, half(0, 1))
+    assert [node.dump.wanted(100.0), node.dump.wanted(100.0), node.dump.wanted(102.0)] == [3, None, None]
+    assert [node.dump.wanted(110.0), node.dump.wanted(120.0)] == [4, None]
+    node.dump.hand_in(3, half(0, 1))
     assert channel.dumps == [3]
 
 
 def test_where_nobody_is_heard_nobody_is_asked(node: Together, channel: Channel) -> None:
     channel.say(page={"nodes": 1, "covered": False})
-    assert not node.ask_dump()
+    assert not node.dump.ask()
     channel.seen = Seen(why="gone")
-    assert [node.ask_dump(), node.look_around()] == [False, False]
+    assert [node.dump.ask(), node.look_around()] == [False, False]
 
 
 def test_what_is_known_of_all_nodes_has_to_be_new(node: Together, channel: Channel) -> None:
@@ -277,15 +280,15 @@ def crashed(*ranks: int, raises: str = "Connection closed by peer") -> Evidence:
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"CRASH_S": 1.0, "EFFECTS_S": 0.3, "HEAR_S": 0.2, "HOSTS_S": 0.0}.items():
-        monkeypatch.setattr(module, name, seconds)
+        monkeypatch.setattr(joint_crash, name, seconds)
 
 
 def test_who_failed_first_judges_what_all_know(node: Together, channel: Channel, tmp_path: Path) -> None:
     channel.say(slot=1, page={"failed": (1, 2), "troubles": ((1, "rank 1 raised"),)})
     channel.say(halves={2: condensed(aged(crashed(2, 3), time.time())), 3: [b"garbage"]})
     node.tick(0.0)
-    node.trouble("rank 1 raised")
-    told = node.crash(crashed(0, 1, raises="no such batch"))
+    node.crash.trouble("rank 1 raised")
+    told = node.crash.settle(crashed(0, 1, raises="no such batch"))
     assert channel.failed == [1] and len(channel.verdicts) == 1
     assert told.verdict is not None and told.verdict.cause == "rank-exception"
     assert [culprit.rank for culprit in told.verdict.culprits] == [0, 1]
@@ -297,7 +300,7 @@ def test_another_node_takes_the_verdict_about_a_crash_as_it_is(node: Together, c
     verdict = module.judged(crashed(0, 1, raises="no such batch"), node._about)
     node.tick(0.0)
     channel.say(slot=2, crash=(1, Decision(verdict, "dump", "there", "/there/bundle")))
-    told = node.crash(crashed(2, 3))
+    told = node.crash.settle(crashed(2, 3))
     assert told.verdict == replace(verdict, bundle=BundlePlace("there", "/there/bundle", False))
     assert (channel.verdicts, told.others) == ([], ())
 
@@ -307,16 +310,16 @@ def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(
 ) -> None:
     verdict = module.judged(crashed(2, 3), node._about)
     node.tick(0.0)
-    node.trouble("rank 1 raised")
+    node.crash.trouble("rank 1 raised")
     channel.say(slot=2, crash=(1, Decision(verdict, "dump", "there", "")))
-    assert node.crash(crashed(0, 1, raises="no such batch")).verdict is None
+    assert node.crash.settle(crashed(0, 1, raises="no such batch")).verdict is None
 
 
 @pytest.mark.usefixtures("brief")
 def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(node: Together, channel: Channel) -> None:
     channel.say(slot=1, page={"failed": (1,)})
     node.tick(0.0)
-    told = node.crash(crashed(0, 1))
+    told = node.crash.settle(crashed(0, 1))
     assert told.verdict is not None and told.verdict.culprits == ()
     assert channel.gathers and channel.verdicts[0].path == ""
     assert told.verdict.bundle is msgspec.UNSET
@@ -325,26 +328,25 @@ def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(nod
 def test_a_node_that_is_stopped_ends_the_search(node: Together, channel: Channel) -> None:
     node.tick(0.0)
     channel.say(word=Word(stopping=True))
-    assert node.crash(crashed(0, 1)) == Told(Word(stopping=True))
+    assert node.crash.settle(crashed(0, 1)) == Told(Word(stopping=True))
 
 
 def test_who_has_met_nobody_or_lost_them_judges_alone(node: Together, channel: Channel) -> None:
-    assert node.crash(crashed(0, 1)) == Told(Word()), "the channel has never answered"
+    assert node.crash.settle(crashed(0, 1)) == Told(Word()), "the channel has never answered"
     node.tick(0.0)
     channel.seen = Seen(why="closed", lost="closed")
-    assert node.crash(crashed(0, 1)).verdict is None
+    assert node.crash.settle(crashed(0, 1)).verdict is None
     assert channel.verdicts == []
 
 
 def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(node: Together, channel: Channel) -> None:
     channel.say(page={"crash": 3})
     node.tick(0.0)
-    assert node._crashes == 3
-    node.no_trouble()
+    node.crash.anew()
     channel.say(page={"crash": 4})
     node.tick(1.0)
     channel.say(word=Word(stopping=True))
-    node.crash(crashed(0, 1))
+    node.crash.settle(crashed(0, 1))
     assert channel.failed == [5]
 
 
@@ -407,7 +409,8 @@ def test_who_has_come_to_a_rendezvous_that_does_not_complete(
     channel.say(page={"nodes": 1, "covered": False})
     for second in range(100):
         node.tick(float(second))
-    node._needed = 3
+    assert node._notices is not None
+    node._notices._meeting = dataclasses.replace(node._notices._meeting, nodes=3)
     channel.say(page={"nodes": 2}, nodes=(Node("b", "there", 1, "0.1", "2.13", node_rank=2),))
     for second in range(100, 200):
         node.tick(float(second))

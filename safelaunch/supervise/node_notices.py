@@ -1,0 +1,91 @@
+"""What a person is told about the other nodes of the job: who has come, who is no longer heard, who differs."""
+
+from __future__ import annotations
+
+from safelaunch.cluster.channel import Channel
+from safelaunch.cluster.council import SILENT_S
+from safelaunch.cluster.messages import Node, Page
+from safelaunch.cluster.session import Seen
+from safelaunch.cluster.where import Meeting
+from safelaunch.model import format_ranks
+from safelaunch.system.console import say
+
+RENDEZVOUS_S = 30.0
+LOST_S = 3.0  # the connection is gone: the job may just be ending
+
+
+class NodeNotices:
+    """``met``: every rank of the job has been under a supervisor that was heard, and a person was not told that this is
+    over; ``apart``: the person was.
+    """
+
+    def __init__(self, meeting: Meeting, channel: Channel) -> None:
+        self._meeting = meeting
+        self._channel = channel
+        self.met = self.apart = False
+        self._lost_s: float | None = None
+        self._silent: frozenset[int] = frozenset()
+        self._compared: tuple[Node, ...] = ()
+        self._said: set[str] = set()
+        self._begin_s: float | None = None
+        self._come = 0  # nodes of a rendezvous, as far as a person was told
+        self._said_host = False
+
+    def who_has_come(self, page: Page | None, now: float) -> None:
+        """Of a rendezvous that does not complete; once, and again where more nodes have come."""
+        self._begin_s = self._begin_s if self._begin_s is not None else now
+        nodes = (self._channel.node, *self._channel.seen.nodes)
+        number = page.nodes if page is not None else 1
+        if now - self._begin_s < RENDEZVOUS_S or not self._come < number < self._meeting.nodes:
+            return
+        self._come = number
+        self._begin_s = now - RENDEZVOUS_S + LOST_S  # those that come next come together
+        text = f"torchrun has started no rank yet: {number} of {self._meeting.nodes} nodes have come to the rendezvous"
+        text += f" ({', '.join(node.host for node in nodes)}{', ...' * (number > len(nodes))})"
+        ranks = {node.node_rank for node in nodes}
+        if None not in ranks and number == len(nodes) and (missing := set(range(self._meeting.nodes)) - ranks):
+            numbers = format_ranks({rank for rank in missing if rank is not None})
+            text += f"; node rank {numbers} has not" if len(missing) == 1 else f"; node ranks {numbers} have not"
+        if page is None:
+            text += f"; the store where nodes meet does not answer ({self._channel.seen.why})"
+        say(text)
+
+    def changes(self, seen: Seen, now: float, *, covered: bool, stopping: bool) -> None:
+        """What has changed since the last tick. ``covered``: every rank is under a supervisor that is heard now."""
+        self._compare(seen.nodes)
+        if self._channel.hosts and not self._said_host:
+            self._said_host = True
+            where = self._meeting.address
+            say(f"started a store for the supervisors of this job: it listens at {where} until the job ends")
+        if seen.page is not None:
+            self._lost_s = None
+            self.met = self.met or covered
+            silent = frozenset(seen.page.silent)
+            if self.apart and covered:
+                self.apart = False
+                say("the other nodes are heard again: one verdict for all")
+            if self.met and silent - self._silent and not stopping:
+                self.apart = True
+                say(
+                    f"a node has not been heard for {SILENT_S:.0f} s: its safelaunch has stopped, or the node is gone. "
+                    "Until it is heard again, each node judges for itself"
+                )
+            self._silent = silent
+        elif self.met:
+            self._lost_s = self._lost_s or now
+            if now - self._lost_s > LOST_S and not stopping:
+                self.met, self.apart = False, True
+                say(f"lost touch with the other nodes ({seen.why}): until they are back, this one judges for itself")
+
+    def _compare(self, nodes: tuple[Node, ...]) -> None:
+        """Nodes that run something else than this one: NCCL and pickles of two versions rarely agree."""
+        mine = self._channel.node
+        for other in nodes if nodes != self._compared else ():
+            for what in ("torch", "safelaunch", "script"):
+                here, there = getattr(mine, what), getattr(other, what)
+                text = f"{what} differs between nodes: {here} here, {there} on {other.host}"
+                text = f"the script on {other.host} is not the one here" if what == "script" else text
+                if here != there and here and there and text not in self._said:
+                    self._said.add(text)
+                    say(text)
+        self._compared = nodes
