@@ -108,8 +108,7 @@ def _wrap_context(module: Any) -> None:
             return original_close(self, death_sig, *args, **kwargs)
         finally:
             _closed(self)
-            if death_sig is not None:
-                _goodbye()
+            _goodbye(self)
 
     context.start, context.close = start, close
 
@@ -163,6 +162,15 @@ def _closed(context: Any) -> None:
 
 
 @log.guarded
-def _goodbye() -> None:
-    """Lets the supervisor tell other nodes that somebody stops the job here: the store where they hear it is ours."""
-    page.wait_for_ack(_words, _supervisor, layout.GOODBYE_S)
+def _goodbye(context: Any) -> None:
+    """Lets the supervisor tell other nodes that somebody stops the job here: the store where they hear it is ours.
+
+    torchrun closes its workers with SIGTERM at every end; that somebody stops it is told by the exception on its way.
+    """
+    stopped = type(sys.exc_info()[1]).__name__ == "SignalException"
+    if stopped and any(_has_ranks_elsewhere(env) for env in context.envs.values()):
+        page.wait_for_ack(_words, _supervisor, layout.GOODBYE_S)
+
+
+def _has_ranks_elsewhere(env: dict[str, str]) -> bool:
+    return env.get("WORLD_SIZE", "") != env.get("LOCAL_WORLD_SIZE", "")

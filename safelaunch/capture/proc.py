@@ -218,7 +218,7 @@ def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
     name = syscalls.name_of(number) if number is not None else ""
-    fd, target = _target(pid, name, arguments)
+    fd, target, holder = _target(pid, name, arguments)
     ends_s = syscalls.ends_s(name, arguments, lambda address, size: _memory(pid, address, size))
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
     return ThreadState(
@@ -236,11 +236,15 @@ def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
         queued_ms=scheduled[0] if scheduled is not None else None,
         slices=scheduled[1] if scheduled is not None else None,
         ends_s=ends_s,
+        locked_by=holder,
     )
 
 
-def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None, str]:
-    """The descriptor that a call works on and its target; for a call that names a path, the path."""
+def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None, str, int | None]:
+    """The descriptor that a call works on, its target, and who holds the file lock that it waits for.
+
+    For a call that names a path: the path.
+    """
     fd: int | None = None
     if name in syscalls.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
@@ -249,17 +253,18 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
     elif name in syscalls.PATH_ARGUMENT:
         raw, ended, _ = _memory(pid, arguments[syscalls.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
-        return None, raw.decode("utf-8", "replace") if ended else ""
+        return None, raw.decode("utf-8", "replace") if ended else "", None
     if fd is None or not 0 <= fd < 1 << 24:
-        return None, ""
+        return None, "", None
     try:
         target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
     except OSError:
-        return fd, ""
-    if name in filelocks.CALLS and (holder := filelocks.holder(pid, fd)) is not None:
+        return fd, "", None
+    holder = filelocks.holder(pid, fd) if name in filelocks.CALLS else None
+    if holder is not None:
         target += f", locked by pid {holder}"
     inode = re.fullmatch(r"socket:\[(\d+)\]", target)
-    return fd, sockets.describe(pid, int(inode[1])) if inode else target
+    return fd, sockets.describe(pid, int(inode[1])) if inode else target, holder
 
 
 def _memory(pid: int, address: int, size: int) -> bytes:

@@ -73,6 +73,7 @@ class ThreadState(Record, frozen=True):
     - ``queued_ms``: time spent runnable but waiting for a core so far; None if the kernel does not report it
     - ``slices``: how often it was given a core so far; None if the kernel does not report it
     - ``ends_s``: when the call times out at the latest (CLOCK_MONOTONIC); None without a readable timeout
+    - ``locked_by``: the process that holds the file lock which the call waits for; ``fd_target`` tells people as well
     """
 
     tid: int
@@ -89,6 +90,7 @@ class ThreadState(Record, frozen=True):
     queued_ms: int | None = None
     slices: int | None = None
     ends_s: float | None = None
+    locked_by: int | None = None
 
 
 class FileLock(Record, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from safelaunch.model import FileLock, ProcessEvidence, ThreadState
@@ -40,7 +39,8 @@ class KernelWait:
 
     ``call`` is the system call or wait channel as shown to people; ``target`` what a read or write is on.
     ``cpu_share``: of one core between the first and the last sample; None with a single sample. ``left_s``: how long
-    after the last sample the call ends by itself; None where it has no limit.
+    after the last sample the call ends by itself; None where it has no limit. ``locked_by``: the process that holds the
+    file lock which the call waits for.
     """
 
     kind: str
@@ -49,12 +49,7 @@ class KernelWait:
     fd: int | None = None
     cpu_share: float | None = None
     left_s: float | None = None
-
-    @property
-    def locked_by(self) -> int | None:
-        """The process that holds the lock which a ``flock`` or ``fcntl`` waits for (``capture/proc.py``)."""
-        found = re.search(r", locked by pid (\d+)$", self.target)
-        return int(found[1]) if found else None
+    locked_by: int | None = None
 
     @property
     def busy(self) -> bool:
@@ -110,7 +105,7 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
         kind = kind_of(thread)
         if kind != "unknown":
             call = thread.syscall_name or thread.wchan
-            return KernelWait(kind, call, thread.fd_target, thread.fd, share, _left_s(samples))
+            return KernelWait(kind, call, thread.fd_target, thread.fd, share, _left_s(samples), thread.locked_by)
     running = bool(states) and all(state == "R" for state in states)  # in the one sample that there is
     return KernelWait("running" if running else "unknown", cpu_share=share)
 

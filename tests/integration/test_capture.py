@@ -159,6 +159,8 @@ def test_what_a_blocked_call_waits_for(start: Start, case: str) -> None:
     main = state.main_thread
     assert main is not None
     assert re.fullmatch(target, main.fd_target), main
+    told = re.search(r"locked by pid (\d+)$", main.fd_target)
+    assert main.locked_by == (int(told[1]) if told else None)
 
 
 def test_the_locks_on_the_files_of_a_process(start: Start, tmp_path: Path) -> None:

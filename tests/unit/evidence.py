@@ -102,6 +102,7 @@ KERNEL: dict[str, dict[str, Any]] = {
         "syscall_name": "flock",
         "fd": 8,
         "fd_target": "/data/.lock, locked by pid 1010",
+        "locked_by": 1010,
     },  # rank 1's
     "fifo": {"wchan": "wait_for_partner", "syscall": 257, "syscall_name": "openat"},
     "connect": {"wchan": "inet_stream_connect", "syscall": 42, "syscall_name": "connect", "fd": 9},

@@ -1,0 +1,61 @@
+"""The beacon of the torchrun agent: when the agent waits for the supervisor, and when it must not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safelaunch.beacon import agent, layout
+
+
+class SignalException(Exception):
+    """As torchrun's, which is told by its name."""
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The longest times that the agent waits for an acknowledgement."""
+    found: list[float] = []
+    monkeypatch.setattr(agent.page, "wait_for_ack", lambda words, pid, hold_s: found.append(hold_s))
+    monkeypatch.setattr(agent, "_append_event", lambda *_, **__: None)
+    return found
+
+
+def context(world: int, *, code: int | None = 0) -> Any:
+    """torchrun's context of two workers on this node, with the beacon around it."""
+
+    class PContext:
+        envs = {n: {"RANK": str(n), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": "2"} for n in (0, 1)}  # noqa: RUF012
+        subprocess_handlers = {n: SimpleNamespace(proc=SimpleNamespace(poll=lambda: code)) for n in (0, 1)}  # noqa: RUF012
+
+        def start(self) -> None: ...
+
+        def close(self, death_sig: Any = None, timeout: int = 30) -> None: ...
+
+    agent._wrap_context(SimpleNamespace(PContext=PContext))
+    return PContext()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_at_a_normal_end_nobody_waits(waits: list[float], world: int) -> None:
+    """torchrun closes its workers with SIGTERM then, too."""
+    context(world).close(15)
+    assert waits == []
+
+
+@pytest.mark.parametrize(("world", "expected"), [(2, []), (4, [layout.GOODBYE_S])])
+def test_an_agent_that_is_told_to_stop_waits_for_other_nodes_alone(
+    waits: list[float], world: int, expected: list[float]
+) -> None:
+    try:
+        raise SignalException
+    except SignalException:
+        context(world).close(15)
+    assert waits == expected
+
+
+def test_before_it_ends_the_peers_of_a_failed_rank_it_waits(waits: list[float]) -> None:
+    context(2, code=1).close()
+    assert waits == [layout.AGENT_HOLD_S]
