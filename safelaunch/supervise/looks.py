@@ -52,20 +52,21 @@ class Looks:
         return any(number > before.get(rank, -1) for rank, number in after.items())
 
 
-def look_at(targets: Sequence[Target], looks: Looks | None, *, collectives: bool = False) -> Looks:
+def look_at(
+    targets: Sequence[Target], looks: Looks | None, *, collectives: bool = False, network: bool = False
+) -> Looks:
     """Takes one more look at the ranks; the first one with ``looks`` None.
 
-    ``collectives``: also reads how far each rank's Flight Recorder is, and whether its words arrive. Not in a crash,
-    where all ranks wait for us.
+    ``collectives``: also reads how far each rank's Flight Recorder is. Not in a crash, where all ranks wait for us.
+    ``network``: also reads whether its words arrive, for a vote of several nodes.
     """
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
     with _one_at_a_time:  # two py-spies on one process: the second is refused
         look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier)
-    if not collectives:
-        return looks.plus(look, {})
-    return looks.plus(look, newest_entries(looks.targets), resends=any(resends(each.pid) for each in looks.targets))
+    entries = newest_entries(looks.targets) if collectives else {}
+    return looks.plus(look, entries, resends=network and any(resends(each.pid) for each in looks.targets))
 
 
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:

@@ -13,6 +13,7 @@ from safelaunch.cluster.messages import Beat, Node
 from safelaunch.cluster.session import Peer, Seen
 from safelaunch.cluster.store import probe
 from safelaunch.model import AgentState, Lost, NodeEvidence, Probe
+from safelaunch.system import procstat
 
 PROBE_S = 2.0
 MOST_PROBED = 8
@@ -77,13 +78,12 @@ def _probed(nodes: Sequence[NodeEvidence], peers: Sequence[Peer], port: int) -> 
 def agent_state(pid: int) -> AgentState:
     """How the torchrun agent with this pid is."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        letter = procstat.parse(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")).state
     except FileNotFoundError:
         return "gone"
-    except OSError:
+    except (OSError, ValueError):
         return ""
-    letter = stat[stat.rfind(b")") + 2 :][:1]
-    return "stopped" if letter in (b"T", b"t") else "gone" if letter in (b"Z", b"X") else "running"
+    return "stopped" if letter in "Tt" else "gone" if letter in "ZX" else "running"
 
 
 def digest_of(script: Path) -> str:

@@ -164,8 +164,10 @@ class StallCase:
         return threshold.why
 
     def _look(self, looks: Looks | None) -> None:
-        targets = self._watch.targets()
-        self._looking = Task("look", lambda: look_at(targets, looks, collectives=True))
+        targets, suspicion = self._watch.targets(), self._suspicion
+        # Only a vote asks for the network, of the newest look: a node's table of connections may be long.
+        network = looks is not None and suspicion is not None and suspicion.incident > 0
+        self._looking = Task("look", lambda: look_at(targets, looks, collectives=True, network=network))
 
     def _advance_suspicion(self, suspicion: _Suspicion, now: float) -> None:
         if suspicion.asked_s is not None:

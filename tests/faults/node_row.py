@@ -20,7 +20,7 @@ from typing import Any, Literal
 import netns
 from jobs import Bundle, Result
 from row import Outcome, own_faults
-from scene import FAST_S, HOLDING, POLL_S, STEERED, TRAINING, Kind, Scene, Setting, let_the_copy_go_on
+from scene import FAST_S, HOLDING, POLL_S, STEERED, TRAINING, Kind, Scene, Setting, let_the_copy_go_on, wait_for
 
 from safelaunch.cluster.store import Address, Store, StoreError
 from safelaunch.launch.process import ProcessId, identify
@@ -175,16 +175,7 @@ class Nodes:
     def until(
         self, reached: Callable[[], object], what: str, *, patience_s: float = 60.0, poll_s: float = POLL_S
     ) -> None:
-        deadline = time.monotonic() + patience_s
-        next_look = 0.0
-        while not reached():
-            now = time.monotonic()
-            if now >= next_look and poll_s > FAST_S:
-                next_look = now + 0.25
-                self.remember()
-            assert now < deadline, f"waited {patience_s:g} s for {what}\n{self.stderr}"
-            time.sleep(poll_s)
-        self.remember()
+        wait_for(reached, what, self.remember, lambda: self.stderr, patience_s=patience_s, poll_s=poll_s)
 
     def remember(self) -> None:
         for scene in self.scenes:

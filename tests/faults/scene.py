@@ -65,6 +65,33 @@ LOADING = Kind("loading", script=("--workers=1",))
 RESTARTING = Kind("restarting", ranks=1, own=("--on-stall=restart", "--max-restarts=3"))
 
 
+def wait_for(
+    reached: Callable[[], object],
+    what: str,
+    remember: Callable[[], None],
+    said: Callable[[], str],
+    *,
+    patience_s: float,
+    poll_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits until ``reached``; meanwhile has the processes remembered that come and go.
+
+    ``said``: what the jobs have printed, for the failure; ``check`` raises if there is nothing left to wait for.
+    """
+    deadline = time.monotonic() + patience_s
+    next_look = 0.0
+    while not reached():
+        now = time.monotonic()
+        if now >= next_look and poll_s > FAST_S:
+            next_look = now + 0.25
+            remember()
+        assert now < deadline, f"waited {patience_s:g} s for {what}\n{said()}"
+        check()
+        time.sleep(poll_s)
+    remember()
+
+
 class MissedMoment(AssertionError):
     """The job ended before the moment was seen. A test that gets no core for seconds misses what lasts that long."""
 
@@ -90,19 +117,14 @@ class Scene:
     def until(
         self, reached: Callable[[], object], what: str, *, patience_s: float = 60.0, poll_s: float = POLL_S
     ) -> None:
-        deadline = time.monotonic() + patience_s
-        next_look = 0.0
-        while not reached():
-            now = time.monotonic()
-            if now >= next_look and poll_s > FAST_S:
-                next_look = now + 0.25
-                self.remember()
-            assert now < deadline, f"waited {patience_s:g} s for {what}\n{self.job.stderr}"
+        def check() -> None:
             ended = self.job.process.poll()
             if ended is not None and not reached():
                 raise MissedMoment(f"ended with {ended} before {what}\n{self.job.stderr}")
-            time.sleep(poll_s)
-        self.remember()
+
+        wait_for(
+            reached, what, self.remember, lambda: self.job.stderr, patience_s=patience_s, poll_s=poll_s, check=check
+        )
 
     def remember(self) -> None:
         self.seen.update(descendants([self.pid]))
