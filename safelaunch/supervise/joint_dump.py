@@ -58,8 +58,7 @@ class JointDump:
 
     def wanted(self, now: float) -> int | None:
         """The number of a dump that another node asks for, and this one has not taken part in."""
-        page = self._page()
-        if self._channel is None or page is None or now < self._next_s:
+        if self._channel is None or now < self._next_s or (page := self._page()) is None:
             return None
         answers = self._channel.seen.answers
         known = self._known | ({answers.number} if answers is not None else set())

@@ -254,7 +254,7 @@ class Together:
 
     def calls(self) -> Page | None:
         """An incident in which all are to look, and this node does not yet."""
-        page = self._page
+        page = self._page if self._channel is not None else None
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
     def join(self, incident: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from safelaunch.beacon import layout
 from safelaunch.capture.look import Target
@@ -48,6 +50,7 @@ class Watch:
         self.attempt = (0, 0)  # ``roster.attempt`` and ``roster.starts``
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
+        self._pages: dict[int, Page] = {}  # of the newest tick
 
     def tick(self, now: float) -> Glance:
         """Reads everything once. ``now``: CLOCK_MONOTONIC in seconds."""
@@ -65,14 +68,15 @@ class Watch:
         for rank in damaged:
             self.last_progress.pop(rank, None)
         self._damaged.update(damaged)
-        pages = self.roster.pages()
+        self._pages = self.roster.pages()
         marks, raised = [], []
-        for rank, page in pages.items():
+        heard_s = self._pulse.last_s or 0.0
+        for rank, page in self._pages.items():
             progress = page.read()
             self.last_progress[rank] = progress
             if progress.exception_ns and not page.acknowledged:
                 raised.append(rank)
-            marks.append(self._mark(progress, now))
+            marks.append(self._mark(progress, now, heard_s))
         self._learn(tuple(marks), now)
         self.state, event = stall.tick(self.state, tuple(marks), self.policy, now)
         return Glance(tuple(events), event, tuple(raised), damaged)
@@ -132,10 +136,10 @@ class Watch:
                 confirm_s=stall.confirm_after_s(threshold.seconds),
             )
 
-    def _mark(self, progress: Progress, now: float) -> stall.Mark:
+    def _mark(self, progress: Progress, now: float, heard_s: float) -> stall.Mark:
         return stall.Mark(
             rank=progress.rank,
-            claimed_s=max(progress.claimed_ns / 1e9, self._pulse.last_s or 0.0),
+            claimed_s=max(progress.claimed_ns / 1e9, heard_s),
             last_step_s=progress.last_step_ns / 1e9 if progress.last_step_ns else None,
             step=progress.step,
             exited=self._has_ended(progress, now),
@@ -169,7 +173,9 @@ class Watch:
 
     def standing(self, now: float) -> stall.Stall | None:
         """How far behind the slowest rank is, whether or not that is long; None when there is nobody to judge."""
-        return stall.oldest(tuple(self._mark(p, now) for p in self.last_progress.values()), self.policy, 0.0, now)
+        heard_s = self._pulse.last_s or 0.0
+        marks = tuple(self._mark(progress, now, heard_s) for progress in self.last_progress.values())
+        return stall.oldest(marks, self.policy, 0.0, now)
 
     def hold(self) -> None:
         """It hangs, as all nodes have found together: nothing is suspected any more."""
@@ -220,7 +226,7 @@ class Watch:
     @property
     def unseen(self) -> tuple[int, ...]:
         """The ranks that this supervisor does not see, because they run on other nodes."""
-        seen = {*self.roster.pages(), *self.roster.workers, *self._damaged}
+        seen = {*self._pages, *self.roster.workers, *self._damaged}
         return tuple(rank for rank in range(self.world_size) if rank not in seen)
 
     @property
