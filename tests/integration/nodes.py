@@ -96,3 +96,13 @@ def free_port() -> int:
     found = next(filter(None, map(ports.bind, iter(lambda: random.randrange(24_000, 32_000), 0))))
     _RESERVED.append(found)
     return int(found.getsockname()[1])
+
+
+def free_range(count: int, first: int, last: int) -> str:
+    """Returns ``count`` ports in a row, as ``FIRST-LAST``. They stay reserved; safelaunch leases none below 20000."""
+    while True:
+        begin = random.randrange(first, last - count)
+        found = [ports.bind(port) for port in range(begin, begin + count)]
+        _RESERVED.extend(socket for socket in found if socket is not None)
+        if all(found):
+            return f"{begin}-{begin + count - 1}"
