@@ -54,7 +54,7 @@ def test_at_max_stall_all_nodes_act_although_one_computes(tmp_path: Path) -> Non
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [0], verdict["summary"]
 
 
-@pytest.mark.parametrize("over", ["c10d", "static"])
+@pytest.mark.parametrize("over", ["c10d", pytest.param("static", marks=pytest.mark.rare)])
 def test_a_hang_has_one_verdict_on_all_nodes(tmp_path: Path, over: Literal["c10d", "static"]) -> None:
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=3"], over=over) as nodes:
         results = [job.wait() for job in nodes.jobs]
@@ -102,7 +102,9 @@ def training(nodes: TwoNodes) -> tuple[Job, Job]:
     return first, second
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["with rank 0", "the other"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
+)
 def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, rank: int) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
@@ -114,7 +116,7 @@ def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, ran
     assert not any(bundle.verdict["culprits"] for bundle in results[1].bundles), results[1].said
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.rare), 3])
 def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank: int) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
@@ -128,7 +130,9 @@ def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank:
     assert all(whole.problems() == [] for whole in wholes)
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["with rank 0", "the other"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
+)
 def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_path: Path, rank: int) -> None:
     """Where it hosts the store of torchrun's agents, its end looks as if it had ended in good order."""
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
