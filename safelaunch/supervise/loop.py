@@ -34,7 +34,7 @@ from safelaunch.watch.rhythm import Bounds
 from safelaunch.watch.stall import Policy, confirm_after_s
 
 TICK_S = 0.25
-BUSY_TICK_S = 0.05
+BUSY_TICK_S = 0.02
 LATE_S = 0.001  # never wakes before the moment that it waits for
 WRITE_PATIENCE_S = 90.0
 CAPTURE_PATIENCE_S = 20.0

@@ -191,6 +191,7 @@ class StallCase:
         self._looking = None
         if first:
             suspicion.second_look_s = now + suspicion.window_s
+            Task("prepare", incident.prepare)
         else:
             movement = self._movement(suspicion.stall, suspicion.looks)
             if movement == "still":
