@@ -45,6 +45,7 @@ def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     assert [result.bundles for result in results] == [(), ()]
 
 
+@pytest.mark.rare
 def test_at_max_stall_all_nodes_act_although_one_computes(tmp_path: Path) -> None:
     own = ["--stall-timeout=3", "--max-stall=10"]
     with TwoNodes(tmp_path, own, [APART, "--how=evaluates", "--seconds=120"]) as nodes:
@@ -83,6 +84,7 @@ def diagnosed(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.rare
 def test_a_supervisor_that_is_killed_is_told_of(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         left, killed = training(nodes)
@@ -185,6 +187,7 @@ def test_a_supervisor_that_is_stopped_costs_no_healthy_job(tmp_path: Path) -> No
 # --- elastic jobs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rare
 def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=2"], ranks=(1, 2)) as nodes:
         results = [job.wait() for job in nodes.jobs]
@@ -193,6 +196,7 @@ def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [2]
 
 
+@pytest.mark.rare
 def test_a_job_that_may_get_more_nodes_is_watched_by_the_one_that_has_come(tmp_path: Path) -> None:
     own = [*QUICK, "--rdzv-conf=last_call_timeout=1"]
     with TwoNodes(tmp_path, own, [APART, "--how=asleep", "--culprit=1"], nnodes="1:2", late=True) as nodes:

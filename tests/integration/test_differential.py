@@ -346,6 +346,7 @@ def test_two_ranks_with_the_users_own_sitecustomize(twins: Twins) -> None:
     assert ours.files()["lib/site-ran-1"] == "ran as sitecustomize with RANK 1\n"
 
 
+@pytest.mark.rare
 def test_an_empty_pythonpath_and_an_abbreviation(twins: Twins) -> None:
     twins.file("observe.py", OBSERVE)
     _, ours = twins.same("--standal", "--nnod=1", "observe.py", env={"PYTHONPATH": ""})
@@ -384,6 +385,7 @@ def test_no_python_with_a_shell_script(twins: Twins) -> None:
     assert "PYTHONPATH" not in ours.seen()["seen-1"]["env"]
 
 
+@pytest.mark.rare
 def test_no_python_with_a_program(twins: Twins) -> None:
     """No Python ever runs in this rank, so nobody is there to put our way in aside: it shows, and nothing else does."""
     theirs, ours = twins.run("--no-python", "env")
