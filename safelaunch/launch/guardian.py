@@ -193,7 +193,7 @@ class Guardian:
     def _look_after(self, now: float) -> None:
         """Replaces a dead guardian, and kills a stopped one that does not report the agent's end."""
         assert self._agent is not None
-        if self.pid and self._is_parent and now >= self._agent_due_s:
+        if self.pid and self._is_parent and (self._ended_s or now >= self._agent_due_s):
             self._agent_due_s = now + AGENT_EVERY_S
             if not self._agent.is_alive():
                 self._ended_s = self._ended_s or now
