@@ -32,7 +32,7 @@ from benchlib import BenchError, Figure, environment, figure, progress, run_benc
 
 from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.evidence import condensed, expanded, merged
+from safelaunch.cluster.evidence import Shared, condensed, expanded, merged
 from safelaunch.cluster.messages import Decision, Node
 from safelaunch.cluster.session import Seen
 from safelaunch.cluster.store import Address
@@ -211,7 +211,8 @@ def lead(channel: Channel, chunks: list[bytes], own: Evidence) -> dict[str, obje
     take_part(channel, chunks)
     until(lambda: channel.seen.complete, INCIDENT_S)
     complete = time.monotonic()
-    evidence = [expanded(each) for each in channel.seen.evidence.values()]
+    shared = Shared()
+    evidence = [expanded(each, shared) for each in channel.seen.evidence.values()]
     sizes = sum(len(chunk) for each in (*channel.seen.evidence.values(), chunks) for chunk in each)
     verdict = diagnose(merged(own, evidence))
     channel.decide(1, Decision(verdict, "kill", "node0", "/bundle"))

@@ -17,6 +17,7 @@ from safelaunch.cluster.messages import MOST_DUMPS, MOST_TROUBLES, Beat, Page, P
 SILENT_S = 15.0  # a node whose count has not moved for so long is not heard
 QUIET_S = 2.5  # several beats: worth a word where something else is the matter
 PROVING_S = 4.0  # before somebody takes over: so long it sees who else is there
+LINE, LINE_S = 4, 10.0  # so many are next in line; what follows later, where none of these is alive
 GAP_S = 5.0  # between two of our own rounds: we were stopped, and nobody else was silent
 LOOKS_S = 45.0  # two looks and the patience with loader workers, besides the time between the looks
 EVIDENCE_S = 25.0
@@ -77,6 +78,10 @@ class Succession:
             self._others, self._since_s = Hearing(), now
         return orphaned
 
+    def is_due(self, slot: int, page: Page, now: float) -> bool:
+        """Whether this node is next in line, or those that are next have had their time. It wants all beats then."""
+        return slot in (page.leader, *page.line) or now - self._since_s >= LINE_S
+
     def hearing(self, leader: int, now: float) -> Hearing:
         """What was heard of all while the leader was not."""
         others = self._others or Hearing()
@@ -127,6 +132,7 @@ class Leader:
             stopping=tuple(slot for slot, beat in given.last.items() if beat.doing == "stopping")[:4096],
             troubles=tuple((slot, b.trouble) for slot, b in given.last.items() if b.trouble)[:MOST_TROUBLES],
             dumps=tuple(sorted(beat.asks for beat in given.heard.values() if beat.asks)[:MOST_DUMPS]),
+            line=tuple(sorted(slot for slot in given.heard if slot != self.page.leader)[:LINE]),
         )
         crash = page.crash + any(beat.decided == page.crash + 1 for beat in given.last.values())
         failed = tuple(slot for slot, beat in given.last.items() if beat.crash == crash + 1 and beat.failed >= 0)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from safelaunch.bundle.publishing import name_of
 from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.evidence import aged, condensed, expanded, merged
+from safelaunch.cluster.evidence import Shared, aged, condensed, expanded, merged
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Page
 from safelaunch.cluster.session import Seen, Word
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, Verdict
@@ -141,8 +141,8 @@ class JointCrash:
 
 
 def _halves(seen: Seen) -> tuple[Evidence, ...]:
-    found = []
+    found, shared = [], Shared()
     for _, chunks in sorted(seen.halves.items()):
         with suppress(BadMessage):
-            found.append(expanded(chunks))
+            found.append(expanded(chunks, shared))
     return tuple(found)

@@ -23,7 +23,7 @@ from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import condensed
 from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.keyfile import BadKeyFile, read_key
-from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote
+from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote, share_of
 from safelaunch.cluster.session import Neighbour, Seen, Word
 from safelaunch.cluster.where import Alone, Meeting, meeting
 from safelaunch.launch.plan import Plan
@@ -297,8 +297,10 @@ class Together:
         """
         assert self._channel is not None
         page = self._channel.seen.page
-        files = small_files(root, records=page is not None and page.nodes <= FEW) if root is not None else {}
-        self._channel.hand_in(incident, condensed(without_secrets(evidence, self._about.redactor), files))
+        nodes = page.nodes if page is not None else 1
+        files = small_files(root, records=page is not None and nodes <= FEW) if root is not None else {}
+        own = without_secrets(evidence, self._about.redactor)
+        self._channel.hand_in(incident, condensed(own, files, share_of(nodes)))
         whole: Common | None = None
         until = time.monotonic() + SETTLE_S
         while time.monotonic() < until:
