@@ -22,7 +22,8 @@ class Meeting:
     """The store in which the supervisors of one job meet, and what all their keys begin with.
 
     ``nodes``: with fewer of them, torchrun starts no rank; ``most_nodes``: so many may come. ``node_rank``: this
-    one's, where the command line gives it. ``to_start``: it is no store of torchrun's; a supervisor on that host has to start it.
+    one's, where the command line gives it. ``to_start``: it is no store of torchrun's; a supervisor on that host has
+    to start it.
     """
 
     address: Address
