@@ -135,7 +135,9 @@ def answer(process: subprocess.Popen[str], timeout_s: float) -> str:
     finally:
         timer.cancel()
     if not line:
-        raise BenchError("a process of the benchmark ended early, or took too long")
+        raise BenchError(
+            f"a process of the benchmark ended early ({process.wait()}), or took longer than {timeout_s:g} s"
+        )
     return line
 
 

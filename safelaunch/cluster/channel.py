@@ -21,7 +21,7 @@ from safelaunch.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
 
 IDLE_S, CROWD_IDLE_S = 0.5, 1.0  # between rounds; in a crowd
-BUSY_S = 0.15
+BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # in a crowd so much a node: the store, or what shares its cores, has other work
 GREETED_S = 0.1  # a node: a store that waits 5 s for the name of one client in 50 takes that long to greet all
 FIRST_TRIES_S = 2.0  # nothing listens there before torchrun has started
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
@@ -219,6 +219,7 @@ class Channel:
                 or beat.doing == "suspecting"
                 or (page is not None and page.phase not in ("idle", "agreed"))
             )
-            quiet_s = CROWD_IDLE_S if page is not None and page.nodes > CROWD else IDLE_S
-            self._wake.wait(BUSY_S if busy else quiet_s)
+            nodes = page.nodes if page is not None else 1
+            quiet_s = CROWD_IDLE_S if nodes > CROWD else IDLE_S
+            self._wake.wait(min(max(BUSY_S, BUSY_NODE_S * nodes), quiet_s) if busy else quiet_s)
             self._wake.clear()

@@ -78,7 +78,8 @@ class Beat(Message, frozen=True):
     torchrun is. ``crash``: the number of the crash that its ranks are part of (0: none), ``failed``: the chunks of
     evidence about it (-1: none yet), ``decided``: the newest crash about which this node has stored a verdict.
     ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others
-    for; ``dumped``: the newest that it has answered, and the chunks of its evidence.
+    for; ``dumped``: the newest that it has answered, and the chunks of its evidence. ``anew``: torchrun has ended its
+    ranks though none had failed, as it does for a new round of the rendezvous, and has not started others yet.
     """
 
     incarnation: _Name
@@ -102,6 +103,7 @@ class Beat(Message, frozen=True):
     step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
     asks: _Count = 0
     dumped: tuple[_Count, Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)]] = (0, -1)
+    anew: bool = False
 
 
 class Page(Message, frozen=True):
@@ -112,7 +114,7 @@ class Page(Message, frozen=True):
     ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``crash``: how many crashes have had
     their verdict; ``failed``: slots whose ranks are part of the next one. ``dumps``: those that are asked for.
     ``world``: how many ranks the job has, if ``covered``. ``line``: who follows, should the leader be lost.
-    ``members``: the edition of ``Members``; 0: there is none yet.
+    ``members``: the edition of ``Members``; 0: there is none yet. ``anew``: slots whose ranks torchrun starts anew.
     """
 
     leader: _Count
@@ -134,6 +136,7 @@ class Page(Message, frozen=True):
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
     line: _Slots = ()
     members: _Count = 0
+    anew: _Slots = ()
 
 
 class Members(Message, frozen=True):

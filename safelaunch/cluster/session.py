@@ -37,13 +37,14 @@ class Word:
     """What other nodes have said of themselves. ``stopping``: a user or a scheduler stops the job there.
 
     ``troubles``: what failed there on its own account. ``quiet``: how many have not been heard for a few seconds.
-    ``lost``: there is no connection any more.
+    ``lost``: there is no connection any more. ``anew``: torchrun starts ranks anew there, none of which had failed.
     """
 
     stopping: bool = False
     troubles: tuple[str, ...] = ()
     quiet: int = 0
     lost: bool = False
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +366,8 @@ class Session:
             return Word()
         others = [slot for slot in page.stopping if slot != self._slot]
         troubles = tuple(text for slot, text in page.troubles if slot != self._slot)
-        return Word(bool(others), troubles, sum(slot != self._slot for slot in page.quiet))
+        anew = any(slot != self._slot for slot in page.anew)
+        return Word(bool(others), troubles, sum(slot != self._slot for slot in page.quiet), anew=anew)
 
     def _read_members(self, page: Page) -> None:
         if page.members == self._edition:
@@ -498,15 +500,16 @@ class Session:
         # One whose ranks another has now has only come back under another slot.
         silent = tuple(s for s in sorted(here.keys() - heard.keys()) if not heard_ranks.issuperset(here[s].ranks))
         decided = deciding is not None and deciding[0] == leader.page.incident and leader.page.phase == "collecting"
-        if decided and deciding is not None:
-            incident, decision = deciding
-            self._decision = incident, self._first(f"d/{incident}", decision)
         quiet = tuple(
             slot for slot in here if self._hearing.silent_s(slot, now) >= QUIET_S and (slot in silent or slot in heard)
         )
         given = Given(heard, silent, decided, quiet, beats)
         before = self._page_bytes
         page = leader.page = self._introduce(leader.next(given, now), beats)
+        if (
+            decided and deciding is not None and page.phase == "decided"
+        ):  # stored first: who reads the page looks for it
+            self._decision = page.incident, self._first(f"d/{page.incident}", deciding[1])
         data = self._codec.encode("head", page)
         stored = self._store.compare_set(f"{self._prefix}/head", before, data, deadline_s=ANSWER_S)
         if stored != data:

@@ -205,7 +205,7 @@ class Together:
             seen = self._seen
             met = self._notices is not None and (self._notices.met or self._notices.apart)
             word = dataclasses.replace(seen.word, lost=met and seen.page is None)
-            known = word.stopping or word.troubles or word.quiet or word.lost
+            known = word.stopping or word.troubles or word.quiet or word.lost or word.anew
             if known or not met or time.monotonic() > until:
                 return word
             time.sleep(0.05)
@@ -341,14 +341,19 @@ class Together:
         half = Common(verdict, replace(evidence, outcome=verdict.outcome), name)
         return Settled(decision.action, half, decision.step)
 
-    def all_agree(self) -> None:
-        """Where the store is on this host: waits until all others know the decision, for they learn it there."""
-        until = time.monotonic() + AGREE_S
+    def all_agree(self, incident: int) -> bool:
+        """Waits until all others know the decision; nobody acts before. False: torchrun has begun another round.
+
+        What one node does ends ranks on others, which torchrun may start anew; so only what comes before is a reason to
+        go on, and those who host the store, or its ranks, do not take it from under the others.
+        """
+        until = time.monotonic() + AGREE_S + WORD_S
         while time.monotonic() < until:
-            seen = self._seen
-            if seen.page is None or not seen.is_local or seen.page.phase not in ("collecting", "decided"):
-                return
+            page = self._seen.page
+            if page is None or page.incident != incident or page.phase in ("idle", "agreed"):
+                return page is None or page.incident != incident or page.phase == "agreed"
             time.sleep(0.05)
+        return True
 
 
 def _action(on_stall: str) -> Action:
