@@ -506,9 +506,7 @@ class Session:
         given = Given(heard, silent, decided, quiet, beats)
         before = self._page_bytes
         page = leader.page = self._introduce(leader.next(given, now), beats)
-        if (
-            decided and deciding is not None and page.phase == "decided"
-        ):  # stored first: who reads the page looks for it
+        if deciding is not None and decided and page.phase == "decided":  # it is there before the page says so
             self._decision = page.incident, self._first(f"d/{page.incident}", deciding[1])
         data = self._codec.encode("head", page)
         stored = self._store.compare_set(f"{self._prefix}/head", before, data, deadline_s=ANSWER_S)
