@@ -60,6 +60,9 @@ class _Travelling(msgspec.Struct, frozen=True):
     groups: tuple[Runs, ...] = ()
 
 
+_DECODER = msgspec.msgpack.Decoder(_Travelling)  # built once, as those of ``messages``
+
+
 class Shared:
     """What the evidence of all nodes has in common, and is kept once: kinds of entries, members of groups."""
 
@@ -123,7 +126,7 @@ def received(chunks: list[bytes], shared: Shared | None = None) -> tuple[Evidenc
     """
     shared = shared or Shared()
     try:
-        found = msgspec.msgpack.decode(unpacked(chunks), type=_Travelling)
+        found = _DECODER.decode(unpacked(chunks))
         groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
         records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError, ValueError) as error:
