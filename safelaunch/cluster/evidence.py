@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import replace
 
-from safelaunch.cluster.messages import CHUNK_BYTES, MOST_CHUNKS, MOST_RANKS, BadMessage, decoded, packed, unpacked
+from safelaunch.cluster.messages import CHUNK_BYTES, MOST_CHUNKS, MOST_RANKS, BadMessage, packed, unpacked
 from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, RankEvidence
 from safelaunch.model.entries import Entries, Kinds
 
@@ -58,6 +58,9 @@ class _Travelling(msgspec.Struct, frozen=True):
     records: dict[int, _Record]
     files: dict[str, bytes] = {}
     groups: tuple[Runs, ...] = ()
+
+
+_DECODER = msgspec.msgpack.Decoder(_Travelling)  # built once, as those of ``messages``
 
 
 class Shared:
@@ -123,7 +126,7 @@ def received(chunks: list[bytes], shared: Shared | None = None) -> tuple[Evidenc
     """
     shared = shared or Shared()
     try:
-        found = decoded(unpacked(chunks), _Travelling)
+        found = _DECODER.decode(unpacked(chunks))
         groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
         records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError, ValueError) as error:
