@@ -250,6 +250,9 @@ class Supervisor:
             self._act_with_all(report)
         elif report.verdict.outcome == "dump" or self._on_stall_is("dump") or not self._agent_lives():
             self._show(report)
+        elif self._stall.attempt != self._watch.attempt:
+            self._show(report)
+            say("torchrun has started the ranks anew meanwhile: the job continues")
         elif self._on_stall_is("restart"):
             self._show(report)
             if self._give_up_or_go_on(report):

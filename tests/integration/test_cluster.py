@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from jobs import Bundle, Job, Result
+from jobs import PROGRAMS, Bundle, Job, Result
 from nodes import APART, TwoNodes
 
 pytestmark = pytest.mark.torch
@@ -218,3 +218,47 @@ def test_a_node_that_joins_late_shares_the_verdict(tmp_path: Path, monkeypatch: 
     assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
     verdict = said_the_same(whole_and_half(results))
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [3]
+
+
+def test_another_round_of_the_rendezvous_voids_an_incident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank hangs, and while the supervisor looks, a node joins: torchrun starts the rank anew, and it trains."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    own = ["--stall-timeout=5", "--max-stall=120", "--max-restarts=3", "--rdzv-conf=last_call_timeout=1"]
+    hang = tmp_path / "hang"
+    words = [APART, "--how=asleep", f"--once={hang}", "--steps=40"]
+    hang.touch()
+    with TwoNodes(tmp_path, own, words, ranks=(1, 1), nnodes="1:2", late=True) as nodes:
+        first = nodes.jobs[0]
+        first.until(lambda: len(first.ranks()) == 1, "the first round")
+        (hung,) = first.ranks().values()
+        first.until(lambda: nodes.page().phase == "looking", "the incident")
+        os.kill(first.process.pid, signal.SIGSTOP)
+        hang.unlink()
+        second = nodes.start(1)
+        second.until(lambda: second.ranks() and [*first.ranks().values()] not in ([], [hung]), "the second round")
+        os.kill(first.process.pid, signal.SIGCONT)
+        results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
+    assert [result.bundles for result in results] == [(), ()]
+    assert "none of them had failed: nodes have joined or left" in first.stderr
+    assert "crashed" not in first.stderr + second.stderr
+
+
+def test_a_node_that_joins_is_no_crash_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the ranks of one node before those of the other, which lose their connections to them."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    own = ["--stall-timeout=5", "--max-stall=120", "--max-restarts=3", "--rdzv-conf=last_call_timeout=1"]
+    finish = tmp_path / "finish"
+    words = [PROGRAMS / "steered.py"]
+    with TwoNodes(tmp_path, own, words, ranks=(1, 1, 1), nnodes="1:3", late=True) as nodes:
+        first, second = nodes.jobs[0], nodes.start(1)
+        for job in (first, second):
+            job.until(lambda job=job: "of 2, together" in job.stderr, "the first round")  # type: ignore[misc]
+        first.until(lambda: all((tmp_path / f"training-{rank}").exists() for rank in (0, 1)), "both to train")
+        third = nodes.start(2)
+        third.until(lambda: (tmp_path / "training-2").exists(), "the second round")
+        finish.touch()
+        results = [job.wait() for job in nodes.jobs]
+    assert [result.code for result in results] == [0, 0, 0], [result.stderr for result in results]
+    assert [result.bundles for result in results] == [(), (), ()], [result.said for result in results]
+    assert "nodes have joined or left" in first.stderr + second.stderr
