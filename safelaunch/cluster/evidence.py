@@ -38,6 +38,7 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: dict[str, tuple[int, ...]] = {}
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
+    library: str = ""
 
 
 class _Travelling(msgspec.Struct, frozen=True):
@@ -114,6 +115,7 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         moving=any(evidence.moving for evidence in everybody),
         notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
         nodes=all_nodes(everybody),
+        nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
     )
 
 
@@ -167,6 +169,7 @@ def _columns(record: FlightRecord, most: int) -> _Record:
         groups=record.groups,
         status=record.status,
         damaged=record.damaged,
+        library=record.library,
     )
 
 
@@ -188,4 +191,4 @@ def _record(columns: _Record) -> FlightRecord:
         record_ids=columns.record_ids,
         created_ns=created,
     )
-    return FlightRecord(columns.version, entries, columns.groups, columns.status, columns.damaged)
+    return FlightRecord(columns.version, entries, columns.groups, columns.status, columns.damaged, columns.library)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
+from safelaunch.diagnose import nccl_witness
 from safelaunch.diagnose.advice import advice_for
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.conditions import Sign
@@ -79,8 +80,8 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
-        evidence=_distinct((*finding.claims, *version_claims(facts.evidence))),
-        ruled_out=(*ruled_out, *finding.ruled_out),
+        evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
+        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
         missing=(*_missing(facts), *_lost(facts, finding)),
         suggestions=advice_for(finding.cause, _signs(facts, named)),
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from safelaunch.diagnose import nccl_witness
 from safelaunch.diagnose.doubts import Doubt, those
 from safelaunch.diagnose.exits import FAILURES, is_timeout
 from safelaunch.diagnose.findings import (
@@ -18,7 +19,7 @@ from safelaunch.diagnose.findings import (
 )
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.waits import Case
-from safelaunch.model import Claim, Evidence, NodeAtFault, NodeEvidence, format_ranks
+from safelaunch.model import Claim, Evidence, NcclState, NodeAtFault, NodeEvidence, format_ranks
 
 FILE = "nodes.json"
 SILENT_S = 15.0  # a node that was quiet for less has missed a few beats
@@ -76,17 +77,23 @@ def node_silent(case: Case) -> Ruling:
     silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
     if not silent or awaited & case.unseen - _ranks_of(silent):
         return ""
-    launcher = all(node.store == "silent" or node.probe == "answers" for node in silent)
-    unanswered = all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
+    # NCCL's word on its ranks goes before a guess about the node, and confirms what a connection to it says.
+    lives, gone = (nccl_witness.are_all(case.evidence, _ranks_of(silent), *said) for said in (_LIVES, _DIED))
+    launcher = lives or (not gone and all(node.store == "silent" or node.probe == "answers" for node in silent))
+    unanswered = gone or all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
     waiting = sorted(case.waits.waiting)
     text = f"{capital(waits_words(case, waiting))} for {ranks_word(_ranks_of(silent))} on {_hosts(silent)}"
     if launcher:
         text += ", which answers, while its safelaunch or torchrun does not: it was stopped or has ended there."
     else:
         text += ", of which nothing is heard: it is down, or cut off."
-    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: _is_brief(silent)}
+    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: _is_brief(silent) and not gone}
     cause = "launcher-stopped" if launcher else "node-unreachable"
     return _finding(case, cause, those(doubts), text, silent, waiting)
+
+
+_LIVES: tuple[NcclState, ...] = ("answers",)
+_DIED: tuple[NcclState, ...] = ("unresponsive", "dead")
 
 
 def launcher_stopped(case: Case) -> Ruling:

@@ -23,6 +23,7 @@ from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
 from safelaunch.capture import collect, sources
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
+from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import Artifact, Evidence, NodeEvidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
 from safelaunch.redaction.evidence import without_secrets
@@ -223,6 +224,30 @@ def take_evidence(
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+def with_nccl(found: Collected, *, ends: bool) -> Collected:
+    """The same with what NCCL's RAS service says; ``ends``: the job will be ended. Last, lest it costs other evidence.
+
+    Takes ``nccl_ras.DEADLINE_S`` at most; nothing where no rank has loaded NCCL.
+    """
+    from safelaunch.capture import nccl_ras  # late: only at a hang
+
+    ranks, about = found.evidence.ranks, found.about
+    libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)
+    pids = [rank.pid for rank in ranks if rank.pid and rank.exit is None]
+    answer = nccl_ras.ask(pids, libraries, ends=ends)
+    if answer is None:
+        return found
+    path, text = f"node/{about.host}/{nccl_ras.FILE}", without_secrets(answer.value, about.redactor)
+    artifact = answer.artifact(path)
+    try:
+        witness = nccl_ras.parse(text, path) if text else None
+    except CaptureError as error:
+        witness, artifact = None, msgspec.structs.replace(artifact, note=f"{artifact.note}; {error}".strip("; "))
+    found.staging.add(artifact, text)
+    timeline = found.timeline.plus("NCCL asked")
+    return replace(found, evidence=msgspec.structs.replace(found.evidence, nccl=witness), timeline=timeline)
 
 
 def _add_rank(side: RankEvidence, staging: Staging) -> None:

@@ -247,7 +247,13 @@ class StallCase:
         return take
 
     def _write(self, evidence: Callable[[], Collected], outcome: Outcome) -> None:
-        self._writing = Task("bundle", lambda: incident.finish(evidence(), outcome))
+        ask = self._asking_nccl() if outcome == "hang" else None
+        self._writing = Task("bundle", lambda: incident.finish(ask(evidence()) if ask else evidence(), outcome))
+
+    def _asking_nccl(self) -> Callable[[Collected], Collected]:
+        """One node asks, once, what all of them would hear."""
+        asks, ends = self._together.asks_nccl, self._together.ends_the_job
+        return lambda found: incident.with_nccl(found, ends=ends) if asks else found
 
     def _note_recovery(self, now: float) -> None:
         mark_s, _ = self._judged
@@ -341,8 +347,10 @@ class StallCase:
             self._together.let_go()
 
     def _write_together(self, evidence: Callable[[], Collected], number: int) -> None:
+        ask = self._asking_nccl()
+
         def write() -> Report | None:
-            found = evidence()
+            found = ask(evidence())
             settled = self._together.settle(number, found.evidence, found.staging.root)
             if settled is None:
                 incident.discard(found)

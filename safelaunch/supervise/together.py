@@ -247,6 +247,16 @@ class Together:
         if self._channel is not None:
             self._channel.tell(at_limit=True)
 
+    @property
+    def asks_nccl(self) -> bool:
+        """Whether this node is to ask NCCL about the processes of all nodes: the one that leads, or that is alone."""
+        return self._page is None or self._seen.leads
+
+    @property
+    def ends_the_job(self) -> bool:
+        """Whether a confirmed hang ends the job, or the attempt."""
+        return self._action != "dump"
+
     def let_go(self) -> None:
         """This node suspects nothing any more."""
         if self._channel is not None:
