@@ -104,6 +104,8 @@ def _signs(facts: Facts, named: Collection[int]) -> set[Sign]:
     found.add("somebody-named" if named else "nobody-named")
     if facts.unseen:
         found.add("ranks-unseen")
+    elif facts.evidence.rendezvous is not None:
+        found.add("nodes-absent")
     elif any(one.wait is not None for one in facts.ranks.values()):
         found.add("all-arrived")
     else:

@@ -76,6 +76,15 @@ ADVICE: dict[str, tuple[Advice, ...]] = {
     ),
     "init-not-joined": (
         Advice(
+            "Check that the job was started on every node, with the same --nnodes and endpoint, and that each node "
+            "reaches the endpoint's host and port.",
+            only_if="nodes-absent",
+        ),
+        Advice(
+            "If nodes only come late, let torchrun wait longer: --rdzv-conf=join_timeout=SECONDS.",
+            only_if="nodes-absent",
+        ),
+        Advice(
             "Let every rank reach init_process_group before slow or rank-dependent work (downloads, unpacking, "
             "licence checks); do that work after it and end it with a barrier."
         ),

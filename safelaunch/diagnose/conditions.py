@@ -29,6 +29,7 @@ Sign = Literal[
     "somebody-named",
     "nobody-named",
     "all-arrived",
+    "nodes-absent",
     "all-in-own-code",
     "ranks-unseen",
 ]

@@ -13,6 +13,7 @@ from safelaunch.diagnose.findings import (
     Ruling,
     capital,
     conditions,
+    ranks_do,
     ranks_word,
     wait_claims,
     waits_words,
@@ -21,13 +22,34 @@ from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, NcclState, NodeAtFault, NodeEvidence, format_ranks
 
-FILE = "nodes.json"
+FILE, RENDEZVOUS = "nodes.json", "rendezvous.json"
 SILENT_S = 15.0  # a node that was quiet for less has missed a few beats
 # What the ranks of a whole node do where the node, or what they read from, is slow or broken.
 _OF_A_NODE = ("rank-stopped", "uninterruptible-io", "gpu-kernel", "blocking-io", "data-loading", "lock-deadlock",
               "gil-held", "busy-loop", "stuck-in-user-code", "missing-from-collective")  # fmt: skip
 _BY_THE_KERNEL = ("rank-stopped", "uninterruptible-io", "gpu-kernel")
 _COMPARED = ("torch", "safelaunch", "script")
+
+
+# --- a node that has not come ---------------------------------------------------------------------------------------
+
+
+def rendezvous_incomplete(facts: Facts) -> Ruling:
+    """torchrun has started no rank: not all nodes have come to its rendezvous."""
+    seen = facts.evidence.rendezvous
+    if seen is None:
+        return ""
+    text = f"{seen.come} of {seen.wanted} nodes came to torchrun's rendezvous within {seen.waited_s:.0f} s"
+    text += f" ({', '.join(seen.hosts[:8])}{', ...' * (seen.come > len(seen.hosts[:8]))})."
+    if seen.absent_ranks:
+        text += f" Node {ranks_do(seen.absent_ranks, 'has', 'have')} not come."
+    if seen.absent_hosts:
+        text += f" From {', '.join(seen.absent_hosts[:8])} none has come."
+    if seen.store:
+        text += f" The store where they meet does not answer: {seen.store}."
+    claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS), Claim(seen.error, RENDEZVOUS))
+    absent = tuple(NodeAtFault(host, "", "it has not come to the rendezvous") for host in seen.absent_hosts)
+    return Finding("init-not-joined", (Doubt.UNCOUNTED_NODES,), text, claims=claims, nodes=absent)
 
 
 # --- a node that is not heard -------------------------------------------------------------------------------------

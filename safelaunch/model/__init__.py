@@ -403,6 +403,25 @@ class NodeEvidence(Record, frozen=True):
         return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
 
 
+class Rendezvous(Record, frozen=True):
+    """A rendezvous that has failed before any rank was started.
+
+    - ``wanted``: how many nodes torchrun waited for; ``hosts``: those that have come, the first few of ``come``
+    - ``absent_ranks``, ``absent_hosts``: node ranks and hosts that have not, as far as command line and scheduler tell
+    - ``store``: why the store where nodes meet does not answer; empty where it did
+    - ``error``: torchrun's own
+    """
+
+    wanted: int
+    come: int
+    hosts: tuple[str, ...] = ()
+    absent_ranks: tuple[int, ...] = ()
+    absent_hosts: tuple[str, ...] = ()
+    waited_s: float = 0.0
+    store: str = ""
+    error: str = ""
+
+
 # --- NCCL's own witness -----------------------------------------------------------------------------------------------
 
 
@@ -460,6 +479,7 @@ class Evidence(Record, frozen=True):
     notes: tuple[str, ...] = ()  # what slowed the job down: a straggler, a shared GPU
     nodes: tuple[NodeEvidence, ...] = ()
     nccl: NcclWitness | None = None
+    rendezvous: Rendezvous | None = None
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankFile,
+    Rendezvous,
 )
 from safelaunch.postmortem.cores import parse_all
 from safelaunch.postmortem.dumps import parse_some
@@ -184,6 +185,7 @@ def read_bundle(root: Path) -> Found:
         notes=manifest.notes,
         nodes=_nodes(bundle),
         nccl=_nccl(bundle),
+        rendezvous=bundle.json("rendezvous.json", Rendezvous),
     )
     return Found("a bundle", evidence, tuple(bundle.problems))
 

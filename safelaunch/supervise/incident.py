@@ -25,7 +25,17 @@ from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
-from safelaunch.model import Artifact, Evidence, NodeEvidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
+from safelaunch.model import (
+    Artifact,
+    Evidence,
+    NodeEvidence,
+    Outcome,
+    RankEvidence,
+    RankExit,
+    RankFile,
+    Rendezvous,
+    Verdict,
+)
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
@@ -226,6 +236,14 @@ def take_evidence(
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
 
 
+def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], about: Circumstances) -> Report:
+    """The bundle of a job that never began, because not all nodes came to the rendezvous. ``error``: torchrun's."""
+    found = take_evidence("crash", Looks(()), Known({}, 0, ()), about, ask=False)
+    rendezvous = without_secrets(msgspec.structs.replace(rendezvous, error=error), about.redactor)
+    evidence = msgspec.structs.replace(found.evidence, nodes=nodes, rendezvous=rendezvous)
+    return finish(replace(found, evidence=evidence))
+
+
 def with_nccl(found: Collected, *, ends: bool) -> Collected:
     """The same with what NCCL's RAS service says; ``ends``: the job will be ended. Last, lest it costs other evidence.
 
@@ -410,6 +428,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
     if evidence.nodes:
         staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
+    if evidence.rendezvous is not None:
+        staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
     from safelaunch.report import report
 
     def read_line(path: str, number: int) -> str | None:
