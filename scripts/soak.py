@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument(
         "--nodes", type=int, default=1, help="nodes of each job (1), of 2 or 3 of which one is in trouble"
     )
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="run only every Nth of these cases")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="run the Kth of N parts of these cases")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the table")
     words = parser.parse_args()
     if words.nodes > 1 and (reason := netns.cannot()):
@@ -46,11 +46,13 @@ def main() -> int:
     cases: list[Case] = []
     cases += soak.HEALTHY if words.only != "frozen" else ()
     cases += soak.FROZEN if words.only != "healthy" else ()
-    cases = [case for case in cases if words.name in case.name][:: words.every]
+    part, parts = map(int, words.part.split("/"))
+    numbers = [number for number, case in enumerate(cases) if words.name in case.name][part - 1 :: parts]
+    cases = [cases[number] for number in numbers]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the network goes, too
     print(f"{'job':<42}{'seconds':>8}  {'threshold':<34}outcome", flush=True)
     with ThreadPoolExecutor(words.at_once) as pool:
-        rows = list(pool.map(partial(_run, nodes=words.nodes), cases, range(len(cases))))
+        rows = list(pool.map(partial(_run, nodes=words.nodes), cases, numbers))
     healthy = [row for case, row in zip(cases, rows, strict=True) if isinstance(case, soak.Healthy)]
     frozen = [row for case, row in zip(cases, rows, strict=True) if isinstance(case, soak.Frozen)]
     print(f"\nhealthy: {len(healthy)} jobs, {sum(bool(row['wrong']) for row in healthy)} ended or disturbed")

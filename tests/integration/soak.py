@@ -22,7 +22,7 @@ STOPPED_S = 9.0
 
 @dataclass(frozen=True)
 class Healthy:
-    """A job that ends by itself with exit code 0. ``meanwhile``: what the test does to it from outside, on each node."""
+    """A job that ends by itself with exit code 0. ``meanwhile``: what the test does to all of its nodes."""
 
     name: str
     how: str = "steady"
