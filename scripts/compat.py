@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("2.6.0", "2.9.1", "2.13.0")
 
 # The tests cover what differs between versions: torchrun's options, elastic's internals that the agent's beacon wraps,
-# the worker server, the Flight Recorder, the names of c10d's frames, the servers of the store. One test of each kind, or all of a quick file.
+# the worker server, the Flight Recorder, the names of c10d's frames, the store. One test of each kind, or all of a
+# quick file.
 SMOKE = (
     "tests/unit/test_launch_argv.py",
     "tests/unit/test_launch_torchrun.py",
