@@ -369,7 +369,7 @@ class Supervisor:
         self._notifier.end()
 
     def _show(self, result: Report) -> None:
-        from safelaunch.capture import sources
+        from safelaunch.capture import user_source
         from safelaunch.report import report
 
         published = result.published
@@ -381,7 +381,7 @@ class Supervisor:
         if whole is not None and not whole.whole:
             place = "bundle of this node"
             say(f"the bundle with every rank is on {whole.host}: {whole.path}")
-        say(report.screen(result.verdict, bundle_path=published.shown, place=place, read_line=sources.line))
+        say(report.screen(result.verdict, bundle_path=published.shown, place=place, read_line=user_source.line))
         if published.lost:
             say(f"the bundle is lost: {published.problem}")
         elif published.problem:
