@@ -42,12 +42,12 @@ Version = tuple[int, ...]
 
 
 def ask(
-    pids: Sequence[int], libraries: Iterable[str] = (), *, ends: bool = True, deadline_s: float = DEADLINE_S
+    pids: Sequence[int], libraries: Iterable[str] = (), *, spare: str = "", deadline_s: float = DEADLINE_S
 ) -> Result[str] | None:
     """The answer of the service that the ranks ``pids`` run, as it came; None where none of them has loaded NCCL.
 
-    ``libraries``: NCCL's version as Flight Recorders give it. ``ends``: the job will be ended, so that a process which
-    crashes of the question does no harm. Never raises.
+    ``libraries``: NCCL's version as Flight Recorders give it. ``spare``: why no process of the job may crash of the
+    question, if that would do harm. Never raises.
     """
     try:
         found = within(1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
@@ -61,7 +61,7 @@ def ask(
     def converse() -> str:
         until = time.monotonic() + deadline_s
         version = version_in(*libraries) or version_of(library)
-        _allow(version, ends)
+        _allow(version, spare)
         env = environment_of(pid).value or {}
         text, note = _first_answer(_addresses(pids, pid, env), until)
         notes.append(note)
@@ -71,15 +71,15 @@ def ask(
     return replace(result, note="".join(notes))
 
 
-def _allow(version: Version, ends: bool) -> None:
+def _allow(version: Version, spare: str) -> None:
     """Raises CaptureError where the question may harm the job."""
     name = ".".join(map(str, version))
     if not version:
         raise CaptureError("not asked: NCCL's version is not known")
     if version < SINCE:
         raise CaptureError(f"not asked: NCCL {name} may crash when it is (2.28 and later do not)", kind="outdated")
-    if version < HARMLESS_SINCE and not ends:
-        reason = f"not asked, as the job goes on: NCCL {name} may crash where a process is missing (2.29.2 does not)"
+    if version < HARMLESS_SINCE and spare:
+        reason = f"not asked, as {spare}: NCCL {name} may crash where a process is missing (2.29.2 does not)"
         raise CaptureError(reason, kind="outdated")
 
 

@@ -244,8 +244,8 @@ def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence,
     return finish(replace(found, evidence=evidence))
 
 
-def with_nccl(found: Collected, *, ends: bool) -> Collected:
-    """The same with what NCCL's RAS service says; ``ends``: the job will be ended. Last, lest it costs other evidence.
+def with_nccl(found: Collected, *, spare: str) -> Collected:
+    """The same with what NCCL's RAS service says; ``spare``: see ``nccl_ras.ask``. Last, lest it costs other evidence.
 
     Takes ``nccl_ras.DEADLINE_S`` at most; nothing where no rank has loaded NCCL.
     """
@@ -254,7 +254,7 @@ def with_nccl(found: Collected, *, ends: bool) -> Collected:
     ranks, about = found.evidence.ranks, found.about
     libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)
     pids = [rank.pid for rank in ranks if rank.pid and rank.exit is None]
-    answer = nccl_ras.ask(pids, libraries, ends=ends)
+    answer = nccl_ras.ask(pids, libraries, spare=spare)
     if answer is None:
         return found
     path, text = f"node/{about.host}/{nccl_ras.FILE}", without_secrets(answer.value, about.redactor)

@@ -252,8 +252,8 @@ class StallCase:
 
     def _asking_nccl(self) -> Callable[[Collected], Collected]:
         """One node asks, once, what all of them would hear."""
-        asks, ends = self._together.asks_nccl, self._together.ends_the_job
-        return lambda found: incident.with_nccl(found, ends=ends) if asks else found
+        asks, spare = self._together.asks_nccl, self._together.spares_the_ranks
+        return lambda found: incident.with_nccl(found, spare=spare) if asks else found
 
     def _note_recovery(self, now: float) -> None:
         mark_s, _ = self._judged

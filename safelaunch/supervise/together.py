@@ -258,9 +258,11 @@ class Together:
         return self._page is None or self._seen.leads
 
     @property
-    def ends_the_job(self) -> bool:
-        """Whether a confirmed hang ends the job, or the attempt."""
-        return self._action != "dump"
+    def spares_the_ranks(self) -> str:
+        """Why no rank may end yet although the job hangs: a clause. Empty where it is ended next."""
+        if self._action == "dump":
+            return "the job goes on"
+        return "the nodes have yet to agree" if self._page is not None else ""
 
     def let_go(self) -> None:
         """This node suspects nothing any more."""

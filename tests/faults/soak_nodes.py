@@ -1,7 +1,7 @@
 """The soak on several nodes: the same healthy and frozen jobs, each node in a network namespace of its own.
 
 Of three jobs in a row, one runs on nodes that are well, one where the clocks of node 1 are ten minutes ahead, and one
-over a link to node 1 that delays every frame by 0.2 s and loses one in twenty.
+over a link to node 1 with a round trip of 0.2 s, which loses one frame in twenty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jobs import PROGRAMS, Job, Result
 
 PORT = 29400
 AHEAD_S = 600
-SLOW = (0.2, 0.05)  # a link: seconds of delay each way, part of the frames that is lost
+SLOW = (0.1, 0.05)  # a link: seconds of delay each way, part of the frames that is lost
 PATIENCE_S = 420.0
 Trouble = Literal["", "clocks", "slow link"]
 TROUBLES: tuple[Trouble, ...] = ("", "clocks", "slow link")

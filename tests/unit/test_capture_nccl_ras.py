@@ -159,10 +159,10 @@ def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Service]]:
 
 
 def asked(
-    pids: Sequence[int], libraries: Iterable[str] = (), *, ends: bool = True, deadline_s: float = 60.0
+    pids: Sequence[int], libraries: Iterable[str] = (), *, spare: str = "", deadline_s: float = 60.0
 ) -> Result[str]:
     """The answer, from a process that has loaded NCCL."""
-    answer = ask(pids, libraries, ends=ends, deadline_s=deadline_s)
+    answer = ask(pids, libraries, spare=spare, deadline_s=deadline_s)
     assert answer is not None
     return answer
 
@@ -244,21 +244,21 @@ def test_a_port_on_which_another_job_listens_is_left_alone(services: list[Servic
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
-    ("versions", "ends", "reason"),
+    ("versions", "spare", "reason"),
     [
-        (("2.27.5",), True, "may crash"),
-        (("2.28.9",), False, "as the job goes on"),
-        (("2.28.9",), True, ""),
-        (("2.29.2",), False, ""),
-        ((), False, ""),
+        (("2.27.5",), "", "may crash"),
+        (("2.28.9",), "the job goes on", "not asked, as the job goes on"),
+        (("2.28.9",), "", ""),
+        (("2.29.2",), "the job goes on", ""),
+        ((), "the job goes on", ""),
     ],
     ids=["crashes", "may crash, and the job lives", "may crash, and the job ends", "safe", "the library's name"],
 )
 def test_what_may_crash_of_the_question_is_not_asked(
-    services: list[Service], versions: tuple[str, ...], ends: bool, reason: str
+    services: list[Service], versions: tuple[str, ...], spare: str, reason: str
 ) -> None:
     services.append(Service(json=as_json(HEALTHY)))
-    answer = asked([os.getpid()], versions, ends=ends)
+    answer = asked([os.getpid()], versions, spare=spare)
     assert reason in answer.missing
     assert bool(services[0].heard) == (not reason)
 

@@ -475,3 +475,11 @@ def test_one_node_asks_nccl_for_all(node: Together, channel: Channel) -> None:
     assert node.asks_nccl
     channel.say(leads=False, silent_s=SILENT_S)
     assert node.asks_nccl, "alone, each asks"
+
+
+def test_ranks_are_spared_until_the_nodes_have_agreed(node: Together, channel: Channel) -> None:
+    assert node.spares_the_ranks == "the nodes have yet to agree"
+    channel.say(silent_s=SILENT_S)
+    assert node.spares_the_ranks == ""
+    node._action = "dump"
+    assert node.spares_the_ranks == "the job goes on"
