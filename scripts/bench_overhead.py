@@ -1,6 +1,6 @@
 """Measures what the beacon costs inside the ranks: throughput, a step mark, a print, start-up.
 
-    python scripts/bench_overhead.py [--pairs 15] [--steps 2000] [--start-pairs 60] [--json FILE]
+    python scripts/bench_overhead.py [--pairs 15] [--steps 2000] [--start-pairs 60] [--nodes 2] [--json FILE]
 
 The parts that need no job (marks, prints, start-up) run in a process with a rank's environment, which the product's own
 code creates. Each checks that the beacon started. The beacon is a compiled copy, as in an installed wheel.
@@ -13,6 +13,7 @@ import compileall
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from benchlib import (
     ratios,
     run,
     run_bench,
+    started,
     workplace,
 )
 
@@ -158,11 +160,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000, help="measured training steps per run (2000)")
     parser.add_argument("--start-pairs", type=int, default=60, help="pairs of runs of an empty script (60)")
     parser.add_argument("--torch-pairs", type=int, default=30, help="pairs of runs of a script that imports torch (30)")
+    parser.add_argument(
+        "--nodes", choices=("1", "2", "all"), default="all", help="1, 2: the throughput of a job of so many nodes alone"
+    )
     return run_bench("bench_overhead", parser, measure)
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    figures = throughput(options.pairs, options.steps)
+    figures = throughput(options.pairs, options.steps) if options.nodes != "2" else []
+    if options.nodes != "1":
+        figures += throughput_of_nodes(options.pairs, options.steps)
+    if options.nodes != "all":
+        return figures
     with rank(marks=MARKS, prints=PRINTS, nothing="pass\n", torch_only="import torch\n", torch_timed=TORCH) as one:
         figures += mark_cost(one)
         figures += print_cost(one, options.pairs)
@@ -188,6 +197,29 @@ def throughput(pairs: int, steps: int) -> list[Figure]:
         ab, aa = interleave(pairs, lambda: train("safelaunch"), lambda: train("torchrun"), "DDP")
     return [
         *ratios("DDP steps/s, 2 gloo ranks: safelaunch / torchrun", ab, aa, ">= 0.99"),
+        figure("  torchrun alone", [b for _, b in ab], "steps/s"),
+    ]
+
+
+def throughput_of_nodes(pairs: int, steps: int) -> list[Figure]:
+    """The same for 2 nodes of one rank, whose supervisors talk in the agents' store."""
+    with workplace(train=TRAIN) as here:
+
+        def train(name: str) -> float:
+            (here / "rate").unlink(missing_ok=True)
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                meet = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
+            own = [program(name), "--nnodes=2", "--rdzv-backend=c10d", meet, "--nproc-per-node=1"]
+            words, env = [*own, "train.py", "200", str(steps)], environment(GLOO_SOCKET_IFNAME="lo")
+            with started(words, here, env) as other:
+                run(words, here, env)
+                other.wait(60)
+            return float((here / "rate").read_text())
+
+        train("safelaunch"), train("torchrun")
+        ab, aa = interleave(pairs, lambda: train("safelaunch"), lambda: train("torchrun"), "DDP, 2 nodes")
+    return [
+        *ratios("DDP steps/s, 2 nodes of a gloo rank: safelaunch / torchrun", ab, aa, ">= 0.99"),
         figure("  torchrun alone", [b for _, b in ab], "steps/s"),
     ]
 

@@ -138,7 +138,7 @@ def read_zoo(files: Sequence[Path]) -> Found:
 
 
 def read_soak(files: Sequence[Path]) -> Found:
-    rows = json.loads(files[0].read_text())
+    rows = [row for file in files for row in json.loads(file.read_text())]
     table, parts = [], []
     for kind, words, bad in (("healthy", "healthy jobs of every rhythm", "ended or disturbed"),
                             ("frozen", "frozen jobs", "missed or misjudged")):  # fmt: skip
@@ -302,6 +302,12 @@ CHECKS = {
         {"OMP_NUM_THREADS": "1"},
     ),
     "soak": _script("scripts/soak.py", 30, read_soak, "tests/integration/soak.py", *_JOBS),
+    "soak-nodes": Check(
+        tuple((PYTHON, "scripts/soak.py", "--nodes", nodes, "--json", "{out}") for nodes in ("2", "3")),
+        read_soak,
+        ("scripts/soak.py", "tests/integration/soak.py", "tests/faults/soak_nodes.py", "tests/faults/netns.py", *_JOBS),
+        90,
+    ),
     "faults": _script("scripts/faults.py", 45, read_faults, "tests/faults", *_JOBS),
     "attack": _script("scripts/attack.py", 60, read_attack, "tests/attacks", *_JOBS),
     "frameworks": Check(

@@ -26,10 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("2.6.0", "2.9.1", "2.13.0")
 
 # The tests cover what differs between versions: torchrun's options, elastic's internals that the agent's beacon wraps,
-# the worker server, the Flight Recorder, the names of c10d's frames. One test of each kind, or all of a quick file.
+# the worker server, the Flight Recorder, the names of c10d's frames, the store. One test of each kind, or all of a
+# quick file.
 SMOKE = (
     "tests/unit/test_launch_argv.py",
     "tests/unit/test_launch_torchrun.py",
+    "tests/unit/test_cluster_store.py",
+    "tests/unit/test_cluster_hosting.py",
     "tests/integration/test_differential.py",
     "tests/integration/test_beacon.py",
     "tests/integration/test_healthy_exit.py",
@@ -37,6 +40,7 @@ SMOKE = (
     "tests/integration/test_crashes.py::test_a_clean_early_exit_names_who_left_early",
     "tests/integration/test_hangs.py",
     "tests/integration/test_restart.py",
+    "tests/integration/test_cluster.py::test_a_hang_has_one_verdict_on_all_nodes",
 )
 HANGS = (
     "asleep", "read-fifo", "busy-python", "stops-itself", "gil", "all-gather", "barrier", "init-asleep",

@@ -5,6 +5,7 @@ The beacon appends one JSON object per line to ``agent.events``. Each has a ``ti
 - ``{"event": "started", "attempt", "master_port", "workers": {rank: [local_rank, pid, start_ticks]}}``
 - ``{"event": "failing", "attempt", "exits": {rank: returncode}}``, before the agent ends the peers of a failed rank
 - ``{"event": "closed", "attempt", "exits"}``, after all workers have ended
+- ``{"event": "raised", "error", "message"}``: an exception has ended the agent itself
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def start(run_dir: str, role: str) -> None:
     lifeline.watch(run_dir, layout.AGENT_ROLE)
     _, _words = page.create(os.path.join(run_dir, layout.AGENT_PAGE))
     _words[layout.READY] = layout.MAGIC
-    _hide_traceback_of_own_sigterm()
+    _report_own_end()
     imports.after_import("torch.distributed.elastic.multiprocessing.api", _wrap_context)
 
 
@@ -65,18 +66,24 @@ def _become_launcher(module: Any) -> None:
     _wrap_context(module)
 
 
-def _hide_traceback_of_own_sigterm() -> None:
-    """Suppresses torchrun's traceback when the supervisor ends a hung job by SIGTERM.
+def _report_own_end() -> None:
+    """Appends the exception that ends the agent. No traceback when the supervisor ends a hung job by SIGTERM.
 
-    The traceback says nothing about the hang and pushes the verdict off the screen.
+    That traceback says nothing about the hang and pushes the verdict off the screen.
     """
     original = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, traceback: Any) -> None:
+        _raised(kind, value)
         if not (_words[layout.ENDING] and kind.__name__ == "SignalException"):
             original(kind, value, traceback)
 
     sys.excepthook = excepthook
+
+
+@log.guarded
+def _raised(kind: type[BaseException], value: BaseException) -> None:
+    _append_event("raised", error=kind.__name__, message=str(value)[:1000])
 
 
 @log.guarded

@@ -83,6 +83,7 @@ def to_json(record: FlightRecord) -> bytes:
         for name, one in record.status.items()
     }
     dump = {"version": record.version, "pg_config": groups, "pg_status": status}
+    dump |= {"comm_lib_version": record.library} if record.library else {}
     entries = list(record.entries)
     timed = any(entry.started is False for entry in entries)
     return json.dumps({**dump, "entries": [_entry(entry, timed=timed) for entry in entries]}).encode()
@@ -134,6 +135,7 @@ def record_of(dump: object, shared: Shared | None = None) -> FlightRecord:
         groups=_groups(dump.get("pg_config"), shared.ranks, damaged),
         status=_status(dump.get("pg_status"), decoder.names_by_id, damaged),
         damaged=tuple(sorted(damaged)),
+        library=_str(dump.get("nccl_version")) or _str(dump.get("comm_lib_version")),  # the name since torch 2.9
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 MAX_TABLE_BYTES = 4 << 20  # on a node with tens of thousands of connections, stop rather than read for seconds
@@ -35,11 +36,27 @@ def resends(pid: int) -> bool:
     if not inodes:
         return False
     wanted = {f"socket:[{inode}]" for inode in inodes}
+    return any(target in wanted for target in _targets(pid))
+
+
+def listeners(pid: int, port: int) -> dict[int, str]:
+    """Who listens on a TCP port where this process lives: inode of the socket → its address."""
+    net = Path(f"/proc/{pid}/net")
+    return {inode: host for name in ("tcp", "tcp6") for inode, host in find_listening(_read(net / name), port)}
+
+
+def has_socket(pid: int, inode: int) -> bool:
+    return f"socket:[{inode}]" in _targets(pid)
+
+
+def _targets(pid: int) -> Iterator[str]:
+    """What the descriptors of a process point at."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as descriptors:
-            return any(_target(Path(entry.path)) in wanted for entry in descriptors)
+            for entry in descriptors:
+                yield _target(Path(entry.path))
     except OSError:
-        return False
+        return
 
 
 def _target(path: Path) -> str:
@@ -57,6 +74,14 @@ def find_resending(table: str) -> tuple[int, ...]:
         if len(fields) > 9 and fields[3] == "01" and fields[5].startswith("01:") and int(fields[6], 16):
             found.append(int(fields[9]))
     return tuple(found)
+
+
+def find_listening(table: str, port: int) -> Iterator[tuple[int, str]]:
+    """Inode and address of each socket in ``/proc/net/tcp`` or ``tcp6`` that listens on this port."""
+    for line in table.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+            yield int(fields[9]), address(fields[1]).rpartition(":")[0].strip("[]")
 
 
 def find_inet(table: str, protocol: str, inode: int) -> str:

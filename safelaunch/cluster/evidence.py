@@ -46,6 +46,7 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: dict[str, int] = {}  # numbers of ``_Travelling.groups``
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
+    library: str = ""
 
 
 class _Travelling(msgspec.Struct, frozen=True):
@@ -160,6 +161,7 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         moving=any(evidence.moving for evidence in everybody),
         notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
         nodes=all_nodes(everybody),
+        nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
     )
 
 
@@ -228,6 +230,7 @@ def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]
         groups={name: groups.setdefault(members, len(groups)) for name, members in record.groups.items()},
         status=record.status,
         damaged=record.damaged,
+        library=record.library,
     )
 
 
@@ -249,4 +252,4 @@ def _record(columns: _Record, groups: Sequence[tuple[int, ...]], kinds: Kinds) -
         created_ns=created,
     )
     members = {name: groups[number] for name, number in columns.groups.items() if number >= 0}
-    return FlightRecord(columns.version, entries, members, columns.status, columns.damaged)
+    return FlightRecord(columns.version, entries, members, columns.status, columns.damaged, columns.library)

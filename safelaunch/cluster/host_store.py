@@ -18,7 +18,11 @@ def main() -> None:
         port = listening.getsockname()[1]
     from torch.distributed import TCPStore
 
-    store = TCPStore(sys.argv[1], port, is_master=True, wait_for_workers=False, master_listen_fd=LISTENING)
+    given = {"is_master": True, "wait_for_workers": False, "master_listen_fd": LISTENING}
+    try:
+        store = TCPStore(sys.argv[1], port, **given)
+    except NotImplementedError:  # up to torch 2.6, libuv's server takes no socket that listens already
+        store = TCPStore(sys.argv[1], port, **given, use_libuv=False)
     while os.read(0, 4096):
         pass
     del store

@@ -14,6 +14,7 @@ from safelaunch.cluster.store import Address
 from safelaunch.launch.argv import CommandLine
 
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own, where none is given
+MOST_HOSTS = 4096
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
@@ -140,6 +141,30 @@ def first_host(environ: Mapping[str, str]) -> str:
     nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first is not None else ""
+
+
+def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """All nodes of the step in Slurm, from such a list; empty elsewhere, and where the list is none."""
+    nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
+    found: list[str] = []
+    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
+        names = [""]
+        for plain, numbers in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
+            names = [f"{name}{plain}{number}" for name in names for number in (_numbers(numbers) or ("",))][:MOST_HOSTS]
+        found += names
+    return tuple(found[:MOST_HOSTS])
+
+
+def _numbers(text: str) -> list[str]:
+    """``001-003,7`` → 001, 002, 003, 7."""
+    found: list[str] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            return []
+        most = min(int(last or first), int(first) + MOST_HOSTS)
+        found += [str(number).zfill(len(first)) for number in range(int(first), most + 1)]
+    return found
 
 
 def _most_nodes(value: str) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
+from safelaunch.diagnose import nccl_witness
 from safelaunch.diagnose.causes import Sign, advice_for
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
@@ -78,8 +79,8 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
-        evidence=_distinct((*finding.claims, *version_claims(facts.evidence))),
-        ruled_out=(*ruled_out, *finding.ruled_out),
+        evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
+        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
         missing=(*_missing(facts), *_lost(facts, finding)),
         suggestions=advice_for(finding.cause, _signs(facts, named)),
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
@@ -102,6 +103,8 @@ def _signs(facts: Facts, named: Collection[int]) -> set[Sign]:
     found.add("somebody-named" if named else "nobody-named")
     if facts.unseen:
         found.add("ranks-unseen")
+    elif facts.evidence.rendezvous is not None:
+        found.add("nodes-absent")
     elif any(one.wait is not None for one in facts.ranks.values()):
         found.add("all-arrived")
     else:

@@ -22,6 +22,7 @@ Sign = Literal[
     "somebody-named",
     "nobody-named",
     "all-arrived",
+    "nodes-absent",
     "all-in-own-code",
     "ranks-unseen",
 ]
@@ -111,6 +112,15 @@ CAUSES: dict[str, Cause] = {
         ),
     ),
     "init-not-joined": _cause(
+        Advice(
+            "If nodes have not come to the rendezvous: check that the job was started on every node, with the same "
+            "`--nnodes` and endpoint, and that each node reaches the endpoint's host and port.",
+            only_if="nodes-absent",
+        ),
+        Advice(
+            "If nodes only come late, let torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
+            only_if="nodes-absent",
+        ),
         "Let every rank reach `init_process_group` before slow or rank-dependent work (downloads, unpacking, "
         "licence checks); do that work after it and end it with a barrier.",
         "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; `safelaunch "

@@ -69,6 +69,7 @@ class Doubt(Enum):
 
     SAME_MOMENT = "others", 1, "Ranks of another node failed at the same moment, as far as clocks of two nodes tell."
     NODE_MAY_LIVE = "others", 1, "Nothing is heard from the node, but it answers or may answer: its ranks may live."
+    UNCOUNTED_NODES = "others", 1, "Only nodes with safelaunch are counted: one with plain torchrun may have come."
     NOT_OF_THE_NODE = "others", 1, "The ranks of one node alone are behind; their script may have sent them there."
 
     MISMATCH_TOO = "rival", 1, "Ranks also recorded different operations under one number."

@@ -21,7 +21,14 @@ from safelaunch.diagnose.rules_history import (
     parted_out_of_step,
 )
 from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
-from safelaunch.diagnose.rules_nodes import launcher_stopped, node_cut_off, node_lost, node_silent, versions_differ
+from safelaunch.diagnose.rules_nodes import (
+    launcher_stopped,
+    node_cut_off,
+    node_lost,
+    node_silent,
+    rendezvous_incomplete,
+    versions_differ,
+)
 from safelaunch.diagnose.rules_state import (
     a_peer_ended,
     alone,
@@ -87,6 +94,7 @@ _FAILED = (*FAILURES, "uneven-batches")
 OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
 RULES: tuple[Rule, ...] = (
+    Rule(rendezvous_incomplete, ("init-not-joined",)),
     Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
     Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from safelaunch.diagnose import nccl_witness
 from safelaunch.diagnose.causes import CAUSES, FAILURES
 from safelaunch.diagnose.doubts import Doubt, those
 from safelaunch.diagnose.exits import is_timeout
@@ -13,17 +14,39 @@ from safelaunch.diagnose.findings import (
     Ruling,
     capital,
     conditions,
+    ranks_do,
     ranks_word,
     wait_claims,
     waits_words,
 )
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.waits import Case
-from safelaunch.model import Claim, Evidence, NodeAtFault, NodeEvidence, format_ranks
+from safelaunch.model import Claim, Evidence, NcclState, NodeAtFault, NodeEvidence, format_ranks
 
-FILE = "nodes.json"
+FILE, RENDEZVOUS = "nodes.json", "rendezvous.json"
 SILENT_S = 15.0  # a node that was quiet for less has missed a few beats
 _COMPARED = ("torch", "safelaunch", "script")
+
+
+# --- a node that has not come ---------------------------------------------------------------------------------------
+
+
+def rendezvous_incomplete(facts: Facts) -> Ruling:
+    """torchrun has started no rank: not all nodes have come to its rendezvous."""
+    seen = facts.evidence.rendezvous
+    if seen is None:
+        return ""
+    text = f"{seen.come} of {seen.wanted} nodes came to torchrun's rendezvous within {seen.waited_s:.0f} s"
+    text += f" ({', '.join(seen.hosts[:8])}{', ...' * (seen.come > len(seen.hosts[:8]))})."
+    if seen.absent_ranks:
+        text += f" Node {ranks_do(seen.absent_ranks, 'has', 'have')} not come."
+    if seen.absent_hosts:
+        text += f" From {', '.join(seen.absent_hosts[:8])} none has come."
+    if seen.store:
+        text += f" The store where they meet does not answer: {seen.store}."
+    claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS), Claim(seen.error, RENDEZVOUS))
+    absent = tuple(NodeAtFault(host, "", "it has not come to the rendezvous") for host in seen.absent_hosts)
+    return Finding("init-not-joined", (Doubt.UNCOUNTED_NODES,), text, claims=claims, nodes=absent)
 
 
 # --- a node that is not heard -------------------------------------------------------------------------------------
@@ -73,17 +96,23 @@ def node_silent(case: Case) -> Ruling:
     silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
     if not silent or awaited & case.unseen - _ranks_of(silent):
         return ""
-    launcher = all(node.store == "silent" or node.probe == "answers" for node in silent)
-    unanswered = all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
+    # NCCL's word on its ranks goes before a guess about the node, and confirms what a connection to it says.
+    lives, gone = (nccl_witness.are_all(case.evidence, _ranks_of(silent), *said) for said in (_LIVES, _DIED))
+    launcher = lives or (not gone and all(node.store == "silent" or node.probe == "answers" for node in silent))
+    unanswered = gone or all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
     waiting = sorted(case.waits.waiting)
     text = f"{capital(waits_words(case, waiting))} for {ranks_word(_ranks_of(silent))} on {_hosts(silent)}"
     if launcher:
         text += ", which answers, while its safelaunch or torchrun does not: it was stopped or has ended there."
     else:
         text += ", of which nothing is heard: it is down, or cut off."
-    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: _is_brief(silent)}
+    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: _is_brief(silent) and not gone}
     cause = "launcher-stopped" if launcher else "node-unreachable"
     return _finding(case, cause, those(doubts), text, silent, waiting)
+
+
+_LIVES: tuple[NcclState, ...] = ("answers",)
+_DIED: tuple[NcclState, ...] = ("unresponsive", "dead")
 
 
 def launcher_stopped(case: Case) -> Ruling:

@@ -193,7 +193,8 @@ class FlightRecord(Record, frozen=True):
     """One rank's Flight Recorder. ``groups`` maps a group's name to its global ranks if the dump lists them.
 
     ``entries`` is oldest first: a tuple or a :class:`~safelaunch.model.entries.Entries`. ``damaged`` names the fields
-    in which the dump holds values that no torch writes. Those fields keep their defaults.
+    in which the dump holds values that no torch writes. Those fields keep their defaults. ``library``: the version of
+    NCCL, as NCCL gives it.
     """
 
     version: str
@@ -201,6 +202,7 @@ class FlightRecord(Record, frozen=True):
     groups: dict[str, tuple[int, ...]] = {}
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
+    library: str = ""
 
 
 # --- a rank -----------------------------------------------------------------------------------------------------------
@@ -401,6 +403,62 @@ class NodeEvidence(Record, frozen=True):
         return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
 
 
+class Rendezvous(Record, frozen=True):
+    """A rendezvous that has failed before any rank was started.
+
+    - ``wanted``: how many nodes torchrun waited for; ``hosts``: those that have come, the first few of ``come``
+    - ``absent_ranks``, ``absent_hosts``: node ranks and hosts that have not, as far as command line and scheduler tell
+    - ``store``: why the store where nodes meet does not answer; empty where it did
+    - ``error``: torchrun's own
+    """
+
+    wanted: int
+    come: int
+    hosts: tuple[str, ...] = ()
+    absent_ranks: tuple[int, ...] = ()
+    absent_hosts: tuple[str, ...] = ()
+    waited_s: float = 0.0
+    store: str = ""
+    error: str = ""
+
+
+# --- NCCL's own witness -----------------------------------------------------------------------------------------------
+
+
+# What NCCL's RAS service says of a process: it has answered, it did not in time, or NCCL has given it up.
+NcclState = Literal["answers", "unresponsive", "dead"]
+
+
+class NcclProcess(Record, frozen=True):
+    """A process in an answer of NCCL's RAS service. ``rank``: within its communicator; -1 where none is named.
+
+    ``host``: an address, or ``unknown``. ``gpu``: NVML's number.
+    """
+
+    host: str
+    pid: int
+    rank: int = -1
+    gpu: int = -1
+    state: NcclState = "answers"
+
+
+class NcclCommunicator(Record, frozen=True):
+    size: int
+    processes: tuple[NcclProcess, ...] = ()
+
+
+class NcclWitness(Record, frozen=True):
+    """What NCCL's RAS service said at the stall. ``processes``: those named outside any communicator.
+
+    ``file``: where the bundle has the answer.
+    """
+
+    version: str
+    communicators: tuple[NcclCommunicator, ...] = ()
+    processes: tuple[NcclProcess, ...] = ()
+    file: str = ""
+
+
 Outcome = Literal["hang", "crash", "dump"]
 
 
@@ -420,6 +478,8 @@ class Evidence(Record, frozen=True):
     moving: bool = False  # some rank progressed between the confirmation samples
     notes: tuple[str, ...] = ()  # what slowed the job down: a straggler, a shared GPU
     nodes: tuple[NodeEvidence, ...] = ()
+    nccl: NcclWitness | None = None
+    rendezvous: Rendezvous | None = None
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------

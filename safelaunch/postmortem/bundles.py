@@ -9,14 +9,17 @@ from typing import TypeVar
 
 import msgspec
 
+from safelaunch.capture import nccl_ras
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.cluster.evidence import all_nodes
+from safelaunch.errors import CaptureError
 from safelaunch.model import (
     BundlePlace,
     CaughtException,
     Evidence,
     ExitCall,
     FlightRecord,
+    NcclWitness,
     NodeEvidence,
     Outcome,
     ProcessEvidence,
@@ -24,6 +27,7 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankFile,
+    Rendezvous,
 )
 from safelaunch.postmortem.cores import parse_all
 from safelaunch.postmortem.dumps import parse_some
@@ -113,6 +117,14 @@ class _Bundle:
                 found.append(int(path.name))
         return sorted(found)
 
+    def hosts(self) -> list[str]:
+        """The nodes that have a folder in the bundle."""
+        try:
+            paths = sorted((self.root / "node").iterdir())[:MAX_NODES]
+        except OSError:
+            return []
+        return [path.name for path in paths if not path.is_symlink() and untrusted_paths.is_dir(path)]
+
     def flight_records(self, numbers: Sequence[int]) -> dict[int, FlightRecord]:
         """The record of each rank: from the pickle, which has frames, else from the JSON."""
         found: dict[int, FlightRecord] = {}
@@ -172,6 +184,8 @@ def read_bundle(root: Path) -> Found:
         moving=job.moving,
         notes=manifest.notes,
         nodes=_nodes(bundle),
+        nccl=_nccl(bundle),
+        rendezvous=bundle.json("rendezvous.json", Rendezvous),
     )
     return Found("a bundle", evidence, tuple(bundle.problems))
 
@@ -182,6 +196,18 @@ def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
         bundle.problems.append("nodes.json: ignored, because it names ranks that there cannot be")
         return ()
     return nodes[:MAX_NODES]
+
+
+def _nccl(bundle: _Bundle) -> NcclWitness | None:
+    """The answer of NCCL's RAS service: of the one node that asked."""
+    for name in bundle.hosts():
+        path = f"node/{name}/{nccl_ras.FILE}"
+        if text := bundle.text(path):
+            try:
+                return nccl_ras.parse(text, path)
+            except CaptureError as error:
+                bundle.problems.append(f"{path}: {error.message}")
+    return None
 
 
 def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
@@ -204,6 +230,9 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         (kind for kind in ("crash", "hang") if any(found.evidence.outcome == kind for found in bundles)), "dump"
     )
     ranks = sorted((rank for found in bundles for rank in found.evidence.ranks), key=lambda rank: rank.rank)
+    asked, nccl = next(
+        ((n, f.evidence.nccl) for f, n in zip(bundles, names, strict=True) if f.evidence.nccl is not None), ("", None)
+    )
     evidence = msgspec.structs.replace(
         first,
         outcome=outcome,
@@ -212,10 +241,12 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         stall_s=max(found.evidence.stall_s for found in bundles),
         moving=any(found.evidence.moving for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
+        nccl=nccl,
     )
     problems = [f"{name}/{text}" for found, name in zip(bundles, names, strict=True) for text in found.problems]
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
+    files |= {nccl.file: f"{asked}/{nccl.file}"} if nccl is not None else {}
     files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"
         for found, name in zip(bundles, names, strict=True)

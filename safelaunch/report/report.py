@@ -13,7 +13,17 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from safelaunch.model import Artifact, Claim, Culprit, Evidence, NodeAtFault, NodeEvidence, Verdict, format_ranks
+from safelaunch.model import (
+    Artifact,
+    Claim,
+    Culprit,
+    Evidence,
+    NcclWitness,
+    NodeAtFault,
+    NodeEvidence,
+    Verdict,
+    format_ranks,
+)
 from safelaunch.report.overview import Overview, RankRow, ReadLine, culprit_lines, frame_text, overview, stack_lines
 from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
@@ -26,6 +36,7 @@ MAX_LINES = 22
 _LOG_LINES = 15
 _STACK_GROUPS = 40
 _STACK_FRAMES = 40
+_NCCL_LINES = 16
 
 _OUTCOMES = {"hang": "the job hangs", "crash": "the job crashed", "dump": "a look at the job"}
 
@@ -177,6 +188,7 @@ def markdown(
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", verdict.suggestions),
         _md_nodes(evidence.nodes),
+        _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(laid_out.rows),
         "## Where the ranks part\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
         _md_stacks(laid_out),
@@ -235,6 +247,21 @@ def node_state(node: NodeEvidence) -> str:
     parts += [f"torchrun {node.agent}"] if node.agent in ("stopped", "gone") else []
     parts += [node.trouble] if node.trouble else []
     return "; ".join(parts) or ("this node" if node.here else "heard")
+
+
+def nccl_lines(witness: NcclWitness | None) -> list[str]:
+    """What NCCL's RAS service has said, in a few lines; empty where it was not heard."""
+    if witness is None:
+        return []
+    everybody = (*witness.processes, *(one for comm in witness.communicators for one in comm.processes))
+    said = {(one.host, one.pid, one.gpu): one.state for one in everybody}
+    numbers = {state: sum(1 for one in said.values() if one == state) for state in ("answers", "unresponsive", "dead")}
+    answers = [f"answers from {numbers['answers']}"] if witness.communicators else []
+    silent = [f"none from {numbers['unresponsive']}", f"{numbers['dead']} given up"]
+    head = f"NCCL {witness.version}, of its processes: {', '.join([*answers, *silent])}"
+    gone = [(host, pid, gpu, state) for (host, pid, gpu), state in said.items() if state != "answers"]
+    lines = [f"pid {pid} on {host}, GPU {gpu}: {state}" for host, pid, gpu, state in gone[:_NCCL_LINES]]
+    return [head, *lines, f"The answer as it came: {witness.file}"]
 
 
 def _md_stacks(laid_out: Overview) -> str:
@@ -299,6 +326,7 @@ def html(
         victims=_ranks(verdict.victims) if verdict.victims else "",
         nodes_at_fault=[node_words(node) for node in verdict.nodes_at_fault],
         nodes=[(node, format_ranks(node.ranks), node_state(node)) for node in evidence.nodes],
+        nccl=nccl_lines(evidence.nccl),
         stalled=stalled_words(evidence),
         notes=evidence.notes,
         culprits=[

@@ -158,6 +158,8 @@ class AgentEvent(msgspec.Struct, frozen=True):
     master_port: str = ""
     workers: dict[int, tuple[int, int, int]] = {}
     exits: dict[int, int] = {}
+    error: str = ""
+    message: str = ""
 
 
 class EventReader:

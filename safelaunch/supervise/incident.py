@@ -23,8 +23,19 @@ from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
 from safelaunch.capture import collect, user_source
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
+from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
-from safelaunch.model import Artifact, Evidence, NodeEvidence, Outcome, RankEvidence, RankExit, RankFile, Verdict
+from safelaunch.model import (
+    Artifact,
+    Evidence,
+    NodeEvidence,
+    Outcome,
+    RankEvidence,
+    RankExit,
+    RankFile,
+    Rendezvous,
+    Verdict,
+)
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
@@ -232,6 +243,38 @@ def prepare() -> None:
     report.template()
 
 
+def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], about: Circumstances) -> Report:
+    """The bundle of a job that never began, because not all nodes came to the rendezvous. ``error``: torchrun's."""
+    found = take_evidence("crash", Looks(()), Known({}, 0, ()), about, ask=False)
+    rendezvous = without_secrets(msgspec.structs.replace(rendezvous, error=error), about.redactor)
+    evidence = msgspec.structs.replace(found.evidence, nodes=nodes, rendezvous=rendezvous)
+    return finish(replace(found, evidence=evidence))
+
+
+def with_nccl(found: Collected, *, spare: str) -> Collected:
+    """The same with what NCCL's RAS service says; ``spare``: see ``nccl_ras.ask``. Last, lest it costs other evidence.
+
+    Takes ``nccl_ras.DEADLINE_S`` at most; nothing where no rank has loaded NCCL.
+    """
+    from safelaunch.capture import nccl_ras  # late: only at a hang
+
+    ranks, about = found.evidence.ranks, found.about
+    libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)
+    pids = [rank.pid for rank in ranks if rank.pid and rank.exit is None]
+    answer = nccl_ras.ask(pids, libraries, spare=spare)
+    if answer is None:
+        return found
+    path, text = f"node/{about.host}/{nccl_ras.FILE}", without_secrets(answer.value, about.redactor)
+    artifact = answer.artifact(path)
+    try:
+        witness = nccl_ras.parse(text, path) if text else None
+    except CaptureError as error:
+        witness, artifact = None, msgspec.structs.replace(artifact, note=f"{artifact.note}; {error}".strip("; "))
+    found.staging.add(artifact, text)
+    timeline = found.timeline.plus("NCCL asked")
+    return replace(found, evidence=msgspec.structs.replace(found.evidence, nccl=witness), timeline=timeline)
+
+
 def _add_rank(side: RankEvidence, staging: Staging) -> None:
     staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 
@@ -392,6 +435,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
     if evidence.nodes:
         staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
+    if evidence.rendezvous is not None:
+        staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
     from safelaunch.report import report
 
     def read_line(path: str, number: int) -> str | None:

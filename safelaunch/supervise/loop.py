@@ -18,6 +18,7 @@ from safelaunch.launch.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import Settings
+from safelaunch.supervise import incident
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.incident import Report
 from safelaunch.supervise.launch_info import circumstances
@@ -63,6 +64,12 @@ def bounds_of(settings: Settings) -> Bounds | None:
     return Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 
+def is_of_rendezvous(raised: AgentEvent) -> bool:
+    """Whether torchrun has given up waiting for other nodes. A port that is taken is no such matter."""
+    of_store = raised.error in ("DistStoreError", "DistNetworkError", "TimeoutError")
+    return raised.error.startswith("Rendezvous") or (of_store and "failed to listen" not in raised.message)
+
+
 @dataclass(frozen=True, slots=True)
 class _Verdict:
     """Why safelaunch ends the job, its exit code, and whether the report is on the screen already."""
@@ -105,6 +112,7 @@ class Supervisor:
             self._together,
             by_torchrun=job.plan.by_torchrun,
         )
+        self._raised: AgentEvent | None = None  # what has ended the agent itself
         self._watching = True
         self._touch = touch
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
@@ -192,6 +200,8 @@ class Supervisor:
                 self._restarting = -1
             if self._is_a_crash(event):
                 self._crash.on_agent(event)
+            if event.event == "raised":
+                self._raised = event
         if self._restarting == self._watch.roster.attempt:
             self._watch.acknowledge()
             return
@@ -310,6 +320,7 @@ class Supervisor:
         self._guarded_tick()
         if self._watching and not (self._forwarder.stop_requested or self._ending or self._stall.agreed):
             self._note_end(status)
+            self._note_rendezvous(time.monotonic())
         while self._watching and not self._forwarder.stop_requested and self._ending is None:
             if not (self._crash.busy or self._stall.writing) or time.monotonic() > deadline:
                 break
@@ -335,6 +346,20 @@ class Supervisor:
             if code and self._watch.last_progress and not self._crash.begun:
                 self._crash.begin_late()
         self._crash.on_end()
+
+    def _note_rendezvous(self, now: float) -> None:
+        """Writes who has not come to a rendezvous that torchrun has given up."""
+        rendezvous, raised = self._together.rendezvous, self._raised
+        if rendezvous is None or raised is None or not self.began_nothing or not is_of_rendezvous(raised):
+            return
+        nodes, error = self._together.nodes(probing=False), f"{raised.error}: {raised.message}"
+        writing = Task("bundle", lambda: incident.of_rendezvous(rendezvous, error, nodes, self._about))
+        while not (writing.done or self._forwarder.stop_requested) and time.monotonic() < now + WRITE_PATIENCE_S:
+            self._forwarder.wait(BUSY_TICK_S)
+        if writing.done:
+            self._show(writing.result())
+        else:
+            self._about.unfinished.discard()
 
     def _say_ended(self, verdict: _Verdict) -> None:
         assert self._ending is not None

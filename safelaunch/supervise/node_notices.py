@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.messages import Node, Page
 from safelaunch.cluster.session import Seen
 from safelaunch.cluster.where import Meeting
-from safelaunch.model import format_ranks
+from safelaunch.model import Rendezvous, format_ranks
 from safelaunch.system.console import say
 
 RENDEZVOUS_S = 30.0
+MOST_HOSTS = 64
 LOST_S = 3.0  # the connection is gone: the job may just be ending
 
 
@@ -19,8 +24,10 @@ class NodeNotices:
     over; ``apart``: the person was.
     """
 
-    def __init__(self, meeting: Meeting, channel: Channel) -> None:
+    def __init__(self, meeting: Meeting, channel: Channel, hosts: Sequence[str] = ()) -> None:
+        """``hosts``: those that the scheduler has given to the job."""
         self._meeting = meeting
+        self._hosts = hosts
         self._channel = channel
         self.met = self.apart = False
         self._lost_s: float | None = None
@@ -28,18 +35,27 @@ class NodeNotices:
         self._compared: tuple[Node, ...] = ()
         self._said: set[str] = set()
         self._begin_s: float | None = None
+        self._next_s = 0.0
         self._come = 0  # nodes of a rendezvous, as far as a person was told
         self._said_host = False
+        self._waiting: Rendezvous | None = None
+
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """Who had come when the most had; None where all had, or torchrun has never waited."""
+        found = self._waiting
+        return found if found is not None and found.come < found.wanted else None
 
     def who_has_come(self, page: Page | None, now: float) -> None:
         """Of a rendezvous that does not complete; once, and again where more nodes have come."""
         self._begin_s = self._begin_s if self._begin_s is not None else now
         nodes = (self._channel.node, *self._channel.seen.nodes)
         number = page.nodes if page is not None else 1
-        if now - self._begin_s < RENDEZVOUS_S or not self._come < number < self._meeting.nodes:
+        self._note(page, number, nodes, now - self._begin_s)
+        if now < max(self._begin_s + RENDEZVOUS_S, self._next_s) or not self._come < number < self._meeting.nodes:
             return
         self._come = number
-        self._begin_s = now - RENDEZVOUS_S + LOST_S  # those that come next come together
+        self._next_s = now + LOST_S  # those that come next come together
         text = f"torchrun has started no rank yet: {number} of {self._meeting.nodes} nodes have come to the rendezvous"
         text += f" ({', '.join(node.host for node in nodes)}{', ...' * (number > len(nodes))})"
         ranks = {node.node_rank for node in nodes}
@@ -49,6 +65,25 @@ class NodeNotices:
         if page is None:
             text += f"; the store where nodes meet does not answer ({self._channel.seen.why})"
         say(text)
+
+    def _note(self, page: Page | None, come: int, nodes: Sequence[Node], waited_s: float) -> None:
+        """Those that give up leave one by one, and the store ends with one of them: what counts is before that."""
+        known = self._waiting
+        if known is not None and (page is None or come < known.come):
+            self._waiting = replace(known, waited_s=waited_s)
+            return
+        wanted = self._meeting.nodes
+        ranks = {node.node_rank for node in nodes}
+        whole = None not in ranks and come == len(nodes)
+        self._waiting = Rendezvous(
+            wanted,
+            come,
+            tuple(node.host for node in nodes)[:MOST_HOSTS],
+            tuple(rank for rank in range(wanted) if rank not in ranks)[:MOST_HOSTS] if whole else (),
+            _absent(self._hosts, nodes) if come == len(nodes) and len(self._hosts) == wanted else (),
+            waited_s,
+            "" if page is not None else self._channel.seen.why,
+        )
 
     def changes(self, seen: Seen, now: float, *, covered: bool, stopping: bool) -> None:
         """What has changed since the last tick. ``covered``: every rank is under a supervisor that is heard now."""
@@ -89,3 +124,9 @@ class NodeNotices:
                     self._said.add(text)
                     say(text)
         self._compared = nodes
+
+
+def _absent(hosts: Sequence[str], nodes: Sequence[Node]) -> tuple[str, ...]:
+    """The hosts of which no node has come, by their short names."""
+    come = {node.host.partition(".")[0] for node in nodes}
+    return tuple(host for host in hosts if host.partition(".")[0] not in come)[:MOST_HOSTS]

@@ -253,7 +253,13 @@ class StallCase:
 
     def _write(self, evidence: Callable[[], Collected], outcome: Outcome) -> None:
         self.attempt = self._watch.attempt
-        self._writing = Task("bundle", lambda: incident.finish(evidence(), outcome))
+        ask = self._asking_nccl() if outcome == "hang" else None
+        self._writing = Task("bundle", lambda: incident.finish(ask(evidence()) if ask else evidence(), outcome))
+
+    def _asking_nccl(self) -> Callable[[Collected], Collected]:
+        """One node asks, once, what all of them would hear."""
+        asks, spare = self._together.asks_nccl, self._together.spares_the_ranks
+        return lambda found: incident.with_nccl(found, spare=spare) if asks else found
 
     def _note_recovery(self, now: float) -> None:
         mark_s, _ = self._judged
@@ -347,8 +353,10 @@ class StallCase:
             self._together.let_go()
 
     def _write_together(self, evidence: Callable[[], Collected], number: int) -> None:
+        ask = self._asking_nccl()
+
         def write() -> Report | None:
-            found = evidence()
+            found = ask(evidence())
             settled = self._together.settle(number, found.evidence, found.staging.root)
             if settled is None or (settled.common is not None and not self._together.all_agree(number)):
                 incident.discard(found)

@@ -25,9 +25,9 @@ from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.keyfile import BadKeyFile, read_key
 from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote, share_of
 from safelaunch.cluster.session import Neighbour, Seen, Word
-from safelaunch.cluster.where import Alone, Meeting, meeting
+from safelaunch.cluster.where import Alone, Meeting, hosts_of, meeting
 from safelaunch.launch.plan import Plan
-from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence
+from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, Rendezvous
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.settings.config import Settings
 from safelaunch.supervise.incident import Circumstances, Common, judged
@@ -99,7 +99,7 @@ class Together:
         self._port = found.address.port
         self._channel = Channel(found, node, key, self._store_host(plan, found))
         self._channel.start()
-        self._notices = NodeNotices(found, self._channel)
+        self._notices = NodeNotices(found, self._channel, hosts_of(plan.env))
 
     def _store_host(self, plan: Plan, found: Meeting) -> StoreHost | None:
         """Starts the store, should this be its host; None where torchrun has one, or there is no torch to start it."""
@@ -220,6 +220,11 @@ class Together:
             channel.seen, channel.node, channel.beat, store=self._store, port=self._port if probing else None
         )
 
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """Who has come to a rendezvous that not all have come to; None also where somebody stops the job elsewhere."""
+        return self._notices.rendezvous if self._notices is not None and not self._seen.word.stopping else None
+
     def look_around(self) -> bool:
         """Asks what every node says of itself. False: there is nobody to ask."""
         if self._channel is None or self._seen.page is None:
@@ -246,6 +251,18 @@ class Together:
         """This node will wait no longer for something that computes."""
         if self._channel is not None:
             self._channel.tell(at_limit=True)
+
+    @property
+    def asks_nccl(self) -> bool:
+        """Whether this node is to ask NCCL about the processes of all nodes: the one that leads, or that is alone."""
+        return self._page is None or self._seen.leads
+
+    @property
+    def spares_the_ranks(self) -> str:
+        """Why no rank may end yet although the job hangs: a clause. Empty where it is ended next."""
+        if self._action == "dump":
+            return "the job goes on"
+        return "the nodes have yet to agree" if self._page is not None else ""
 
     def let_go(self) -> None:
         """This node suspects nothing any more."""

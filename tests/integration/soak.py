@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ STOPPED_S = 9.0
 
 @dataclass(frozen=True)
 class Healthy:
-    """A job that ends by itself with exit code 0. ``meanwhile``: what the test does to it from outside."""
+    """A job that ends by itself with exit code 0. ``meanwhile``: what the test does to all of its nodes."""
 
     name: str
     how: str = "steady"
@@ -31,7 +31,7 @@ class Healthy:
     length: float = 0.1
     more: tuple[str, ...] = ()
     own: tuple[str, ...] = (f"--stall-floor={FLOOR_S}",)
-    meanwhile: Callable[[Job], None] | None = None
+    meanwhile: Callable[[Sequence[Job]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def _trained(job: Job) -> bool:
     return job.process.poll() is not None or job.seconds > 16
 
 
-def stop_the_ranks(job: Job) -> None:
+def stop_the_ranks(nodes: Sequence[Job]) -> None:
     """Stops the whole job, like a debugger, a scheduler or a frozen cgroup."""
-    job.until(lambda: _trained(job), "some steps")
-    pids = job.pids()
+    nodes[-1].until(lambda: _trained(nodes[-1]), "some steps")
+    pids = [pid for job in nodes for pid in job.pids()]
     for pid in pids:
         _send(pid, signal.SIGSTOP)
     time.sleep(STOPPED_S)
@@ -64,10 +64,10 @@ def stop_the_ranks(job: Job) -> None:
         _send(pid, signal.SIGCONT)
 
 
-def suspend_everything(job: Job) -> None:
+def suspend_everything(nodes: Sequence[Job]) -> None:
     """Stops the job and safelaunch, like a closed laptop or a paused virtual machine."""
-    job.until(lambda: _trained(job), "some steps")
-    pids = [job.process.pid, *job.pids()]
+    nodes[-1].until(lambda: _trained(nodes[-1]), "some steps")
+    pids = [pid for job in nodes for pid in (job.process.pid, *job.pids())]
     for pid in pids:
         _send(pid, signal.SIGSTOP)
     time.sleep(STOPPED_S)
@@ -162,30 +162,47 @@ FROZEN: tuple[Frozen, ...] = (
 
 def run_healthy(case: Healthy, scratch: Path) -> list[str]:
     """Runs a healthy job. Returns what went wrong; empty if safelaunch left it alone."""
-    mine = [f"--how={case.how}", f"--steps={case.steps}", f"--length={case.length}", f"--scratch={scratch}", *case.more]
+    mine = [*script_of(case), f"--scratch={scratch}"]
     with Job([*case.own, f"--nproc-per-node={case.ranks}", SCRIPT, *mine], scratch) as job:
         if case.meanwhile is not None:
-            case.meanwhile(job)
+            case.meanwhile([job])
         result = job.wait(300.0)
-    trained = sum(line.endswith(" trained") for line in result.stdout.splitlines())
-    trainers = next((int(word.partition("=")[2]) for word in case.more if word.startswith("--trainers")), case.ranks)
-    wrong = [f"exit code {result.code}"] if result.code else []
+    return wrong_with_healthy(case, [result], case.ranks)
+
+
+def wrong_with_healthy(case: Healthy, results: Sequence[Result], ranks: int) -> list[str]:
+    """``results``: of each node."""
+    trained = sum(line.endswith(" trained") for result in results for line in result.stdout.splitlines())
+    trainers = next((int(word.partition("=")[2]) for word in case.more if word.startswith("--trainers")), ranks)
+    wrong = [f"exit code {result.code}" for result in results if result.code]
     wrong += [f"{trained} of {trainers} ranks trained to the end"] if trained != trainers else []
-    return wrong + [f"a bundle: {bundle.path.name}" for bundle in result.bundles] + [*result.leftovers]
+    wrong += [f"a bundle: {bundle.path.name}" for result in results for bundle in result.bundles]
+    return wrong + [left for result in results for left in result.leftovers]
 
 
 def run_frozen(case: Frozen, scratch: Path) -> tuple[list[str], Result]:
     """Runs a frozen job. Returns what went wrong; empty if safelaunch found, named and ended the freeze."""
-    mine = [f"--how={case.how}", f"--freeze={case.freeze}", f"--culprit={case.culprit}", f"--after={case.after}"]
-    mine += [f"--length={case.length}", f"--scratch={scratch}", *(["--busy-thread"] if case.busy else [])]
+    mine = [*script_of(case), f"--scratch={scratch}"]
     with Job([f"--stall-floor={FLOOR_S}", f"--nproc-per-node={case.ranks}", SCRIPT, *mine], scratch) as job:
         result = job.wait(300.0)
+    return wrong_with_frozen(case, result), result
+
+
+def script_of(case: Healthy | Frozen) -> list[str]:
+    """The script's arguments."""
+    if isinstance(case, Healthy):
+        return [f"--how={case.how}", f"--steps={case.steps}", f"--length={case.length}", *case.more]
+    mine = [f"--how={case.how}", f"--freeze={case.freeze}", f"--culprit={case.culprit}", f"--after={case.after}"]
+    return [*mine, f"--length={case.length}", *(["--busy-thread"] if case.busy else [])]
+
+
+def wrong_with_frozen(case: Frozen, result: Result) -> list[str]:
     wrong = [f"exit code {result.code}"] if result.code != 124 else []
     if len(result.bundles) != 1:
-        return [*wrong, f"{len(result.bundles)} bundles"], result
+        return [*wrong, f"{len(result.bundles)} bundles", *result.leftovers]
     verdict = result.verdict
     if verdict["cause"] not in case.causes:
         wrong.append(f"cause {verdict['cause']}")
     if [culprit["rank"] for culprit in verdict["culprits"]] != [case.culprit]:
         wrong.append(f"culprits {[culprit['rank'] for culprit in verdict['culprits']]}")
-    return [*wrong, *result.leftovers], result
+    return [*wrong, *result.leftovers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.cluster.store import Address
-from safelaunch.cluster.where import Alone, Meeting, first_host, meeting
+from safelaunch.cluster.where import MOST_HOSTS, Alone, Meeting, first_host, hosts_of, meeting
 from safelaunch.launch.argv import CommandLine
 
 
@@ -161,3 +161,21 @@ def test_how_many_nodes_are_awaited_and_which_one_this_is(
     where = meeting(CommandLine((), words, ("train.py",)), {})
     assert isinstance(where, Meeting)
     assert (where.nodes, where.node_rank) == (nodes, node_rank)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", ()),
+        ("login", ("login",)),
+        ("n[1-3,7],login", ("n1", "n2", "n3", "n7", "login")),
+        ("rack[1-2]n[09-10]-ib", ("rack1n09-ib", "rack1n10-ib", "rack2n09-ib", "rack2n10-ib")),
+        ("n[a-b]", ("n",)),
+    ],
+)
+def test_all_hosts_of_a_list(text: str, hosts: tuple[str, ...]) -> None:
+    assert hosts_of({"SLURM_STEP_NODELIST": text}) == hosts
+
+
+def test_a_list_of_hosts_is_bounded() -> None:
+    assert len(hosts_of({"SLURM_JOB_NODELIST": "n[1-999999999][1-999999999]"})) == MOST_HOSTS

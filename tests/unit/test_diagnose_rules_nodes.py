@@ -10,7 +10,16 @@ from msgspec.structs import replace
 
 from safelaunch.cluster.evidence import all_nodes
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Evidence, Frame, NodeEvidence, RankEvidence, RankException, RankExit, Verdict
+from safelaunch.model import (
+    Evidence,
+    Frame,
+    NodeEvidence,
+    RankEvidence,
+    RankException,
+    RankExit,
+    Rendezvous,
+    Verdict,
+)
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 ENGINE = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
@@ -203,3 +212,26 @@ def test_a_job_of_one_node_has_no_nodes_in_its_verdict() -> None:
     import msgspec
 
     assert b"nodes" not in msgspec.json.encode(diagnose(job(waiting(0), rank(1, in_c10d("barrier", 9)))))
+
+
+# --- a node that has not come -----------------------------------------------------------------------------------------
+
+
+def test_a_rendezvous_that_not_all_came_to() -> None:
+    told = Rendezvous(3, 2, ("a", "b"), (2,), ("c",), 600.4, error="RendezvousTimeoutError: gave up")
+    verdict = diagnose(Evidence(outcome="crash", world_size=0, ranks=(), rendezvous=told))
+    assert (verdict.cause, verdict.confidence, verdict.culprits) == ("init-not-joined", "medium", ())
+    assert verdict.summary == (
+        "2 of 3 nodes came to torchrun's rendezvous within 600 s (a, b). Node rank 2 has not come. "
+        "From c none has come."
+    )
+    assert [node.host for node in verdict.nodes_at_fault] == ["c"]
+    assert all(claim.file == "rendezvous.json" for claim in verdict.evidence)
+    assert "started on every node" in verdict.suggestions[0]
+
+
+def test_a_rendezvous_whose_store_does_not_answer_accuses_nobody() -> None:
+    told = Rendezvous(2, 1, ("a",), store="connection refused")
+    verdict = diagnose(Evidence(outcome="crash", world_size=0, ranks=(), rendezvous=told))
+    assert verdict.nodes_at_fault == ()
+    assert "The store where they meet does not answer: connection refused." in verdict.summary

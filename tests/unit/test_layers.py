@@ -86,6 +86,7 @@ THIRD_PARTY = {
         "supervise.together",
         "supervise.joint_crash",
         "supervise.joint_dump",
+        "supervise.node_notices",
         "supervise.crash",
         "supervise.peers",
         "supervise.watch",

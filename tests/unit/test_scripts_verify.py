@@ -221,6 +221,14 @@ def test_soak_counts_both_halves(tmp_path: Path) -> None:
     assert told.rows[-1] == ("– b", "missed")
 
 
+def test_the_soak_of_nodes_counts_two_nodes_and_three_together(tmp_path: Path) -> None:
+    two = [{"name": "a (clocks)", "kind": "healthy", "wrong": ["exit code 124"]}]
+    three = [{"name": "a", "kind": "healthy", "wrong": []}, {"name": "b", "kind": "frozen", "wrong": []}]
+    told = found("soak-nodes", tmp_path, two, three)
+    assert told.result == "2 healthy: 1 ended or disturbed; 1 frozen: none missed or misjudged"
+    assert told.rows[1] == ("– a (clocks)", "exit code 124")
+
+
 def test_the_fault_matrix_counts_promises(tmp_path: Path) -> None:
     row = {"fault": "kill -9", "moment": "writing", "job": "hang"}
     rows = [row | {"promise": "kept"}, row | {"promise": "2 processes left"}, row | {"promise": "not run: no root"}]

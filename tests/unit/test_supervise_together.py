@@ -467,3 +467,68 @@ def test_who_has_come_to_a_rendezvous_that_does_not_complete(
     assert len(said) == 2
     assert said[0].endswith("no rank yet: 1 of 2 nodes have come to the rendezvous (here); node rank 1 has not")
     assert said[1].endswith("2 of 3 nodes have come to the rendezvous (here, there); node rank 1 has not")
+
+
+def waits_for_nodes(
+    node: Together, channel: Channel, monkeypatch: pytest.MonkeyPatch, *, hosts: tuple[str, ...]
+) -> None:
+    """Two of three nodes have come."""
+    monkeypatch.setattr(Watch.roster, "workers", {})
+    assert node._notices is not None
+    monkeypatch.setattr(node._notices, "_meeting", dataclasses.replace(node._notices._meeting, nodes=3))
+    monkeypatch.setattr(node._notices, "_hosts", hosts)
+    channel.node = replace(channel.node, node_rank=0)
+    channel.say(page={"nodes": 2, "covered": False}, nodes=(Node("b", "there.lan", 1, "0.1", "2.13", node_rank=2),))
+    node.tick(10.0)
+    node.tick(13.0)
+
+
+def test_who_has_not_come_is_known_after_the_others_have_left(
+    node: Together, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert node.rendezvous is None
+    waits_for_nodes(node, channel, monkeypatch, hosts=("here", "gone", "there"))
+    channel.say(page={"nodes": 1}, nodes=())
+    node.tick(14.0)
+    channel.seen = Seen(why="closed")
+    node.tick(15.0)
+    told = node.rendezvous
+    assert told is not None
+    assert (told.wanted, told.come, told.hosts) == (3, 2, ("here", "there.lan"))
+    assert (told.absent_ranks, told.absent_hosts, told.waited_s, told.store) == ((1,), ("gone",), 5.0, "")
+
+
+@pytest.mark.parametrize("hosts", [(), ("here", "there")])
+def test_a_list_of_other_hosts_than_the_jobs_names_nobody(
+    node: Together, channel: Channel, monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...]
+) -> None:
+    waits_for_nodes(node, channel, monkeypatch, hosts=hosts)
+    assert node.rendezvous is not None
+    assert node.rendezvous.absent_hosts == ()
+
+
+def test_a_rendezvous_that_all_have_come_to_or_that_somebody_stops_is_complete(
+    node: Together, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_for_nodes(node, channel, monkeypatch, hosts=())
+    channel.say(word=Word(stopping=True))
+    assert node.rendezvous is None
+    channel.say(word=Word(), page={"nodes": 3})
+    node.tick(14.0)
+    assert node.rendezvous is None
+
+
+def test_one_node_asks_nccl_for_all(node: Together, channel: Channel) -> None:
+    assert not node.asks_nccl
+    channel.say(leads=True)
+    assert node.asks_nccl
+    channel.say(leads=False, silent_s=SILENT_S)
+    assert node.asks_nccl, "alone, each asks"
+
+
+def test_ranks_are_spared_until_the_nodes_have_agreed(node: Together, channel: Channel) -> None:
+    assert node.spares_the_ranks == "the nodes have yet to agree"
+    channel.say(silent_s=SILENT_S)
+    assert node.spares_the_ranks == ""
+    node._action = "dump"
+    assert node.spares_the_ranks == "the job goes on"
