@@ -20,7 +20,14 @@ from safelaunch.diagnose.rules_history import (
     parted_out_of_step,
 )
 from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
-from safelaunch.diagnose.rules_nodes import launcher_stopped, node_cut_off, node_lost, node_silent, versions_differ
+from safelaunch.diagnose.rules_nodes import (
+    launcher_stopped,
+    node_cut_off,
+    node_lost,
+    node_silent,
+    store_lost,
+    versions_differ,
+)
 from safelaunch.diagnose.rules_state import (
     a_peer_ended,
     alone,
@@ -92,6 +99,7 @@ RULES: tuple[Rule, ...] = (
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
     Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
     Rule(first_failure, _FAILED),
+    Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),
     Rule(stopped_ranks, ("rank-stopped",)),
     Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from safelaunch.diagnose.doubts import Doubt, those
-from safelaunch.diagnose.exits import FAILURES, is_timeout
+from safelaunch.diagnose.exits import FAILURES, is_timeout, one_line
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -54,6 +54,27 @@ def node_lost(case: Case) -> Ruling:
     text += f": {places}." if places else "."
     doubts = those({Doubt.BRIEFLY_SILENT: brief, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(gone))})
     return _finding(case, "node-lost", doubts, text, gone, lost)
+
+
+def store_lost(case: Case) -> Ruling:
+    """torchrun's agent has failed here because the agents' store is gone, whose host has said nothing before.
+
+    No rank need have failed: the agent ends those that wait, or compute, for it.
+    """
+    failed = [node for node in case.evidence.nodes if node.here and node.agent_error]
+    hosts = [node for node in _gone(case) if node.store]
+    if not failed or not hosts:
+        return ""
+    answers = all(node.probe == "answers" for node in hosts)
+    text = f"Torchrun on {_hosts(failed)} has failed: the store of its agents was on {_names(hosts)}, "
+    text += "where torchrun has ended" if answers else "of which nothing is heard: it is down, or cut off"
+    reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
+    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    unanswered = all(node.probe == "no answer" for node in hosts)
+    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
+    cause = "launcher-stopped" if answers else "node-unreachable"
+    found = _finding(case, cause, those(doubts), f"{text}.", hosts, waiting)
+    return replace(found, claims=(*found.claims, reason))
 
 
 def node_cut_off(case: Case) -> Ruling:

@@ -377,6 +377,7 @@ class NodeEvidence(Record, frozen=True):
     - ``silent_s``: how long its supervisor has not been heard; 0: it is heard, or was until its end
     - ``last``: its last words: it watches, its ranks fail, somebody stops the job there, it has ended
     - ``trouble``: what failed there on its own account
+    - ``agent_error``: what its torchrun agent has failed of itself, not of a rank; known of this node alone
     - ``store``: how the store of torchrun's agents, which it hosts, was lost
     - ``script``: a digest of the script
     """
@@ -389,6 +390,7 @@ class NodeEvidence(Record, frozen=True):
     last: Literal["", "watching", "failing", "stopping", "ended"] = ""
     trouble: str = ""
     agent: AgentState = ""
+    agent_error: str = ""
     store: Lost = ""
     probe: Probe = ""
     torch: str = ""

@@ -217,7 +217,12 @@ class Together:
         self._note_store()
         channel = self._channel
         return nodes_of(
-            channel.seen, channel.node, channel.beat, store=self._store, port=self._port if probing else None
+            channel.seen,
+            channel.node,
+            channel.beat,
+            store=self._store,
+            port=self._port if probing else None,
+            agent_error=self._about.redactor.said(self._watch.roster.agent_error),
         )
 
     def look_around(self) -> bool:

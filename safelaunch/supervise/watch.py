@@ -168,8 +168,16 @@ class Watch:
         return event
 
     def standing(self, now: float) -> stall.Stall | None:
-        """How far behind the slowest rank is, whether or not that is long; None when there is nobody to judge."""
-        return stall.oldest(tuple(self._mark(p, now) for p in self.last_progress.values()), self.policy, 0.0, now)
+        """How far behind the slowest rank is, whether or not that is long; None when there is nobody to judge.
+
+        Ranks without a beacon are seen as well: they raise no suspicion, and others may wait for them.
+        """
+        marks = [self._mark(progress, now) for progress in self.last_progress.values()]
+        marks += [
+            stall.Mark(worker.rank, claimed_s=self.state.base_s, exited=not _lives(worker.pid))
+            for worker in self.without_beacon()
+        ]
+        return stall.oldest(tuple(marks), self.policy, 0.0, now)
 
     def hold(self) -> None:
         """It hangs, as all nodes have found together: nothing is suspected any more."""
@@ -215,7 +223,7 @@ class Watch:
     @property
     def world_size(self) -> int:
         sizes = [progress.world_size for progress in self.last_progress.values()]
-        return max([*sizes, len(self.roster.workers), 1])
+        return max([*sizes, self.roster.world_size, len(self.roster.workers), 1])
 
     @property
     def unseen(self) -> tuple[int, ...]:
@@ -225,9 +233,11 @@ class Watch:
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The ranks that are this supervisor's, once one of them has said how many there are in all."""
+        """The ranks that are this supervisor's, once one of them or torchrun has said how many there are in all."""
+        if not (self.last_progress or self.roster.world_size):
+            return ()
         unseen = set(self.unseen)
-        return tuple(rank for rank in range(self.world_size) if rank not in unseen) if self.last_progress else ()
+        return tuple(rank for rank in range(self.world_size) if rank not in unseen)
 
     def quiet_s(self, now: float) -> float:
         """Seconds since the last step if that is far longer than usual steps; else 0."""
@@ -248,3 +258,8 @@ class Watch:
         marks = [self.last_progress[rank] for rank in suspected.ranks if rank in self.last_progress]
         newest = max((max(p.last_step_ns, p.phase_since_ns) for p in marks), default=0)
         return newest / 1e9 > suspected.mark_s
+
+
+def _lives(pid: int) -> bool:
+    found = identify(pid)
+    return found is not None and found.is_alive()
