@@ -133,7 +133,13 @@ def _killed(role: str, moment: Moment, number: int) -> Promise:
     named = frozenset({CULPRIT}) if moment in HANGS else frozenset()
     if role in ("rank", "DataLoader worker"):
         return Promise(named=named | {number}, surely=moment in ("training", *HANGS))
-    return Promise(named=named, lost=frozenset({number}) if role == "whole node" else frozenset())
+    lost = frozenset({number}) if role == "whole node" else frozenset()
+    return Promise(named=named, nodes=frozenset({number}), told=_others_than(number, moment), lost=lost)
+
+
+def _others_than(number: int, moment: Moment) -> frozenset[int]:
+    """The nodes that must have a bundle when one fails. Before the ranks have met, there may be nothing to tell."""
+    return frozenset(WHERE) - {number} if moment != "start" else frozenset()
 
 
 def _stopped(role: str, moment: Moment, number: int) -> Promise:
@@ -141,10 +147,12 @@ def _stopped(role: str, moment: Moment, number: int) -> Promise:
         return NAMED if moment in HANGS else TRAINS
     if moment not in HANGS:
         hangs = role in ("rank", "DataLoader worker")
-        return Promise(hangs=hangs, named=frozenset({number} if hangs else ()), surely=hangs and moment == "training")
+        if hangs:
+            return Promise(hangs=True, named=frozenset({number}), surely=True)
+        return Promise(nodes=frozenset({number}), told=_others_than(number, moment))
     if role in ("rank", "DataLoader worker"):
         return Promise(hangs=True, named=frozenset({CULPRIT, number}), surely=True)
-    return Promise(named=frozenset({CULPRIT}))
+    return Promise(named=frozenset({CULPRIT}), nodes=frozenset({number}), told=_others_than(number, moment))
 
 
 def _rows_of_processes() -> list[NodeRow]:
@@ -230,11 +238,12 @@ def join(nodes: Nodes) -> None:
 def _others() -> list[NodeRow]:
     rows = []
     parts: tuple[Moment, ...] = ("start", "training", *HANGS)
-    alone = Promise(named=frozenset({CULPRIT}))
+    both = frozenset(WHERE)  # each side may take the other for gone
+    alone = Promise(named=frozenset({CULPRIT}), nodes=both, told=both)
     for moment in parts:
         for number, where in WHERE.items():
             healed = NAMED if moment in HANGS else TRAINS
-            lasting = alone if moment in HANGS else Promise()
+            lasting = alone if moment in HANGS else Promise(nodes=both, told=both if moment != "start" else frozenset())
             rows += [
                 NodeRow("partition, healed", moment, healed, part(number, PARTED_S), where),
                 NodeRow("partition", moment, lasting, part(number, None), where, max_stall_s=SOON_S),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,6 +85,38 @@ def test_ranks_that_gave_up_waiting_say_nothing_of_connections() -> None:
     late = [thrown_out(n, message="Timed out waiting 60000ms for recv operation to complete") for n in (0, 1)]
     late = [replace(r, exception=replace(r.exception, frames=(ENGINE,))) for r in late if r.exception]
     assert diagnose(half(*late, outcome="crash")).cause != "node-lost"
+
+
+# --- torchrun lost its store ------------------------------------------------------------------------------------------
+
+FAILED = replace(A, agent_error="RendezvousConnectionError: The connection to the C10d store has failed.")
+
+
+@pytest.mark.parametrize(
+    ("node", "cause", "confidence"),
+    [
+        (replace(B, store="closed", probe="answers"), "launcher-stopped", "medium"),
+        (replace(B, store="unreachable", probe="no answer"), "node-unreachable", "high"),
+        (replace(B, store="closed"), "node-unreachable", "medium"),
+    ],
+    ids=["its host answers", "its host does not answer", "not asked"],
+)
+@pytest.mark.parametrize("doing", [waiting, lambda n: rank(n, in_user(7), "run")], ids=["ranks wait", "ranks compute"])
+def test_an_agent_that_failed_names_the_host_of_its_store(
+    doing: Callable[[int], RankEvidence], node: NodeEvidence, cause: str, confidence: str
+) -> None:
+    verdict = diagnose(half(doing(0), doing(1), nodes=(FAILED, node), outcome="crash"))
+    assert said(verdict) == (cause, confidence, ["b:2-3"])
+    assert "the store of its agents was on node b" in verdict.summary
+    assert any("RendezvousConnectionError" in claim.claim for claim in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    "node", [replace(B, store="closed", trouble="rank 3 on b was ended by SIGKILL"), replace(B, last="ended"), B]
+)
+def test_a_host_of_the_store_that_said_why_it_ends_is_not_named(node: NodeEvidence) -> None:
+    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=(FAILED, node), outcome="crash"))
+    assert said(verdict) == ("rank-exited", "medium", [])
 
 
 # --- a node that is only silent ---------------------------------------------------------------------------------------
