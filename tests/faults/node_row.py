@@ -41,7 +41,7 @@ class Promise:
 
     ``trains``: the job goes on, and every rank trains to its end. Else it ends, with an exit code other than 0 on
     every node; ``hangs``: with 124 and one verdict on all that have begun it. ``named``: the ranks that verdicts may
-    name; ``surely``: that at least one does. ``nodes``: the nodes that they may name. ``told``: the nodes that must have
+    name; ``surely``: that at least one does. ``nodes``: the nodes that they may name. ``told``: those that must have
     a bundle. ``lost``: the nodes that are gone, of which nothing is promised.
     """
 
