@@ -39,7 +39,7 @@ WIDTHS = (42, 13, 13, 8, 4, 7, 34, 7)
 
 def main() -> int:
     words = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever a row has begun is cleaned up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # rows that run are ended
     rows = _rows(words)
     if words.list:
         print("\n".join(rows), f"{len(rows)} rows", sep="\n")
@@ -129,6 +129,7 @@ class _Process:
 
 def _send_outcome(run: Run, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the rows
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever the row has begun is cleaned up
     scratch = Path(tempfile.mkdtemp(prefix="fault-"))
     try:
         outcome = run(scratch)
