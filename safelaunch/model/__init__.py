@@ -504,7 +504,10 @@ class NodeAtFault(Record, frozen=True, omit_defaults=False):
 
 
 class BundlePlace(Record, frozen=True, omit_defaults=False):
-    """Where the bundle is that holds every rank of a job of several nodes; ``whole``: whether it is this one."""
+    """Where the bundle is from which the verdict of several nodes was reached: the claims point at its files.
+
+    ``whole``: it is this one, and holds every rank.
+    """
 
     host: str
     path: str

@@ -352,8 +352,8 @@ def _of_verdicts(promise: Promise, bundles: dict[int, list[Bundle]]) -> list[str
     for number, found in bundles.items():
         for bundle in found:
             verdict = bundle.verdict
-            # The common verdict points at files of the whole bundle; another node's has those of its own ranks.
-            is_half = "bundle" in verdict and not verdict["bundle"]["whole"]
+            # The common verdict points at files of the bundle that it names; another node's has those of its own ranks.
+            is_half = "bundle" in verdict and Path(verdict["bundle"]["path"]).name != bundle.path.name
             problems = [problem for problem in bundle.problems() if not (is_half and problem.startswith("the claim"))]
             wrong += [f"{problem} (bundle of {netns.host(number)})" for problem in problems]
             named = {one["rank"] for one in verdict["culprits"]}

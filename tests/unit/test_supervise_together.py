@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -321,8 +320,8 @@ def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(nod
     node.tick(0.0)
     told = node.crash.settle(crashed(0, 1))
     assert told.verdict is not None and told.verdict.culprits == ()
-    assert channel.gathers and channel.verdicts[0].path == ""
-    assert told.verdict.bundle is msgspec.UNSET
+    assert channel.gathers and channel.verdicts[0].path.endswith(told.name)
+    assert told.verdict.bundle == BundlePlace("here", channel.verdicts[0].path, False), "it lacks ranks 2-3"
 
 
 def test_a_node_that_is_stopped_ends_the_search(node: Together, channel: Channel) -> None:
