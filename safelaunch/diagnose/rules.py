@@ -21,6 +21,7 @@ from safelaunch.diagnose.rules_history import (
 )
 from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
 from safelaunch.diagnose.rules_nodes import (
+    failed_elsewhere,
     launcher_stopped,
     node_cut_off,
     node_lost,
@@ -103,6 +104,7 @@ RULES: tuple[Rule, ...] = (
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),
     Rule(stopped_ranks, ("rank-stopped",)),
     Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
+    Rule(failed_elsewhere, ("rank-exited",), ("several nodes",)),
     Rule(init_not_joined, ("init-not-joined",)),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(file_locks, _OWN),

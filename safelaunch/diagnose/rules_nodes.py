@@ -122,6 +122,18 @@ def launcher_stopped(case: Case) -> Ruling:
     return _finding(case, "launcher-stopped", those(doubts), capital(text), stopped, waiting)
 
 
+def failed_elsewhere(case: Case) -> Ruling:
+    """Ranks wait, no rank here does anything of its own, and another node has said what failed there."""
+    told = [node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)]
+    waiting = sorted(rank for rank, one in case.ranks.items() if one.wait is not None)
+    if not told or not waiting or conditions(case):
+        return ""
+    text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in told[:4])}."
+    claims = tuple(Claim(f"node {node.host} said: {node.trouble}", FILE) for node in told)
+    doubts = those({Doubt.UNSEEN_RANKS: True})
+    return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), held_up=tuple(waiting))
+
+
 def versions_differ(case: Case) -> Ruling:
     """No rank does anything of its own, and the nodes run different versions of torch, safelaunch or the script."""
     claims = version_claims(case.evidence)

@@ -119,6 +119,16 @@ def test_a_host_of_the_store_that_said_why_it_ends_is_not_named(node: NodeEviden
     assert said(verdict) == ("rank-exited", "medium", [])
 
 
+def test_ranks_that_wait_for_a_node_that_has_said_what_failed_there() -> None:
+    """It has ended since: its ranks were not seen by any node that is left."""
+    ended = replace(B, last="ended", trouble="rank 3 on b was ended by SIGKILL")
+    verdict = diagnose(half(rank(0, in_init()), rank(1, in_init()), nodes=(A, ended)))
+    assert (verdict.cause, verdict.confidence, verdict.victims) == ("rank-exited", "medium", "0-1")
+    assert "rank 3 on b was ended by SIGKILL" in verdict.summary
+    stuck = half(waiting(0), rank(1, in_user(7), "sleep", flight=behind()), nodes=(A, ended))
+    assert [culprit.rank for culprit in diagnose(stuck).culprits] == [1]
+
+
 # --- a node that is only silent ---------------------------------------------------------------------------------------
 
 
