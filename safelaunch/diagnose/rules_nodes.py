@@ -146,7 +146,11 @@ def versions_differ(case: Case) -> Ruling:
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:
-    return [node for node in facts.evidence.nodes if node.is_gone and not node.here]
+    """Not one that closed its store while this node's supervisor was stopped itself: its last words were not heard."""
+    nodes = facts.evidence.nodes
+    missed = any(node.here and node.missed_s for node in nodes)
+    gone = [node for node in nodes if node.is_gone and not node.here]
+    return [node for node in gone if not (missed and node.store == "closed" and node.probe != "no answer")]
 
 
 def _same(one: NodeEvidence, other: NodeEvidence) -> bool:

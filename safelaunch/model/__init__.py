@@ -378,6 +378,7 @@ class NodeEvidence(Record, frozen=True):
     - ``last``: its last words: it watches, its ranks fail, somebody stops the job there, it has ended
     - ``trouble``: what failed there on its own account
     - ``agent_error``: what its torchrun agent has failed of itself, not of a rank; known of this node alone
+    - ``missed_s``: how long its supervisor was stopped itself until a moment before; known of this node alone
     - ``store``: how the store of torchrun's agents, which it hosts, was lost
     - ``script``: a digest of the script
     """
@@ -391,6 +392,7 @@ class NodeEvidence(Record, frozen=True):
     trouble: str = ""
     agent: AgentState = ""
     agent_error: str = ""
+    missed_s: float = 0.0
     store: Lost = ""
     probe: Probe = ""
     torch: str = ""

@@ -23,7 +23,7 @@ Last = Literal["", "watching", "failing", "stopping", "ended"]
 
 
 def nodes_of(
-    seen: Seen, node: Node, beat: Beat, *, store: Lost, port: int | None, agent_error: str = ""
+    seen: Seen, node: Node, beat: Beat, *, store: Lost, port: int | None, agent_error: str = "", missed_s: float = 0.0
 ) -> tuple[NodeEvidence, ...]:
     """This node and the others that it has heard of; takes ``PROBE_S`` where some of them are silent.
 
@@ -39,6 +39,7 @@ def nodes_of(
         trouble=beat.trouble,
         agent=beat.agent,
         agent_error=agent_error,
+        missed_s=round(missed_s, 1),
         torch=node.torch,
         safelaunch=node.safelaunch,
         script=node.script,

@@ -223,6 +223,7 @@ class Together:
             store=self._store,
             port=self._port if probing else None,
             agent_error=self._about.redactor.said(self._watch.roster.agent_error),
+            missed_s=self._watch.missed_s(time.monotonic()),
         )
 
     def look_around(self) -> bool:

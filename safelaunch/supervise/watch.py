@@ -14,6 +14,7 @@ from safelaunch.watch import pulse, rhythm, stall
 
 # Longer than this, and this many times longer than a usual step: the job was stalled.
 QUIET_S, QUIET_TIMES = 2.0, 5.0
+MISSED_S = 30.0  # after a gap, for so long what has ended may have ended during it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Watch:
         self.attempt = (0, 0)  # ``roster.attempt`` and ``roster.starts``
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
+        self._gap = (0.0, 0.0)  # the last time that this supervisor did not run itself: until when, and how long
 
     def tick(self, now: float) -> Glance:
         """Reads everything once. ``now``: CLOCK_MONOTONIC in seconds."""
@@ -74,6 +76,8 @@ class Watch:
                 raised.append(rank)
             marks.append(self._mark(progress, now))
         self._learn(tuple(marks), now)
+        if now - self.state.last_tick_s > stall.CLOCK_GAP_S:
+            self._gap = now, now - self.state.last_tick_s
         self.state, event = stall.tick(self.state, tuple(marks), self.policy, now)
         return Glance(tuple(events), event, tuple(raised), damaged)
 
@@ -248,6 +252,11 @@ class Watch:
         usual_s = (slowest.last_step_ns - slowest.first_step_ns) / 1e9 / max(1, (slowest.step or 1) - 1)
         waited_s = now - slowest.last_step_ns / 1e9
         return waited_s if waited_s > max(QUIET_S, QUIET_TIMES * usual_s) else 0.0
+
+    def missed_s(self, now: float) -> float:
+        """How long this supervisor itself was stopped until a moment ago, and did not hear what others said; else 0."""
+        until_s, seconds = self._gap
+        return seconds if now - until_s < MISSED_S else 0.0
 
     def ended(self) -> tuple[int, ...]:
         """Ranks whose process ended without reporting it."""

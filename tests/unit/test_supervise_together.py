@@ -85,6 +85,7 @@ class Channel:
 
 class Roster:
     agent_page = None
+    agent_error = ""
 
     def __init__(self) -> None:
         self.workers: dict[int, object] = {0: object()}
@@ -96,6 +97,9 @@ class Watch:
     world_size = 4
     last_progress: ClassVar[dict[int, Progress]] = {}
     attempt = (0, 1)
+
+    def missed_s(self, now: float) -> float:
+        return 0.0
 
 
 @pytest.fixture

@@ -134,3 +134,10 @@ def test_an_absurd_world_is_no_event(node: Node) -> None:
     node.starts(0, world=1 << 40)
     node.watch.tick(1.0)
     assert node.watch.world_size == 1
+
+
+def test_how_long_the_supervisor_itself_was_stopped_is_known_for_a_while(node: Node) -> None:
+    node.starts(0)
+    for now in (1.0, 2.0, 45.0, 46.0):
+        node.watch.tick(now)
+    assert (node.watch.missed_s(46.0), node.watch.missed_s(100.0)) == (43.0, 0.0)
