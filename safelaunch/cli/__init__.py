@@ -8,16 +8,17 @@ from importlib import import_module
 from typing import NoReturn
 
 # The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
+# Each is a module of this package.
 COMMANDS = {
-    "demo": ".demo",
-    "exec": ".exec",
-    "colaunch": ".colaunch",
-    "presets": ".presets",
-    "status": ".status",
-    "dump": ".dump",
-    "diagnose": ".diagnose",
-    "doctor": ".doctor",
-    "gpus": ".gpus",
+    "demo": "run a bundled script that hangs, and check its verdict",
+    "exec": "watch another launcher, a script or a single rank",
+    "colaunch": "run many jobs on this node, each with GPUs or cores of its own",
+    "presets": "list the shipped presets, or show one with its reasons",
+    "status": "show the runs on this node and their ranks",
+    "dump": "write a bundle of a live run, which continues",
+    "diagnose": "reach a verdict from a bundle or from dumps",
+    "doctor": "check whether safelaunch can watch jobs here",
+    "gpus": "show this node's GPUs, and who leases or uses them",
 }
 
 
@@ -87,7 +88,7 @@ def _leave_word(code: int) -> None:
 def _dispatch(words: list[str]) -> int:
     first = words[0] if words else ""
     if first in COMMANDS:
-        code = import_module(COMMANDS[first], __name__).main(words[1:])
+        code = import_module(f".{first}", __name__).main(words[1:])
         return int(code)
     from .run import main as run
 

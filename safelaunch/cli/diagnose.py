@@ -79,12 +79,12 @@ def _diagnose(path: Path, called: str, *, as_json: bool) -> int:
 
 def _read(folder: Path, scratch: Path, path: Path, *, as_json: bool) -> _Told:
     """Reads PATH, in the child."""
-    from safelaunch.capture import sources
+    from safelaunch.capture import user_source
     from safelaunch.diagnose import diagnose
     from safelaunch.postmortem import locate
 
     found = locate.read_folder(folder, scratch)
-    verdict = diagnose(found.evidence, read_source=sources.text_for_stranger)
+    verdict = diagnose(found.evidence, read_source=user_source.text_for_stranger)
     verdict = _pointing_at(verdict, found)
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if as_json:
@@ -132,7 +132,7 @@ def _notes(found: Found) -> list[str]:
 
 
 def _screen(verdict: Verdict, path: Path) -> str:
-    from safelaunch.capture import sources
+    from safelaunch.capture import user_source
 
-    text = report.screen(verdict, bundle_path=str(path), place="read from", read_line=sources.line_for_stranger)
+    text = report.screen(verdict, bundle_path=str(path), place="read from", read_line=user_source.line_for_stranger)
     return "\n".join(line.removeprefix(PREFIX) for line in text.splitlines())

@@ -109,6 +109,8 @@ def _print_help() -> None:
     from safelaunch.settings.config import help_text
 
     show("usage: safelaunch [safelaunch options] [torchrun options] script [script args...]")
-    show(f"       safelaunch {' | '.join(COMMANDS)}  (--help)")
+    show("       safelaunch COMMAND ...\n\ncommands (--help shows the options of each):")
+    for name, meaning in COMMANDS.items():
+        show(f"  {name:<10}{meaning}")
     show(f"\n{help_text('run')}")
     show("torchrun options (as the installed torchrun describes them):")

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from safelaunch.diagnose.advice import advice_for
+from safelaunch.diagnose.causes import Sign, advice_for
 from safelaunch.diagnose.collectives import out_of_sight
-from safelaunch.diagnose.conditions import Sign
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.findings import Finding, ranks_word

@@ -8,30 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
+from safelaunch.diagnose.causes import Sign
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import Claim, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
-
-# What sets cases of one cause apart, for the advice that fits each.
-Sign = Literal[
-    "transfer",
-    "send-and-receive",
-    "lock",
-    "out-of-memory",
-    "killed-from-outside",
-    "aborted-in-a-collective",
-    "after-the-end",
-    "fatal-signal",
-    "somebody-named",
-    "nobody-named",
-    "all-arrived",
-    "all-in-own-code",
-    "ranks-unseen",
-]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from safelaunch.diagnose.conditions import Condition, Sign, View
+from safelaunch.diagnose.causes import FAILURES, Sign
+from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import Claim, Frame, RankEvidence, RankException
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 
-FAILURES = ("rank-exception", "rank-killed", "rank-exited")
 GONE_CAUSES = (*FAILURES, "uneven-batches")
 
 # Those that faulthandler catches.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from safelaunch.diagnose.causes import CAUSES
 from safelaunch.diagnose.conditions import Condition, View, thread_condition
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.graph import Edge, Graph, Kind, Node
@@ -19,17 +20,6 @@ from safelaunch.reading import frames as fr
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
-# Of the workers that owe a batch, the one to name: who cannot run before who is blocked, and that before who computes,
-# which may only be slow.
-_WORST_FIRST = (
-    "rank-stopped",
-    "rank-exited",
-    "uninterruptible-io",
-    "lock-deadlock",
-    "blocking-io",
-    "stuck-in-user-code",
-    "busy-loop",
-)
 _FORK_NOTE = "; a lock that another thread held when the worker was forked is never released in it"
 
 
@@ -138,7 +128,7 @@ class Inside:
         """The workers that have work, or cannot do any; one that waits for the next index owes nobody anything."""
         found = [v for v in _workers(children) if not calls.worker_idle(v.frames) or v.wait.kind in _CANNOT_RUN]
         seen = [v for v in found if v.frames or v.wait.kind in _CANNOT_RUN]
-        return sorted(seen, key=lambda v: (_rank_of(self._told(v).cause), v.process.pid))
+        return sorted(seen, key=lambda v: (-CAUSES[self._told(v).cause].worker, v.process.pid))
 
     def _told(self, child: View) -> Condition:
         """What holds a child."""
@@ -231,10 +221,6 @@ def _no_worker_to_blame(view: View, workers: int) -> Condition:
 
 def _waits_for_loader(view: View) -> Claim:
     return view.stack_claim(f"{view.words} waits for a DataLoader at {view.place}")
-
-
-def _rank_of(cause: str) -> int:
-    return _WORST_FIRST.index(cause) if cause in _WORST_FIRST else len(_WORST_FIRST)
 
 
 def _workers(children: Sequence[View]) -> list[View]:

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from msgspec import structs
 
+from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
 from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import FAILURES, ended_by_others, gone_condition, is_consequence, one_line
+from safelaunch.diagnose.exits import ended_by_others, gone_condition, is_consequence, one_line
 from safelaunch.diagnose.peers import (
     PeerWait,
     begins_at,

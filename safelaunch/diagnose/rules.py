@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from safelaunch.diagnose.causes import CAUSES, FAILURES
 from safelaunch.diagnose.findings import Ruling
 from safelaunch.diagnose.rules_history import (
     departed,
@@ -90,10 +91,8 @@ class Rule:
 
 _MISMATCH = ("collective-mismatch",)
 _EITHER = ("collective-mismatch", "uneven-batches")
-_FAILED = ("rank-exception", "rank-killed", "rank-exited", "uneven-batches")
-# What a rank may do by itself, where it neither failed nor may not run.
-_OWN = ("uneven-batches", "gpu-kernel", "gil-held", "data-loading", "blocking-io", "uninterruptible-io",
-        "lock-deadlock", "busy-loop", "stuck-in-user-code", "missing-from-collective")  # fmt: skip
+_FAILED = (*FAILURES, "uneven-batches")
+OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
 RULES: tuple[Rule, ...] = (
     Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
@@ -107,8 +106,8 @@ RULES: tuple[Rule, ...] = (
     Rule(failed_elsewhere, ("rank-exited",), ("several nodes",)),
     Rule(init_not_joined, ("init-not-joined",)),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(file_locks, _OWN),
-    Rule(held_up, _OWN),
+    Rule(file_locks, OWN),
+    Rule(held_up, OWN),
     Rule(node_cut_off, ("node-unreachable",), ("several nodes",)),
     Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
     Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
@@ -122,7 +121,7 @@ RULES: tuple[Rule, ...] = (
     Rule(parted_out_of_step, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(mispaired, _EITHER, ("ranks that wait for peers",)),
     Rule(left_by_all, ("gpu-kernel",)),
-    Rule(alone, _OWN, ("no rank that waits for peers",)),
+    Rule(alone, OWN, ("no rank that waits for peers",)),
     Rule(versions_differ, ("versions-differ",), ("several nodes",)),
     Rule(nobody_stands_out, ("no-rank-stands-out",)),
 )

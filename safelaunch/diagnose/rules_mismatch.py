@@ -10,10 +10,11 @@ import signal
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
+from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
 from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import FAILURES, failed_at
+from safelaunch.diagnose.exits import failed_at
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,

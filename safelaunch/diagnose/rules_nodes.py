@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from safelaunch.diagnose.causes import CAUSES, FAILURES
 from safelaunch.diagnose.doubts import Doubt, those
-from safelaunch.diagnose.exits import FAILURES, is_timeout, one_line
+from safelaunch.diagnose.exits import is_timeout, one_line
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -22,10 +23,6 @@ from safelaunch.model import Claim, Evidence, NodeAtFault, NodeEvidence, format_
 
 FILE = "nodes.json"
 SILENT_S = 15.0  # a node that was quiet for less has missed a few beats
-# What the ranks of a whole node do where the node, or what they read from, is slow or broken.
-_OF_A_NODE = ("rank-stopped", "uninterruptible-io", "gpu-kernel", "blocking-io", "data-loading", "lock-deadlock",
-              "gil-held", "busy-loop", "stuck-in-user-code", "missing-from-collective")  # fmt: skip
-_BY_THE_KERNEL = ("rank-stopped", "uninterruptible-io", "gpu-kernel")
 _COMPARED = ("torch", "safelaunch", "script")
 
 
@@ -230,9 +227,10 @@ def with_node_behind(case: Case, finding: Finding) -> Finding:
     if len(reasons) > 1:
         at_fault = NodeAtFault(host, format_ranks(ranks), f"all of its ranks are behind: rank {next(iter(ranks))} "
                                f"{next(iter(reasons)).rstrip('.')}, and others likewise")  # fmt: skip
-    if finding.cause not in _OF_A_NODE or case.evidence.outcome != "hang":
+    of_node = CAUSES[finding.cause].of_node
+    if not of_node or case.evidence.outcome != "hang":
         return replace(finding, nodes=(at_fault,))
-    doubts = finding.doubts if finding.cause in _BY_THE_KERNEL else (*finding.doubts, Doubt.NOT_OF_THE_NODE)
+    doubts = finding.doubts if of_node == "surely" else (*finding.doubts, Doubt.NOT_OF_THE_NODE)
     waiting = sorted(case.waits.waiting - named)
     text = f"Node {host} is behind as a whole: {ranks_word(ranks)}, and no others. {finding.summary}"
     ruled = (*finding.ruled_out, f"{finding.cause} of {ranks_word(ranks)} alone: they are all ranks of the node")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.doubts import Doubt, those
-from safelaunch.diagnose.exits import FAILURES, failed_at, is_timeout
+from safelaunch.diagnose.exits import failed_at, is_timeout
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,

@@ -448,35 +448,6 @@ class Artifact(Record, frozen=True):
 
 Confidence = Literal["high", "medium", "low"]
 
-CAUSES = (
-    "collective-mismatch",
-    "missing-from-collective",
-    "uneven-batches",
-    "group-order",
-    "p2p-cycle",
-    "init-not-joined",
-    "data-loading",
-    "blocking-io",
-    "uninterruptible-io",
-    "lock-deadlock",
-    "gil-held",
-    "busy-loop",
-    "stuck-in-user-code",
-    "swallowed-exception",
-    "rank-stopped",
-    "gpu-kernel",
-    "rank-exited",
-    "rank-killed",
-    "rank-exception",
-    "node-lost",
-    "node-unreachable",
-    "node-behind",
-    "launcher-stopped",
-    "versions-differ",
-    "no-rank-stands-out",
-    "slow-not-stuck",
-)
-
 
 class Culprit(Record, frozen=True, omit_defaults=False):
     """One rank at fault. ``process``: ``main``, ``dataloader worker (pid N)``, or another child's role and pid."""

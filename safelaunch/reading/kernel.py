@@ -144,7 +144,7 @@ def _cpu_share(samples: list[tuple[float, ThreadState]]) -> float | None:
 
 
 def wait_words(wait: KernelWait) -> str:
-    """The wait in brackets after a sentence: ``system call read on pipe:[7]``."""
+    """The wait, to stand in brackets behind a sentence: ``read on pipe:[7]``, ``97% of a core``."""
     if wait.kind == "running":
         return "" if wait.cpu_share is None else f"{wait.cpu_share:.0%} of a core"
     target = f" on {wait.target}" if wait.target else ""

@@ -20,7 +20,7 @@ from safelaunch.beacon import layout
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
 from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
-from safelaunch.capture import collect, sources
+from safelaunch.capture import collect, user_source
 from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.launch.paths import Unfinished, may_be_ours
@@ -354,7 +354,7 @@ def _verdict(evidence: Evidence) -> Verdict:
     from safelaunch.diagnose import diagnose  # late: a run that never stalls does not pay for it
 
     try:
-        return diagnose(evidence, read_source=sources.text)
+        return diagnose(evidence, read_source=user_source.text)
     except Exception as error:  # noqa: BLE001 - whatever a rule fails on
         return Verdict(
             schema=1,
@@ -388,7 +388,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     from safelaunch.report import report
 
     def read_line(path: str, number: int) -> str | None:
-        line = sources.line(path, number)
+        line = user_source.line(path, number)
         return about.redactor.said(line) if line else line
 
     begin = time.monotonic()

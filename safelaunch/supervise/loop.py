@@ -345,7 +345,7 @@ class Supervisor:
         self._notifier.end()
 
     def _show(self, result: Report) -> None:
-        from safelaunch.capture import sources
+        from safelaunch.capture import user_source
         from safelaunch.report import report
 
         published = result.published
@@ -357,7 +357,7 @@ class Supervisor:
         if judged is not None and not judged.whole and Path(judged.path).name != published.path.name:
             place = "bundle of this node"
             say(f"the bundle with the evidence of all nodes is on {judged.host}: {judged.path}")
-        say(report.screen(result.verdict, bundle_path=published.shown, place=place, read_line=sources.line))
+        say(report.screen(result.verdict, bundle_path=published.shown, place=place, read_line=user_source.line))
         if published.lost:
             say(f"the bundle is lost: {published.problem}")
         elif published.problem:

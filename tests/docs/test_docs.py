@@ -7,15 +7,16 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 import yaml
 from pages import DOCS, PAGES, ROOT, blocks, sections, table
 
 from safelaunch.cli import COMMANDS, main
+from safelaunch.diagnose.causes import CAUSES
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.rules import RULES
-from safelaunch.model import CAUSES
+from safelaunch.diagnose.rules import OWN, RULES
 from safelaunch.settings.config import MAX_STALL_FACTOR, Settings
 from safelaunch.settings.options import OWN_OPTIONS, Option
 
@@ -143,13 +144,25 @@ def test_every_cause_has_its_section() -> None:
         for part in ("**What it means.**", "**Example.**", "**Fix.**"):
             assert part in text, f"{cause}: no {part}"
         assert "```text" in text, f"{cause}: no verdict as an example"
+        fixes = [" ".join(fix.split()) for fix in text.split("**Fix.**")[1].split("\n## ")[0].split("\n- ")[1:]]
+        assert fixes == list(dict.fromkeys(one.text for one in CAUSES[cause].advice)), f"{cause}: another advice"
+
+
+def names(causes: Iterable[str]) -> str:
+    return ", ".join(f"`{cause}`" for cause in causes)
 
 
 def test_the_rules_are_those_of_the_table() -> None:
     rows = [
-        [f"`{rule.name}`", rule.says, ", ".join(rule.needs), ", ".join(f"`{cause}`" for cause in rule.concludes)]
+        [
+            f"`{rule.name}`",
+            rule.says,
+            ", ".join(rule.needs),
+            "*its own*" if rule.concludes == OWN else names(rule.concludes),
+        ]
         for rule in RULES
     ]
+    assert f"*its own*: {names(OWN)}." in " ".join(PAGES["docs/how-it-works.md"].read_text().split())
     assert table("docs/how-it-works.md", "## How a verdict is reached") == rows
 
 

@@ -19,7 +19,7 @@ import msgspec
 from jobs import PROGRAMS, Job, Result
 from torch._C import _distributed_c10d
 
-from safelaunch.capture import sources
+from safelaunch.capture import user_source
 from safelaunch.diagnose import diagnose
 from safelaunch.postmortem import locate
 
@@ -164,7 +164,7 @@ def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None
 def _judge_again(result: Result) -> list[str]:
     """Checks that the bundle's files lead to the same verdict."""
     found = locate.read(result.bundle.path)
-    again = json.loads(msgspec.json.encode(diagnose(found.evidence, read_source=sources.text)))
+    again = json.loads(msgspec.json.encode(diagnose(found.evidence, read_source=user_source.text)))
     wrong = [f"not read again: {problem}" for problem in found.problems]
     for field in ("outcome", "cause", "confidence", "culprits", "victims"):
         if again[field] != result.verdict[field]:

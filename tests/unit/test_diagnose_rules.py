@@ -8,10 +8,10 @@ import pytest
 from evidence import job, waiting
 
 from safelaunch.diagnose import _conclude
+from safelaunch.diagnose.causes import CAUSES
 from safelaunch.diagnose.doubts import Doubt, confidence_of
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.waits import Case
-from safelaunch.model import CAUSES
 
 
 def test_the_rules_conclude_the_catalogue_and_nothing_else() -> None:

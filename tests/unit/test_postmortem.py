@@ -28,6 +28,7 @@ from safelaunch.model import (
     FlightRecord,
     GilTest,
     MemoryKills,
+    RankEvidence,
     RankExit,
     RankFile,
 )
@@ -100,6 +101,10 @@ def test_the_evidence_comes_back_whole(tmp_path: Path) -> None:
     assert locate.read(write_bundle(tmp_path / "b", evidence)).evidence == evidence
 
 
+# What other files of the bundle hold: the folder's name, progress.json, proc.json, stack.json and so on.
+ELSEWHERE = {"rank", "progress", "main", "children", "flight_record", "exception", "exit_call", "caught", "log_tail"}
+
+
 def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
     """Each is set to something else than its default, so that one that is forgotten shows."""
     other = replace(
@@ -114,6 +119,7 @@ def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
         beacon=False,
         code_roots=("/usr/lib/python3",),
     )
+    assert {name for name in RankEvidence.__struct_fields__ if name not in RankFile.__struct_fields__} == ELSEWHERE
     defaults = RankFile()
     assert [name for name, value in RankFile.of(other).fields.items() if value == getattr(defaults, name)] == []
     (found,) = locate.read(write_bundle(tmp_path / "b", job(other))).evidence.ranks

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture import sources
+from safelaunch.capture import user_source
 
 
 def test_lines_are_counted_from_one(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time\n    time.sleep(1)\n")
-    assert [sources.line(str(script), number) for number in (0, 1, 2, 3)] == [
+    assert [user_source.line(str(script), number) for number in (0, 1, 2, 3)] == [
         None,
         "import time",
         "    time.sleep(1)",
@@ -36,19 +36,19 @@ def test_nothing_but_a_python_file_is_read(tmp_path: Path, kind: str) -> None:
         path.mkdir()
     elif kind == "loop":
         path.symlink_to(path)
-    assert sources.text(str(path)) is None
+    assert user_source.text(str(path)) is None
 
 
 def test_a_link_to_a_python_file_is_one(tmp_path: Path) -> None:
     (tmp_path / "real.py").write_text("x = 1\n")
     (tmp_path / "train.py").symlink_to(tmp_path / "real.py")
-    assert sources.line(str(tmp_path / "train.py"), 1) == "x = 1"
+    assert user_source.line(str(tmp_path / "train.py"), 1) == "x = 1"
 
 
 def test_a_strangers_relative_path_is_not_looked_up_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("x = 1\n")
     monkeypatch.chdir(tmp_path)
-    assert sources.text("train.py") == "x = 1\n"
-    assert sources.text_for_stranger("train.py") is None
-    assert sources.line_for_stranger("train.py", 1) is None
-    assert sources.line_for_stranger(str(tmp_path / "train.py"), 1) == "x = 1"
+    assert user_source.text("train.py") == "x = 1\n"
+    assert user_source.text_for_stranger("train.py") is None
+    assert user_source.line_for_stranger("train.py", 1) is None
+    assert user_source.line_for_stranger(str(tmp_path / "train.py"), 1) == "x = 1"

@@ -1,0 +1,301 @@
+"""The catalogue of causes: what sets each apart from the others, and what to do about it.
+
+Advice gives the usual fix first, then the command that gets the evidence that is still missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+# What sets cases of one cause apart, for the advice that fits each.
+Sign = Literal[
+    "transfer",
+    "send-and-receive",
+    "lock",
+    "out-of-memory",
+    "killed-from-outside",
+    "aborted-in-a-collective",
+    "after-the-end",
+    "fatal-signal",
+    "somebody-named",
+    "nobody-named",
+    "all-arrived",
+    "all-in-own-code",
+    "ranks-unseen",
+]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``only_if``: it fits the cases that show this sign, and no others."""
+
+    text: str
+    only_if: Sign | None = None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause of the catalogue.
+
+    - ``own``: a rank may do it by itself and hold up its peers, without having failed
+    - ``failure``: the rank has ended by it
+    - ``of_node``: where all ranks of one node alone do it, the node is to blame (``perhaps``: or their script)
+    - ``worker``: of several DataLoader workers that owe a batch, the one with the highest is named. Who cannot run
+      comes before who is blocked, and that before who computes, which may only be slow.
+    """
+
+    advice: tuple[Advice, ...]
+    own: bool = False
+    failure: bool = False
+    of_node: Literal["", "perhaps", "surely"] = ""
+    worker: int = 0
+
+
+def _cause(
+    *advice: Advice | str,
+    own: bool = False,
+    failure: bool = False,
+    of_node: Literal["", "perhaps", "surely"] = "",
+    worker: int = 0,
+) -> Cause:
+    texts = tuple(Advice(one) if isinstance(one, str) else one for one in advice)
+    return Cause(texts, own, failure, of_node, worker)
+
+
+# Nobody is named: the ranks that were seen are innocent, or may be.
+_ALL_NODES = Advice(
+    "Put the bundles of all nodes into one folder: `safelaunch diagnose FOLDER` reaches one verdict over all ranks.",
+    only_if="nobody-named",
+)
+_OTHER_NODES = Advice(_ALL_NODES.text, only_if="ranks-unseen")
+
+CAUSES: dict[str, Cause] = {
+    "collective-mismatch": _cause(
+        Advice(
+            "Of a send or receive, the other end may be what is missing: look on the peer for a branch that leaves "
+            "it out.",
+            only_if="transfer",
+        ),
+        "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
+        " `if rank == 0`.",
+        "To have c10d check op, shape and type of every collective before it starts: `safelaunch --preset desync-"
+        "detail ...`",
+    ),
+    "missing-from-collective": _cause(
+        "Look for a branch, an early `continue` or a caught exception before this collective, on the rank that did "
+        "not come.",
+        "To get stacks beside the Flight Recorder, run it under `safelaunch --preset hang-debug ...`",
+        _ALL_NODES,
+        own=True,
+        of_node="perhaps",
+    ),
+    "uneven-batches": _cause(
+        "Give every rank the same number of batches (`DistributedSampler` with `drop_last=True`, or a step count "
+        "agreed upon by `all_reduce`), or wrap the loop in `torch.distributed.algorithms.join.Join`.",
+        "Take early-stopping decisions on one rank and broadcast them.",
+        own=True,
+    ),
+    "group-order": _cause(
+        "Let all ranks enter their groups in one order, or overlap them with `async_op=True` and wait afterwards.",
+        "A rank that leaves out its call in one group waits in the other like this, too: look for a branch around it.",
+        "Create groups with `new_group()` on every rank, in the same order, also on ranks that are not members.",
+    ),
+    "p2p-cycle": _cause(
+        "Post one side first: even ranks send then receive, odd ranks receive then send; or use "
+        "`batch_isend_irecv()` for the exchange.",
+        Advice(
+            "Where one sends and another receives, and both wait: compare peer, tag and group of the two calls.",
+            only_if="send-and-receive",
+        ),
+    ),
+    "init-not-joined": _cause(
+        "Let every rank reach `init_process_group` before slow or rank-dependent work (downloads, unpacking, "
+        "licence checks); do that work after it and end it with a barrier.",
+        "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; `safelaunch "
+        "--dry-run ...` shows what they are given.",
+    ),
+    "data-loading": _cause(
+        "Run the dataset alone over the sample that the worker is at; give reads and downloads a timeout, and the "
+        "DataLoader `timeout=60` so that it raises instead of waiting.",
+        Advice(
+            "If the worker waits for a lock: start threads after the workers, or use "
+            "`multiprocessing_context='spawn'` (or `'forkserver'`).",
+            only_if="lock",
+        ),
+        "To see whether the workers are at fault: the same run with `num_workers=0`.",
+        own=True,
+        of_node="perhaps",
+    ),
+    "blocking-io": _cause(
+        "Give the call a timeout, and do rank-dependent I/O outside the training loop.",
+        "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch --on-stall"
+        " dump ...` keeps the job alive for that.",
+        own=True,
+        of_node="perhaps",
+        worker=3,
+    ),
+    "uninterruptible-io": _cause(
+        "The kernel waits for storage, a network file system or a driver: look at `node/<host>/kernel_log.txt` and "
+        "the mount that the line reads from; killing the process will not help until it answers.",
+        "Put the data or the checkpoint on a local disk and run again.",
+        own=True,
+        of_node="surely",
+        worker=5,
+    ),
+    "lock-deadlock": _cause(
+        "Take locks in one order everywhere, or one lock less; never call a collective or join a thread with a lock"
+        " held.",
+        "Give `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()` a timeout, so that it raises "
+        "where it waits.",
+        own=True,
+        of_node="perhaps",
+        worker=4,
+    ),
+    "gil-held": _cause(
+        "The native call has to release the GIL (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL"
+        " instead of PyDLL), or to return.",
+        "The C frames are in `stack.txt` where `py-spy --native` succeeded: `safelaunch doctor` tells whether it can.",
+        own=True,
+        of_node="perhaps",
+    ),
+    "busy-loop": _cause(
+        "Bound the loop at this line, and check its exit condition on this rank.",
+        "If it is honest work (an evaluation, a checkpoint), let the peers know: `safelaunch.phase('eval')` around "
+        "it, or a longer `--max-stall`.",
+        own=True,
+        of_node="perhaps",
+        worker=1,
+    ),
+    "stuck-in-user-code": _cause(
+        "Give this call a timeout, or let only ranks that nobody waits for run it.",
+        "If the wait is meant, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer `--stall-"
+        "timeout`.",
+        own=True,
+        of_node="perhaps",
+        worker=2,
+    ),
+    "swallowed-exception": _cause(
+        "Let the exception end the rank, or let all ranks take the same branch after it: a rank that skips a batch "
+        "also skips its collectives.",
+    ),
+    "rank-stopped": _cause(
+        "Somebody or something stopped the process: `kill -CONT <pid>` lets it run on; look for a debugger, a job "
+        "suspension by the scheduler, or a cgroup freezer.",
+        of_node="surely",
+        worker=7,
+    ),
+    "gpu-kernel": _cause(
+        "To find the kernel: `safelaunch --preset cuda-sync ...`",
+        "Look at `node/<host>/kernel_log.txt` for Xid errors.",
+        own=True,
+        of_node="surely",
+    ),
+    "rank-exited": _cause(
+        Advice(
+            "Find the `sys.exit()` or `os._exit()` on this rank; to stop early, let all ranks agree first.",
+            only_if="somebody-named",
+        ),
+        Advice(
+            "Its last words are in the rank's `log_tail.txt`.",
+            only_if="somebody-named",
+        ),
+        _ALL_NODES,
+        failure=True,
+        worker=6,
+    ),
+    "rank-killed": _cause(
+        Advice(
+            "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; "
+            "or a higher memory limit for the job (`node/<host>/resources.json` shows it).",
+            only_if="out-of-memory",
+        ),
+        Advice(
+            "Whoever sent the SIGKILL leaves no trace in the process: look at the scheduler's log, at limits of "
+            "time or memory of the job, and at `node/<host>/kernel_log.txt`.",
+            only_if="killed-from-outside",
+        ),
+        Advice(
+            "An abort in a collective: a peer may have called it with another size or type; to have every call "
+            "checked first: `safelaunch --preset desync-detail ...`",
+            only_if="aborted-in-a-collective",
+        ),
+        Advice(
+            "The training had ended: torch may abort a rank that ends right after a collective over gloo (PyTorch "
+            "issue 190489); a `dist.barrier()` before `dist.destroy_process_group()` avoids it.",
+            only_if="after-the-end",
+        ),
+        Advice(
+            "SIGSEGV, SIGABRT or SIGBUS: the rank's `fault.txt` has the stack of every thread at that moment; for "
+            "`/dev/shm` that is full, `safelaunch doctor`.",
+            only_if="fatal-signal",
+        ),
+        failure=True,
+    ),
+    "rank-exception": _cause(
+        "Fix the exception on this rank; the errors of the other ranks follow from it.",
+        "If it comes from one sample or one rank only, run that rank's input alone.",
+        failure=True,
+    ),
+    "node-lost": _cause(
+        "Look at the node itself: power, kernel panic (its BMC or serial console), or a scheduler or out-of-memory "
+        "killer that took every process of the job there.",
+        "Leave the node out until it is checked: `scontrol update NodeName=NODE State=DRAIN`, `kubectl cordon`.",
+    ),
+    "node-unreachable": _cause(
+        "From another node: `ping HOST`, and `ip -s link` on both ends; then the switch and its ports.",
+        "If the node answers, look there for the job's processes: they may still run, and hold its GPUs.",
+        _OTHER_NODES,
+    ),
+    "node-behind": _cause(
+        "Compare this node with the others: `node/<host>/` has its GPUs, kernel log, disks, memory and load; then "
+        "leave it out and run again.",
+        "If the script branches by node or rank (`GROUP_RANK`, host name), look at that branch first.",
+    ),
+    "launcher-stopped": _cause(
+        "On that node: `ps -o pid,stat,cmd -C python`; `kill -CONT PID` lets a stopped torchrun or safelaunch run "
+        "on. Look for a debugger, a job suspension by the scheduler, or a cgroup freezer.",
+        "If it has ended, end the ranks that it left there before you start the job again.",
+    ),
+    "versions-differ": _cause(
+        "Give all nodes the same environment: one image, or one shared directory, and one copy of the script.",
+    ),
+    "no-rank-stands-out": _cause(
+        Advice(
+            "All ranks have arrived: suspect the transport (NIC, `NCCL_SOCKET_IFNAME`, firewall between nodes) or a"
+            " GPU.",
+            only_if="all-arrived",
+        ),
+        Advice(
+            "A broadcast or reduce whose src or dst differs between ranks looks like this, too, and no backend "
+            "records it: print it on every rank.",
+            only_if="all-arrived",
+        ),
+        Advice(
+            "To see what the transport does: `safelaunch --preset nccl-debug ...`",
+            only_if="all-arrived",
+        ),
+        Advice(
+            "To check that all ranks meant the same collective: `safelaunch --preset desync-detail ...`",
+            only_if="all-arrived",
+        ),
+        Advice(
+            "No rank waits for another one: what they wait for is outside the job. Look at the lines above, and "
+            "give such a call a timeout.",
+            only_if="all-in-own-code",
+        ),
+        _OTHER_NODES,
+    ),
+    "slow-not-stuck": _cause(
+        "Nothing to fix for a hang; to see where the time goes, look at the merged stacks in `report.md`.",
+        "To watch it: `safelaunch status --watch`",
+    ),
+}
+
+FAILURES = tuple(name for name, cause in CAUSES.items() if cause.failure)
+
+
+def advice_for(cause: str, signs: Collection[Sign] = ()) -> tuple[str, ...]:
+    """The advice for ``cause`` that fits a case with these signs."""
+    return tuple(one.text for one in CAUSES[cause].advice if one.only_if is None or one.only_if in signs)
