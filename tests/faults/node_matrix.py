@@ -270,6 +270,7 @@ assert len(BY_NAME) == len(ROWS), "two rows of one name"
 # What runs with the other tests.
 SHORT = (
     "kill -9 rank, training, another node",
+    "kill -9 safelaunch, training, leader's node",
     "kill -9 guardian, suspicion, leader's node",
     "partition, healed, suspicion, another node",
 )
