@@ -174,7 +174,10 @@ def _rows_of_processes() -> list[NodeRow]:
                         **about,  # type: ignore[arg-type]
                     )
                 )
-                if not (role == "torchrun agent" and moment not in HANGS):  # nothing would end that job
+                # Nothing would end these jobs: they train without an agent, or torchrun waits for a store that does not
+                # answer, and has no rank yet.
+                endless = role == "torchrun agent" or (role == "whole node" and moment == "start" and number == LEADER)
+                if moment in HANGS or not endless:
                     rows.append(
                         NodeRow(
                             fault=f"SIGSTOP {role}",
