@@ -143,11 +143,11 @@ def versions_differ(case: Case) -> Ruling:
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:
-    """Not one that closed its store while this node's supervisor was stopped itself: its last words were not heard."""
+    """Where this node's supervisor was stopped itself, only those that cannot be reached: it missed others' last words."""
     nodes = facts.evidence.nodes
     missed = any(node.here and node.missed_s for node in nodes)
     gone = [node for node in nodes if node.is_gone and not node.here]
-    return [node for node in gone if not (missed and node.store == "closed" and node.probe != "no answer")]
+    return [node for node in gone if not missed or node.probe == "no answer" or node.store == "unreachable"]
 
 
 def _same(one: NodeEvidence, other: NodeEvidence) -> bool:

@@ -111,10 +111,12 @@ def test_an_agent_that_failed_names_the_host_of_its_store(
     assert any("RendezvousConnectionError" in claim.claim for claim in verdict.evidence)
 
 
-def test_who_was_stopped_itself_does_not_know_why_the_store_has_ended() -> None:
+def test_who_was_stopped_itself_has_missed_why_others_have_ended() -> None:
     nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="answers"))
     verdict = diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))
     assert (verdict.nodes_at_fault, verdict.culprits) == ((), ())
+    nodes = (replace(A, missed_s=43.0), replace(GONE, silent_s=4.0, probe="answers"))
+    assert said(diagnose(half(thrown_out(0), thrown_out(1), nodes=nodes, outcome="crash")))[0] == "rank-exited"
     nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="no answer"))
     assert said(diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))) == (
         "node-unreachable",
