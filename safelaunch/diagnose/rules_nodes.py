@@ -143,7 +143,7 @@ def versions_differ(case: Case) -> Ruling:
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:
-    """Where this node's supervisor was stopped itself, only those that cannot be reached: it missed others' last words."""
+    """Where this supervisor was stopped itself, only those that cannot be reached: it has missed last words."""
     nodes = facts.evidence.nodes
     missed = any(node.here and node.missed_s for node in nodes)
     gone = [node for node in nodes if node.is_gone and not node.here]
