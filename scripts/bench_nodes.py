@@ -3,9 +3,11 @@
     python scripts/bench_nodes.py [--nodes 1024] [--ranks 8] [--entries 512] [--idle-s 30] [--json FILE]
 
 The store is torch's own, in a process of its own; the clients are safelaunch's own; one of them, in a process of its
-own, leads. Only the ranks do not exist: every node shows evidence of ``--ranks`` ranks, each with a stack of two looks
-and a Flight Recorder. Rank 0 sleeps, all others wait for it in an all_reduce. All nodes share this machine's cores, so
-the time of an incident includes what 1,024 machines would compute in parallel.
+own, leads. torch's store looks up the name of each client that connects, and serves nobody meanwhile; as root, the
+address here has a name for it, as those of a cluster do. Only the ranks do not exist: every node shows evidence of
+``--ranks`` ranks, each with a stack of two looks and a Flight Recorder. Rank 0 sleeps, all others wait for it in an
+all_reduce. All nodes share this machine's cores, so the time of an incident includes what 1,024 machines would compute
+in parallel.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +35,7 @@ from benchlib import BenchError, Figure, environment, figure, progress, run_benc
 
 from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.evidence import condensed, expanded, merged
+from safelaunch.cluster.evidence import Shared, condensed, expanded, merged
 from safelaunch.cluster.messages import Decision, Node
 from safelaunch.cluster.session import Seen
 from safelaunch.cluster.store import Address
@@ -72,7 +75,7 @@ def main() -> int:
 
 def measure(options: argparse.Namespace) -> list[Figure]:
     with ExitStack() as stack:
-        store = stack.enter_context(child([sys.executable, "-c", STORE]))
+        store = stack.enter_context(child([*with_names(), sys.executable, "-c", STORE]))
         port = answer(store, MEETING_S)
         progress(f"the leader, then {options.nodes - 1} nodes")
         leader = stack.enter_context(player(port, 0, 1, options))
@@ -109,6 +112,17 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     ]
 
 
+def with_names() -> list[str]:
+    """What a command begins with that finds a name for this host without asking anybody; nothing without root."""
+    if os.geteuid() or not shutil.which("unshare"):
+        progress("without root, the store may wait for the name of each client")
+        return []
+    hosts = Path("hosts").resolve()
+    hosts.write_text("127.0.0.1 localhost\n::ffff:127.0.0.1 localhost\n")
+    script = 'mount --bind "$0" /etc/hosts && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, os.fspath(hosts)]
+
+
 @contextmanager
 def child(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(argv, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -135,7 +149,9 @@ def answer(process: subprocess.Popen[str], timeout_s: float) -> str:
     finally:
         timer.cancel()
     if not line:
-        raise BenchError("a process of the benchmark ended early, or took too long")
+        raise BenchError(
+            f"a process of the benchmark ended early ({process.wait()}), or took longer than {timeout_s:g} s"
+        )
     return line
 
 
@@ -211,7 +227,8 @@ def lead(channel: Channel, chunks: list[bytes], own: Evidence) -> dict[str, obje
     take_part(channel, chunks)
     until(lambda: channel.seen.complete, INCIDENT_S)
     complete = time.monotonic()
-    evidence = [expanded(each) for each in channel.seen.evidence.values()]
+    shared = Shared()
+    evidence = [expanded(each, shared) for each in channel.seen.evidence.values()]
     sizes = sum(len(chunk) for each in (*channel.seen.evidence.values(), chunks) for chunk in each)
     verdict = diagnose(merged(own, evidence))
     channel.decide(1, Decision(verdict, "kill", "node0", "/bundle"))

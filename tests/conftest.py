@@ -1,4 +1,4 @@
-"""Adds ``--whole``, which runs every row of the fault matrix (``tests/faults``) instead of a selection, and its table.
+"""Adds ``--whole``: every row of the fault matrix (``tests/faults``), with its table, and the tests marked ``rare``.
 
 This is not in ``tests/faults``: under pytest-xdist, the process that prints loads no other conftest.
 """
@@ -55,7 +55,16 @@ def node(tmp_path: Path) -> stub.Node:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="run every row of the fault matrix (most of an hour)")
+    parser.addoption("--whole", action="store_true", help="every row of the fault matrix, every rare test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is rare, unless ``--whole`` or the test's own name asks for it."""
+    if config.getoption("--whole") or any("::" in word for word in config.args):
+        return
+    rare = [item for item in items if item.get_closest_marker("rare")]
+    config.hook.pytest_deselected(items=rare)
+    items[:] = [item for item in items if not item.get_closest_marker("rare")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

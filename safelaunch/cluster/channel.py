@@ -6,6 +6,7 @@ known (``seen``). When the store does not answer any more, the supervisor is alo
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from dataclasses import replace
@@ -15,12 +16,13 @@ from msgspec import structs
 
 from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.messages import Beat, Codec, Decision, Node
-from safelaunch.cluster.session import GOODBYE_S, Crash, Seen, Session
-from safelaunch.cluster.store import Store, StoreError, ValueTooLarge
+from safelaunch.cluster.session import CROWD, GOODBYE_S, Crash, Seen, Session
+from safelaunch.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
 
-IDLE_S, CROWD_IDLE_S, CROWD = 0.5, 1.0, 64  # between rounds; with so many nodes
-BUSY_S = 0.15
+IDLE_S, CROWD_IDLE_S = 0.5, 1.0  # between rounds; in a crowd
+BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # in a crowd so much a node: the store, or what shares its cores, has other work
+GREETED_S = 0.1  # a node: a store that waits 5 s for the name of one client in 50 takes that long to greet all
 FIRST_TRIES_S = 2.0  # nothing listens there before torchrun has started
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
 SEE_OFF_S = 8.0  # for the others' last words, where their store ends with this node's
@@ -47,6 +49,7 @@ class Channel:
         self._dumped: tuple[int, list[bytes]] | None = None
         self._asks_dump = False
         self._looks_around = False
+        self._session: Session | None = None
         self.seen = Seen()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
 
@@ -145,11 +148,12 @@ class Channel:
             try:
                 if self._host is not None and not has_met:  # one that is lost is not replaced: nobody knows it
                     self._host.start()
-                store = Store(self._meeting.address)
+                store = Store(self._meeting.address, deadline_s=CONNECT_S + GREETED_S * self._meeting.most_nodes)
                 try:
-                    session = Session(store, self._meeting.prefix, self._codec, self.node)
+                    if self._session is None or not self._session.resume(store):
+                        self._session = Session(store, self._meeting.prefix, self._codec, self.node)
                     met = has_met = True
-                    self._converse(session)
+                    self._converse(self._session)
                 finally:
                     store.close()
             except (StoreError, ValueTooLarge) as error:
@@ -170,6 +174,7 @@ class Channel:
             tries = 0 if met else tries + 1
             refused = not met and "refused" in self.seen.why
             pause_s = FIRST_TRIES_S if refused else AGAIN_S[min(tries, len(AGAIN_S) - 1)]
+            pause_s *= random.uniform(0.5, 1.0)  # nodes that were lost together come back one by one
             until = time.monotonic() + pause_s
             while not self._closing and (left_s := until - time.monotonic()) > 0:
                 self._wake.wait(left_s)
@@ -179,8 +184,7 @@ class Channel:
         while True:
             with self._lock:
                 beat, handing_in, deciding = self._beat, self._to_hand_in, self._to_decide
-                self._to_hand_in = None
-                dumped, self._dumped = self._dumped, None
+                dumped = self._dumped
                 crash = self._crash
             if self._closing:
                 session.leave(beat)
@@ -190,10 +194,15 @@ class Channel:
             if handing_in is not None:
                 number = session.hand_in(*handing_in)
                 with self._lock:
+                    if self._to_hand_in is handing_in:  # over another connection it is handed in again
+                        self._to_hand_in = None
                     if self._beat.incident == handing_in[0]:
                         self._beat = beat = structs.replace(self._beat, chunks=number)
             if dumped is not None:
                 session.hand_in_dump(*dumped)
+                with self._lock:
+                    if self._dumped is dumped:
+                        self._dumped = None
             session.asks_dump = self._asks_dump
             session.looks_around, self._looks_around = self._looks_around, False
             if beat.crash:
@@ -210,6 +219,7 @@ class Channel:
                 or beat.doing == "suspecting"
                 or (page is not None and page.phase not in ("idle", "agreed"))
             )
-            quiet_s = CROWD_IDLE_S if page is not None and page.nodes > CROWD else IDLE_S
-            self._wake.wait(BUSY_S if busy else quiet_s)
+            nodes = page.nodes if page is not None else 1
+            quiet_s = CROWD_IDLE_S if nodes > CROWD else IDLE_S
+            self._wake.wait(min(max(BUSY_S, BUSY_NODE_S * nodes), quiet_s) if busy else quiet_s)
             self._wake.clear()

@@ -17,6 +17,7 @@ from safelaunch.cluster.messages import MOST_DUMPS, MOST_TROUBLES, Beat, Page, P
 SILENT_S = 15.0  # a node whose count has not moved for so long is not heard
 QUIET_S = 2.5  # several beats: worth a word where something else is the matter
 PROVING_S = 4.0  # before somebody takes over: so long it sees who else is there
+LINE, LINE_S = 4, 10.0  # so many are next in line; what follows later, where none of these is alive
 GAP_S = 5.0  # between two of our own rounds: we were stopped, and nobody else was silent
 LOOKS_S = 45.0  # two looks and the patience with loader workers, besides the time between the looks
 EVIDENCE_S = 25.0
@@ -77,6 +78,10 @@ class Succession:
             self._others, self._since_s = Hearing(), now
         return orphaned
 
+    def is_due(self, slot: int, page: Page, now: float) -> bool:
+        """Whether this node is next in line, or those that are next have had their time. It wants all beats then."""
+        return slot in (page.leader, *page.line) or now - self._since_s >= LINE_S
+
     def hearing(self, leader: int, now: float) -> Hearing:
         """What was heard of all while the leader was not."""
         others = self._others or Hearing()
@@ -127,6 +132,8 @@ class Leader:
             stopping=tuple(slot for slot, beat in given.last.items() if beat.doing == "stopping")[:4096],
             troubles=tuple((slot, b.trouble) for slot, b in given.last.items() if b.trouble)[:MOST_TROUBLES],
             dumps=tuple(sorted(beat.asks for beat in given.heard.values() if beat.asks)[:MOST_DUMPS]),
+            line=tuple(sorted(slot for slot in given.heard if slot != self.page.leader)[:LINE]),
+            anew=tuple(slot for slot, beat in given.heard.items() if beat.anew)[:4096],
         )
         crash = page.crash + any(beat.decided == page.crash + 1 for beat in given.last.values())
         failed = tuple(slot for slot, beat in given.last.items() if beat.crash == crash + 1 and beat.failed >= 0)
@@ -135,7 +142,9 @@ class Leader:
             page = self._opened(page, given, now)
         elif page.phase == "decided":
             agreed = all(beat.agrees for beat in _of(given, page.incident).values())
-            if agreed or now - self._since_s >= AGREE_S:
+            if self._is_another_round(given):  # nobody has acted yet
+                page = self._closed(page, "moving", now)
+            elif agreed or now - self._since_s >= AGREE_S:
                 page = self._turned(page, "agreed", now)
         else:
             page = self._advanced(page, given, now)
@@ -158,13 +167,10 @@ class Leader:
 
     def _advanced(self, page: Page, given: Given, now: float) -> Page:
         """Looking or collecting: whatever says that the job moves, or may, ends the incident."""
-        if self._began is None:  # of the one who led before
-            self._began = _attempts(given)
         mine = _of(given, page.incident)
         votes = {beat.vote for beat in mine.values()}
         at_limit = any(beat.at_limit for beat in mine.values())
-        anew = any(self._began.get(slot, attempt) != attempt for slot, attempt in _attempts(given).items())
-        if anew or any(beat.doing == "stopping" for beat in given.heard.values()):
+        if self._is_another_round(given) or any(beat.doing == "stopping" for beat in given.heard.values()):
             return self._closed(page, "moving", now)
         if "moving" in votes:
             return self._closed(page, "moving" if _opener_moves(mine) else "active", now)
@@ -185,6 +191,14 @@ class Leader:
         if votes == {"stopped"}:
             return self._closed(page, "stopped", now)
         return self._turned(page, "collecting", now)
+
+    def _is_another_round(self, given: Given) -> bool:
+        """Whether torchrun has started ranks anew since the incident began, or is about to."""
+        if self._began is None:  # of the one who led before
+            self._began = _attempts(given)
+        began = self._began
+        changed = any(began.get(slot, attempt) != attempt for slot, attempt in _attempts(given).items())
+        return changed or any(beat.anew for beat in given.heard.values())
 
     def _closed(self, page: Page, result: Result, now: float) -> Page:
         return self._turned(replace(page, result=result), "idle", now)

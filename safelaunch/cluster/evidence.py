@@ -9,20 +9,28 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
 
-from safelaunch.cluster.messages import MOST_RANKS, BadMessage, packed, unpacked
+from safelaunch.cluster.messages import CHUNK_BYTES, MOST_CHUNKS, MOST_RANKS, BadMessage, packed, unpacked
 from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, RankEvidence
 from safelaunch.model.entries import Entries, Kinds
 
 MOST_ENTRIES = 4096  # of a rank
 MOST_LOG = 8 << 10  # characters
 MOST_CHILDREN = 64
+MOST_GROUPS = 16_384  # of a node
 MOST_FILES, LARGEST_FILE = 4096, 1 << 20
 # What a file of another node may be called: nothing leads out of the bundle, and nothing there is replaced.
 _FILE = re.compile(r"node/[\w.-]{1,255}/\w[\w.-]{0,100}|ranks/\d{1,5}/flight_recorder\.pickle", re.ASCII)
+
+
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+Runs = tuple[tuple[_Rank, _Positive, _Positive], ...]
 
 
 class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -35,21 +43,51 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
     p2p_seqs: list[int]
     record_ids: list[int]
     created_ns: list[int]
-    groups: dict[str, tuple[int, ...]] = {}
+    groups: dict[str, int] = {}  # numbers of ``_Travelling.groups``
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
 
 
 class _Travelling(msgspec.Struct, frozen=True):
-    """``rest``: everything of the evidence but the Flight Recorders, which are in ``records`` by rank."""
+    """``rest``: everything of the evidence but the Flight Recorders, which are in ``records`` by rank.
+
+    ``groups``: the members of each process group that any of these has, as runs: every rank names all of the world.
+    """
 
     rest: Evidence
     records: dict[int, _Record]
     files: dict[str, bytes] = {}
+    groups: tuple[Runs, ...] = ()
 
 
-def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None) -> list[bytes]:
-    """Chunks that a store takes; without ``files`` of the bundle, and of fewer and fewer entries, until they fit."""
+_DECODER = msgspec.msgpack.Decoder(_Travelling)  # built once, as those of ``messages``
+
+
+class Shared:
+    """What the evidence of all nodes has in common, and is kept once: kinds of entries, members of groups."""
+
+    def __init__(self) -> None:
+        self.kinds = Kinds()
+        self._members: dict[Runs, tuple[int, ...]] = {}
+
+    def members(self, runs: Runs) -> tuple[int, ...]:
+        """Raises BadMessage."""
+        if runs not in self._members:
+            if sum(count for _, _, count in runs) > MOST_RANKS:
+                raise BadMessage("a process group of more ranks than there can be")
+            found = (range(first, first + step * count, step) for first, step, count in runs if count)
+            self._members[runs] = tuple(chain.from_iterable(found))
+        return self._members[runs]
+
+
+def condensed(
+    evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = CHUNK_BYTES * MOST_CHUNKS
+) -> list[bytes]:
+    """Chunks that a store takes; without ``files`` of the bundle, and of fewer and fewer entries, until they fit.
+
+    ``share``: bytes that this node may send. The leader knows itself which ranks nobody has seen.
+    """
+    evidence = replace(evidence, missing_ranks=())
     most = MOST_ENTRIES
     ranks = tuple(
         replace(rank, flight_record=None, log_tail=rank.log_tail[-MOST_LOG:], children=rank.children[:MOST_CHILDREN])
@@ -57,11 +95,14 @@ def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None) -> l
     )
     carried = dict(files or {})
     while True:
+        groups: dict[tuple[int, ...], int] = {}
         records = {
-            rank.rank: _columns(rank.flight_record, most) for rank in evidence.ranks if rank.flight_record and most
+            rank.rank: _columns(rank.flight_record, most, groups)
+            for rank in evidence.ranks
+            if rank.flight_record and most
         }
-        travelling = _Travelling(replace(evidence, ranks=ranks), records, carried)
-        chunks = packed(msgspec.msgpack.encode(travelling))
+        travelling = _Travelling(replace(evidence, ranks=ranks), records, carried, tuple(map(_runs, groups)))
+        chunks = packed(msgspec.msgpack.encode(travelling), share)
         if chunks is not None:
             return chunks
         if carried:
@@ -73,17 +114,22 @@ def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None) -> l
         most //= 4
 
 
-def expanded(chunks: list[bytes]) -> Evidence:
+def expanded(chunks: list[bytes], shared: Shared | None = None) -> Evidence:
     """Raises BadMessage for what ``condensed`` did not make."""
-    return received(chunks)[0]
+    return received(chunks, shared)[0]
 
 
-def received(chunks: list[bytes]) -> tuple[Evidence, dict[str, bytes]]:
-    """The evidence, and the files of the bundle that came with it. Raises BadMessage."""
+def received(chunks: list[bytes], shared: Shared | None = None) -> tuple[Evidence, dict[str, bytes]]:
+    """The evidence, and the files of the bundle that came with it. Raises BadMessage.
+
+    ``shared``: one for all nodes.
+    """
+    shared = shared or Shared()
     try:
-        found = msgspec.msgpack.decode(unpacked(chunks), type=_Travelling)
-        records = {rank: _record(columns) for rank, columns in found.records.items()}
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError) as error:
+        found = _DECODER.decode(unpacked(chunks))
+        groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
+        records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError, ValueError) as error:
         raise BadMessage(str(error)) from error
     numbers = [rank.rank for rank in found.rest.ranks]
     if len(set(numbers)) != len(numbers) or not all(0 <= number < MOST_RANKS for number in numbers):
@@ -150,7 +196,22 @@ def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
     return (*kept.values(), *gone.values())
 
 
-def _columns(record: FlightRecord, most: int) -> _Record:
+def _runs(members: tuple[int, ...]) -> Runs:
+    """As first, step and count: ``0 8 16 24`` is one run."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in members:
+        first, step, count = runs[-1] if runs else (0, 0, 0)
+        if count == 1 and rank > first:
+            runs[-1] = first, rank - first, 2
+        elif count > 1 and rank == first + step * count:
+            runs[-1] = first, step, count + 1
+        else:
+            runs.append((rank, 1, 1))
+    return tuple(runs)
+
+
+def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]) -> _Record:
+    """Adds the members of its groups to ``groups``, numbered."""
     entries = Entries.of(record.entries)
     begin = max(0, len(entries) - most)
     used = sorted(set(entries.kind_of[begin:]))
@@ -164,14 +225,13 @@ def _columns(record: FlightRecord, most: int) -> _Record:
         p2p_seqs=list(entries.p2p_seqs)[begin:],
         record_ids=list(entries.record_ids)[begin:],
         created_ns=[now - before for now, before in zip(created, [0, *created], strict=False)],
-        groups=record.groups,
+        groups={name: groups.setdefault(members, len(groups)) for name, members in record.groups.items()},
         status=record.status,
         damaged=record.damaged,
     )
 
 
-def _record(columns: _Record) -> FlightRecord:
-    kinds = Kinds()
+def _record(columns: _Record, groups: Sequence[tuple[int, ...]], kinds: Kinds) -> FlightRecord:
     numbers = [kinds.number_of(kind) for kind in columns.kinds]
     created, at = [], 0
     for difference in columns.created_ns:
@@ -188,4 +248,5 @@ def _record(columns: _Record) -> FlightRecord:
         record_ids=columns.record_ids,
         created_ns=created,
     )
-    return FlightRecord(columns.version, entries, columns.groups, columns.status, columns.damaged)
+    members = {name: groups[number] for name, number in columns.groups.items() if number >= 0}
+    return FlightRecord(columns.version, entries, members, columns.status, columns.damaged)

@@ -1,7 +1,8 @@
 """What supervisors tell each other: a fixed set of records, bounded, typed, and signed where a key is given.
 
 Each node writes a *beat*: who it is, what it sees, and how it votes. One of them, the leader, reads all beats and
-writes one *page*, which everybody reads. So a round costs each node two operations, however many nodes there are.
+writes one *page*, which everybody reads; what the others need to know of single nodes, it writes into ``Members``,
+which they read where it has changed. So a round costs each node two operations, however many nodes there are.
 
 The store has no authentication: what is read from it is a stranger's until it has passed ``Codec.read``.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,10 +23,12 @@ MOST_RANKS = 65_536
 MOST_MESSAGE = 1 << 20  # bytes of a record that is no evidence
 CHUNK_BYTES = 1 << 20
 MOST_CHUNKS = 8  # of one node's evidence
+MOST_EVIDENCE, LEAST_SHARE = 128 << 20, 64 << 10  # bytes of all nodes; of one in any case
 MOST_UNPACKED = 128 << 20
 LONGEST_TEXT = 400  # characters of what a node says in words
 MOST_TROUBLES = 8
 MOST_DUMPS = 4  # at once
+MOST_MEMBERS = 64
 _MAC_BYTES = 32
 
 Vote = Literal["", "moving", "active", "still", "stopped", "paused", "unknown"]
@@ -75,7 +78,8 @@ class Beat(Message, frozen=True):
     torchrun is. ``crash``: the number of the crash that its ranks are part of (0: none), ``failed``: the chunks of
     evidence about it (-1: none yet), ``decided``: the newest crash about which this node has stored a verdict.
     ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others
-    for; ``dumped``: the newest that it has answered, and the chunks of its evidence.
+    for; ``dumped``: the newest that it has answered, and the chunks of its evidence. ``anew``: torchrun has ended its
+    ranks though none had failed, as it does for a new round of the rendezvous, and has not started others yet.
     """
 
     incarnation: _Name
@@ -99,6 +103,7 @@ class Beat(Message, frozen=True):
     step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
     asks: _Count = 0
     dumped: tuple[_Count, Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)]] = (0, -1)
+    anew: bool = False
 
 
 class Page(Message, frozen=True):
@@ -108,7 +113,8 @@ class Page(Message, frozen=True):
     ``quiet``: not for a few seconds. ``stopping``: somebody stops the job there. ``troubles``: by slot.
     ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``crash``: how many crashes have had
     their verdict; ``failed``: slots whose ranks are part of the next one. ``dumps``: those that are asked for.
-    ``world``: how many ranks the job has, if ``covered``.
+    ``world``: how many ranks the job has, if ``covered``. ``line``: who follows, should the leader be lost.
+    ``members``: the edition of ``Members``; 0: there is none yet. ``anew``: slots whose ranks torchrun starts anew.
     """
 
     leader: _Count
@@ -128,6 +134,18 @@ class Page(Message, frozen=True):
     failed: _Slots = ()
     dumps: Annotated[tuple[_Count, ...], Meta(max_length=MOST_DUMPS)] = ()
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
+    line: _Slots = ()
+    members: _Count = 0
+    anew: _Slots = ()
+
+
+class Members(Message, frozen=True):
+    """Nodes that the leader tells all others of, by slot: those that something is to be said of first.
+
+    So nobody but the leader reads the beats of others. Of a beat only what lasts: it has no count, and no vote.
+    """
+
+    nodes: Annotated[tuple[tuple[_Count, Node, Beat], ...], Meta(max_length=MOST_MEMBERS)] = ()
 
 
 class Decision(Message, frozen=True):
@@ -141,6 +159,12 @@ class Decision(Message, frozen=True):
     host: _Name
     path: Annotated[str, Meta(max_length=4096)]
     step: int | None = None
+
+
+# Built here, in one thread: msgspec 0.22 ends the process if two decode a type that neither has decoded before.
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Node, Beat, Page, Members, Decision)
+}
 
 
 class BadMessage(ValueError):
@@ -170,7 +194,7 @@ class Codec:
         if len(data) > MOST_MESSAGE:
             raise BadMessage(f"a message of {len(data)} bytes")
         try:
-            return msgspec.msgpack.decode(self.open(place, data), type=kind)
+            return _DECODERS[kind].decode(self.open(place, data))  # type: ignore[no-any-return]
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
             raise BadMessage(str(error)) from error
 
@@ -197,10 +221,15 @@ class Codec:
         return hmac.new(self._key, about + body, "sha256").digest()
 
 
-def packed(data: bytes) -> list[bytes] | None:
-    """Compressed, in chunks that a store takes; None where that is more than a node may send."""
+def share_of(nodes: int) -> int:
+    """How many bytes of evidence each of so many nodes may send: the leader, and the store's host, hold that of all."""
+    return max(LEAST_SHARE, min(CHUNK_BYTES * MOST_CHUNKS, MOST_EVIDENCE // max(nodes, 1)))
+
+
+def packed(data: bytes, most: int = CHUNK_BYTES * MOST_CHUNKS) -> list[bytes] | None:
+    """Compressed, in chunks that a store takes; None where that is more than ``most``, or than a node may send."""
     small = zlib.compress(data, 6)
-    if len(small) > CHUNK_BYTES * MOST_CHUNKS or len(data) > MOST_UNPACKED:
+    if len(small) > most or len(data) > MOST_UNPACKED:
         return None
     return [small[at : at + CHUNK_BYTES] for at in range(0, len(small), CHUNK_BYTES)]
 

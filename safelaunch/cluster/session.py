@@ -1,23 +1,24 @@
 """One connection of a supervisor to the store: a beat up and a page down each round, and what lies beside them there.
 
 ``Channel`` runs it in its thread. Keys, below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is who a node is and
-``b/SLOT`` its beat; ``head`` is the leader's page; ``e/``, ``x/`` and ``c/`` are evidence about an incident, for a dump
-and about a crash; ``d/`` and ``k/`` are decisions about an incident and a crash.
+``b/SLOT`` its beat; ``head`` is the leader's page, and ``members`` what it says of single nodes; ``e/``, ``x/`` and
+``c/`` are evidence about an incident, for a dump and about a crash; ``d/`` and ``k/`` are decisions about an incident
+and a crash.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 
 from msgspec import structs
 
 from safelaunch.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
-from safelaunch.cluster.messages import BadMessage, Beat, Codec, Decision, Doing, Node, Page
+from safelaunch.cluster.messages import MOST_MEMBERS, BadMessage, Beat, Codec, Decision, Doing, Members, Node, Page
 from safelaunch.cluster.store import Store
 from safelaunch.model import Lost
 
@@ -25,9 +26,10 @@ ANSWER_S = 15.0  # the store's only thread may be resolving a name
 GOODBYE_S = 1.0
 SEE_OFF_EVERY_S = 0.1
 MOST_NAMED = 8
-MOST_PEERS = 64
+CROWD, CROWD_MEMBERS = 64, 16  # nodes; of more, so many at most are told of: each of them reads it
 MOST_HALVES = 64  # of a crash, that one node reads
-NEW_AT_ONCE = 64
+NEW_AT_ONCE, MOST_QUESTIONS = 64, 64  # slots that are asked for together; such questions in a round
+FETCH_S = 2.0  # for evidence in one round: a leader that reads on is not heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,14 @@ class Word:
     """What other nodes have said of themselves. ``stopping``: a user or a scheduler stops the job there.
 
     ``troubles``: what failed there on its own account. ``quiet``: how many have not been heard for a few seconds.
-    ``lost``: there is no connection any more.
+    ``lost``: there is no connection any more. ``anew``: torchrun starts ranks anew there, none of which had failed.
     """
 
     stopping: bool = False
     troubles: tuple[str, ...] = ()
     quiet: int = 0
     lost: bool = False
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,8 @@ class Seen:
     that the evidence of the incident is there or need not be waited for, and ``evidence`` has that of the other nodes.
     ``nodes``: the others, the first few. ``word``: what they said last, also of before the connection was lost.
 
-    ``peers``: the others that lead, are not heard, fail or are stopped, and of a leader all; those of before the
-    connection was ``lost``. ``crash``: the newest verdict about a crash; ``halves``: the evidence
+    ``peers``: of the others those that lead, are not heard, fail or are stopped, as far as the leader tells of them;
+    those of before the connection was ``lost``. ``crash``: the newest verdict about a crash; ``halves``: the evidence
     of others about it, by slot, where this node gathers it.
 
     ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_dump``.
@@ -124,13 +127,15 @@ class Crash:
 
 
 class Session:
-    """One connection, registered under a slot of its own. Raises StoreError where the store fails."""
+    """What a supervisor says and hears under a slot of its own, over one connection or, with ``resume``, several.
+
+    Raises StoreError where the store fails.
+    """
 
     def __init__(self, store: Store, prefix: str, codec: Codec, node: Node) -> None:
         self._store = store
         self._prefix = prefix
         self._codec = codec
-        # A connection is an incarnation: who comes back has not seen what was said meanwhile.
         self._node = structs.replace(
             node, incarnation=uuid.uuid4().hex[:16], address=store.own_address, hosts=store.is_local
         )
@@ -142,8 +147,12 @@ class Session:
         self._leader: Leader | None = None
         self._page_bytes = b""
         self._slots: set[int] = set()  # whose beats have been seen
+        self._newest: dict[int, Beat] = {}
+        self._asked_to = 0  # the slots up to here were asked for their first beat the last
         self._known: dict[int, Node] = {}  # who is under which slot: it is written once
         self._nodes: dict[int, Node] = {}
+        self._members: dict[int, tuple[Node, Beat]] = {}
+        self._members_bytes, self._edition = b"", 0
         self._evidence: dict[int, list[bytes]] = {}
         self._evidence_of = 0  # the incident
         self._handed_in: list[str] = []
@@ -156,13 +165,26 @@ class Session:
         self._answers: dict[int, list[bytes]] = {}
         self._dumped = (0, -1)
         self._handed_in_dumps: list[str] = []
-        self._peers: dict[int, Peer] = {}
         self._quiet_since: dict[int, float] = {}
-        self._was_covered = False
         self._failed_in = self._decided = 0  # the crash about which this node's evidence, and its verdict, is stored
         self._crash: tuple[int, Decision] | None = None
         self._halves: dict[int, list[bytes]] = {}
-        self._write(f"m/{self._slot}", codec.encode(f"m/{self._slot}", self._node))
+        self._written = codec.encode(f"m/{self._slot}", self._node)
+        self._write(f"m/{self._slot}", self._written)
+
+    def resume(self, store: Store) -> bool:
+        """Goes on over another connection, under the same slot. False: it is another store, or this host has moved.
+
+        A slot belongs to the one whose incarnation, which nobody else has, is written there. Counts only ever grow, so
+        what the old connection still brings is known to be old.
+        """
+        address, is_local = store.own_address, store.is_local
+        if (address, is_local) != (self._node.address, self._node.hosts):
+            return False
+        if store.get(f"{self._prefix}/m/{self._slot}", deadline_s=ANSWER_S) != self._written:
+            return False
+        self._store = store
+        return True
 
     def hand_in(self, incident: int, chunks: list[bytes]) -> int:
         for number, chunk in enumerate(chunks):
@@ -205,9 +227,9 @@ class Session:
             self._asked = 0
         dumps = {"asks": max(self._asked, 0), "dumped": self._dumped}
         beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count, **dumps)
-        self._write(f"b/{self._slot}", self._codec.encode(f"b/{self._slot}", beat))
+        head = self._exchange(self._codec.encode(f"b/{self._slot}", beat))
         now = time.monotonic()
-        page = self._read_page(now)
+        page = self._read_page(head, now)
         complete = False
         if self._leader is not None:
             page, complete = self._lead(self._leader, deciding, now)
@@ -215,7 +237,7 @@ class Session:
             if not self._page_bytes or self._unreadable.silent_s(0, now) >= SILENT_S:
                 self._begin_to_lead(Page(leader=self._slot), now)
                 page = self._page
-        elif self._succession.is_orphaned(page, now):
+        elif self._succession.is_orphaned(page, now) and self._succession.is_due(self._slot, page, now):
             beats = self._beats()
             if self._succession.takes_over(self._slot, beats, now):
                 hearing = self._succession.hearing(page.leader, now)
@@ -228,8 +250,8 @@ class Session:
             while self._handed_in:  # nothing expires in the store
                 self._store.delete(f"{self._prefix}/{self._handed_in.pop()}", deadline_s=ANSWER_S)
         silent_s = now - self._page_s if page is not None else 0.0
-        if page is not None:
-            self._name(page)
+        if page is not None and self._leader is None:
+            self._read_members(page)
         answers = self._of_all(page, now) if page is not None else None
         return Seen(
             page=page,
@@ -304,20 +326,28 @@ class Session:
 
     # --- following --------------------------------------------------------------------------------------------------
 
-    def _read_page(self, now: float) -> Page | None:
-        data = self._store.get(f"{self._prefix}/head", deadline_s=ANSWER_S)
+    def _exchange(self, beat: bytes) -> bytes | None:
+        """The beat up, the page down."""
+        mine, head = f"{self._prefix}/b/{self._slot}", f"{self._prefix}/head"
+        if self._page_bytes:
+            return self._store.exchange(mine, beat, head, deadline_s=ANSWER_S)
+        self._store.set(mine, beat, deadline_s=ANSWER_S)
+        return self._store.get(head, deadline_s=ANSWER_S)
+
+    def _read_page(self, data: bytes | None, now: float) -> Page | None:
         if data is None:
             return None
-        if self._leader is not None and data != self._page_bytes:
-            self._leader = None  # somebody has taken over
-        if data != self._page_bytes:
-            self._page_bytes = data
-            try:
-                found = self._codec.decode("head", data, Page)
-            except BadMessage:
-                self._unreadable.hear({0: (data[-200:].hex(), len(data))}, now)
-                return self._page
-            self._page, self._page_s = found, now
+        if data == self._page_bytes:
+            return self._page
+        self._page_bytes, leader, self._leader = data, self._leader, None  # somebody has taken over
+        try:
+            found = self._codec.decode("head", data, Page)
+        except BadMessage:
+            self._unreadable.hear({0: (data[-200:].hex(), len(data))}, now)
+            return self._page
+        if leader is not None and found == leader.page:
+            self._leader = leader  # our own, of which the store's answer was lost
+        self._page, self._page_s = found, now
         return self._page
 
     def _read_decision(self, incident: int) -> None:
@@ -331,46 +361,39 @@ class Session:
             except BadMessage:
                 return
 
-    def _name(self, page: Page) -> None:
-        """A few others, once each."""
-        if len(self._nodes) >= min(page.nodes - 1, MOST_NAMED):
-            return
-        number = self._number()
-        for slot in range(1, min(number, 4 * MOST_NAMED) + 1):
-            if slot != self._slot and slot not in self._nodes and slot not in page.silent:
-                node = self._node_of(slot)
-                if node is not None:
-                    self._nodes[slot] = node
-
     def _word(self, page: Page | None) -> Word:
         if page is None:
             return Word()
         others = [slot for slot in page.stopping if slot != self._slot]
         troubles = tuple(text for slot, text in page.troubles if slot != self._slot)
-        return Word(bool(others), troubles, sum(slot != self._slot for slot in page.quiet))
+        anew = any(slot != self._slot for slot in page.anew)
+        return Word(bool(others), troubles, sum(slot != self._slot for slot in page.quiet), anew=anew)
+
+    def _read_members(self, page: Page) -> None:
+        if page.members == self._edition:
+            return
+        data = self._store.get(f"{self._prefix}/members", deadline_s=ANSWER_S)
+        self._edition = page.members
+        with suppress(BadMessage):
+            self._know_members(self._codec.decode("members", data or b"", Members), page)
+
+    def _know_members(self, members: Members, page: Page) -> None:
+        self._members = {slot: (node, beat) for slot, node, beat in members.nodes}
+        for slot, (node, _) in sorted(self._members.items()):
+            if slot not in (self._slot, *page.silent) and len(self._nodes) < MOST_NAMED:
+                self._nodes[slot] = node
 
     def _know(self, page: Page, now: float) -> tuple[Peer, ...]:
-        """Whom there is something to say of."""
+        """Of whom there is something to say."""
         quiet = {*page.quiet, *page.silent}
         if now - self._page_s >= QUIET_S:
             quiet.add(page.leader)
         self._quiet_since = {slot: self._quiet_since.get(slot, now) for slot in quiet}
-        says = {*page.stopping, *page.failed, *(slot for slot, _ in page.troubles)}
-        told = {page.leader, *quiet, *says, *self._nodes}
-        for slot in sorted(told - {self._slot})[:MOST_PEERS]:
-            before = self._peers.get(slot)
-            node = self._nodes.get(slot) or (before.node if before is not None else self._node_of(slot))
-            if node is None:
-                continue
-            beat = before.beat if before is not None else None
-            changes = slot in says or (page.covered and not self._was_covered)
-            if beat is None or changes or (slot in quiet) != (before is not None and before.silent_s > 0):
-                beat = self._beat_of(slot) or beat
-            silent_s = self._silent_s(slot, page, now) if slot in quiet else 0.0
-            self._peers[slot] = Peer(slot, node, beat, silent_s)
-        self._was_covered = page.covered
-        heard = {slot: peer for slot, peer in self._peers.items() if slot in told}
-        return tuple(heard[slot] for slot in sorted(heard))
+        return tuple(
+            Peer(slot, node, beat, self._silent_s(slot, page, now) if slot in quiet else 0.0)
+            for slot, (node, beat) in sorted(self._members.items())
+            if slot != self._slot
+        )
 
     def _silent_s(self, slot: int, page: Page, now: float) -> float:
         if self._leader is not None:
@@ -378,11 +401,6 @@ class Session:
         if slot == page.leader:
             return now - self._page_s
         return QUIET_S + now - self._quiet_since[slot]
-
-    def _node_of(self, slot: int) -> Node | None:
-        if slot not in self._known:
-            self._learn([slot])
-        return self._known.get(slot)
 
     def _learn(self, slots: Sequence[int]) -> None:
         """Who is under these slots; nothing of a batch in which one is missing."""
@@ -393,12 +411,28 @@ class Session:
                 with suppress(BadMessage):
                     self._known[slot] = self._codec.decode(f"m/{slot}", data, Node)
 
-    def _beat_of(self, slot: int) -> Beat | None:
-        data = self._store.get(f"{self._prefix}/b/{slot}", deadline_s=ANSWER_S)
-        try:
-            return self._codec.decode(f"b/{slot}", data, Beat) if data is not None else None
-        except BadMessage:
-            return None
+    def _beats_of(self, slots: Sequence[int]) -> dict[int, Beat]:
+        """Their beats; none where one is missing."""
+        found = self._store.get_all([f"{self._prefix}/b/{slot}" for slot in slots], deadline_s=ANSWER_S) or []
+        return self._decoded(slots, found)
+
+    def _decoded(self, slots: Sequence[int], found: Sequence[bytes]) -> dict[int, Beat]:
+        """The newest beat of each; one that cannot be read is as if it were not there, and nobody is heard by it.
+
+        Counts only ever grow: what is older than what was read before is a connection's that has been given up, or a
+        stranger's.
+        """
+        beats = {}
+        for slot, data in zip(slots, found, strict=False):
+            try:
+                beat = self._codec.decode(f"b/{slot}", data, Beat)
+            except BadMessage:
+                continue
+            known = self._newest.get(slot)
+            if known is not None and known.incarnation == beat.incarnation and beat.count < known.count:
+                beat = known
+            beats[slot] = self._newest[slot] = beat
+        return beats
 
     # --- a crash ----------------------------------------------------------------------------------------------------
 
@@ -431,11 +465,11 @@ class Session:
 
     def _gather(self, number: int) -> None:
         page = self._page
-        for slot in (page.failed if page is not None else ())[:MOST_HALVES]:
-            beat = self._beat_of(slot) if slot != self._slot and slot not in self._halves else None
-            if beat is None or beat.crash != number or beat.failed < 0:
-                continue
-            self._halves[slot] = self._chunks([f"c/{number}/{slot}/{at}" for at in range(beat.failed)])
+        failed = (page.failed if page is not None else ())[:MOST_HALVES]
+        left = [slot for slot in failed if slot != self._slot and slot not in self._halves]
+        for slot, beat in self._beats_of(left).items():
+            if beat.crash == number and beat.failed >= 0:
+                self._halves[slot] = self._chunks([f"c/{number}/{slot}/{at}" for at in range(beat.failed)])
 
     def _first(self, place: str, decision: Decision) -> Decision:
         """Stores it, where nobody has stored another one; returns what is stored."""
@@ -454,6 +488,7 @@ class Session:
         if stored == data:
             self._page, self._page_bytes, self._page_s = page, data, now
             self._leader = Leader(page, now)
+            self._members_bytes = b""
             self._hearing = hearing or Hearing()
 
     def _lead(self, leader: Leader, deciding: tuple[int, Decision] | None, now: float) -> tuple[Page, bool]:
@@ -465,15 +500,14 @@ class Session:
         # One whose ranks another has now has only come back under another slot.
         silent = tuple(s for s in sorted(here.keys() - heard.keys()) if not heard_ranks.issuperset(here[s].ranks))
         decided = deciding is not None and deciding[0] == leader.page.incident and leader.page.phase == "collecting"
-        if decided and deciding is not None:
-            incident, decision = deciding
-            self._decision = incident, self._first(f"d/{incident}", decision)
         quiet = tuple(
             slot for slot in here if self._hearing.silent_s(slot, now) >= QUIET_S and (slot in silent or slot in heard)
         )
         given = Given(heard, silent, decided, quiet, beats)
         before = self._page_bytes
-        page = leader.next(given, now)
+        page = leader.page = self._introduce(leader.next(given, now), beats)
+        if deciding is not None and decided and page.phase == "decided":  # it is there before the page says so
+            self._decision = page.incident, self._first(f"d/{page.incident}", deciding[1])
         data = self._codec.encode("head", page)
         stored = self._store.compare_set(f"{self._prefix}/head", before, data, deadline_s=ANSWER_S)
         if stored != data:
@@ -481,32 +515,58 @@ class Session:
             return page, False
         self._page, self._page_bytes, self._page_s = page, data, now
         if page.phase == "collecting":
-            self._fetch(page.incident, heard)
+            self._fetch(page.incident, heard, now)
         return page, leader.is_complete(given, now) and self._has_fetched(page.incident, heard)
 
+    def _introduce(self, page: Page, beats: Mapping[int, Beat]) -> Page:
+        """Writes ``Members`` where that has changed, and returns the page with its edition."""
+        says = (*page.silent, *page.stopping, *(slot for slot, _ in page.troubles), *page.failed, *page.quiet)
+        named = sorted(beats.keys() - set(page.silent))[: MOST_NAMED + 1]
+        most = CROWD_MEMBERS if page.nodes > CROWD else MOST_MEMBERS
+        told = [slot for slot in dict.fromkeys((page.leader, *says, *named)) if slot in beats][:most]
+        self._learn([slot for slot in told if slot not in self._known])
+        members = Members(tuple((s, self._known[s], _lasting(beats[s])) for s in sorted(told) if s in self._known))
+        data = self._codec.encode("members", members)
+        if data != self._members_bytes:
+            self._write("members", data)
+            page = structs.replace(page, members=page.members + 1)
+            self._members_bytes, self._edition = data, page.members
+            self._know_members(members, page)
+        return page
+
     def _number(self) -> int:
-        data = self._store.get(f"{self._prefix}/n", deadline_s=ANSWER_S)
-        return min(int(data), 1 << 16) if data is not None and data.isdigit() else 0
+        data = self._store.read(f"{self._prefix}/n", deadline_s=ANSWER_S)
+        return min(int(data), 1 << 16) if data.isdigit() else 0
 
     def _beats(self) -> dict[int, Beat]:
-        new = (slot for slot in range(1, self._number() + 1) if slot not in self._slots)
-        for slot in islice(new, NEW_AT_ONCE):  # a number in the store may be anybody's
-            if self._store.get(f"{self._prefix}/b/{slot}", deadline_s=ANSWER_S) is not None:
-                self._slots.add(slot)
+        self._discover(self._number())
         slots = sorted(self._slots)
-        found = self._store.get_all([f"{self._prefix}/b/{slot}" for slot in slots], deadline_s=ANSWER_S) or []
-        beats = {}
-        for slot, data in zip(slots, found, strict=False):
-            try:
-                beats[slot] = self._codec.decode(f"b/{slot}", data, Beat)
-            except BadMessage:
-                continue  # as if it were not there: nobody is heard by it
-        return beats
+        found = self._store.read_all([f"{self._prefix}/b/{slot}" for slot in slots], deadline_s=ANSWER_S)
+        return self._decoded(slots, found)
 
-    def _fetch(self, incident: int, heard: Mapping[int, Beat]) -> None:
+    def _discover(self, number: int) -> None:
+        """Who has come. A number in the store may be anybody's, so it goes through the slots bit by bit."""
+        new = [slot for slot in range(1, number + 1) if slot not in self._slots]
+        after = bisect_right(new, self._asked_to)
+        new = new[after:] + new[:after]
+        batches = [new[at : at + NEW_AT_ONCE] for at in range(0, len(new), NEW_AT_ONCE)][::-1]
+        for _ in range(MOST_QUESTIONS):
+            if not batches:
+                return
+            batch = batches.pop()
+            self._asked_to = batch[-1]
+            if self._store.has([f"{self._prefix}/b/{slot}" for slot in batch], deadline_s=ANSWER_S):
+                self._slots.update(batch)
+            elif len(batch) > 1:
+                middle = len(batch) // 2
+                batches += [batch[middle:], batch[:middle]]
+
+    def _fetch(self, incident: int, heard: Mapping[int, Beat], now: float) -> None:
         if self._evidence_of != incident:
             self._evidence, self._evidence_of = {}, incident
         for slot, beat in heard.items():
+            if time.monotonic() - now > FETCH_S:
+                return
             mine = beat.incident == incident and slot != self._slot
             if not mine or beat.chunks < 0 or slot in self._evidence:
                 continue
@@ -521,3 +581,9 @@ class Session:
 
     def _write(self, place: str, data: bytes) -> None:
         self._store.set(f"{self._prefix}/{place}", data, deadline_s=ANSWER_S)
+
+
+def _lasting(beat: Beat) -> Beat:
+    """What all may know of it: nothing that changes with every step."""
+    kept = {name: getattr(beat, name) for name in ("ranks", "world", "attempt", "doing", "trouble", "agent", "crash")}
+    return Beat(beat.incarnation, 0, failed=beat.failed, **kept)

@@ -58,14 +58,15 @@ class Address:
 class Store:
     """One connection. Not safe for use by several threads at once. Every method raises ``StoreError``.
 
-    ``deadline_s`` of each: how long it may take in all, sending included.
+    ``deadline_s`` of each: how long it may take in all, sending included; of the first, how long until it greets.
     """
 
     def __init__(self, address: Address, *, deadline_s: float = CONNECT_S) -> None:
         self.address = address
         self._deadline = time.monotonic() + deadline_s
         try:
-            self._socket = socket.create_connection((address.host, address.port), timeout=deadline_s)
+            place, patience_s = (address.host, address.port), min(deadline_s, CONNECT_S)
+            self._socket = socket.create_connection(place, timeout=patience_s)
         except OSError as error:
             raise StoreError(f"no store at {address}: {error.strerror or error}", _lost(error)) from error
         self._socket.setblocking(False)
@@ -119,15 +120,37 @@ class Store:
         self._send(bytes([_GET]) + _key(key))
         return self._bytes()
 
-    def get_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes] | None:
-        """What is stored under all of ``keys``; None where one of them is missing."""
+    def read(self, key: str, *, deadline_s: float) -> bytes:
+        """What is stored under a key that was there once, and that nobody deletes: it is not asked for first."""
+        self._deadline = time.monotonic() + deadline_s
+        self._send(bytes([_GET]) + _key(key))
+        return self._bytes()
+
+    def exchange(self, key: str, value: bytes, wanted: str, *, deadline_s: float) -> bytes:
+        """Stores ``value``, and returns what is stored under ``wanted``, as ``read`` does: one question in all."""
+        self._deadline = time.monotonic() + deadline_s
+        self._send(bytes([_SET]) + _key(key) + _value(value) + bytes([_GET]) + _key(wanted))
+        return self._bytes()
+
+    def has(self, keys: Sequence[str], *, deadline_s: float) -> bool:
+        """Whether something is stored under each of them."""
+        self._deadline = time.monotonic() + deadline_s
+        return self._has(keys)
+
+    def read_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes]:
+        """``read`` of many."""
         self._deadline = time.monotonic() + deadline_s
         if not keys:
             return []
-        if not self._has(keys):
-            return None
         self._send(bytes([_MULTI_GET]) + _count(len(keys)) + b"".join(map(_key, keys)))
         return [self._bytes() for _ in keys]
+
+    def get_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes] | None:
+        """What is stored under all of ``keys``; None where one of them is missing."""
+        self._deadline = time.monotonic() + deadline_s
+        if keys and not self._has(keys):
+            return None
+        return self.read_all(keys, deadline_s=self._deadline - time.monotonic())
 
     def add(self, key: str, amount: int, *, deadline_s: float) -> int:
         """Adds to a number (0 where nothing is stored) and returns the sum."""

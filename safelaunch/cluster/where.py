@@ -21,8 +21,9 @@ NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 class Meeting:
     """The store in which the supervisors of one job meet, and what all their keys begin with.
 
-    ``nodes``: with fewer of them, torchrun starts no rank. ``node_rank``: this one's, where the command line gives it.
-    ``to_start``: it is no store of torchrun's; a supervisor on that host has to start it.
+    ``nodes``: with fewer of them, torchrun starts no rank; ``most_nodes``: so many may come. ``node_rank``: this
+    one's, where the command line gives it. ``to_start``: it is no store of torchrun's; a supervisor on that host has
+    to start it.
     """
 
     address: Address
@@ -30,6 +31,7 @@ class Meeting:
     nodes: int = 2
     node_rank: int | None = None
     to_start: bool = False
+    most_nodes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,11 @@ class _Torchrun:
 
     @property
     def has_one_node(self) -> bool:
-        return _most_nodes(self.option("nnodes", "--nn", "1")) == 1 or self.command.has_flag("--standalone")
+        return self.most_nodes == 1 or self.command.has_flag("--standalone")
+
+    @property
+    def most_nodes(self) -> int:
+        return _most_nodes(self.option("nnodes", "--nn", "1"))
 
     @property
     def least_nodes(self) -> int:
@@ -93,7 +99,8 @@ def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str 
     agents = torchrun.store() if torchrun is not None else Alone(_NO_TORCHRUN)
     run_id = torchrun.run_id if torchrun is not None else _run_id(environ)
     if named is None and torchrun is not None and isinstance(agents, Address):
-        return Meeting(agents, _prefix(run_id), torchrun.least_nodes, torchrun.node_rank)
+        least, most = torchrun.least_nodes, torchrun.most_nodes
+        return Meeting(agents, _prefix(run_id), least, torchrun.node_rank, most_nodes=most)
     named = named or _scheduled_port(environ)
     if named is None:
         assert isinstance(agents, Alone)

@@ -6,6 +6,7 @@ It answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -156,11 +157,16 @@ class Server:
         self._listener.bind(os.fspath(path))
         self._listener.listen(MOST_CLIENTS)
         self._listener.setblocking(False)
+        self._knocks = select.poll()  # cheaper than an accept that fails, several times a second
+        self._knocks.register(self._listener, select.POLLIN)
         self._clients: list[Client] = []
 
     def poll(self, handle: Callable[[Request, Client], None]) -> None:
         """Accepts connections and passes complete requests to ``handle``, which answers now or later."""
-        self._accept()
+        if self._knocks.poll(0):
+            self._accept()
+        if not self._clients:
+            return
         now = time.monotonic()
         for client in self._clients:
             if client.until_s is None:

@@ -47,6 +47,7 @@ from safelaunch.system import procstat
 TRIES = 3
 LEAVES_S = 1.0  # for the guardian to exit after its dismissal, or to report the job's end
 MEND_EVERY_S = 1.0
+AGENT_EVERY_S = 1.0  # only a guardian that is stopped does not report the agent's end
 
 
 class Guardian:
@@ -67,6 +68,7 @@ class Guardian:
         self._rest = b""
         self._told: list[ProcessId] = []
         self._ended_s: float | None = None  # when we noticed the agent's end
+        self._agent_due_s = 0.0  # when we look at the agent ourselves
         self._mended_s = 0.0
         self._lines = _lifelines(run)
         self._fork: Callable[[], None] = lambda: None
@@ -147,6 +149,11 @@ class Guardian:
             self._status = process.reap(self._agent.pid)
         return self._status
 
+    @property
+    def adopts_orphans(self) -> bool:
+        """Whether the first guardian lives: the job's orphans become its children, later they become ours."""
+        return self._is_parent
+
     def adopt(self, member: ProcessId) -> None:
         """Reports a process that the guardian could not find by itself."""
         self._told = [*(one for one in self._told if one.is_alive()), member]
@@ -186,10 +193,12 @@ class Guardian:
     def _look_after(self, now: float) -> None:
         """Replaces a dead guardian, and kills a stopped one that does not report the agent's end."""
         assert self._agent is not None
-        if self.pid and self._is_parent and not self._agent.is_alive():
-            self._ended_s = self._ended_s or now
-            if now - self._ended_s > LEAVES_S:
-                os.kill(self.pid, signal.SIGKILL)  # then the agent is our child, and we get its status
+        if self.pid and self._is_parent and (self._ended_s or now >= self._agent_due_s):
+            self._agent_due_s = now + AGENT_EVERY_S
+            if not self._agent.is_alive():
+                self._ended_s = self._ended_s or now
+                if now - self._ended_s > LEAVES_S:
+                    os.kill(self.pid, signal.SIGKILL)  # then the agent is our child, and we get its status
         status = process.reap(self.pid) if self.pid else None
         if status is not None:
             if self._is_parent:

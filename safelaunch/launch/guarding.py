@@ -28,7 +28,7 @@ NAME = "sl-guardian"
 GO, WELL = b"go", b"well"
 GRACE_S = 5.0
 LOOK_EVERY_S = 1.0  # of a guardian that is not the job's parent
-ORPHANS_EVERY_S = 0.25  # its own children are one small file
+ORPHANS_EVERY_S = 0.25  # reading its own children is one system call
 CHASE_S = 0.05
 LEAVE_IT = os.WEXITED | os.WNOHANG | os.WNOWAIT  # for waitid: only look, the process stays a zombie
 LEAST_IDLE = 500  # on a node with many processes, a look takes longer and comes less often: 0.2 % of a core
@@ -56,6 +56,7 @@ class First:
         self._ended = False
         self._helpers: set[ProcessId] = set()
         self._noted: set[int] = set()
+        self._children = process.Children()
         self._supervisor = post.supervisor
 
     def guard(self, become: Callable[[], NoReturn], at_once: bool) -> None:
@@ -135,7 +136,7 @@ class First:
 
     def _note_orphans(self) -> None:
         """Records orphans for the next guardian, in case we are killed together with the supervisor."""
-        for pid in process.children():
+        for pid in self._children.new():
             if pid not in self._noted and (orphan := process.identify(pid)) is not None:
                 self._noted.add(pid)
                 note(self._run, "orphan", str(orphan))

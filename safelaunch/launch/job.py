@@ -17,7 +17,6 @@ EXIT_HUNG = 124
 EXIT_GAVE_UP = 125
 GRACE_S = 5.0
 RANK_GRACE_S = 1.0
-ORPHANS_EVERY_S = 0.2  # on every tick of the loop: our children are a few small files
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +36,20 @@ class JobProcesses:
         self.agent = agent
         self._guardian = guardian
         self._orphans: set[ProcessId] = set()
-        self._next_look_s = 0.0
 
     def ended(self) -> int | None:
         """The wait status of the agent once it has ended, else None. Also replaces a dead guardian."""
         return process.reap(self.agent.pid) if self._guardian is None else self._guardian.ended()
 
-    def look_for_orphans(self, now: float) -> None:
-        """Adopts the job's orphans after the death of its first guardian, and reports them to the next."""
-        if now < self._next_look_s:
+    def look_for_orphans(self) -> None:
+        """Adopts the job's orphans after the death of its first guardian, and reports them to the next.
+
+        While that guardian lives, it adopts them, and there is nothing to look for.
+        """
+        if self._guardian is None or self._guardian.adopts_orphans:
             return
-        self._next_look_s = now + ORPHANS_EVERY_S
         for orphan in process.adopted([self.agent.pid, *self._not_the_jobs()]):
-            if orphan not in self._orphans and self._guardian is not None:
+            if orphan not in self._orphans:
                 self._orphans.add(orphan)
                 self._guardian.adopt(orphan)
 
@@ -92,6 +92,9 @@ class JobProcesses:
 STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 
 
+WAKES = frozenset(int(number) for number in (*FORWARDED, signal.SIGCHLD, signal.SIGALRM))
+
+
 class Forwarder:
     """Waits for a signal or a child's end, whichever comes first, and forwards each signal to the job once."""
 
@@ -104,7 +107,7 @@ class Forwarder:
         # Not sigtimedwait: if it times out and is interrupted as well (Ctrl-Z, then fg), CPython 3.11 returns an
         # uninitialised siginfo, and the job would get a signal that nobody sent.
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        info = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD, signal.SIGALRM})
+        info = signal.sigwaitinfo(WAKES)
         if info.si_signo not in FORWARDED:
             return
         if info.si_signo in STOPPING:

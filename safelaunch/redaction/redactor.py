@@ -50,6 +50,8 @@ _UNIT = re.compile(
 )
 _COUNTS = re.compile(r"last_|ranks?\b|pg_id|version|(?:record|collective_seq|p2p_seq|op)_id|name\b")  # keys of a dump
 _BEFORE = 24  # characters that are looked at
+_REMEMBERED_LENGTH = 256  # of a text
+_MOST_REMEMBERED = 8192
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,30 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """Text that we have put together, without secrets."""
-        return replaced(text, self._secrets_in(text, by_rule)) if text else text
+        return self._remembered(text, self._texts, short=False) if text else text
 
     def said(self, text: str) -> str:
         """The job's own words, without secrets: the short ones go as well."""
-        return replaced(text, self._secrets_in(text, by_rule, short=True)) if text else text
+        return self._remembered(text, self._words, short=True) if text else text
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        """The newest short texts and what became of them: all ranks of a job have the same frames."""
+        return {}
+
+    @cached_property
+    def _words(self) -> dict[str, str]:
+        return {}
+
+    def _remembered(self, text: str, known: dict[str, str], *, short: bool) -> str:
+        found = known.get(text)
+        if found is None:
+            found = replaced(text, self._secrets_in(text, by_rule, short=short))
+            if len(text) <= _REMEMBERED_LENGTH:
+                if len(known) >= _MOST_REMEMBERED:
+                    known.clear()
+                known[text] = found
+        return found
 
     def argv(self, words: Iterable[str]) -> list[str]:
         """A command line without secrets."""
@@ -363,9 +384,30 @@ def _is_number(item: object) -> bool:
     return isinstance(item, str) and item.isdigit()
 
 
+def _texts_in(value: Any) -> set[str]:
+    """Every text in lists, tuples and dicts, and in bytes."""
+    found: set[str] = set()
+    waiting: list[Iterable[Any]] = [(value,)]
+    seen: set[int] = set()
+    while waiting:
+        for part in waiting.pop():
+            if isinstance(part, str):
+                found.add(part)
+            elif isinstance(part, bytes):
+                found.add(part.decode("utf-8", "surrogateescape"))
+            elif isinstance(part, (dict, list, tuple)) and id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
+                if isinstance(part, dict):
+                    waiting.append(part.values())
+    return found
+
+
 def _walk(value: Any, clean: Callable[[str], str], done: dict[int, Any]) -> Any:
     """As ``_same_or``, all the way down; ``done``: what is in ``value`` many times, by identity, is looked at once."""
     known: dict[str, str] = {}
+    if all(clean(text) == text for text in _texts_in(value)):
+        return value
 
     def visit(item: Any) -> Any:
         if isinstance(item, str):

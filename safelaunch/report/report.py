@@ -9,13 +9,18 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from safelaunch.model import Artifact, Claim, Culprit, Evidence, NodeAtFault, NodeEvidence, Verdict, format_ranks
 from safelaunch.report.overview import Overview, RankRow, ReadLine, culprit_lines, frame_text, overview, stack_lines
 from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
 from safelaunch.system.printable import clean, clean_lines, is_clean
+
+if TYPE_CHECKING:
+    import jinja2
 
 MAX_LINES = 22
 _LOG_LINES = 15
@@ -270,19 +275,25 @@ def _log(evidence: Evidence, rank: int) -> str:
 # --- report.html --------------------------------------------------------------------------------------------------
 
 
-def html(
-    verdict: Verdict, evidence: Evidence, artifacts: Sequence[Artifact], *, read_line: ReadLine | None = None
-) -> str:
-    """``report.html``: the same content as one page that loads nothing from elsewhere."""
+@cache
+def template() -> jinja2.Template:
+    """The page, compiled: that takes longer than filling it in."""
     import jinja2
 
-    template = resources.files("safelaunch.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    text = resources.files("safelaunch.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["clean"] = lambda value: clean(str(value))
+    return environment.from_string(text)
+
+
+def html(
+    verdict: Verdict, evidence: Evidence, artifacts: Sequence[Artifact], *, read_line: ReadLine | None = None
+) -> str:
+    """``report.html``: the same content as one page that loads nothing from elsewhere."""
     laid_out = overview(evidence)
-    return environment.from_string(template).render(
+    return template().render(
         verdict=verdict,
         outcome=_OUTCOMES[verdict.outcome],
         victims=_ranks(verdict.victims) if verdict.victims else "",

@@ -40,7 +40,9 @@ class Page:
     @property
     def intact(self) -> bool:
         """Whether the constant words still have their values. If not, the page was overwritten and is worthless."""
-        return self.ready and (self._named is None or self.pid == self._named[2])
+        words = self._words
+        named = self._named
+        return words[layout.READY] == layout.MAGIC and (named is None or words[layout.PID] == named[2])
 
     @property
     def named(self) -> tuple[int, int, int]:
@@ -115,7 +117,9 @@ class Page:
         counts = tuple(w[layout.FIRST_OPTIMIZER : layout.FIRST_OPTIMIZER + optimizers])
         user = w[layout.USER_STEPS]
         length = min(w[layout.PHASE_LENGTH], layout.PHASE_MAX)
-        phase = self._map[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length]
+        phase = (
+            self._map[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length].decode("utf-8", "replace") if length else ""
+        )
         return Progress(
             rank=w[layout.RANK],
             local_rank=w[layout.LOCAL_RANK],
@@ -129,7 +133,7 @@ class Page:
             claimed_ns=w[layout.CLAIMED_NS],
             first_step_ns=w[layout.FIRST_STEP_NS],
             last_step_ns=w[layout.LAST_STEP_NS],
-            phase=phase.decode("utf-8", "replace"),
+            phase=phase,
             phase_since_ns=w[layout.PHASE_SINCE_NS],
             phase_timeout_s=w[layout.PHASE_TIMEOUT_NS] / 1e9,
             paused=w[layout.PAUSED] != 0,
@@ -165,13 +169,14 @@ class EventReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._name = os.fspath(path)
         self._offset = 0
         self._decoder = msgspec.json.Decoder(AgentEvent)
 
     def read(self) -> list[AgentEvent]:
         """Returns the events since the last call. Skips lines that it cannot decode."""
         try:
-            if self._path.stat().st_size <= self._offset:
+            if os.stat(self._name).st_size <= self._offset:  # noqa: PTH116 - several times a second
                 return []
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -226,6 +231,7 @@ class Roster:
 
     def __init__(self, run: RunPaths) -> None:
         self._run = run
+        self._directory = os.fspath(run.pages)
         self._events = EventReader(run.agent_events)
         self._pages: dict[str, Page] = {}
         self._ignored: set[str] = set()
@@ -277,10 +283,10 @@ class Roster:
     def _find_pages(self) -> None:
         """Reads the directory only if a file appeared or disappeared, or a page was not ready yet."""
         try:
-            changed_ns = self._run.pages.stat().st_mtime_ns
+            changed_ns = os.stat(self._directory).st_mtime_ns  # noqa: PTH116 - several times a second
             if changed_ns == self._seen_ns:
                 return
-            names = {entry.name for entry in os.scandir(self._run.pages)}
+            names = {entry.name for entry in os.scandir(self._directory)}
         except OSError:
             return
         # Two changes may fall into one tick of the file system's clock, so a recent change is read again.
@@ -312,26 +318,28 @@ class Roster:
         exited, the worker itself, and the latest claim. If any rank has its number from its environment, processes
         without one are ignored.
         """
-        chosen: dict[int, tuple[tuple[int, ...], Page]] = {}
+        claims: dict[int, list[Page]] = {}
+        explicit = False
         for page in self._pages.values():
-            attempt, _, pid = page.named
-            if attempt != self.attempt or page.kind == layout.LAUNCHER or page.start_ticks < self._oldest_ticks:
+            kind = page.kind
+            if page.named[0] != self.attempt or kind == layout.LAUNCHER or page.start_ticks < self._oldest_ticks:
                 continue
-            rank = page.rank
-            last_step, user_steps, state, _ = page.marks()
-            worker = self.workers.get(rank)
-            score = (
-                int(page.kind == layout.EXPLICIT),
-                int(bool(last_step or user_steps)),
-                int(page.server_up or layout.TORCH <= state < layout.EXITED),
-                int(state != layout.EXITED),
-                int(worker is not None and worker.pid == pid),
-                page.claimed_ns,
-            )
-            if rank not in chosen or score > chosen[rank][0]:
-                chosen[rank] = (score, page)
-        explicit = any(score[0] for score, _ in chosen.values())
-        return {rank: page for rank, (score, page) in sorted(chosen.items()) if score[0] or not explicit}
+            claims.setdefault(page.rank, []).append(page)
+            explicit = explicit or kind == layout.EXPLICIT
+        chosen = ((rank, max(pages, key=self._score) if len(pages) > 1 else pages[0]) for rank, pages in claims.items())
+        return dict(sorted((rank, page) for rank, page in chosen if not explicit or page.kind == layout.EXPLICIT))
+
+    def _score(self, page: Page) -> tuple[int, ...]:
+        last_step, user_steps, state, _ = page.marks()
+        worker = self.workers.get(page.rank)
+        return (
+            int(page.kind == layout.EXPLICIT),
+            int(bool(last_step or user_steps)),
+            int(page.server_up or layout.TORCH <= state < layout.EXITED),
+            int(state != layout.EXITED),
+            int(worker is not None and worker.pid == page.named[2]),
+            page.claimed_ns,
+        )
 
     def companion(self, page: Page, suffix: str) -> Path:
         return self._run.of_page(page.name, suffix)

@@ -88,6 +88,7 @@ class CrashCase:
         self._exits = exits
         self._failure: _Failure | None = None  # of the current attempt
         self._exits_known = False  # the agent has said which rank ended first, and how
+        self._ended_for = ""  # why torchrun has ended ranks none of which had failed; if it starts others, that is all
         self._due: deque[_Failure] = deque()  # ready for their bundle
         self._writing: Task[Report | None] | None = None
 
@@ -108,12 +109,17 @@ class CrashCase:
     def on_agent(self, event: AgentEvent) -> None:
         """Handles one event of the agent; call it in their order."""
         if event.event == "started":
-            self._failure, self._exits_known = None, False
+            if self._ended_for:
+                say(f"torchrun has started the ranks here anew, though none of them had failed: {self._ended_for}")
+            self._failure, self._exits_known, self._ended_for = None, False, ""
             self._together.crash.anew()
         elif event.event == "failing":
             failure = self._begin()
             failure.error = failure.error or self._about.redactor.said(event.error)
             self._exits_known = True
+        elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
+            # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
+            self._ended_for = self._ended_for or self._together.crash.another_round()
         elif event.event == "closed":
             self._tell()
 
@@ -219,7 +225,12 @@ class CrashCase:
             if met.verdict is not None:
                 found = _with_notes(found, notes)
                 return incident.finish(found, common=_common(found, met, met.verdict))
-            word = met.word if self._together.crash.has_trouble else self._together.last_words()
+            is_known = self._together.crash.has_trouble or met.word.anew
+            word = met.word if is_known else self._together.last_words()
+            if word.anew and not (word.troubles or self._together.crash.has_trouble):
+                incident.discard(found)
+                say("torchrun starts the ranks of another node anew, and that has ended those of this one")
+                return None
             if word.stopping:
                 incident.discard(found)
                 say("the job was stopped on another node: that is what has ended the ranks of this one")

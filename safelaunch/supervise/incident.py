@@ -225,6 +225,13 @@ def take_evidence(
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
 
 
+def prepare() -> None:
+    """Imports what verdict and reports need while the job is given time to move: most runs never stall."""
+    from safelaunch.report import report
+
+    report.template()
+
+
 def _add_rank(side: RankEvidence, staging: Staging) -> None:
     staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 

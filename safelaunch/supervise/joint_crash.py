@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from safelaunch.bundle.publishing import name_of
 from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.evidence import aged, condensed, expanded, merged
+from safelaunch.cluster.evidence import Shared, aged, condensed, expanded, merged
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Page
 from safelaunch.cluster.session import Seen, Word
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, Verdict
@@ -68,7 +68,15 @@ class JointCrash:
         """The ranks have been started anew."""
         self._past = None
         if self._channel is not None:
-            self._channel.tell(trouble="", crash=0, failed=-1)
+            self._channel.tell(trouble="", crash=0, failed=-1, anew=False)
+
+    def another_round(self) -> str:
+        """torchrun has ended the ranks here, none of which had failed: it is about to start others. Returns why."""
+        if self._channel is None:
+            return "nodes have joined or left"
+        self._channel.tell(anew=True)
+        troubles = self._channel.seen.word.troubles
+        return f"on another node, {troubles[0]}" if troubles else "nodes have joined or left"
 
     def settle(self, half: Evidence) -> Told:
         """What all nodes make of a failure that ranks of this one are part of. Takes ``CRASH_S``, and a little more.
@@ -87,7 +95,8 @@ class JointCrash:
             seen = channel.seen
             if seen.crash is not None and seen.crash[0] == number + 1:
                 break
-            if seen.word.stopping or seen.page is None:
+            excused = seen.word.anew and not seen.word.troubles and not self.has_trouble
+            if seen.word.stopping or excused or seen.page is None:
                 return Told(seen.word)
             if not judged_it and self._may_judge(seen, seen.page, past_s):
                 channel.gather()
@@ -141,8 +150,8 @@ class JointCrash:
 
 
 def _halves(seen: Seen) -> tuple[Evidence, ...]:
-    found = []
+    found, shared = [], Shared()
     for _, chunks in sorted(seen.halves.items()):
         with suppress(BadMessage):
-            found.append(expanded(chunks))
+            found.append(expanded(chunks, shared))
     return tuple(found)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.evidence import condensed, merged, received
-from safelaunch.cluster.messages import BadMessage, Page
+from safelaunch.cluster.evidence import Shared, condensed, merged, received
+from safelaunch.cluster.messages import BadMessage, Page, share_of
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.supervise.incident import Circumstances
@@ -58,8 +58,7 @@ class JointDump:
 
     def wanted(self, now: float) -> int | None:
         """The number of a dump that another node asks for, and this one has not taken part in."""
-        page = self._page()
-        if self._channel is None or page is None or now < self._next_s:
+        if self._channel is None or now < self._next_s or (page := self._page()) is None:
             return None
         answers = self._channel.seen.answers
         known = self._known | ({answers.number} if answers is not None else set())
@@ -69,9 +68,16 @@ class JointDump:
             self._next_s = now + DUMP_EVERY_S
         return number
 
+    @property
+    def _share(self) -> int:
+        page = self._page()
+        return share_of(page.nodes if page is not None else 1)
+
     def hand_in(self, number: int, evidence: Evidence) -> None:
         if self._channel is not None:
-            self._channel.hand_in_dump(number, condensed(without_secrets(evidence, self._about.redactor)))
+            self._channel.hand_in_dump(
+                number, condensed(without_secrets(evidence, self._about.redactor), share=self._share)
+            )
 
 
 def whole_of(
@@ -81,12 +87,13 @@ def whole_of(
     others: list[Evidence] = []
     notes: list[str] = []
     files: dict[str, bytes] = {}
+    hosts, shared = {host}, Shared()
     for slot, chunks in sorted(handed_in.items()):
         try:
-            other, its = received(chunks)
-            hosts = {host, *(rank.host for one in others for rank in one.ranks)}
+            other, its = received(chunks, shared)
             others.append(other)
             files |= {apart(name, slot, hosts): content for name, content in its.items()}
+            hosts |= {rank.host for rank in other.ranks}
         except BadMessage as error:
             notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
     everything = merged(own, others)

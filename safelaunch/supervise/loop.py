@@ -35,7 +35,8 @@ from safelaunch.watch.rhythm import Bounds
 from safelaunch.watch.stall import Policy, confirm_after_s
 
 TICK_S = 0.25
-BUSY_TICK_S = 0.05
+BUSY_TICK_S = 0.02
+LATE_S = 0.001  # never wakes before the moment that it waits for
 WRITE_PATIENCE_S = 90.0
 CAPTURE_PATIENCE_S = 20.0
 TOUCH_EVERY_S = 3600.0
@@ -122,11 +123,11 @@ class Supervisor:
         controlgroup.sweep()
         while (status := self._processes.ended()) is None:
             busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
-            self._forwarder.wait(BUSY_TICK_S if busy else TICK_S)
+            self._forwarder.wait(BUSY_TICK_S if busy else self._until_due_s(time.monotonic()))
             self._guarded_tick()
             if self._watching:
                 self._together.tick(time.monotonic(), stopping=self._forwarder.stop_requested)
-            self._processes.look_for_orphans(time.monotonic())
+            self._processes.look_for_orphans()
             self._keep_leases_young(time.monotonic())
         if os.WIFSIGNALED(status) and self._ending is None:
             self._end_survivors(status)
@@ -139,6 +140,11 @@ class Supervisor:
             return self._verdict.code << 8
         # torchrun had no restart left for the ranks that we ended, or nothing reported the attempt that failed.
         return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
+
+    def _until_due_s(self, now: float) -> float:
+        """How long the loop may rest: a tick, or until the slowest rank's time is up."""
+        due_s = self._watch.state.due_s - now
+        return min(TICK_S, due_s + LATE_S) if due_s > 0 else TICK_S
 
     @property
     def began_nothing(self) -> bool:
@@ -245,6 +251,9 @@ class Supervisor:
             self._act_with_all(report)
         elif report.verdict.outcome == "dump" or self._on_stall_is("dump") or not self._agent_lives():
             self._show(report)
+        elif self._stall.attempt != self._watch.attempt:
+            self._show(report)
+            say("torchrun has started the ranks anew meanwhile: the job continues")
         elif self._on_stall_is("restart"):
             self._show(report)
             if self._give_up_or_go_on(report):

@@ -90,7 +90,8 @@ class StallCase:
         self._waited_s = 0.0  # the longest wait that the job recovered from
         self._writing: Task[Report | None] | None = None
         self._agreed = False
-        self.attempt = (0, 0)  # the attempt that all nodes have found to hang
+        self.attempt = (0, 0)  # the attempt that was found to hang, here or by all nodes
+        self._looked_at: tuple[int, int] | None = None  # the attempt under suspicion
         self._said_undecided = False
 
     @property
@@ -135,6 +136,9 @@ class StallCase:
             self.abandon()
         elif event is not None and event.kind == "recovered":
             self._note_recovery(now)
+        if self.looking and self._looked_at not in (None, self._watch.attempt):
+            self.abandon()  # what was suspected is no more
+        self._looked_at = self._watch.attempt if self.looking else None
         if not self.writing:
             self._answer_call(now)
         if self._suspicion is not None and not self.writing:
@@ -146,7 +150,7 @@ class StallCase:
             report = writing.result()
             if report is None or report.action == "dump":
                 self._agreed = False
-            if report is None:  # the job moved, after all
+            if report is None:  # the job moved, or was started anew
                 self._watch.start_again(now)
             return report
         return None
@@ -197,6 +201,7 @@ class StallCase:
         self._looking = None
         if first:
             suspicion.second_look_s = now + suspicion.window_s
+            Task("prepare", incident.prepare)
         else:
             movement = self._movement(suspicion.stall, suspicion.looks)
             if movement == "still":
@@ -253,6 +258,7 @@ class StallCase:
         return take
 
     def _write(self, evidence: Callable[[], Collected], outcome: Outcome) -> None:
+        self.attempt = self._watch.attempt
         self._writing = Task("bundle", lambda: incident.finish(evidence(), outcome))
 
     def _note_recovery(self, now: float) -> None:
@@ -350,11 +356,10 @@ class StallCase:
         def write() -> Report | None:
             found = evidence()
             settled = self._together.settle(number, found.evidence, found.staging.root)
-            if settled is None:
+            if settled is None or (settled.common is not None and not self._together.all_agree(number)):
                 incident.discard(found)
                 return None
             report = incident.finish(found, "hang", settled.common)
-            self._together.all_agree()
             return replace(report, action=settled.action, step=settled.step)
 
         self._writing = Task("bundle", write)

@@ -23,7 +23,7 @@ from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import condensed
 from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.keyfile import BadKeyFile, read_key
-from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote
+from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote, share_of
 from safelaunch.cluster.session import Neighbour, Seen, Word
 from safelaunch.cluster.where import Alone, Meeting, meeting
 from safelaunch.launch.plan import Plan
@@ -205,7 +205,7 @@ class Together:
             seen = self._seen
             met = self._notices is not None and (self._notices.met or self._notices.apart)
             word = dataclasses.replace(seen.word, lost=met and seen.page is None)
-            known = word.stopping or word.troubles or word.quiet or word.lost
+            known = word.stopping or word.troubles or word.quiet or word.lost or word.anew
             if known or not met or time.monotonic() > until:
                 return word
             time.sleep(0.05)
@@ -260,7 +260,7 @@ class Together:
 
     def calls(self) -> Page | None:
         """An incident in which all are to look, and this node does not yet."""
-        page = self._page
+        page = self._page if self._channel is not None else None
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
     def join(self, incident: int) -> None:
@@ -303,8 +303,10 @@ class Together:
         """
         assert self._channel is not None
         page = self._channel.seen.page
-        files = small_files(root, records=page is not None and page.nodes <= FEW) if root is not None else {}
-        self._channel.hand_in(incident, condensed(without_secrets(evidence, self._about.redactor), files))
+        nodes = page.nodes if page is not None else 1
+        files = small_files(root, records=page is not None and nodes <= FEW) if root is not None else {}
+        own = without_secrets(evidence, self._about.redactor)
+        self._channel.hand_in(incident, condensed(own, files, share_of(nodes)))
         whole: Common | None = None
         until = time.monotonic() + SETTLE_S
         while time.monotonic() < until:
@@ -345,14 +347,19 @@ class Together:
         half = Common(verdict, replace(evidence, outcome=verdict.outcome), name)
         return Settled(decision.action, half, decision.step)
 
-    def all_agree(self) -> None:
-        """Where the store is on this host: waits until all others know the decision, for they learn it there."""
-        until = time.monotonic() + AGREE_S
+    def all_agree(self, incident: int) -> bool:
+        """Waits until all others know the decision; nobody acts before. False: torchrun has begun another round.
+
+        What one node does ends ranks on others, which torchrun may start anew; so only what comes before is a reason to
+        go on, and those who host the store, or its ranks, do not take it from under the others.
+        """
+        until = time.monotonic() + AGREE_S + WORD_S
         while time.monotonic() < until:
-            seen = self._seen
-            if seen.page is None or not seen.is_local or seen.page.phase not in ("collecting", "decided"):
-                return
+            page = self._seen.page
+            if page is None or page.incident != incident or page.phase in ("idle", "agreed"):
+                return page is None or page.incident != incident or page.phase == "agreed"
             time.sleep(0.05)
+        return True
 
 
 def _action(on_stall: str) -> Action:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from safelaunch.beacon import layout
 from safelaunch.capture.look import Target
@@ -50,6 +52,7 @@ class Watch:
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
         self._gap = (0.0, 0.0)  # the last time that this supervisor did not run itself: until when, and how long
+        self._pages: dict[int, Page] = {}  # of the newest tick
 
     def tick(self, now: float) -> Glance:
         """Reads everything once. ``now``: CLOCK_MONOTONIC in seconds."""
@@ -67,14 +70,15 @@ class Watch:
         for rank in damaged:
             self.last_progress.pop(rank, None)
         self._damaged.update(damaged)
-        pages = self.roster.pages()
+        self._pages = self.roster.pages()
         marks, raised = [], []
-        for rank, page in pages.items():
+        heard_s = self._pulse.last_s or 0.0
+        for rank, page in self._pages.items():
             progress = page.read()
             self.last_progress[rank] = progress
             if progress.exception_ns and not page.acknowledged:
                 raised.append(rank)
-            marks.append(self._mark(progress, now))
+            marks.append(self._mark(progress, now, heard_s))
         self._learn(tuple(marks), now)
         if now - self.state.last_tick_s > stall.CLOCK_GAP_S:
             self._gap = now, now - self.state.last_tick_s
@@ -136,10 +140,10 @@ class Watch:
                 confirm_s=stall.confirm_after_s(threshold.seconds),
             )
 
-    def _mark(self, progress: Progress, now: float) -> stall.Mark:
+    def _mark(self, progress: Progress, now: float, heard_s: float) -> stall.Mark:
         return stall.Mark(
             rank=progress.rank,
-            claimed_s=max(progress.claimed_ns / 1e9, self._pulse.last_s or 0.0),
+            claimed_s=max(progress.claimed_ns / 1e9, heard_s),
             last_step_s=progress.last_step_ns / 1e9 if progress.last_step_ns else None,
             step=progress.step,
             exited=self._has_ended(progress, now),
@@ -176,7 +180,8 @@ class Watch:
 
         Ranks without a beacon are seen as well: they raise no suspicion, and others may wait for them.
         """
-        marks = [self._mark(progress, now) for progress in self.last_progress.values()]
+        heard_s = self._pulse.last_s or 0.0
+        marks = [self._mark(progress, now, heard_s) for progress in self.last_progress.values()]
         marks += [
             stall.Mark(worker.rank, claimed_s=self.state.base_s, exited=not _lives(worker.pid))
             for worker in self.without_beacon()
@@ -232,7 +237,7 @@ class Watch:
     @property
     def unseen(self) -> tuple[int, ...]:
         """The ranks that this supervisor does not see, because they run on other nodes."""
-        seen = {*self.roster.pages(), *self.roster.workers, *self._damaged}
+        seen = {*self._pages, *self.roster.workers, *self._damaged}
         return tuple(rank for rank in range(self.world_size) if rank not in seen)
 
     @property

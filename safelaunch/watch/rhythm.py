@@ -13,8 +13,11 @@ Times are seconds of CLOCK_MONOTONIC.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
+
+import msgspec
+from msgspec.structs import replace
 
 # Nothing is concluded from the first steps (compilation, autotuning, filling caches), nor before so many are known.
 WARM_UP = 3
@@ -55,8 +58,7 @@ class Pause:
     lasted_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
+class Learned(msgspec.Struct, frozen=True):
     """What is known so far. ``weights``: the histogram, by bucket. ``last_*``: the newest mark that was taken in.
 
     Instead of all older weights fading, each new one is worth more: ``worth`` is what the next step adds.

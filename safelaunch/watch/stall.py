@@ -7,16 +7,18 @@ its slowest stepping rank. Times are seconds of CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 # Between two ticks the supervisor itself was stopped or the machine suspended: what it missed is no stall.
 CLOCK_GAP_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """Thresholds in seconds. ``startup_max_s`` None: before the first step, a rank that computes is never given up."""
 
     stall_s: float
@@ -31,8 +33,7 @@ def confirm_after_s(stall_s: float) -> float:
     return min(10.0, max(2.0, 0.02 * stall_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(msgspec.Struct, frozen=True):
     """One rank's progress: when it last stepped (None: never). ``exited``: its script has ended.
 
     ``claimed_s``: when it started; of a job that marks no step, when it was last heard of.
@@ -56,8 +57,7 @@ class Status(Enum):
     HUNG = "hung"
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """``base_s``: marks older than this count as made then (start of the watch, or the clock started again).
 
     ``covers``: pauses, and phases with a timeout of their own, that are under way: (rank, since).
@@ -71,10 +71,10 @@ class State:
     mark_s: float = 0.0  # the slowest rank's mark that the present suspicion rests on
     covers: frozenset[tuple[int, float]] = frozenset()
     excused: bool = False
+    due_s: float = 0.0  # when the slowest rank is suspected unless it marks progress; 0: nobody is judged
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
+class Stall(msgspec.Struct, frozen=True):
     """Why the job is suspected. ``ranks``: those whose mark is the oldest. ``before_first_step``: none has stepped."""
 
     ranks: tuple[int, ...]
@@ -135,11 +135,13 @@ def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> t
     """One look at the marks. Emits ``suspect`` (take a closer look now), ``recovered`` or ``clock-restarted``."""
     if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
         return State(base_s=now, last_tick_s=now), Event("clock-restarted")
-    state = _uncovered(replace(state, last_tick_s=now), marks, policy, now)
+    covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
+    base_s = _base_s(state, covers, policy, now)
     if state.status is Status.HUNG:
-        return state, None
-    stall = oldest(marks, policy, state.base_s, now)
-    state = replace(state, excused=stall is None)
+        return replace(state, last_tick_s=now, base_s=base_s, covers=covers), None
+    stall = oldest(marks, policy, base_s, now)
+    due_s = max(stall.mark_s + stall.threshold_s, state.look_again_s) if stall is not None else 0.0
+    state = replace(state, last_tick_s=now, base_s=base_s, covers=covers, excused=stall is None, due_s=due_s)
     if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
         if state.status is Status.UNDECIDED:
             return replace(state, status=Status.WATCHING), Event("recovered", stall)
@@ -150,15 +152,14 @@ def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> t
     return replace(state, status=Status.CONFIRMING, mark_s=stall.mark_s), Event("suspect", stall)
 
 
-def _uncovered(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> State:
+def _base_s(state: State, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
     """Starts the clock again when a long pause or timed phase has ended: its peers have waited for it all the while.
 
     Those no longer than the plain threshold start nothing again: ranks that go in and out of them must not hide another
     that is stuck.
     """
-    covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
     waited_s = max((now - since for _, since in state.covers - covers), default=0.0)
-    return replace(state, covers=covers, base_s=now if waited_s > policy.stall_s else state.base_s)
+    return now if waited_s > policy.stall_s else state.base_s
 
 
 def limit_s(policy: Policy, stall: Stall, movement: Movement) -> float | None:

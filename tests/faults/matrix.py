@@ -9,15 +9,12 @@ import fault_ranks
 import fault_tools
 from row import Row
 
-# The shorter form, which runs with the other tests: the cheapest row of each kind.
+# The shorter form, which runs with the other tests: the cheapest row of each kind that no other test is about.
 SHORT = (
     "kill -9 safelaunch, writing, training",
     "kill -9 guardian, suspicion, training",
-    "kill -9 rank, training, training",
     "SIGSTOP guardian, training, training",
     "SIGSTOP torchrun agent, capture, training",
-    "py-spy missing from now on, suspicion, training",
-    "bundle directory fills up, writing, training",
     "run directory fills up, restart, restarting",
     "rank closes descriptors, start-up, training",
     "progress page corrupted (ones), training, training",

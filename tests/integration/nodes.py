@@ -11,6 +11,9 @@ from typing import Literal
 
 from jobs import PROGRAMS, Job
 
+from safelaunch.cluster.messages import Codec, Page
+from safelaunch.cluster.store import Address, Store
+from safelaunch.cluster.where import _prefix
 from safelaunch.leases import ports
 
 ENV = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -31,7 +34,7 @@ class TwoNodes:
         own: Sequence[str],
         words: Sequence[str | Path],
         *,
-        ranks: tuple[int, int] = (2, 2),
+        ranks: tuple[int, ...] = (2, 2),
         nnodes: str = "2",
         over: Literal["c10d", "static", "file", "exec", "task"] = "c10d",
         late: bool = False,
@@ -40,6 +43,7 @@ class TwoNodes:
         self._nnodes, self._over, self._port = nnodes, over, free_port()
         self._own = own
         self._ranks, self._words = ranks, list(words)
+        self._store: Store | None = None
         self.jobs: list[Job] = []
         for number in (0,) if late else (0, 1):
             self.start(number)
@@ -75,8 +79,18 @@ class TwoNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            self._store.close()
         for job in self.jobs:
             job.clean_up()
+
+    def page(self) -> Page:
+        """What the leader of the supervisors says at this moment."""
+        if self._store is None:
+            self._store = Store(Address("127.0.0.1", self._port))
+        prefix = _prefix("none")
+        data = self._store.get(f"{prefix}/head", deadline_s=30.0)
+        return Codec(prefix).decode("head", data, Page) if data is not None else Page(0)
 
     def with_rank(self, rank: int) -> tuple[Job, Job]:
         """Waits until all ranks run, then returns the node with the rank, and the other node."""
@@ -96,3 +110,13 @@ def free_port() -> int:
     found = next(filter(None, map(ports.bind, iter(lambda: random.randrange(24_000, 32_000), 0))))
     _RESERVED.append(found)
     return int(found.getsockname()[1])
+
+
+def free_range(count: int, first: int, last: int) -> str:
+    """Returns ``count`` ports in a row, as ``FIRST-LAST``. They stay reserved; safelaunch leases none below 20000."""
+    while True:
+        begin = random.randrange(first, last - count)
+        found = [ports.bind(port) for port in range(begin, begin + count)]
+        _RESERVED.extend(socket for socket in found if socket is not None)
+        if all(found):
+            return f"{begin}-{begin + count - 1}"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nodes import free_port
+from nodes import free_port, free_range
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scancel", "scontrol")
 READY_S = 60.0
@@ -95,7 +95,8 @@ class Cluster:
             "SelectTypeParameters=CR_CPU",
             "SlurmdParameters=config_overrides",
             "MpiDefault=none",
-            f"MpiParams=ports={_ports()}",
+            f"MpiParams=ports={free_range(8, 2_000, 9_900)}",
+            f"FirstJobId={_first_job()}",
             "ReturnToService=2",
             "KillWait=10",
             "SchedulerParameters=sched_interval=2,batch_sched_delay=0",
@@ -163,7 +164,9 @@ class Cluster:
                 daemon.wait()
 
 
-def _ports() -> str:
-    """A range for ``srun --resv-ports``."""
-    first = free_port()
-    return f"{first}-{first + 7}"
+def _first_job() -> int:
+    """The first job's number: the pages' scripts count their ports from 10000 by it, and another cluster may run here.
+
+    These ports stay reserved, also those of the next jobs.
+    """
+    return int(free_range(16, 10_001, 19_900).split("-")[0]) - 10_000

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from jobs import Bundle, Job, Result
+from jobs import PROGRAMS, Bundle, Job, Result
 from nodes import APART, TwoNodes
 
 pytestmark = pytest.mark.torch
@@ -45,6 +45,7 @@ def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     assert [result.bundles for result in results] == [(), ()]
 
 
+@pytest.mark.rare
 def test_at_max_stall_all_nodes_act_although_one_computes(tmp_path: Path) -> None:
     own = ["--stall-timeout=3", "--max-stall=10"]
     with TwoNodes(tmp_path, own, [APART, "--how=evaluates", "--seconds=120"]) as nodes:
@@ -54,7 +55,7 @@ def test_at_max_stall_all_nodes_act_although_one_computes(tmp_path: Path) -> Non
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [0], verdict["summary"]
 
 
-@pytest.mark.parametrize("over", ["c10d", "static"])
+@pytest.mark.parametrize("over", ["c10d", pytest.param("static", marks=pytest.mark.rare)])
 def test_a_hang_has_one_verdict_on_all_nodes(tmp_path: Path, over: Literal["c10d", "static"]) -> None:
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=3"], over=over) as nodes:
         results = [job.wait() for job in nodes.jobs]
@@ -83,6 +84,7 @@ def diagnosed(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.rare
 def test_a_supervisor_that_is_killed_is_told_of(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         left, killed = training(nodes)
@@ -102,7 +104,9 @@ def training(nodes: TwoNodes) -> tuple[Job, Job]:
     return first, second
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["with rank 0", "the other"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
+)
 def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, rank: int) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
@@ -114,7 +118,7 @@ def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, ran
     assert not any(bundle.verdict["culprits"] for bundle in results[1].bundles), results[1].said
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.rare), 3])
 def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank: int) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
@@ -128,7 +132,9 @@ def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank:
     assert all(whole.problems() == [] for whole in wholes)
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["with rank 0", "the other"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
+)
 def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_path: Path, rank: int) -> None:
     """Where it hosts the store of torchrun's agents, its end looks as if it had ended in good order."""
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
@@ -181,6 +187,7 @@ def test_a_supervisor_that_is_stopped_costs_no_healthy_job(tmp_path: Path) -> No
 # --- elastic jobs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rare
 def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=2"], ranks=(1, 2)) as nodes:
         results = [job.wait() for job in nodes.jobs]
@@ -189,6 +196,7 @@ def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [2]
 
 
+@pytest.mark.rare
 def test_a_job_that_may_get_more_nodes_is_watched_by_the_one_that_has_come(tmp_path: Path) -> None:
     own = [*QUICK, "--rdzv-conf=last_call_timeout=1"]
     with TwoNodes(tmp_path, own, [APART, "--how=asleep", "--culprit=1"], nnodes="1:2", late=True) as nodes:
@@ -210,3 +218,47 @@ def test_a_node_that_joins_late_shares_the_verdict(tmp_path: Path, monkeypatch: 
     assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
     verdict = said_the_same(whole_and_half(results))
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [3]
+
+
+def test_another_round_of_the_rendezvous_voids_an_incident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank hangs, and while the supervisor looks, a node joins: torchrun starts the rank anew, and it trains."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    own = ["--stall-timeout=5", "--max-stall=120", "--max-restarts=3", "--rdzv-conf=last_call_timeout=1"]
+    hang = tmp_path / "hang"
+    words = [APART, "--how=asleep", f"--once={hang}", "--steps=40"]
+    hang.touch()
+    with TwoNodes(tmp_path, own, words, ranks=(1, 1), nnodes="1:2", late=True) as nodes:
+        first = nodes.jobs[0]
+        first.until(lambda: len(first.ranks()) == 1, "the first round")
+        (hung,) = first.ranks().values()
+        first.until(lambda: nodes.page().phase == "looking", "the incident")
+        os.kill(first.process.pid, signal.SIGSTOP)
+        hang.unlink()
+        second = nodes.start(1)
+        second.until(lambda: second.ranks() and [*first.ranks().values()] not in ([], [hung]), "the second round")
+        os.kill(first.process.pid, signal.SIGCONT)
+        results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
+    assert [result.bundles for result in results] == [(), ()]
+    assert "none of them had failed: nodes have joined or left" in first.stderr
+    assert "crashed" not in first.stderr + second.stderr
+
+
+def test_a_node_that_joins_is_no_crash_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the ranks of one node before those of the other, which lose their connections to them."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    own = ["--stall-timeout=5", "--max-stall=120", "--max-restarts=3", "--rdzv-conf=last_call_timeout=1"]
+    finish = tmp_path / "finish"
+    words = [PROGRAMS / "steered.py"]
+    with TwoNodes(tmp_path, own, words, ranks=(1, 1, 1), nnodes="1:3", late=True) as nodes:
+        first, second = nodes.jobs[0], nodes.start(1)
+        for job in (first, second):
+            job.until(lambda job=job: "of 2, together" in job.stderr, "the first round")  # type: ignore[misc]
+        first.until(lambda: all((tmp_path / f"training-{rank}").exists() for rank in (0, 1)), "both to train")
+        third = nodes.start(2)
+        third.until(lambda: (tmp_path / "training-2").exists(), "the second round")
+        finish.touch()
+        results = [job.wait() for job in nodes.jobs]
+    assert [result.code for result in results] == [0, 0, 0], [result.stderr for result in results]
+    assert [result.bundles for result in results] == [(), (), ()], [result.said for result in results]
+    assert "nodes have joined or left" in first.stderr + second.stderr

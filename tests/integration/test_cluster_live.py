@@ -54,7 +54,9 @@ def test_status_shows_a_node_that_is_not_heard(tmp_path: Path) -> None:
         os.kill(follower.process.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["with rank 0", "the other"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
+)
 def test_dump_has_every_rank_and_the_job_goes_on(tmp_path: Path, rank: int) -> None:
     stop = ["--steps=1000000"]
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=-1", *stop]) as nodes:

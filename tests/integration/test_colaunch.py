@@ -343,7 +343,9 @@ def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:
     assert sweep.marks("begun") == {"j0": 1}
 
 
-@pytest.mark.parametrize("also", ["", "--no-watch"], ids=["watched", "unwatched"])
+@pytest.mark.parametrize(
+    "also", [pytest.param("", id="watched"), pytest.param("--no-watch", id="unwatched", marks=pytest.mark.rare)]
+)
 def test_killed_its_jobs_are_asked_to_end_at_once(tmp_path: Path, also: str) -> None:
     spec = several("polite", 600, 2).replace("exec --", f"exec {also} --")
     with Sweep(tmp_path, spec, "--slots", "2") as sweep:

@@ -40,7 +40,7 @@ def culprits(result: Result) -> list[int]:
     return [culprit["rank"] for culprit in result.verdict["culprits"]]
 
 
-@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.rare), 2])
 def test_an_exception_on_one_rank(culprit: int, tmp_path: Path) -> None:
     result = crash(tmp_path, 3, "exception", culprit)
     verdict = result.verdict
@@ -68,7 +68,9 @@ def test_a_rank_that_exits_with_a_code(tmp_path: Path) -> None:
     assert result.verdict["victims"] == "0"
 
 
-@pytest.mark.parametrize(("name", "culprit"), [("SIGKILL", 0), ("SIGSEGV", 1), ("SIGABRT", 0)])
+@pytest.mark.parametrize(
+    ("name", "culprit"), [("SIGKILL", 0), ("SIGSEGV", 1), pytest.param("SIGABRT", 0, marks=pytest.mark.rare)]
+)
 def test_a_rank_that_a_signal_kills(name: str, culprit: int, tmp_path: Path) -> None:
     result = crash(tmp_path, 2, name, culprit)
     assert (result.verdict["cause"], culprits(result)) == ("rank-killed", [culprit])
@@ -84,7 +86,7 @@ def test_a_rank_that_a_signal_kills(name: str, culprit: int, tmp_path: Path) -> 
         assert f'crashing.py", line {line} in kill_myself' in result.bundle.text(f"ranks/{culprit}/fault.txt")
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.rare), 2])
 def test_a_clean_early_exit_names_who_left_early(culprit: int, tmp_path: Path) -> None:
     result = crash(tmp_path, 3, "exit", culprit, PROGRAMS / "uneven.py")
     assert (result.verdict["cause"], culprits(result)) == ("uneven-batches", [culprit])
@@ -124,7 +126,7 @@ def test_a_process_groups_own_timeout_is_the_hang_it_was(tmp_path: Path) -> None
     assert result.leftovers == ()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.rare)])
 def test_a_stop_by_the_user_leaves_no_bundle(signum: signal.Signals, tmp_path: Path) -> None:
     with Job(["--nproc-per-node=2", PROGRAMS / "symmetric.py", "--after", "5"], tmp_path) as job:
         job.until(lambda: len(job.ranks()) == 2, "two ranks")
@@ -172,7 +174,7 @@ def test_a_crash_in_both_attempts_leaves_a_bundle_for_each(tmp_path: Path) -> No
         assert bundle.problems() == []
 
 
-@pytest.mark.parametrize("how", ["shape", "dtype"])
+@pytest.mark.parametrize("how", ["shape", pytest.param("dtype", marks=pytest.mark.rare)])
 def test_sizes_that_differ_abort_a_rank(how: str, tmp_path: Path) -> None:
     """gloo aborts whoever received more than it expected: a victim as likely as the one at fault."""
     result = crash(tmp_path, 3, how, 1, PROGRAMS / "collectives.py")

@@ -19,7 +19,7 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,11 @@ BIN = Path(sys.executable).parent
 LAUNCHERS = ("torchrun", "safelaunch")
 TAG = "TWIN_UNDER_TEST"
 PATIENCE_S = 120.0
+
+
+def some_rare(cases: Iterable[str], rare: Collection[str]) -> list[Any]:
+    return [pytest.param(case, id=case, marks=[pytest.mark.rare] if case in rare else []) for case in cases]
+
 
 # What each rank sees of the world, written to a file of its own.
 OBSERVE = """
@@ -341,6 +346,7 @@ def test_two_ranks_with_the_users_own_sitecustomize(twins: Twins) -> None:
     assert ours.files()["lib/site-ran-1"] == "ran as sitecustomize with RANK 1\n"
 
 
+@pytest.mark.rare
 def test_an_empty_pythonpath_and_an_abbreviation(twins: Twins) -> None:
     twins.file("observe.py", OBSERVE)
     _, ours = twins.same("--standal", "--nnod=1", "observe.py", env={"PYTHONPATH": ""})
@@ -379,6 +385,7 @@ def test_no_python_with_a_shell_script(twins: Twins) -> None:
     assert "PYTHONPATH" not in ours.seen()["seen-1"]["env"]
 
 
+@pytest.mark.rare
 def test_no_python_with_a_program(twins: Twins) -> None:
     """No Python ever runs in this rank, so nobody is there to put our way in aside: it shows, and nothing else does."""
     theirs, ours = twins.run("--no-python", "env")
@@ -484,7 +491,7 @@ def test_a_reader_that_goes_away(twins: Twins) -> None:
 # --- logs and restarts ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["--tee=3", "--redirects=3"])
+@pytest.mark.parametrize("option", some_rare(["--tee=3", "--redirects=3"], ["--redirects=3"]))
 def test_logs(twins: Twins, option: str) -> None:
     twins.file("observe.py", OBSERVE)
     _, ours = twins.same("-t", "0", option, "--log-dir", "logs", "--nproc-per-node=2", "observe.py")
@@ -531,7 +538,10 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("how", FAILURES)
+RARE_FAILURES = ("an exception that is no Exception", "sys.exit with a text", "os._exit", "a segmentation fault")
+
+
+@pytest.mark.parametrize("how", some_rare(FAILURES, RARE_FAILURES))
 def test_a_failure(twins: Twins, how: str) -> None:
     """The same summary, code and traceback; the peer ends as it would."""
     statement, trace = FAILURES[how]
@@ -562,7 +572,10 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("what", ERRORS)
+RARE_ERRORS = ("an unknown option", "no arguments", "a bad --nproc-per-node", "a module that is not there")
+
+
+@pytest.mark.parametrize("what", some_rare(ERRORS, RARE_ERRORS))
 def test_what_torchrun_rejects(twins: Twins, what: str) -> None:
     words, code = ERRORS[what]
     twins.file("x.py", "")
@@ -644,7 +657,15 @@ def both_up(runs: Sequence[Run]) -> None:
     # torchrun sets its handlers up before it starts its ranks, and goes to its monitoring loop right after.
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGTERM,
+        signal.SIGINT,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.rare),
+        pytest.param(signal.SIGQUIT, marks=pytest.mark.rare),
+    ],
+)
 def test_a_signal_to_the_launcher(twins: Twins, signum: signal.Signals) -> None:
     """A user or a scheduler stops the job: the same end, and no accusation."""
     twins.file("wait.py", WAITING.format(handler=SAVING if signum == signal.SIGTERM else ""))
@@ -795,7 +816,10 @@ def test_a_terminal(twins: Twins, terminals: Start) -> None:
     assert b"[True, True, True] /dev/pts/" in ours.stderr
 
 
-@pytest.mark.parametrize("key", [b"\x03", b"\x1c"], ids=["Ctrl-C", "Ctrl-backslash"])
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(b"\x03", id="Ctrl-C"), pytest.param(b"\x1c", id="Ctrl-backslash", marks=pytest.mark.rare)],
+)
 def test_a_key_that_ends_the_job(twins: Twins, terminals: Start, key: bytes) -> None:
     twins.file("wait.py", WAITING.format(handler=""))
     started = terminals("--nproc-per-node=2", "wait.py")

@@ -105,11 +105,11 @@ def without_group(root_only: str = "takes root, to hide the control groups from 
 @pytest.mark.parametrize(
     ("kind", "killed"),
     [
-        ("family", "supervisor"),
-        ("family", "torchrun"),
+        pytest.param("family", "supervisor", marks=pytest.mark.rare),
+        pytest.param("family", "torchrun", marks=pytest.mark.rare),
         ("family", "supervisor and torchrun"),
         ("daemonizing", "supervisor and torchrun"),
-        ("wiped", "torchrun"),
+        pytest.param("wiped", "torchrun", marks=pytest.mark.rare),
         ("wiped", "supervisor and ranks"),
     ],
 )

@@ -171,7 +171,8 @@ def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
         finish(job)
 
 
-def test_a_stopped_supervisor_is_said_to_be_that_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_a_stopped_supervisor_is_said_to_be_that_and_watches_on_to_the_end(tmp_path: Path) -> None:
+    """Ctrl-Z and fg: CPython (3.11 at least) fills no siginfo in when the rest of the timeout is used up by a stop."""
     with live(tmp_path) as job:
         until(job, lambda: steps(job), "steps in the status")
         os.kill(job.process.pid, signal.SIGSTOP)
@@ -182,25 +183,9 @@ def test_a_stopped_supervisor_is_said_to_be_that_and_nobody_waits_for_it(tmp_pat
             os.kill(job.process.pid, signal.SIGCONT)
         assert shown.returncode == 0 and f"kill -CONT {job.process.pid}" in shown.stdout
         assert dump.returncode == 1 and "stopped" in dump.stderr and not dump.stdout
-        finish(job)
-
-
-def test_a_supervisor_that_was_stopped_watches_on(tmp_path: Path) -> None:
-    """Ctrl-Z and fg: CPython (3.11 at least) fills no siginfo in when the rest of the timeout is used up by a stop."""
-    with live(tmp_path) as job:
-        until(job, lambda: steps(job), "steps in the status")
-        os.kill(job.process.pid, signal.SIGSTOP)
-        time.sleep(1.0)
-        os.kill(job.process.pid, signal.SIGCONT)
         until(job, lambda: steps(job), "an answer once it runs again")
         finish(job)
-
-
-def test_after_the_end_there_is_nothing_to_see(tmp_path: Path) -> None:
-    with live(tmp_path) as job:
-        until(job, lambda: steps(job), "steps in the status")
-        finish(job)
-        assert status(job) is None
+        assert status(job) is None, "after the end there is nothing to see"
         gone = asked(job, "status", f"r{job.process.pid}")
         assert gone.returncode == 2 and "no run" in gone.stderr
         assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
@@ -216,45 +201,37 @@ def test_a_killed_supervisor_is_gone_and_the_table_does_not_hang(tmp_path: Path)
         assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
 
 
-def test_a_straggler_is_seen_from_outside(tmp_path: Path) -> None:
-    """Both ranks have the same step at any time; rank 1 makes rank 0 wait."""
-    with live(tmp_path, *TWO, how="slow") as job:
-        until(job, lambda: min(steps(job), default=0) > 80, "80 steps")
-        watch = Watch(
-            Roster(RunPaths(job.runtime / "safelaunch" / f"r{job.process.pid}")),
-            Policy(60, 60, 60, 60),
-            time.monotonic(),
-        )
-        watch.tick(time.monotonic())
-        (note,) = pollers.look(watch.targets(), ())
-        (tmp_path / "stop").touch()
-        assert job.wait().code == 0
-    assert note.words.startswith("rank 1 is slower than its peers: it came last to ")
-
-
-def test_ranks_on_one_gpu_and_a_strangers_memory_are_seen_from_outside(
+def test_what_slows_a_job_down_is_seen_from_outside(
     tmp_path: Path, node: stub.Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real processes; where they are is what NVML says, which here is a stand-in for it."""
-    with live(tmp_path) as job, subprocess.Popen(["sleep", "1000"]) as stranger:
-        until(job, lambda: steps(job) and len(job.ranks()) == 2, "steps in the status")
+    """Both ranks have the same step at any time; rank 1 makes rank 0 wait. Which GPUs they use is what NVML says."""
+    with live(tmp_path, *TWO, how="slow") as job, subprocess.Popen(["sleep", "1000"]) as stranger:
+        until(job, lambda: min(steps(job), default=0) > 80 and len(job.ranks()) == 2, "80 steps")
         first, second = (job.ranks()[rank] for rank in (0, 1))
-        for name, value in node.environ.items():
-            monkeypatch.setenv(name, value)
         roster = Roster(RunPaths(job.runtime / "safelaunch" / f"r{job.process.pid}"))
         watch = Watch(roster, Policy(60, 60, 60, 60), time.monotonic())
         watch.tick(time.monotonic())
+        (note,) = pollers.look(watch.targets(), ())
+        assert note.words.startswith("rank 1 is slower than its peers: it came last to ")
+
+        def seen() -> list[str]:
+            found = pollers.look(watch.targets(), {first, second})
+            return [note.words for note in found if note.subject != ("straggler", 1)]
+
+        for name, value in node.environ.items():
+            monkeypatch.setenv(name, value)
         node.write(f"process 0 {first} {GIB}", f"process 1 {second} {GIB}", f"process 3 {stranger.pid} {GIB}")
-        assert pollers.look(watch.targets(), {first, second}) == ()
+        assert seen() == []
         node.write(
             f"process 0 {first} {GIB}",
             f"process 0 {second} {GIB}",
             f"process 0 {stranger.pid} {GIB}",
             f"process 1 1 {GIB}",
         )
-        assert [note.words for note in pollers.look(watch.targets(), {first, second})] == [
+        assert seen() == [
             "ranks 0, 1 are on the same GPU 0: does each call torch.cuda.set_device(LOCAL_RANK)?",
             f"pid {stranger.pid}, not of this job, holds 1024 MiB of GPU 0, which rank 0 uses",
         ]
         stranger.kill()
-        finish(job)
+        (tmp_path / "stop").touch()
+        assert job.wait().code == 0

@@ -12,8 +12,8 @@ from jobs import PROGRAMS, Job
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 
-HEALTHY = ("rank 0 saves", "workers asleep 4 s an item", "a rank that only evaluates", "stopped for a while")
-FROZEN = ("steady, sleep", "evaluating, lock, busy thread")
+HEALTHY = ("rank 0 saves", "workers asleep 4 s an item")
+FROZEN = ("evaluating, lock, busy thread",)
 AT_ONCE = 3
 
 

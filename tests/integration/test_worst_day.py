@@ -115,7 +115,11 @@ def test_without_py_spy_the_other_evidence_decides(bare: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("does", "reason"), [("exec sleep 1000", "no answer within"), ("echo gibberish", "unreadable output")]
+    ("does", "reason"),
+    [
+        ("exec sleep 1000", "no answer within"),
+        pytest.param("echo gibberish", "unreadable output", marks=pytest.mark.rare),
+    ],
 )
 def test_a_py_spy_that_is_broken(does: str, reason: str, bare: Path, tmp_path: Path) -> None:
     (bare / "py-spy").write_text(f"#!/bin/sh\n{does}\n")
@@ -177,7 +181,7 @@ def test_a_bundle_directory_that_is_full(small_disk: Path, tmp_path: Path) -> No
     kept_locally(result, small_disk)
 
 
-@pytest.mark.parametrize("left_kb", [0, 24, 160])
+@pytest.mark.parametrize("left_kb", [0, pytest.param(24, marks=pytest.mark.rare), 160])
 def test_a_run_directory_that_is_full(left_kb: int, small_disk: Path, tmp_path: Path) -> None:
     """Room for nothing; for pages only; for pages and output: a hang is found or not, the job is never lost."""
     (small_disk / "data").write_bytes(b"x" * ((256 - left_kb) << 10))
@@ -289,6 +293,7 @@ def test_a_job_that_is_stopped_and_continued(tmp_path: Path) -> None:
     assert result.bundles == ()
 
 
+@pytest.mark.rare  # the whole fault matrix has eight
 def test_four_jobs_at_once(tmp_path: Path) -> None:
     jobs: list[Job] = []
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -217,6 +218,66 @@ def test_garbage_in_the_store_costs_nothing_but_the_channel(
         until(lambda: one.seen.leads or other.seen.leads, "a leader again")
         until(covered(one, other), "each other again")
     hostile.close()
+
+
+def test_whose_connection_breaks_keeps_its_slot(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
+    nodes = [join(0, key=b"k"), join(1, key=b"k"), join(2, 3, key=b"k")]
+    until(covered(*nodes), "each other")
+    slots = [node.seen.slot for node in nodes]
+    for node in sorted(nodes, key=lambda node: node.seen.leads):  # the leader last: it goes on leading
+        led = node.seen.leads
+        break_connection(node)
+        until(lambda node=node: node.seen.page is None, "the loss")  # type: ignore[misc]
+        until(covered(*nodes), "its return")
+        assert [node.seen.page and node.seen.page.nodes for node in nodes] == [3, 3, 3]
+        assert (node.seen.leads, node.seen.page and node.seen.page.epoch) == (led, 0)
+    assert [node.seen.slot for node in nodes] == slots
+
+
+def break_connection(node: Channel) -> None:
+    assert node._session is not None
+    node._session._store._socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_in_another_store_a_slot_is_nobodys(
+    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    before = other.seen.slot
+    store = Store(server[1])
+    store.set(f"safelaunch/1/test/m/{before}", b"somebody else's", deadline_s=15.0)
+    store.close()
+    break_connection(other)
+    until(lambda: other.seen.slot not in (0, before), "another slot")
+
+
+def test_what_an_old_connection_still_brings_is_known_to_be_old(
+    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address]
+) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    leader, follower = (one, other) if one.seen.leads else (other, one)
+    session = leader._session
+    assert session is not None
+    old = session._newest[follower.seen.slot]
+    until(lambda: session._newest[follower.seen.slot].count > old.count, "its next beat")
+    data = session._codec.encode(f"b/{follower.seen.slot}", replace(old, count=old.count - 1, doing="stopping"))
+    assert session._decoded([follower.seen.slot], [data])[follower.seen.slot].doing == "watching"
+
+
+def test_slots_that_nobody_has_hide_no_other(
+    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address]
+) -> None:
+    store = Store(server[1])
+    store.add("safelaunch/1/test/n", 500, deadline_s=15.0)
+    one = join(0, 1)
+    store.add("safelaunch/1/test/n", 5000, deadline_s=15.0)
+    other = join(2, 3)
+    until(covered(one, other), "each other")
+    store.close()
 
 
 def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> None:

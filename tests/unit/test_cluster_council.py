@@ -11,6 +11,7 @@ from safelaunch.cluster.council import (
     AGREE_S,
     DECIDE_S,
     EVIDENCE_S,
+    LINE_S,
     LOOKS_S,
     SILENT_S,
     Given,
@@ -271,6 +272,42 @@ def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
 def test_nobody_takes_over_from_a_leader_that_is_heard() -> None:
     succession = Succession()
     assert not any(succession.is_orphaned(Page(leader=1, count=half), half / 2) for half in range(200))
+
+
+def test_who_is_next_in_line_is_due_at_once_and_everybody_else_later() -> None:
+    job = Job(nodes=20)
+    page = job.page()
+    assert page.line == (2, 3, 4, 5)
+    succession = Succession()
+    now = next(float(second) for second in range(60) if succession.is_orphaned(page, float(second)))
+    assert now >= SILENT_S
+    due = [slot for slot in range(1, 21) if succession.is_due(slot, page, now)]
+    assert due == [1, 2, 3, 4, 5], "the leader itself may have lost the store's answer"
+    assert all(succession.is_due(slot, page, now + LINE_S) for slot in range(1, 21))
+
+
+# --- another round of the rendezvous ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [{"attempt": (0, 2)}, {"anew": True}, {"anew": True, "ranks": ()}])
+@pytest.mark.parametrize("slot", [1, 2])
+def test_another_round_voids_an_incident_until_somebody_may_have_acted(slot: int, change: dict[str, Any]) -> None:
+    for phase in ("looking", "collecting", "decided", "agreed"):
+        job = Job().open()
+        if phase != "looking":
+            assert job.vote("still", "still").phase == "collecting"
+        if phase in ("decided", "agreed"):
+            job.decided = True
+            assert job.page().phase == "decided"
+        if phase == "agreed":
+            job.say(1, agrees=True).say(2, agrees=True)
+            assert job.page().phase == "agreed"
+        job.say(1, doing="watching", agrees=False).say(2, agrees=False)
+        job.say(slot, **change)
+        page = job.page()
+        expected = ("agreed", "") if phase == "agreed" else ("idle", "moving")
+        assert (page.phase, page.result) == expected, phase
+        assert page.anew == ((slot,) if "anew" in change else ())
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

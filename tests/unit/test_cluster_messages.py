@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from safelaunch.cluster.evidence import MOST_LOG, aged, all_nodes, condensed, expanded, merged, received
+from safelaunch.cluster.evidence import MOST_LOG, Shared, aged, all_nodes, condensed, expanded, merged, received
 from safelaunch.cluster.messages import (
     CHUNK_BYTES,
+    LEAST_SHARE,
     MOST_CHUNKS,
+    MOST_EVIDENCE,
     MOST_MESSAGE,
     BadMessage,
     Beat,
@@ -24,6 +26,7 @@ from safelaunch.cluster.messages import (
     Node,
     Page,
     packed,
+    share_of,
     unpacked,
 )
 from safelaunch.model import (
@@ -174,7 +177,42 @@ def test_evidence_travels() -> None:
     found = expanded(condensed(sent))
     assert found.ranks[0].flight_record == sent.ranks[0].flight_record
     assert found.ranks[1].log_tail == "x" * MOST_LOG
-    assert (found.world_size, found.missing_ranks, found.stall_s) == (4, sent.missing_ranks, 2.0)
+    assert (found.world_size, found.missing_ranks, found.stall_s) == (4, (), 2.0)  # which is for the leader to know
+
+
+@pytest.mark.parametrize(
+    "members",
+    [(), (5,), (0, 1), (5, 2), tuple(range(4096)), tuple(range(3, 4096, 8)), (0, 1, 2, 8, 9, 10, 7), (4, 4, 4)],
+)
+def test_the_members_of_a_group_travel_once_and_short(members: tuple[int, ...]) -> None:
+    sent = node(2, 3)
+    ranks = tuple(
+        replace(rank, flight_record=replace(rank.flight_record, groups={"7": members}))
+        for rank in sent.ranks
+        if rank.flight_record is not None
+    )
+    chunks = condensed(replace(sent, ranks=ranks))
+    assert len(msgspec.msgpack.decode(unpacked(chunks))["groups"]) == 1
+    shared = Shared()
+    one, other = expanded(chunks, shared), expanded(chunks, shared)
+    groups = [side.flight_record.groups["7"] for side in (*one.ranks, *other.ranks) if side.flight_record is not None]
+    assert groups == [members] * 4
+    assert all(found is groups[0] for found in groups), "the leader keeps it once"
+
+
+def test_a_group_of_more_ranks_than_there_can_be_is_refused() -> None:
+    with pytest.raises(BadMessage):
+        Shared().members(((0, 1, 65_536), (0, 1, 1)))
+
+
+def test_the_evidence_of_a_crowd_has_room() -> None:
+    assert (share_of(2), share_of(0)) == (MOST_CHUNKS * CHUNK_BYTES, MOST_CHUNKS * CHUNK_BYTES)
+    assert 1024 * share_of(1024) <= MOST_EVIDENCE
+    noise = random.Random(1).randbytes(LEAST_SHARE // 2).hex()
+    sent = replace(node(2, 3), notes=(noise,))
+    small = condensed(sent, {"ranks/2/flight_recorder.pickle": noise.encode()}, LEAST_SHARE)
+    assert sum(map(len, small)) <= LEAST_SHARE
+    assert received(small)[1] == {}
 
 
 def test_of_long_records_the_newest_entries_travel() -> None:

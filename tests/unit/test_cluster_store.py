@@ -65,6 +65,14 @@ def test_every_operation(store: Store) -> None:
     assert store.get_all(["once", "number"], deadline_s=30) == [b"second", b"1"]
     assert store.get_all(["once", "none"], deadline_s=30) is None
     assert store.get_all([], deadline_s=30) == []
+    assert store.exchange("mine", b"beat", "once", deadline_s=30) == b"second"
+    assert store.read_all(["mine", "once"], deadline_s=30) == [b"beat", b"second"]
+    assert (store.read("mine", deadline_s=30), store.read_all([], deadline_s=30)) == (b"beat", [])
+    assert [store.has(keys, deadline_s=30) for keys in (["mine"], ["mine", "once"], ["mine", "none"])] == [
+        True,
+        True,
+        False,
+    ]
     assert [store.delete("once", deadline_s=30), store.delete("once", deadline_s=30)] == [True, False]
 
 

@@ -114,3 +114,18 @@ def test_a_rank_whose_words_have_not_arrived_is_not_still(tmp_path: Path, monkey
     together.open = 1
     advance(case, together, votes=1)
     assert together.votes == [(1, "unknown")]
+
+
+def test_ranks_that_were_started_anew_are_under_no_suspicion(tmp_path: Path) -> None:
+    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
+    watch, together = Watch(), Together()
+    together.let_go = lambda: None  # type: ignore[attr-defined]
+    case = StallCase(watch, about, dict, together)  # type: ignore[arg-type]
+    case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
+    assert case.looking
+    watch.attempt = (0, 2)
+    case.advance(Glance((), None, ()), 5.0)
+    assert not case.looking
+    together.open = 1  # all look, those of the new round included
+    case.advance(Glance((), Event("suspect", SUSPECT), ()), 9.0)
+    assert case.looking and together.joined == 1

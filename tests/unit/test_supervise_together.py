@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -226,6 +227,30 @@ def test_a_job_that_moves_after_all_is_no_incident(node: Together, channel: Chan
     assert node.settle(3, half(0, 1)) is None
 
 
+@pytest.mark.parametrize(
+    ("page", "acts"),
+    [
+        ({"incident": 3, "phase": "agreed"}, True),
+        ({"incident": 3, "phase": "idle", "result": "moving"}, False),  # torchrun has started ranks anew
+        ({"incident": 4, "phase": "looking"}, True),  # that was agreed on before
+    ],
+)
+def test_nobody_acts_before_all_agree_nor_upon_what_is_void(
+    node: Together, channel: Channel, page: dict[str, Any], acts: bool
+) -> None:
+    channel.say(page={"incident": 3, "phase": "decided"})
+    timer = threading.Timer(0.2, lambda: channel.say(page=page))
+    timer.start()
+    assert node.all_agree(3) is acts
+    assert channel.seen.page is not None and channel.seen.page.phase == page["phase"], "it has waited"
+    timer.join()
+
+
+def test_where_the_others_are_lost_a_decision_stands(node: Together, channel: Channel) -> None:
+    channel.seen = Seen(why="gone")
+    assert node.all_agree(3)
+
+
 def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, channel: Channel) -> None:
     channel.seen = Seen(why="gone")
     settled = node.settle(3, half(0, 1))
@@ -297,6 +322,30 @@ def test_who_failed_first_judges_what_all_know(node: Together, channel: Channel,
     assert [culprit.rank for culprit in told.verdict.culprits] == [0, 1]
     assert told.verdict.bundle == BundlePlace("here", str(tmp_path / "bundles" / told.name), True)
     assert [rank.rank for other in told.others for rank in other.ranks] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("page", "own", "excused"),
+    [
+        ({"anew": (2,)}, "", True),
+        ({"anew": (1,)}, "", False),  # its own word
+        ({"anew": (2,)}, "rank 1 raised", False),
+        ({"anew": (2,), "troubles": ((3, "rank 5 raised"),)}, "", False),
+    ],
+)
+@pytest.mark.usefixtures("brief")
+def test_ranks_that_lost_those_of_a_node_that_starts_anew_have_not_failed(
+    node: Together, channel: Channel, page: dict[str, Any], own: str, excused: bool
+) -> None:
+    anew = any(slot != 1 for slot in page["anew"])
+    word = Word(troubles=tuple(text for _, text in page.get("troubles", ())), anew=anew)
+    channel.say(slot=1, page={"failed": (1,), **page}, word=word)
+    node.tick(0.0)
+    if own:
+        node.crash.trouble(own)
+    told = node.crash.settle(crashed(0, 1))
+    assert bool(channel.verdicts) is not excused
+    assert told.verdict is None or not excused
 
 
 def test_another_node_takes_the_verdict_about_a_crash_as_it_is(node: Together, channel: Channel) -> None:

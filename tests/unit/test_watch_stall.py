@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from safelaunch.watch.stall import (
     CLOCK_GAP_S,
@@ -437,3 +438,17 @@ def test_the_last_look_before_the_limit_is_timed_to_decide() -> None:
     state = State(Status.CONFIRMING, START_S, START_S + 355, mark_s=START_S)
     after, _ = conclude(state, STALL, "active", POLICY, START_S + 355)
     assert after.look_again_s == START_S + 360 - POLICY.confirm_s
+
+
+def test_it_says_when_the_slowest_rank_will_be_suspected() -> None:
+    state = started(START_S)
+    marks = (rank(0, 3.0), rank(1, 2.0))
+    state, event = tick(state, marks, POLICY, START_S + 4.0)
+    assert (event, state.due_s) == (None, START_S + 2.0 + POLICY.stall_s)
+    state = replace(state, last_tick_s=state.due_s)
+    _, early = tick(state, marks, POLICY, state.due_s - 0.001)
+    _, due = tick(state, marks, POLICY, state.due_s + 0.001)
+    assert early is None
+    assert due is not None and due.kind == "suspect"
+    state, _ = tick(state, (rank(0, 3.0, paused=True),), POLICY, state.due_s)
+    assert state.due_s == 0.0, "nobody is judged"
