@@ -151,14 +151,23 @@ def read_soak(files: Sequence[Path]) -> Found:
 
 
 def read_faults(files: Sequence[Path]) -> Found:
+    return _of_rows(files, "the fault matrix: no job, process or bundle lost")
+
+
+def read_node_faults(files: Sequence[Path]) -> Found:
+    return _of_rows(files, "the fault matrix for nodes: no job or process lost, nobody innocent named")
+
+
+def _of_rows(files: Sequence[Path], what: str) -> Found:
     rows = json.loads(files[0].read_text())
     ran = [row for row in rows if not row["promise"].startswith("not run")]
+    if not ran:
+        return Found(rows[0]["promise"], ("", "seen"), ((what, rows[0]["promise"]),))
     broken = [row for row in ran if row["promise"] != "kept"]
     seen = f"{len(ran) - len(broken)} of {len(ran)} kept"
-    what = "the fault matrix: no job, process or bundle lost"
     what += f" ({len(rows) - len(ran)} rows cannot run here)" if len(ran) < len(rows) else ""
     return Found(seen, ("", "seen"), ((what, seen), *(
-        (f"– {row['fault']}, {row['moment']}, {row['job']}", row["promise"]) for row in broken
+        (f"– {row['fault']}, {row['moment']}, {row['job or node']}", row["promise"]) for row in broken
     )))  # fmt: skip
 
 
@@ -309,6 +318,9 @@ CHECKS = {
         90,
     ),
     "faults": _script("scripts/faults.py", 45, read_faults, "tests/faults", *_JOBS),
+    "faults-nodes": _script(
+        "scripts/faults.py", 60, read_node_faults, "tests/faults", *_JOBS, words=("--nodes", "--jobs", "3")
+    ),
     "attack": _script("scripts/attack.py", 60, read_attack, "tests/attacks", *_JOBS),
     "frameworks": Check(
         (("bash", "scripts/frameworks.sh", "--junitxml", "{out}"),),

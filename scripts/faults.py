@@ -1,22 +1,26 @@
-"""Runs the fault matrix, one row at a time, and prints what happened to each job, its processes and its bundle.
+"""Runs the fault matrix, and prints what happened to each job, its processes and its bundle.
 
 python scripts/faults.py                          # every row
 python scripts/faults.py --short                  # the rows that run with the tests
 python scripts/faults.py --only "kill -9, writing"  # rows whose name contains both
 python scripts/faults.py --nodes --record FILE    # the matrix for nodes, in network namespaces (root); again: the rest
+python scripts/faults.py --nodes --jobs 3         # three rows at a time: they mostly wait
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
@@ -28,44 +32,44 @@ import node_row
 import row as single
 from row import HEAD, Outcome, line, total
 
+Run = Callable[[Path], Outcome]
+
 WIDTHS = (42, 13, 13, 8, 4, 7, 34, 7)
 
 
 def main() -> int:
     words = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever a row has begun is cleaned up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # rows that run are ended
     rows = _rows(words)
     if words.list:
         print("\n".join(rows), f"{len(rows)} rows", sep="\n")
         return 0
-    print(line(HEAD, WIDTHS))
+    print(line(HEAD, WIDTHS), flush=True)
     begin = time.monotonic()
     record = Path(words.record) if words.record else None
-    kept = {tuple(cells[:3]): tuple(cells) for cells in _recorded(record)}
-    found = []
-    for name, run in rows.items():
-        known = kept.get(tuple(name.rsplit(", ", 2)))
-        outcome = None if known is not None and known[-1] == "kept" else _ran(run)
-        cells = outcome.cells() if outcome is not None else known
-        assert cells is not None
-        found.append(cells)
+    found = {name: cells for name, cells in _recorded(record).items() if name in rows and cells[-1] == "kept"}
+    for cells in found.values():
         print(line(cells, WIDTHS), flush=True)
-        if outcome is not None and record is not None:
+    for name, outcome in _outcomes({name: run for name, run in rows.items() if name not in found}, words.jobs):
+        found[name] = cells = outcome.cells()
+        print(line(cells, WIDTHS), flush=True)
+        if record is not None:
             with record.open("a") as file:
                 file.write(json.dumps(cells) + "\n")
-        if outcome is not None and (words.output or (outcome.wrong and words.verbose)):
+        if words.output or (outcome.wrong and words.verbose):
             print(outcome.stderr, flush=True)
-    print(f"{total(found)}, {time.monotonic() - begin:.0f} s")
+    table = [found[name] for name in rows]
+    print(f"{total(table)}, {time.monotonic() - begin:.0f} s")
     if words.json:
         Path(words.json).write_text(
-            json.dumps([dict(zip(HEAD, cells, strict=True)) for cells in found], indent=1) + "\n"
+            json.dumps([dict(zip(HEAD, cells, strict=True)) for cells in table], indent=1) + "\n"
         )
-    return 0 if all(cells[-1] == "kept" or cells[-1].startswith("not run") for cells in found) else 1
+    return 0 if all(cells[-1] == "kept" or cells[-1].startswith("not run") for cells in table) else 1
 
 
-def _rows(words: argparse.Namespace) -> dict[str, Callable[[Path], Outcome]]:
+def _rows(words: argparse.Namespace) -> dict[str, Run]:
     """The rows that are asked for, by name."""
-    runs: dict[str, Callable[[Path], Outcome]]
+    runs: dict[str, Run]
     if words.nodes:
         runs = {name: partial(node_row.run, row) for name, row in node_matrix.BY_NAME.items()}
     else:
@@ -79,18 +83,79 @@ def _rows(words: argparse.Namespace) -> dict[str, Callable[[Path], Outcome]]:
     }
 
 
-def _ran(run: Callable[[Path], Outcome]) -> Outcome:
+def _outcomes(runs: Mapping[str, Run], jobs: int) -> Iterator[tuple[str, Outcome]]:
+    """Runs ``jobs`` rows at a time, each in a process of its own, and yields them as they end."""
+    waiting = list(runs.items())
+    running: dict[Connection, _Process] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                name, run = waiting.pop(0)
+                process = _Process(name, run)
+                running[process.result] = process
+            for result in wait(list(running)):
+                process = running.pop(result)  # type: ignore[call-overload]
+                yield process.name, process.outcome()
+    finally:
+        for process in running.values():
+            process.end()
+
+
+class _Process:
+    """A process that runs one row. It sends the outcome through ``result``."""
+
+    def __init__(self, name: str, run: Run) -> None:
+        self.name = name
+        self.result, sender = multiprocessing.Pipe(duplex=False)
+        self._process = multiprocessing.get_context("fork").Process(target=_send_outcome, args=(run, sender))
+        self._process.start()
+        sender.close()
+
+    def outcome(self) -> Outcome:
+        """Waits for the end of the process. Raises RuntimeError if it ended without an outcome."""
+        try:
+            outcome: Outcome = self.result.recv()
+        except EOFError:
+            raise RuntimeError(f"no outcome of the row {self.name!r}: its traceback stands above") from None
+        finally:
+            self._process.join()
+        return outcome
+
+    def end(self) -> None:
+        """Ends the row; its job is cleaned up."""
+        self._process.terminate()
+        self._process.join()
+
+
+def _send_outcome(run: Run, sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the rows
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever the row has begun is cleaned up
     scratch = Path(tempfile.mkdtemp(prefix="fault-"))
     try:
-        return run(scratch)
+        outcome = run(scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    # A row's functions can't travel.
+    sender.send(replace(outcome, row=_Named(outcome.row.fault, outcome.row.moment, outcome.row.where)))
 
 
-def _recorded(record: Path | None) -> list[list[str]]:
+@dataclass(frozen=True)
+class _Named:
+    fault: str
+    moment: str
+    where: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault}, {self.moment}, {self.where}"
+
+
+def _recorded(record: Path | None) -> dict[str, tuple[str, ...]]:
+    """The newest result of each row."""
     if record is None or not record.exists():
-        return []
-    return [json.loads(text) for text in record.read_text().splitlines()]
+        return {}
+    lines = [tuple(json.loads(text)) for text in record.read_text().splitlines()]
+    return {", ".join(cells[:3]): cells for cells in lines}
 
 
 def _arguments() -> argparse.Namespace:
@@ -100,6 +165,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--nodes", action="store_true", help="the matrix for several nodes instead")
     parser.add_argument("--record", metavar="FILE", help="keep the rows in FILE, and run only those not kept there")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="run N rows at a time")
     parser.add_argument("--short", action="store_true", help="run the shorter form")
     parser.add_argument("--list", action="store_true", help="print the rows' names and exit")
     parser.add_argument("--verbose", action="store_true", help="print the output of jobs that broke a promise")

@@ -1,6 +1,6 @@
 """Runs the long checks in order, records their results in figures.json, and prints one table.
 
-python scripts/verify.py                     # checks without a record of this commit (about five hours in all)
+python scripts/verify.py                     # checks without a record of this commit (about six hours in all)
 python scripts/verify.py --only zoo,soak     # only these
 python scripts/verify.py --list              # the records with their commits; runs nothing
 

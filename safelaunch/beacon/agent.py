@@ -2,8 +2,9 @@
 
 The beacon appends one JSON object per line to ``agent.events``. Each has a ``time_unix_s``:
 
-- ``{"event": "started", "attempt", "master_port", "workers": {rank: [local_rank, pid, start_ticks]}}``
-- ``{"event": "failing", "attempt", "exits": {rank: returncode}}``, before the agent ends the peers of a failed rank
+- ``{"event": "started", "attempt", "master_port", "world_size", "workers": {rank: [local_rank, pid, start_ticks]}}``
+- ``{"event": "failing", "attempt", "exits": {rank: returncode}, "error"}``, before the agent ends the peers of a failed
+  rank, or all ranks because it has failed itself, of ``error``
 - ``{"event": "closed", "attempt", "exits"}``, after all workers have ended
 - ``{"event": "raised", "error", "message"}``: an exception has ended the agent itself
 """
@@ -19,6 +20,8 @@ from . import imports, layout, lifeline, log, marks, page
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+MOST_OF_ERROR = 500  # characters
 
 _words = memoryview(bytes(layout.SIZE)).cast("Q")
 _supervisor = 0
@@ -109,8 +112,11 @@ def _wrap_context(module: Any) -> None:
         _started(self)
 
     def close(self: Any, death_sig: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if death_sig is None:  # otherwise a signal is stopping the job
-            _failing(self)
+        # With a signal, the agent ends ranks that have not failed: at a normal end, because somebody stops it, or
+        # because it has failed itself.
+        error = _own_error() if death_sig is not None else ""
+        if death_sig is None or error:
+            _failing(self, error)
         try:
             return original_close(self, death_sig, *args, **kwargs)
         finally:
@@ -137,11 +143,18 @@ def _master_port(context: Any) -> str:
     return ""
 
 
+def _world_size(context: Any) -> int:
+    for env in context.envs.values():
+        return int(env.get("WORLD_SIZE", "0"))
+    return 0
+
+
 @log.guarded
 def _started(context: Any) -> None:
     workers = {_rank(context, local): [local, pid, page.start_ticks(pid)] for local, pid in context.pids().items()}
     _words[layout.ACK] = 0
-    _append_event("started", attempt=_attempt(context), master_port=_master_port(context), workers=workers)
+    about = {"attempt": _attempt(context), "master_port": _master_port(context), "world_size": _world_size(context)}
+    _append_event("started", **about, workers=workers)
 
 
 def _exits(context: Any) -> dict[str, int]:
@@ -155,11 +168,19 @@ def _exits(context: Any) -> dict[str, int]:
     return {rank: code for rank, code in codes.items() if code is not None}
 
 
+def _own_error() -> str:
+    """Returns the exception on its way in this thread, unless it is torchrun's answer to a signal; else empty."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, Exception) or type(error).__name__ == "SignalException":
+        return ""
+    return f"{type(error).__name__}: {error}"[:MOST_OF_ERROR]
+
+
 @log.guarded
-def _failing(context: Any) -> None:
+def _failing(context: Any, error: str) -> None:
     exits = _exits(context)
-    if any(exits.values()):
-        _append_event("failing", attempt=_attempt(context), exits=exits)
+    if error or any(exits.values()):
+        _append_event("failing", attempt=_attempt(context), exits=exits, error=error)
         page.wait_for_ack(_words, _supervisor, layout.AGENT_HOLD_S)
 
 

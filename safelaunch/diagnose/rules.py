@@ -22,11 +22,13 @@ from safelaunch.diagnose.rules_history import (
 )
 from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
 from safelaunch.diagnose.rules_nodes import (
+    failed_elsewhere,
     launcher_stopped,
     node_cut_off,
     node_lost,
     node_silent,
     rendezvous_incomplete,
+    store_lost,
     versions_differ,
 )
 from safelaunch.diagnose.rules_state import (
@@ -99,9 +101,11 @@ RULES: tuple[Rule, ...] = (
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
     Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
     Rule(first_failure, _FAILED),
+    Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),
     Rule(stopped_ranks, ("rank-stopped",)),
     Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
+    Rule(failed_elsewhere, ("rank-exited",), ("several nodes",)),
     Rule(init_not_joined, ("init-not-joined",)),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(file_locks, OWN),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from safelaunch.diagnose import nccl_witness
 from safelaunch.diagnose.causes import CAUSES, FAILURES
 from safelaunch.diagnose.doubts import Doubt, those
-from safelaunch.diagnose.exits import is_timeout
+from safelaunch.diagnose.exits import is_timeout, one_line
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -76,6 +76,27 @@ def node_lost(case: Case) -> Ruling:
     return _finding(case, "node-lost", doubts, text, gone, lost)
 
 
+def store_lost(case: Case) -> Ruling:
+    """torchrun's agent has failed here because the agents' store is gone, whose host has said nothing before.
+
+    No rank need have failed: the agent ends those that wait, or compute, for it.
+    """
+    failed = [node for node in case.evidence.nodes if node.here and node.agent_error]
+    hosts = [node for node in _gone(case) if node.store]
+    if not failed or not hosts:
+        return ""
+    answers = all(node.probe == "answers" for node in hosts)
+    text = f"Torchrun on {_hosts(failed)} has failed: the store of its agents was on {_names(hosts)}, "
+    text += "where torchrun has ended" if answers else "of which nothing is heard: it is down, or cut off"
+    reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
+    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    unanswered = all(node.probe == "no answer" for node in hosts)
+    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
+    cause = "launcher-stopped" if answers else "node-unreachable"
+    found = _finding(case, cause, those(doubts), f"{text}.", hosts, waiting)
+    return replace(found, claims=(*found.claims, reason))
+
+
 def node_cut_off(case: Case) -> Ruling:
     """Both sides live, and have not heard each other: the evidence of a node is here that others could not hear."""
     alive = [node for node in case.evidence.nodes if node.here]
@@ -127,6 +148,18 @@ def launcher_stopped(case: Case) -> Ruling:
     return _finding(case, "launcher-stopped", those(doubts), capital(text), stopped, waiting)
 
 
+def failed_elsewhere(case: Case) -> Ruling:
+    """Ranks wait, no rank here does anything of its own, and another node has said what failed there."""
+    told = [node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)]
+    waiting = sorted(rank for rank, one in case.ranks.items() if one.wait is not None)
+    if not told or not waiting or conditions(case):
+        return ""
+    text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in told[:4])}."
+    claims = tuple(Claim(f"node {node.host} said: {node.trouble}", FILE) for node in told)
+    doubts = those({Doubt.UNSEEN_RANKS: True})
+    return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), held_up=tuple(waiting))
+
+
 def versions_differ(case: Case) -> Ruling:
     """No rank does anything of its own, and the nodes run different versions of torch, safelaunch or the script."""
     claims = version_claims(case.evidence)
@@ -139,7 +172,11 @@ def versions_differ(case: Case) -> Ruling:
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:
-    return [node for node in facts.evidence.nodes if node.is_gone and not node.here]
+    """Where this supervisor was stopped itself, only those that cannot be reached: it has missed last words."""
+    nodes = facts.evidence.nodes
+    missed = any(node.here and node.missed_s for node in nodes)
+    gone = [node for node in nodes if node.is_gone and not node.here]
+    return [node for node in gone if not missed or node.probe == "no answer" or node.store == "unreachable"]
 
 
 def _same(one: NodeEvidence, other: NodeEvidence) -> bool:

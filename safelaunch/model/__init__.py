@@ -379,6 +379,8 @@ class NodeEvidence(Record, frozen=True):
     - ``silent_s``: how long its supervisor has not been heard; 0: it is heard, or was until its end
     - ``last``: its last words: it watches, its ranks fail, somebody stops the job there, it has ended
     - ``trouble``: what failed there on its own account
+    - ``agent_error``: what its torchrun agent has failed of itself, not of a rank; known of this node alone
+    - ``missed_s``: how long its supervisor was stopped itself until a moment before; known of this node alone
     - ``store``: how the store of torchrun's agents, which it hosts, was lost
     - ``script``: a digest of the script
     """
@@ -391,6 +393,8 @@ class NodeEvidence(Record, frozen=True):
     last: Literal["", "watching", "failing", "stopping", "ended"] = ""
     trouble: str = ""
     agent: AgentState = ""
+    agent_error: str = ""
+    missed_s: float = 0.0
     store: Lost = ""
     probe: Probe = ""
     torch: str = ""
@@ -533,7 +537,10 @@ class NodeAtFault(Record, frozen=True, omit_defaults=False):
 
 
 class BundlePlace(Record, frozen=True, omit_defaults=False):
-    """Where the bundle is that holds every rank of a job of several nodes; ``whole``: whether it is this one."""
+    """Where the bundle is from which the verdict of several nodes was reached: the claims point at its files.
+
+    ``whole``: it is this one, and holds every rank.
+    """
 
     host: str
     path: str

@@ -6,6 +6,7 @@ import mmap
 import os
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -13,6 +14,7 @@ from safelaunch.beacon import layout
 from safelaunch.launch.paths import RunPaths
 from safelaunch.model import Progress
 
+LARGEST_WORLD = 1 << 20
 MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
 
 
@@ -150,12 +152,13 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class AgentEvent(msgspec.Struct, frozen=True):
-    """One line of ``agent.events``. ``beacon/agent.py`` describes the events."""
+    """One line of ``agent.events``. ``beacon/agent.py`` describes the events. ``world_size``: 0 if unknown."""
 
     event: str
     time_unix_s: float
     attempt: int = 0
     master_port: str = ""
+    world_size: Annotated[int, msgspec.Meta(ge=0, le=LARGEST_WORLD)] = 0
     workers: dict[int, tuple[int, int, int]] = {}
     exits: dict[int, int] = {}
     error: str = ""
@@ -240,6 +243,8 @@ class Roster:
         self.starts = 0
         self._oldest_ticks = 0  # start time of the oldest current worker
         self.master_port = ""
+        self.world_size = 0  # as torchrun told its workers
+        self.agent_error = ""  # what the agent itself has failed of
         self.agent_page: Page | None = None
 
     def refresh(self) -> list[AgentEvent]:
@@ -251,9 +256,12 @@ class Roster:
                 self.starts += 1
                 self._oldest_ticks = min((ticks for _, _, ticks in event.workers.values()), default=0)
                 self.master_port = event.master_port
+                self.world_size = event.world_size
+                self.agent_error = ""
                 self.workers = {
                     rank: Worker(rank, local, pid, event.attempt) for rank, (local, pid, _) in event.workers.items()
                 }
+            self.agent_error = event.error or self.agent_error
         self._drop_damaged_pages()
         self._find_pages()
         if self.agent_page is None:

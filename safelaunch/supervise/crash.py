@@ -46,12 +46,14 @@ class _Failure:
     """An attempt that failed. ``looking``: the look at its ranks is in progress; ``told``: their exits are known.
 
     ``meeting``: the nodes are about to agree on a verdict; ``met``: what has come of it, or that there is no need.
-    ``quiet_s``: time without a step before the failure, in seconds; 0 if that is no longer than usual.
+    ``quiet_s``: time without a step before the failure, in seconds; 0 if that is no longer than usual. ``error``: what
+    torchrun's agent itself has failed of, before a rank did.
     """
 
     attempt: tuple[int, int]
     looking: Task[Seen] | None
     quiet_s: float = 0.0
+    error: str = ""
     seen: Seen = (Looks(()), {})
     known: Known | None = None
     told: bool = False
@@ -112,7 +114,8 @@ class CrashCase:
             self._failure, self._exits_known, self._ended_for = None, False, ""
             self._together.crash.anew()
         elif event.event == "failing":
-            self._begin()
+            failure = self._begin()
+            failure.error = failure.error or self._about.redactor.said(event.error)
             self._exits_known = True
         elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
             # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
@@ -179,9 +182,9 @@ class CrashCase:
         ranks = {rank: replace(item, flight=flights.get(rank)) for rank, item in known.ranks.items()}
         return replace(known, ranks=ranks)
 
-    def _begin(self) -> None:
+    def _begin(self) -> _Failure:
         if self._failure is not None:
-            return
+            return self._failure
         targets = self._watch.targets()
 
         def look() -> Seen:
@@ -192,6 +195,7 @@ class CrashCase:
 
         quiet_s = self._watch.quiet_s(time.monotonic())
         self._failure = _Failure(self._watch.attempt, Task("look", look), quiet_s)
+        return self._failure
 
     def _tell(self) -> None:
         failure = self._failure
@@ -211,13 +215,15 @@ class CrashCase:
         known = self._known_of(failure)
         stall_s = failure.quiet_s if self._watch.unseen else 0.0
         met = failure.met or Told(Word())
+        notes = (f"torchrun itself failed: {failure.error}",) if failure.error else ()
 
         def write() -> Report | None:
             found = incident.take_evidence("crash", looks, known, self._about, stall_s=stall_s, ask=False)
             if not self._watch.unseen:
-                return incident.finish(found)
+                return incident.finish(_with_notes(found, notes))
             found = incident.with_nodes(found, self._together.nodes())
             if met.verdict is not None:
+                found = _with_notes(found, notes)
                 return incident.finish(found, common=_common(found, met, met.verdict))
             is_known = self._together.crash.has_trouble or met.word.anew
             word = met.word if is_known else self._together.last_words()
@@ -229,7 +235,7 @@ class CrashCase:
                 incident.discard(found)
                 say("the job was stopped on another node: that is what has ended the ranks of this one")
                 return None
-            return incident.finish(_with_notes(found, notes_of(word)))
+            return incident.finish(_with_notes(found, (*notes, *notes_of(word))))
 
         self._writing = Task("bundle", write)
 

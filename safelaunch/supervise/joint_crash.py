@@ -89,7 +89,7 @@ class JointCrash:
             return Told(Word())
         half = aged(without_secrets(replace(half, nodes=self._nodes()), self._about.redactor), time.time())
         channel.fail(number + 1, condensed(half))
-        begin_s, name, judged_it = time.monotonic(), "", False
+        begin_s, name, complete, judged_it = time.monotonic(), "", False, False
         others: tuple[Evidence, ...] = ()
         while (past_s := time.monotonic() - begin_s) < CRASH_S:
             seen = channel.seen
@@ -102,7 +102,7 @@ class JointCrash:
                 channel.gather()
                 if self._has_heard(seen, seen.page, past_s):
                     others, judged_it = _halves(seen), True
-                    name = self._judge_crash(half, others)
+                    name, complete = self._judge_crash(half, others)
             time.sleep(0.02)
         seen = channel.seen
         if seen.crash is None or seen.crash[0] != number + 1:
@@ -111,7 +111,7 @@ class JointCrash:
             return Told(seen.word)  # they have not heard of what failed here
         if seen.is_local:
             time.sleep(HOSTS_S)
-        return self._told(seen.crash[1], seen.word, name, others)
+        return self._told(seen.crash[1], seen.word, name, others, complete=complete)
 
     def _may_judge(self, seen: Seen, page: Page, past_s: float) -> bool:
         """Of those with a failure of their own the first in the order of the nodes, later the leader, last anybody."""
@@ -129,21 +129,21 @@ class JointCrash:
         silent = any(peer.silent_s for peer in seen.peers)
         return past_s >= (EFFECTS_S if silent and seen.slot == page.leader else CRASH_S - 0.4)
 
-    def _judge_crash(self, half: Evidence, others: tuple[Evidence, ...]) -> str:
+    def _judge_crash(self, half: Evidence, others: tuple[Evidence, ...]) -> tuple[str, bool]:
+        """Returns the name of this node's bundle, and whether it will hold every rank."""
         assert self._channel is not None
         own = replace(half, nodes=self._nodes())
         everything = replace(merged(own, others), outcome="crash")
         verdict = judged(everything, self._about)
         name = name_of(self._about.run_name, time.time(), verdict.outcome)
-        path = "" if everything.missing_ranks else os.fspath(self._about.bundle_dir / name)
+        path = os.fspath(self._about.bundle_dir / name)
         self._channel.decide_crash(Decision(verdict, "dump", self._about.host[:255], path[:4096]))
-        return name
+        return name, not everything.missing_ranks
 
-    def _told(self, decision: Decision, word: Word, name: str, others: tuple[Evidence, ...]) -> Told:
-        ours = bool(name) and decision.path in ("", os.fspath(self._about.bundle_dir / name)[:4096])
-        verdict = decision.verdict
-        if decision.path:
-            verdict = replace(verdict, bundle=BundlePlace(decision.host, decision.path, ours))
+    def _told(self, decision: Decision, word: Word, name: str, others: tuple[Evidence, ...], *, complete: bool) -> Told:
+        ours = bool(name) and decision.path == os.fspath(self._about.bundle_dir / name)[:4096]
+        place = BundlePlace(decision.host, decision.path, ours and complete)
+        verdict = replace(decision.verdict, bundle=place)
         if not ours:
             name = name_of(f"{self._about.run_name}-{self._about.host}", time.time(), verdict.outcome)
         return Told(word, verdict, name, others if ours else ())

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from safelaunch.capture import command
 from safelaunch.launch import controlgroup, process
@@ -385,11 +386,11 @@ class Supervisor:
         if result.without_stacks:
             say(f"no stack could be read, so the verdict has none to go by: {result.without_stacks}")
             say("run 'safelaunch doctor' where the job runs: it shows the cause and the fix")
-        whole = result.verdict.bundle or None  # unset where one node has reached it alone
+        judged = result.verdict.bundle or None  # unset where one node has reached it alone
         place = "bundle"
-        if whole is not None and not whole.whole:
+        if judged is not None and not judged.whole and Path(judged.path).name != published.path.name:
             place = "bundle of this node"
-            say(f"the bundle with every rank is on {whole.host}: {whole.path}")
+            say(f"the bundle with the evidence of all nodes is on {judged.host}: {judged.path}")
         say(report.screen(result.verdict, bundle_path=published.shown, place=place, read_line=user_source.line))
         if published.lost:
             say(f"the bundle is lost: {published.problem}")

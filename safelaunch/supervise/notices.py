@@ -104,10 +104,12 @@ class Notices:
         ranks = ", ".join(f"{worker.rank} (pid {worker.pid})" for worker in silent)
         whose = "its steps are" if len(silent) == 1 else "their steps are"
         say(f"no beacon in rank {ranks}: {whose} not counted (python -I or -E, or PYTHONPATH was replaced)")
-        if len(silent) == len(self._watch.roster.workers):
-            say("no rank has a beacon: safelaunch CANNOT WATCH this job; it continues as under plain torchrun")
-        else:
+        if len(silent) < len(self._watch.roster.workers):
             say(f"safelaunch still collects {'its' if len(silent) == 1 else 'their'} stacks when the job hangs")
+        elif self._watch.unseen and self._others is not None and self._others.is_covered:
+            say("no rank of this node has a beacon: safelaunch looks at them when another node suspects the job")
+        else:
+            say("no rank has a beacon: safelaunch CANNOT WATCH this job; it continues as under plain torchrun")
 
     def _say_without_steps(self) -> None:
         """Says what is watched instead of steps, unless the job steps, pauses or names its phases."""

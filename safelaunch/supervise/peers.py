@@ -22,7 +22,9 @@ LARGEST_SCRIPT = 8 << 20
 Last = Literal["", "watching", "failing", "stopping", "ended"]
 
 
-def nodes_of(seen: Seen, node: Node, beat: Beat, *, store: Lost, port: int | None) -> tuple[NodeEvidence, ...]:
+def nodes_of(
+    seen: Seen, node: Node, beat: Beat, *, store: Lost, port: int | None, agent_error: str = "", missed_s: float = 0.0
+) -> tuple[NodeEvidence, ...]:
     """This node and the others that it has heard of; takes ``PROBE_S`` where some of them are silent.
 
     ``store``: how it was lost, if that was not by the end of this node's own agent. ``port``: the store's, to see if
@@ -36,6 +38,8 @@ def nodes_of(seen: Seen, node: Node, beat: Beat, *, store: Lost, port: int | Non
         last=_last(beat),
         trouble=beat.trouble,
         agent=beat.agent,
+        agent_error=agent_error,
+        missed_s=round(missed_s, 1),
         torch=node.torch,
         safelaunch=node.safelaunch,
         script=node.script,

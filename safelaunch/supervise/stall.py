@@ -131,13 +131,7 @@ class StallCase:
         """One tick; returns the report once a hang is confirmed and its bundle is written."""
         event = glance.event
         if event is not None and event.kind == "suspect" and event.stall is not None:
-            timeline = Timeline().plus("last progress", event.stall.mark_s).plus("suspected")
-            threshold = Threshold(event.stall.threshold_s, self._why(event.stall))
-            self._suspicion = _Suspicion(event.stall, threshold, timeline, window_s=self._watch.policy.confirm_s)
-            if self._together.suspect(self._suspicion.window_s):
-                self._suspicion.asked_s = now
-            else:
-                self._look(None)
+            self._suspect(event.stall, now)
         elif event is not None and event.kind == "clock-restarted":
             self.abandon()
         elif event is not None and event.kind == "recovered":
@@ -160,6 +154,18 @@ class StallCase:
                 self._watch.start_again(now)
             return report
         return None
+
+    def _suspect(self, stall: Stall, now: float) -> None:
+        timeline = Timeline().plus("last progress", stall.mark_s).plus("suspected")
+        threshold = Threshold(stall.threshold_s, self._why(stall))
+        if self._suspicion is not None and not self._suspicion.own:  # all look, because another node suspects the job
+            self._suspicion.stall, self._suspicion.threshold, self._suspicion.own = stall, threshold, True
+            return
+        self._suspicion = _Suspicion(stall, threshold, timeline, window_s=self._watch.policy.confirm_s)
+        if self._together.suspect(self._suspicion.window_s):
+            self._suspicion.asked_s = now
+        else:
+            self._look(None)
 
     def _why(self, stall: Stall) -> str:
         if stall.phase and stall.threshold_s != self._watch.policy.stall_s:

@@ -217,7 +217,13 @@ class Together:
         self._note_store()
         channel = self._channel
         return nodes_of(
-            channel.seen, channel.node, channel.beat, store=self._store, port=self._port if probing else None
+            channel.seen,
+            channel.node,
+            channel.beat,
+            store=self._store,
+            port=self._port if probing else None,
+            agent_error=self._about.redactor.said(self._watch.roster.agent_error),
+            missed_s=self._watch.missed_s(time.monotonic()),
         )
 
     @property

@@ -16,6 +16,7 @@ from safelaunch.watch import pulse, rhythm, stall
 
 # Longer than this, and this many times longer than a usual step: the job was stalled.
 QUIET_S, QUIET_TIMES = 2.0, 5.0
+MISSED_S = 30.0  # after a gap, for so long what has ended may have ended during it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Watch:
         self.attempt = (0, 0)  # ``roster.attempt`` and ``roster.starts``
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
+        self._gap = (0.0, 0.0)  # the last time that this supervisor did not run itself: until when, and how long
         self._pages: dict[int, Page] = {}  # of the newest tick
 
     def tick(self, now: float) -> Glance:
@@ -78,6 +80,8 @@ class Watch:
                 raised.append(rank)
             marks.append(self._mark(progress, now, heard_s))
         self._learn(tuple(marks), now)
+        if now - self.state.last_tick_s > stall.CLOCK_GAP_S:
+            self._gap = now, now - self.state.last_tick_s
         self.state, event = stall.tick(self.state, tuple(marks), self.policy, now)
         return Glance(tuple(events), event, tuple(raised), damaged)
 
@@ -172,10 +176,17 @@ class Watch:
         return event
 
     def standing(self, now: float) -> stall.Stall | None:
-        """How far behind the slowest rank is, whether or not that is long; None when there is nobody to judge."""
+        """How far behind the slowest rank is, whether or not that is long; None when there is nobody to judge.
+
+        Ranks without a beacon are seen as well: they raise no suspicion, and others may wait for them.
+        """
         heard_s = self._pulse.last_s or 0.0
-        marks = tuple(self._mark(progress, now, heard_s) for progress in self.last_progress.values())
-        return stall.oldest(marks, self.policy, 0.0, now)
+        marks = [self._mark(progress, now, heard_s) for progress in self.last_progress.values()]
+        marks += [
+            stall.Mark(worker.rank, claimed_s=self.state.base_s, exited=not _lives(worker.pid))
+            for worker in self.without_beacon()
+        ]
+        return stall.oldest(tuple(marks), self.policy, 0.0, now)
 
     def hold(self) -> None:
         """It hangs, as all nodes have found together: nothing is suspected any more."""
@@ -221,7 +232,7 @@ class Watch:
     @property
     def world_size(self) -> int:
         sizes = [progress.world_size for progress in self.last_progress.values()]
-        return max([*sizes, len(self.roster.workers), 1])
+        return max([*sizes, self.roster.world_size, len(self.roster.workers), 1])
 
     @property
     def unseen(self) -> tuple[int, ...]:
@@ -231,9 +242,11 @@ class Watch:
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The ranks that are this supervisor's, once one of them has said how many there are in all."""
+        """The ranks that are this supervisor's, once one of them or torchrun has said how many there are in all."""
+        if not (self.last_progress or self.roster.world_size):
+            return ()
         unseen = set(self.unseen)
-        return tuple(rank for rank in range(self.world_size) if rank not in unseen) if self.last_progress else ()
+        return tuple(rank for rank in range(self.world_size) if rank not in unseen)
 
     def quiet_s(self, now: float) -> float:
         """Seconds since the last step if that is far longer than usual steps; else 0."""
@@ -245,6 +258,11 @@ class Watch:
         waited_s = now - slowest.last_step_ns / 1e9
         return waited_s if waited_s > max(QUIET_S, QUIET_TIMES * usual_s) else 0.0
 
+    def missed_s(self, now: float) -> float:
+        """How long this supervisor itself was stopped until a moment ago, and did not hear what others said; else 0."""
+        until_s, seconds = self._gap
+        return seconds if now - until_s < MISSED_S else 0.0
+
     def ended(self) -> tuple[int, ...]:
         """Ranks whose process ended without reporting it."""
         return tuple(rank for rank, progress in self.last_progress.items() if progress.pid in self._gone)
@@ -254,3 +272,8 @@ class Watch:
         marks = [self.last_progress[rank] for rank in suspected.ranks if rank in self.last_progress]
         newest = max((max(p.last_step_ns, p.phase_since_ns) for p in marks), default=0)
         return newest / 1e9 > suspected.mark_s
+
+
+def _lives(pid: int) -> bool:
+    found = identify(pid)
+    return found is not None and found.is_alive()

@@ -133,7 +133,13 @@ def _killed(role: str, moment: Moment, number: int) -> Promise:
     named = frozenset({CULPRIT}) if moment in HANGS else frozenset()
     if role in ("rank", "DataLoader worker"):
         return Promise(named=named | {number}, surely=moment in ("training", *HANGS))
-    return Promise(named=named, lost=frozenset({number}) if role == "whole node" else frozenset())
+    lost = frozenset({number}) if role == "whole node" else frozenset()
+    return Promise(named=named, nodes=frozenset({number}), told=_others_than(number, moment), lost=lost)
+
+
+def _others_than(number: int, moment: Moment) -> frozenset[int]:
+    """The nodes that must have a bundle when one fails. Before the ranks have met, there may be nothing to tell."""
+    return frozenset(WHERE) - {number} if moment != "start" else frozenset()
 
 
 def _stopped(role: str, moment: Moment, number: int) -> Promise:
@@ -141,10 +147,12 @@ def _stopped(role: str, moment: Moment, number: int) -> Promise:
         return NAMED if moment in HANGS else TRAINS
     if moment not in HANGS:
         hangs = role in ("rank", "DataLoader worker")
-        return Promise(hangs=hangs, named=frozenset({number} if hangs else ()), surely=hangs and moment == "training")
+        if hangs:
+            return Promise(hangs=True, named=frozenset({number}), surely=True)
+        return Promise(nodes=frozenset({number}), told=_others_than(number, moment))
     if role in ("rank", "DataLoader worker"):
         return Promise(hangs=True, named=frozenset({CULPRIT, number}), surely=True)
-    return Promise(named=frozenset({CULPRIT}))
+    return Promise(named=frozenset({CULPRIT}), nodes=frozenset({number}), told=_others_than(number, moment))
 
 
 def _rows_of_processes() -> list[NodeRow]:
@@ -166,7 +174,10 @@ def _rows_of_processes() -> list[NodeRow]:
                         **about,  # type: ignore[arg-type]
                     )
                 )
-                if not (role == "torchrun agent" and moment not in HANGS):  # nothing would end that job
+                # Nothing would end these jobs: they train without an agent, or torchrun waits for a store that does not
+                # answer, and has no rank yet.
+                endless = role == "torchrun agent" or (role == "whole node" and moment == "start" and number == LEADER)
+                if moment in HANGS or not endless:
                     rows.append(
                         NodeRow(
                             fault=f"SIGSTOP {role}",
@@ -230,11 +241,12 @@ def join(nodes: Nodes) -> None:
 def _others() -> list[NodeRow]:
     rows = []
     parts: tuple[Moment, ...] = ("start", "training", *HANGS)
-    alone = Promise(named=frozenset({CULPRIT}))
+    both = frozenset(WHERE)  # each side may take the other for gone
+    alone = Promise(named=frozenset({CULPRIT}), nodes=both, told=both)
     for moment in parts:
         for number, where in WHERE.items():
             healed = NAMED if moment in HANGS else TRAINS
-            lasting = alone if moment in HANGS else Promise()
+            lasting = alone if moment in HANGS else Promise(nodes=both, told=both if moment != "start" else frozenset())
             rows += [
                 NodeRow("partition, healed", moment, healed, part(number, PARTED_S), where),
                 NodeRow("partition", moment, lasting, part(number, None), where, max_stall_s=SOON_S),
@@ -261,6 +273,7 @@ assert len(BY_NAME) == len(ROWS), "two rows of one name"
 # What runs with the other tests.
 SHORT = (
     "kill -9 rank, training, another node",
+    "kill -9 safelaunch, training, leader's node",
     "kill -9 guardian, suspicion, leader's node",
     "partition, healed, suspicion, another node",
 )

@@ -41,13 +41,16 @@ class Promise:
 
     ``trains``: the job goes on, and every rank trains to its end. Else it ends, with an exit code other than 0 on
     every node; ``hangs``: with 124 and one verdict on all that have begun it. ``named``: the ranks that verdicts may
-    name; ``surely``: that at least one does. ``lost``: the nodes that are gone, of which nothing is promised.
+    name; ``surely``: that at least one does. ``nodes``: the nodes that they may name. ``told``: those that must have
+    a bundle. ``lost``: the nodes that are gone, of which nothing is promised.
     """
 
     trains: bool = False
     hangs: bool = False
     named: frozenset[int] = frozenset()
     surely: bool = False
+    nodes: frozenset[int] = frozenset()
+    told: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
 
 
@@ -318,8 +321,8 @@ def judge(row: NodeRow, nodes: Nodes, living: list[int]) -> Outcome:
         wrong.append(f"{nodes.trained('trained')} of {len(nodes.scenes)} ranks trained to their end")
     bundles = {n: [*result.bundles, *_kept_locally(nodes.scenes[n], result)] for n, result in results.items()}
     wrong += _of_verdicts(promise, bundles)
-    if promise.hangs and any(not bundles[n] for n in living if n < row.nodes):
-        wrong.append("a node has no bundle")
+    told = promise.told | (frozenset(range(row.nodes)) if promise.hangs else frozenset())
+    wrong += [f"no bundle on {netns.host(n)}" for n in living if n in told and not bundles[n]]
     local = [one for found in bundles.values() for one in found if nodes.scratch not in one.path.parents]
     shown = "/".join(str(len(found)) for found in bundles.values())
     codes = " ".join(str(result.code) for result in results.values())
@@ -338,7 +341,8 @@ def _kept_locally(scene: NodeScene, result: Result) -> list[Bundle]:
 
 def _short(bundle: Bundle) -> str:
     verdict = bundle.verdict
-    return f"{verdict['outcome']}: {verdict['cause']} {[one['rank'] for one in verdict['culprits']]}"
+    nodes = "".join(f" {one['host']}" for one in verdict.get("nodes", ()))
+    return f"{verdict['outcome']}: {verdict['cause']} {[one['rank'] for one in verdict['culprits']]}{nodes}"
 
 
 def _of_verdicts(promise: Promise, bundles: dict[int, list[Bundle]]) -> list[str]:
@@ -348,13 +352,16 @@ def _of_verdicts(promise: Promise, bundles: dict[int, list[Bundle]]) -> list[str
     for number, found in bundles.items():
         for bundle in found:
             verdict = bundle.verdict
-            # The common verdict points at files of the whole bundle; another node's has those of its own ranks.
-            is_half = "bundle" in verdict and not verdict["bundle"]["whole"]
+            # The common verdict points at files of the bundle that it names; another node's has those of its own ranks.
+            is_half = "bundle" in verdict and Path(verdict["bundle"]["path"]).name != bundle.path.name
             problems = [problem for problem in bundle.problems() if not (is_half and problem.startswith("the claim"))]
             wrong += [f"{problem} (bundle of {netns.host(number)})" for problem in problems]
             named = {one["rank"] for one in verdict["culprits"]}
             if not named <= promise.named:
                 wrong.append(f"{netns.host(number)} names {sorted(named)}, not {sorted(promise.named)}")
+            nodes = {one["host"] for one in verdict.get("nodes", ())}
+            if not nodes <= set(map(netns.host, promise.nodes)):
+                wrong.append(f"{netns.host(number)} names {' and '.join(sorted(nodes))}")
             if verdict["outcome"] == "hang":
                 said.append({name: value for name, value in verdict.items() if name != "bundle"})
                 if verdict.get("bundle") is None:

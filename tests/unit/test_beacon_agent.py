@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The longest times that the agent waits for an acknowledgement."""
     found: list[float] = []
     monkeypatch.setattr(agent.page, "wait_for_ack", lambda words, pid, hold_s: found.append(hold_s))
-    monkeypatch.setattr(agent, "_append_event", lambda *_, **__: None)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the agent has told the supervisor."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(agent, "_words", memoryview(bytearray(layout.SIZE)).cast("Q"))
+    monkeypatch.setattr(agent, "_append_event", lambda event, **values: found.append({"event": event, **values}))
     return found
 
 
@@ -31,6 +40,9 @@ def context(world: int, *, code: int | None = 0) -> Any:
         subprocess_handlers = {n: SimpleNamespace(proc=SimpleNamespace(poll=lambda: code)) for n in (0, 1)}  # noqa: RUF012
 
         def start(self) -> None: ...
+
+        def pids(self) -> dict[int, int]:
+            return {n: os.getpid() for n in (0, 1)}
 
         def close(self, death_sig: Any = None, timeout: int = 30) -> None: ...
 
@@ -59,3 +71,24 @@ def test_an_agent_that_is_told_to_stop_waits_for_other_nodes_alone(
 def test_before_it_ends_the_peers_of_a_failed_rank_it_waits(waits: list[float]) -> None:
     context(2, code=1).close()
     assert waits == [layout.AGENT_HOLD_S]
+
+
+def test_it_tells_how_many_ranks_there_are_in_all(events: list[dict[str, Any]]) -> None:
+    context(4).start()
+    assert (events[0]["event"], events[0]["world_size"], set(events[0]["workers"])) == ("started", 4, {"0", "1"})
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ConnectionError("the store is gone"), ["ConnectionError: the store is gone"]), (SignalException(), [])],
+    ids=["fails itself", "is told to stop"],
+)
+def test_an_agent_that_fails_itself_says_so_before_it_ends_its_ranks(
+    waits: list[float], events: list[dict[str, Any]], error: Exception, told: list[str]
+) -> None:
+    try:
+        raise error
+    except Exception:
+        context(2, code=None).close(15)
+    assert [event["error"] for event in events if event["event"] == "failing"] == told
+    assert waits == [layout.AGENT_HOLD_S] * len(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,6 +94,62 @@ def test_ranks_that_gave_up_waiting_say_nothing_of_connections() -> None:
     late = [thrown_out(n, message="Timed out waiting 60000ms for recv operation to complete") for n in (0, 1)]
     late = [replace(r, exception=replace(r.exception, frames=(ENGINE,))) for r in late if r.exception]
     assert diagnose(half(*late, outcome="crash")).cause != "node-lost"
+
+
+# --- torchrun lost its store ------------------------------------------------------------------------------------------
+
+FAILED = replace(A, agent_error="RendezvousConnectionError: The connection to the C10d store has failed.")
+
+
+@pytest.mark.parametrize(
+    ("node", "cause", "confidence"),
+    [
+        (replace(B, store="closed", probe="answers"), "launcher-stopped", "medium"),
+        (replace(B, store="unreachable", probe="no answer"), "node-unreachable", "high"),
+        (replace(B, store="closed"), "node-unreachable", "medium"),
+    ],
+    ids=["its host answers", "its host does not answer", "not asked"],
+)
+@pytest.mark.parametrize("doing", [waiting, lambda n: rank(n, in_user(7), "run")], ids=["ranks wait", "ranks compute"])
+def test_an_agent_that_failed_names_the_host_of_its_store(
+    doing: Callable[[int], RankEvidence], node: NodeEvidence, cause: str, confidence: str
+) -> None:
+    verdict = diagnose(half(doing(0), doing(1), nodes=(FAILED, node), outcome="crash"))
+    assert said(verdict) == (cause, confidence, ["b:2-3"])
+    assert "the store of its agents was on node b" in verdict.summary
+    assert any("RendezvousConnectionError" in claim.claim for claim in verdict.evidence)
+
+
+def test_who_was_stopped_itself_has_missed_why_others_have_ended() -> None:
+    nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="answers"))
+    verdict = diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))
+    assert (verdict.nodes_at_fault, verdict.culprits) == ((), ())
+    nodes = (replace(A, missed_s=43.0), replace(GONE, silent_s=4.0, probe="answers"))
+    assert said(diagnose(half(thrown_out(0), thrown_out(1), nodes=nodes, outcome="crash")))[0] == "rank-exited"
+    nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="no answer"))
+    assert said(diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))) == (
+        "node-unreachable",
+        "high",
+        ["b:2-3"],
+    )
+
+
+@pytest.mark.parametrize(
+    "node", [replace(B, store="closed", trouble="rank 3 on b was ended by SIGKILL"), replace(B, last="ended"), B]
+)
+def test_a_host_of_the_store_that_said_why_it_ends_is_not_named(node: NodeEvidence) -> None:
+    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=(FAILED, node), outcome="crash"))
+    assert said(verdict) == ("rank-exited", "medium", [])
+
+
+def test_ranks_that_wait_for_a_node_that_has_said_what_failed_there() -> None:
+    """It has ended since: its ranks were not seen by any node that is left."""
+    ended = replace(B, last="ended", trouble="rank 3 on b was ended by SIGKILL")
+    verdict = diagnose(half(rank(0, in_init()), rank(1, in_init()), nodes=(A, ended)))
+    assert (verdict.cause, verdict.confidence, verdict.victims) == ("rank-exited", "medium", "0-1")
+    assert "rank 3 on b was ended by SIGKILL" in verdict.summary
+    stuck = half(waiting(0), rank(1, in_user(7), "sleep", flight=behind()), nodes=(A, ended))
+    assert [culprit.rank for culprit in diagnose(stuck).culprits] == [1]
 
 
 # --- a node that is only silent ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import checks
 import verify
 from checks import Check, CheckError, Found, Record
+from row import HEAD
 
 COUNT = """printf %s "$2" >> runs.txt
 printf '"%s"' "${HOW:-plain}" > "$1"
@@ -229,13 +230,19 @@ def test_the_soak_of_nodes_counts_two_nodes_and_three_together(tmp_path: Path) -
     assert told.rows[1] == ("– a (clocks)", "exit code 124")
 
 
-def test_the_fault_matrix_counts_promises(tmp_path: Path) -> None:
-    row = {"fault": "kill -9", "moment": "writing", "job": "hang"}
-    rows = [row | {"promise": "kept"}, row | {"promise": "2 processes left"}, row | {"promise": "not run: no root"}]
-    told = found("faults", tmp_path, rows)
+@pytest.mark.parametrize("name", ["faults", "faults-nodes"])
+def test_the_fault_matrix_counts_promises(name: str, tmp_path: Path) -> None:
+    row = dict(zip(HEAD, ("kill -9", "writing", "hang", "124", "0", "1", "-", "9.1", "kept"), strict=True))
+    rows = [row, row | {"promise": "2 processes left"}, row | {"promise": "not run: no root"}]
+    told = found(name, tmp_path, rows)
     assert told.result == "1 of 2 kept"
     assert told.rows[1] == ("– kill -9, writing, hang", "2 processes left")
     assert "(1 rows cannot run here)" in told.rows[0][0]
+
+
+def test_a_matrix_of_which_no_row_can_run_says_why(tmp_path: Path) -> None:
+    told = found("faults-nodes", tmp_path, [{"promise": "not run: there is no ip"}] * 2)
+    assert told.result == "not run: there is no ip"
 
 
 def test_attacks_count_what_got_through(tmp_path: Path) -> None:

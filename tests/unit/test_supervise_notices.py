@@ -25,6 +25,8 @@ def said(
     server: bool = True,
     beacon: bool = True,
     limit: Threshold = START,
+    unseen: tuple[int, ...] = (),
+    others: Any = None,
 ) -> str:
     worker = Worker(0, 0, 10, 0)
     roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
@@ -33,9 +35,10 @@ def said(
         last_progress={0: progress} if progress else {},
         without_beacon=lambda: () if beacon else (worker,),
         threshold_without_steps=lambda: limit,
-        unseen=(),
+        unseen=unseen,
+        world_size=2,
     )
-    notices = Notices(watch, 100.0, 0.0)
+    notices = Notices(watch, 100.0, 0.0, others)
     for now in (1.0, 19.0, 49.0, 51.0, 400.0):
         notices.tick(now)
     return capfd.readouterr().err
@@ -58,6 +61,15 @@ def test_a_job_that_marks_something_is_not(capfd: pytest.CaptureFixture[str], ma
 def test_a_job_that_cannot_be_watched_is_told_loudly(capfd: pytest.CaptureFixture[str]) -> None:
     text = said(capfd, None, beacon=False)
     assert "CANNOT WATCH" in text and "no step" not in text
+
+
+@pytest.mark.parametrize("covered", [True, False])
+def test_a_node_without_any_beacon_is_looked_at_with_the_others(
+    capfd: pytest.CaptureFixture[str], covered: bool
+) -> None:
+    others = SimpleNamespace(is_covered=covered, others="1 other node (b)", why_alone="no answer")
+    text = said(capfd, None, beacon=False, unseen=(1,), others=others)
+    assert ("when another node suspects the job" in text, "CANNOT WATCH" in text) == (covered, not covered)
 
 
 @pytest.mark.parametrize(("by_torchrun", "progress", "told"), [(False, None, 1), (False, FRESH, 0), (True, None, 0)])

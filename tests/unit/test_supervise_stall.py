@@ -29,6 +29,9 @@ class Watch:
     def targets(self) -> tuple[()]:
         return ()
 
+    def standing(self, now: float) -> Stall:
+        return SUSPECT
+
     def stepped_since(self, stall: Stall) -> bool:
         return False
 
@@ -41,10 +44,12 @@ class Together:
 
     def __init__(self) -> None:
         self.open = 0
+        self.asked = 0
         self.joined = 0
         self.votes: list[tuple[int, Vote]] = []
 
     def suspect(self, window_s: float) -> bool:
+        self.asked += 1
         return True
 
     def calls(self) -> Page | None:
@@ -79,6 +84,18 @@ def test_a_node_looks_and_votes_anew_in_every_incident(tmp_path: Path) -> None:
     together.open = 2
     advance(case, together, votes=2)
     assert [incident for incident, _ in together.votes] == [1, 2]
+
+
+def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_as_well(tmp_path: Path) -> None:
+    """Its ranks' marks are a moment younger: it is asked first, and its own suspicion comes while it looks."""
+    together = Together()
+    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
+    case = StallCase(Watch(), about, dict, together)  # type: ignore[arg-type]
+    together.open = 1
+    case.advance(Glance((), None, ()), 5.0)
+    case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
+    advance(case, together, votes=1)
+    assert (together.votes, together.asked) == ([(1, "still")], 0)
 
 
 def test_a_rank_whose_words_have_not_arrived_is_not_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

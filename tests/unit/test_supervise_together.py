@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -87,6 +86,7 @@ class Channel:
 
 class Roster:
     agent_page = None
+    agent_error = ""
 
     def __init__(self) -> None:
         self.workers: dict[int, object] = {0: object()}
@@ -98,6 +98,9 @@ class Watch:
     world_size = 4
     last_progress: ClassVar[dict[int, Progress]] = {}
     attempt = (0, 1)
+
+    def missed_s(self, now: float) -> float:
+        return 0.0
 
 
 @pytest.fixture
@@ -370,8 +373,8 @@ def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(nod
     node.tick(0.0)
     told = node.crash.settle(crashed(0, 1))
     assert told.verdict is not None and told.verdict.culprits == ()
-    assert channel.gathers and channel.verdicts[0].path == ""
-    assert told.verdict.bundle is msgspec.UNSET
+    assert channel.gathers and channel.verdicts[0].path.endswith(told.name)
+    assert told.verdict.bundle == BundlePlace("here", channel.verdicts[0].path, False), "it lacks ranks 2-3"
 
 
 def test_a_node_that_is_stopped_ends_the_search(node: Together, channel: Channel) -> None:

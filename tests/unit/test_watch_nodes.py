@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,11 +39,13 @@ class Node:
         words[layout.READY] = layout.MAGIC
         self._kept += [mapped, words]
 
-    def starts(self, *ranks: int, ticks: int = 100, attempt: int = 0) -> None:
-        workers = {str(rank): [rank, 4000 + rank, ticks] for rank in ranks}
-        event = {"event": "started", "time_unix_s": 1.0, "attempt": attempt, "workers": workers}
+    def starts(self, *ranks: int, ticks: int = 100, attempt: int = 0, world: int = 0, pid: int = 0) -> None:
+        workers = {str(rank): [rank, pid or 4000 + rank, ticks] for rank in ranks}
+        self.says("started", attempt=attempt, workers=workers, world_size=world)
+
+    def says(self, event: str, **values: Any) -> None:
         with self.run.agent_events.open("a") as file:
-            file.write(json.dumps(event) + "\n")
+            file.write(json.dumps({"event": event, "time_unix_s": 1.0, **values}) + "\n")
 
 
 @pytest.fixture
@@ -89,3 +93,51 @@ def test_how_long_a_job_had_been_quiet(node: Node, steps: int, last_step_s: floa
     node.rank(0, 1, steps=steps, last_step_s=last_step_s)
     node.watch.tick(now)
     assert node.watch.quiet_s(now) == quiet
+
+
+def test_ranks_without_a_page_are_known_from_torchrun_and_raise_no_suspicion(node: Node) -> None:
+    """As where a rank is stopped before it has a page, or runs under ``python -I``."""
+    node.starts(1, world=2, pid=os.getpid())
+    glances = [node.watch.tick(now) for now in (1.0, 100.0, 1000.0)]
+    assert (node.watch.seen, node.watch.unseen, node.watch.world_size) == ((1,), (0,), 2)
+    assert [glance.event for glance in glances if glance.event and glance.event.kind == "suspect"] == []
+
+
+def test_where_others_suspect_the_job_a_rank_without_a_page_is_looked_at(node: Node) -> None:
+    node.starts(1, world=2, pid=os.getpid())
+    node.watch.tick(1.0)
+    standing = node.watch.standing(80.0)
+    assert standing is not None
+    assert (standing.ranks, standing.stalled_s, standing.before_first_step) == ((1,), 79.0, True)
+
+
+def test_a_rank_without_a_page_that_has_ended_is_not_waited_for(node: Node) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    node.starts(1, world=2, pid=ended.pid)
+    node.watch.tick(1.0)
+    assert node.watch.standing(80.0) is None
+
+
+def test_what_the_agent_failed_of_is_known_until_it_starts_ranks_again(node: Node) -> None:
+    node.starts(0)
+    node.says("failing", error="ConnectionError: the store is gone")
+    node.says("closed")
+    node.watch.tick(1.0)
+    assert node.watch.roster.agent_error == "ConnectionError: the store is gone"
+    node.starts(0)
+    node.watch.tick(2.0)
+    assert node.watch.roster.agent_error == ""
+
+
+def test_an_absurd_world_is_no_event(node: Node) -> None:
+    node.starts(0, world=1 << 40)
+    node.watch.tick(1.0)
+    assert node.watch.world_size == 1
+
+
+def test_how_long_the_supervisor_itself_was_stopped_is_known_for_a_while(node: Node) -> None:
+    node.starts(0)
+    for now in (1.0, 2.0, 45.0, 46.0):
+        node.watch.tick(now)
+    assert (node.watch.missed_s(46.0), node.watch.missed_s(100.0)) == (43.0, 0.0)

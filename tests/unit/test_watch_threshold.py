@@ -28,7 +28,7 @@ class Ranks:
     """Stands in for the roster: pages whose steps the test sets."""
 
     def __init__(self, count: int) -> None:
-        self.attempt, self.starts, self.workers, self.agent_page = 0, 0, {}, None
+        self.attempt, self.starts, self.workers, self.agent_page, self.world_size = 0, 0, {}, None, 0
         me = identify(os.getpid())
         assert me is not None
         self.progress = {
