@@ -90,6 +90,10 @@ def departed(case: Case) -> Ruling:
         f"Rank {one.rank} {text}.",
         (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {text}.", site),),
         (*claims, *wait_claims(case, sorted(ranks))),
+        calls={
+            rank: case.alignment.stack(rank, call).user_frames
+            for rank, call in ((one.rank, one.call), (one.mates[0], one.theirs))
+        },
     )
 
 
@@ -128,6 +132,7 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
         tuple(ruled),
+        calls=dict.fromkeys(shift.ranks if extra else shift.peers, shift.stack),
     )
 
 

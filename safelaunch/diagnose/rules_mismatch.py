@@ -30,14 +30,14 @@ from safelaunch.diagnose.findings import (
     waiting_culprit,
 )
 from safelaunch.diagnose.peers import PeerWait
-from safelaunch.diagnose.rank_state import Facts, user_stack_of, view_of
+from safelaunch.diagnose.rank_state import Facts, view_of
 from safelaunch.diagnose.rules_history import shifted
 from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.source import condition_on_rank, loop_left
+from safelaunch.reading.source import loop_left
 
 
 @dataclass(frozen=True)
@@ -206,15 +206,16 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
     if left:
         meeting = replace(meeting, odd=left, majority=True, doubts=())
         text += f"; {ranks_do(left, 'has', 'have')} left the loop at line {loop}"
-    tail, signs = ("", ()) if meeting.majority else _no_majority(facts, meeting)
+    tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
     cause = "uneven-batches" if left else "collective-mismatch"
     return Finding(
         cause,
         meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
         f"{text}.{tail}",
         tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, loop), meeting.calls[r].site) for r in meeting.odd),
-        meeting.claims + signs + wait_claims(facts, words),
+        meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
+        calls={r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()},
     )
 
 
@@ -226,24 +227,6 @@ def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
     if not alone or not meeting.majority:
         return ()
     return (f"a peer that left out the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
-
-
-def _no_majority(facts: Facts, meeting: Meeting) -> tuple[str, tuple[Claim, ...]]:
-    """What to say where nobody is in the minority: a side that is alone under a condition on the rank is the likelier.
-
-    Returns the words, and a claim for each rank of that side.
-    """
-    asked = {
-        r: found
-        for r in meeting.odd
-        if (found := condition_on_rank(user_stack_of(facts.ranks[r].evidence), facts.read_source)) is not None
-    }
-    text = " With no majority, either side may be the one at fault"
-    if len({meeting.calls[r].words for r in asked}) != 1 or len(asked) == len(meeting.odd):
-        return f"{text}.", ()
-    words = next(iter(asked.values())).words
-    claims = tuple(Claim(f"rank {r} waits under `{found.words}`", f"ranks/{r}/stack.txt") for r, found in asked.items())
-    return f"{text}; only {ranks_do(asked, 'is', 'are')} under `{words}`.", claims
 
 
 def _reason(meeting: Meeting, rank: int, loop: int | None) -> str:
