@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from safelaunch.diagnose.collectives import Alignment, Mismatch, first_mismatch, vote
@@ -186,6 +187,22 @@ class Aligned:
             if site is not None:
                 places.setdefault(site, []).append(rank)
         return at, places
+
+    def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
+        """How many calls ``rank`` made since the last one from the place of its call ``number``: as many as each time
+        before, or fewer. ``""`` where earlier rounds differ, or there are too few to tell.
+        """
+        mine = self.histories.get(rank)
+        if mine is None or not self.by_frames or mine.at(number) == UNKNOWN:
+            return ""
+        here = mine.column.at(number)
+        ends = [at for at in range(mine.first, number) if mine.column.at(at) == here]
+        rounds = {end - begin for begin, end in pairwise(ends)}
+        if len(rounds) != 1:
+            return ""
+        (usual,) = rounds
+        made = number - ends[-1]
+        return "whole" if made == usual else "short" if made < usual else ""
 
     def left_out_before(self, rank: int, number: int) -> int | None:
         """How many calls ``rank`` would have had to make more, before its ``number``, to agree with its peers to the

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
@@ -37,7 +38,7 @@ from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.source import loop_left
+from safelaunch.reading.source import Loop, loop_left
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Meeting:
     """Ranks that should have met, by what each of them is in.
 
     ``odd``: those not of the majority; all of them where there is none. ``doubts``: about what they are in.
+    ``number``: the group and the number under which they should have; without a record neither is known.
     """
 
     odd: tuple[int, ...]
@@ -61,6 +63,7 @@ class Meeting:
     calls: Mapping[int, Call]
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
+    number: tuple[str, int] = ("", 0)
 
     @property
     def words(self) -> dict[int, str]:
@@ -168,7 +171,7 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
         places = (f"{ranks_word(m)} at {fr.basename(f.file)}:{f.line}" for f, m in sites_then.items())
         text = f"their call sites parted earlier, at number {number}: {' and '.join(places)}"
         claims.append(record_claim(ranks[0], text))
-    return Meeting(found.odd, found.majority, made, claims=tuple(claims))
+    return Meeting(found.odd, found.majority, made, claims=tuple(claims), number=(found.group, found.seq))
 
 
 def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
@@ -200,19 +203,18 @@ def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tu
 def _finding(facts: Facts, meeting: Meeting) -> Finding:
     """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
     words = meeting.words
+    left = _left_loop(facts, meeting)
+    if left is not None:
+        meeting = left.judged(meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart({rank: words[rank] for rank in odd_first}))
-    left, loop = _left_loop(facts, meeting)
-    if left:
-        meeting = replace(meeting, odd=left, majority=True, doubts=())
-        text += f"; {ranks_do(left, 'has', 'have')} left the loop at line {loop}"
+    text += f"; {left.says}" if left is not None else ""
     tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
-    cause = "uneven-batches" if left else "collective-mismatch"
     return Finding(
-        cause,
+        "uneven-batches" if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
         meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
         f"{text}.{tail}",
-        tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, loop), meeting.calls[r].site) for r in meeting.odd),
+        tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, left), meeting.calls[r].site) for r in meeting.odd),
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
         calls={r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()},
@@ -229,27 +231,71 @@ def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
     return (f"a peer that left out the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
 
 
-def _reason(meeting: Meeting, rank: int, loop: int | None) -> str:
+@dataclass(frozen=True)
+class LeftLoop:
+    """``ahead`` are past a loop that ``behind`` are still in. ``round``: see :meth:`.Aligned.round_before`."""
+
+    ahead: tuple[int, ...]
+    behind: tuple[int, ...]
+    loop: Loop
+    round: Literal["whole", "short", ""]
+
+    @property
+    def sure(self) -> bool:
+        """No round of an outer loop explains it as well."""
+        return self.round == "short" or not self.loop.enclosed
+
+    def judged(self, meeting: Meeting) -> Meeting:
+        """Of two as many ranks, those that left the loop have had fewer batches; else the minority had more, or fewer.
+
+        Unless another loop encloses both. Then earlier rounds have to tell: where each had as many calls, those behind
+        left out the one that ends it; where that is not known, either side may be off, and the majority counts.
+        """
+        seen = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
+        if self.sure:
+            odd = self.behind if len(self.behind) < len(self.ahead) else self.ahead
+            return replace(meeting, odd=odd, majority=True, doubts=seen)
+        if self.round == "whole" and len(self.behind) <= len(self.ahead):
+            return replace(meeting, odd=self.behind, majority=True, doubts=(*seen, Doubt.HABIT_ALONE))
+        return replace(meeting, doubts=(*seen, Doubt.ROUND_UNKNOWN))
+
+    @property
+    def says(self) -> str:
+        ahead, line = ranks_do(self.ahead, "has", "have"), self.loop.line
+        if self.sure:
+            return f"{ahead} left the loop at line {line}"
+        if self.round == "whole":
+            return f"each earlier round of the loop at line {line} had as many calls and ended there"
+        return f"{ahead} left the loop at line {line}, in this round or the one before"
+
+    def of_rank(self, rank: int, where: str) -> str:
+        """Why it is named. ``where`` it waits."""
+        loop = f"the loop at line {self.loop.line}"
+        if rank in self.ahead:
+            return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
+        return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."
+
+
+def _reason(meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
     where = meeting.calls[rank].words
-    if loop is not None:
-        return f"Rank {rank} has left the loop at line {loop}, where its peers still are, and waits in {where}."
+    if left is not None and (left.sure or rank in left.ahead):
+        return left.of_rank(rank, where)
     return f"Rank {rank} waits in {where}, its peers do not."
 
 
-def _left_loop(facts: Facts, meeting: Meeting) -> tuple[tuple[int, ...], int | None]:
-    """The ranks past a loop that the others are still in.
-
-    The one that left has had fewer batches: it is named whether it is in the minority or not.
-    """
+def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
+    """The ranks past a loop that the others are still in."""
     sides = by_place(meeting.words)
     if len(sides) != 2:
-        return (), None
+        return None
     (_, first), (_, second) = sides
     for ahead, behind in ((first, second), (second, first)):
         loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
         if loop is not None:
-            return tuple(sorted(ahead)), loop
-    return (), None
+            group, number = meeting.number
+            made = facts.histories.in_group(group).round_before(ahead[0], number) if group else ""
+            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made)
+    return None
 
 
 # --- ranks that meet and do not fit -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from safelaunch.model import Frame
@@ -24,35 +25,60 @@ def tree_of(text: str) -> ast.Module | None:
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 
-def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> int | None:
-    """The line of the loop that ``behind`` is inside of and ``ahead`` is past, in the same function; None if there
-    is none. Stacks are innermost first.
+@dataclass(frozen=True)
+class Loop:
+    """``line``: where it begins. ``enclosed``: in another loop, of its function or of a caller, that goes on behind it:
+    a rank that is past it may be a round behind, as well as ahead.
+    """
+
+    line: int
+    enclosed: bool
+
+
+def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
+    """The loop that ``behind`` is inside of and ``ahead`` is past, in the same function; None if there is none. Stacks
+    are innermost first.
 
     Both stacks are walked from outside to where they part: there, one function is at two lines. If one line lies in
     the body of a ``for`` or ``while`` and the other after that loop's end, the rank has left the loop. A collective
     under ``if rank == 0`` inside the loop has both lines inside.
     """
+    callers: list[Frame] = []
     for one, other in zip(reversed(ahead), reversed(behind), strict=False):
         if (one.file, short(one.function)) != (other.file, short(other.function)):
             return None
         if one.line != other.line:
             text = read_source(one.file)
             tree = tree_of(text) if text else None
-            return _loop_between(tree, other.line, one.line) if tree is not None else None
+            found = _loop_between(tree, other.line, one.line) if tree is not None else None
+            again = found is not None and any(_in_loop(caller, read_source) for caller in callers)
+            return replace(found, enclosed=True) if found is not None and again else found
+        callers.append(one)
     return None
 
 
-def _loop_between(tree: ast.Module, inside: int, after: int) -> int | None:
+def _loop_between(tree: ast.Module, inside: int, after: int) -> Loop | None:
     scope = scope_of(tree, inside)
     if scope is not scope_of(tree, after):
         return None
-    loops = [
-        node
+    around = _loops_around(scope, inside)
+    left = [line for line, end in around if end < after]
+    return Loop(min(left), enclosed=len(left) < len(around)) if left else None
+
+
+def _in_loop(frame: Frame, read_source: ReadSource) -> bool:
+    text = read_source(frame.file)
+    tree = tree_of(text) if text else None
+    return tree is not None and bool(_loops_around(scope_of(tree, frame.line), frame.line))
+
+
+def _loops_around(scope: ast.AST, line: int) -> list[tuple[int, int]]:
+    """First and last line of each loop in ``scope`` that holds ``line``."""
+    return [
+        (node.lineno, node.end_lineno or 0)
         for node in ast.walk(scope)
-        if isinstance(node, (ast.For, ast.While, ast.AsyncFor))
-        and node.lineno <= inside <= (node.end_lineno or 0) < after
+        if isinstance(node, (ast.For, ast.While, ast.AsyncFor)) and node.lineno <= line <= (node.end_lineno or 0)
     ]
-    return min((node.lineno for node in loops), default=None)
 
 
 def scope_of(tree: ast.Module, line: int) -> ast.AST:

@@ -6,7 +6,7 @@ import pytest
 from evidence import C10D, MODULE, at
 
 from safelaunch.model import Frame
-from safelaunch.reading.source import loop_left
+from safelaunch.reading.source import Loop, loop_left
 
 LOOP = """
 def train():
@@ -28,7 +28,20 @@ def other():
 )
 def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
     stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
-    assert loop_left(stacks[0], stacks[1], lambda path: LOOP) == loop
+    assert loop_left(stacks[0], stacks[1], lambda path: LOOP) == (Loop(loop, enclosed=False) if loop else None)
+
+
+@pytest.mark.parametrize(
+    ("source", "ahead", "behind", "caller"),
+    [
+        ("for epoch in e:\n    for x in y:\n        step()\n    barrier()\n", 4, 3, None),
+        ("for x in y:\n    step()\nbarrier()\nwhile more:\n    main()\n", 3, 2, 5),
+    ],
+)
+def test_a_loop_in_a_loop(source: str, ahead: int, behind: int, caller: int | None) -> None:
+    callers = (at(caller, "<module>"),) if caller else ()
+    found = loop_left((at(ahead, "f"), *callers), (at(behind, "f"), *callers), lambda path: source)
+    assert found is not None and found.enclosed
 
 
 def test_loop_left_without_a_source() -> None:
