@@ -402,8 +402,10 @@ class Histories:
                 return True
         return False
 
-    def broken_habit(self, rank: int, now: Collective, groups: Collection[str]) -> Habit | None:
-        """The habit that ``rank`` broke by its call ``now``, counting calls of ``groups``; None where there is none.
+    def broken_habit(self, rank: int, now: Collective, groups: Collection[str] | None = None) -> Habit | None:
+        """The habit that ``rank`` broke by its call ``now``; None where there is none.
+
+        Collectives of ``groups`` count; without these all calls, sends and receives as well.
 
         A rank that leaves out a collective of one group waits in the next one, of another group, and its peers wait in
         the one it left out: the same picture as two groups entered in opposite orders. The rank's own record tells them
@@ -411,8 +413,8 @@ class Histories:
         are swapped, the call comes from a line that has not been there with this group before; or both come from one
         line (``for group in order: all_reduce(value, group=group)``), and then nothing here tells.
         """
-        mine = [e for e in self._entries(rank) if e.group in groups and not e.is_p2p]
-        at = next((n for n in reversed(range(len(mine))) if (mine[n].group, mine[n].seq) == (now.group, now.seq)), 0)
+        mine = [e for e in self._entries(rank) if groups is None or (e.group in groups and not e.is_p2p)]
+        at = next((n for n in reversed(range(len(mine))) if _is_same(mine[n], now)), 0)
         what = self._what(rank, now)
         times = [n for n in range(1, at) if self._what(rank, mine[n]) == what]
         usual = {self._what(rank, mine[n - 1]) for n in times}
@@ -450,6 +452,10 @@ class Histories:
 
     def _members(self, group: str) -> list[int]:
         return sorted(self._alignment.members(group)[0] & self._alignment.records.keys())
+
+
+def _is_same(one: Collective, other: Collective) -> bool:
+    return (one.group, one.is_p2p, one.seq, one.p2p_seq) == (other.group, other.is_p2p, other.seq, other.p2p_seq)
 
 
 def _shifts(aligned: Aligned) -> Iterator[Divergence]:

@@ -39,13 +39,9 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
         return finding
     stacks = finding.calls or _where_they_wait(facts, finding)
     found = partings(facts, stacks, frozenset(one.rank for one in finding.culprits))
-    if not found:
-        return finding
-    text = " ".join(_sentence(one) for one in found[:_MOST])
-    claims = tuple(_claim(one) for one in found)
-    return replace(
-        finding, summary=f"{finding.summary} {text}", claims=(*finding.claims[:1], *claims, *finding.claims[1:])
-    )
+    summary = " ".join([finding.summary, *[_sentence(one) for one in found if one.kept][:_MOST]])
+    claims = (_claim(one) for one in found)
+    return replace(finding, summary=summary, claims=(*finding.claims[:1], *claims, *finding.claims[1:]))
 
 
 def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:

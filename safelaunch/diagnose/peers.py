@@ -29,6 +29,7 @@ class PeerWait:
     ``kind``: init | collective | p2p | store. ``group`` and ``seq`` come from the Flight Recorder; None when only a
     stack tells. ``signature`` is what has to be equal among those that meet there. ``thread``: where the code of the
     background thread begins that is in it, and which the main thread waits for; None where it is the main thread.
+    ``source``, ``target``: the ranks that the call itself names, and ``tag``; None where that was not seen.
     """
 
     kind: str
@@ -40,6 +41,14 @@ class PeerWait:
     words: str
     claims: tuple[Claim, ...] = ()
     thread: Place | None = None
+    source: int | None = None
+    target: int | None = None
+    tag: int | None = None
+
+    @property
+    def peer(self) -> int | None:
+        """The rank that a send or receive waits for."""
+        return (self.target if self.target is not None else self.source) if self.kind == "p2p" else None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -65,7 +74,8 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
         return PeerWait("init", seen.op, None, None, ("init",), mine, text, (claim,))
     if seen is not None:
         entry = _entry_for(seen, pending, mine, rank)
-        return _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
+        found = _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
+        return _with_arguments(found, view, alignment)
     if pending and view.device:  # spinning, it may be, on what the device does not finish
         return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
     return _quiet_wait(view, pending)
@@ -164,6 +174,29 @@ def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
     claim = view.stack_claim(f"{view.words} waits in {seen.op} at {fr.place(mine)}")
     words = f"{seen.op} at {fr.place(mine)}"
     return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+
+
+def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWait:
+    """The same with the ranks that the call names, as ranks of the world."""
+    call = view.thread.call if view.thread is not None else None
+    if call is None:
+        return wait
+    source = call.src if call.src is not None else _of_group(wait.group, call.group_src, alignment)
+    target = call.dst if call.dst is not None else _of_group(wait.group, call.group_dst, alignment)
+    found = replace(wait, source=source, target=target, tag=call.tag)
+    if found.peer is None:
+        return found
+    words = f"{wait.op} {'to' if target is not None else 'from'} rank {found.peer}"
+    claim = view.stack_claim(f"{view.words} is in {words}{f', tag {call.tag}' if call.tag else ''}")
+    return replace(found, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
+
+
+def _of_group(group: str | None, rank: int | None, alignment: Alignment) -> int | None:
+    """The rank of the world that is ``rank`` in ``group``, where its members are known."""
+    if rank is None or group is None or not alignment.members(group)[1]:
+        return None
+    ranks = alignment.ranks_of(group)
+    return ranks[rank] if 0 <= rank < len(ranks) else None
 
 
 # --- waiting for the own GPU ------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from safelaunch.diagnose.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
-from safelaunch.diagnose.rules_wait import file_locks, held_up, sends_and_receives, unseen_peers
+from safelaunch.diagnose.rules_wait import file_locks, held_up, one_sided, other_tags, sends_and_receives, unseen_peers
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[
@@ -102,7 +102,9 @@ RULES: tuple[Rule, ...] = (
     Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
     Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
     Rule(parted_between_groups, _MISMATCH, ("every rank seen", "a circle of waits")),
+    Rule(other_tags, _MISMATCH, ("sends or receives in the circle",)),
     Rule(sends_and_receives, ("p2p-cycle",), ("sends or receives in the circle",)),
+    Rule(one_sided, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
     Rule(departed, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
     Rule(left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
     Rule(group_order, ("group-order",), ("a circle over several groups",)),

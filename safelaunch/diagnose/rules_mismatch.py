@@ -315,6 +315,9 @@ def unfit_transfers(case: Case) -> Ruling:
             if pair is not None:
                 return _pair(case, pair)
         elif wait.kind == "collective":
+            sources = _sources(case, wait)
+            if len(set(sources.values())) > 1:
+                return _of_sources(case, wait, sources)
             roots = several_roots(case.alignment, wait.group, wait.seq)
             if roots:
                 return _roots(case, wait.group, wait.seq, roots)
@@ -341,6 +344,34 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
             )
             for one in pair
         ),
+    )
+
+
+def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
+    """rank → the root that it names in the call, of those that wait in the same one."""
+    there = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None and one.wait.key == wait.key}
+    return {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
+
+
+def _root_of(wait: PeerWait) -> int | None:
+    return wait.target if wait.target is not None else wait.source
+
+
+def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
+    """Ranks name different roots in one broadcast, reduce, gather or scatter."""
+    by_root: dict[tuple[Hashable, ...], list[int]] = {}
+    for rank, root in sources.items():
+        by_root.setdefault((root,), []).append(rank)
+    odd, majority = vote(by_root)
+    parts = [f"rank {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
+    text = f"The root of {wait.words}, number {wait.seq} of group {wait.group!r}, is {' and '.join(parts)}."
+    return Finding(
+        "collective-mismatch",
+        () if majority else (Doubt.NO_MAJORITY,),
+        text,
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
+        tuple(Claim(f"rank {r} names rank {sources[r]} as the root", f"ranks/{r}/stack.txt") for r in sources)[:8]
+        + wait_claims(facts, sorted(sources)),
     )
 
 

@@ -28,14 +28,28 @@ class Frame(Record, frozen=True):
     function: str
 
 
+class CallArguments(Record, frozen=True):
+    """Whom a call of c10d under way names: ranks of the world, or of the call's group. None: not given, or not seen."""
+
+    src: int | None = None
+    dst: int | None = None
+    group_src: int | None = None
+    group_dst: int | None = None
+    tag: int | None = None
+
+
 class Thread(Record, frozen=True):
-    """One thread as a stack reader saw it. ``frames`` is innermost first. ``active``: on a CPU or runnable."""
+    """One thread as a stack reader saw it. ``frames`` is innermost first. ``active``: on a CPU or runnable.
+
+    ``call``: of its innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these.
+    """
 
     frames: tuple[Frame, ...]
     name: str = ""
     os_tid: int | None = None
     active: bool = False
     owns_gil: bool = False
+    call: CallArguments | None = None
 
 
 class StackSample(Record, frozen=True):

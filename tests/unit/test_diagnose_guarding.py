@@ -28,12 +28,18 @@ def test_one_against_one_says_whom_the_condition_keeps_away() -> None:
     [
         ("if rank in (1, 2):\n    gather()\n", "`if rank in (1, 2) (train.py:40)` keeps ranks 0,3 from train.py:41"),
         ("if rank and flag:\n    gather()\n", "`if rank and flag (train.py:40)` keeps rank 0 from train.py:41"),
-        ("if mesh.get_local_rank() == 1:\n    gather()\n", "Ranks 1-2 come to train.py:41 (train) under `if mesh"),
     ],
 )
 def test_a_condition_that_several_ranks_share(source: str, says: str) -> None:
     verdict = verdict_of(source, 1, 2, world=4)
     assert says in verdict.summary
+
+
+def test_a_condition_that_asks_for_more_than_the_rank_is_evidence_alone() -> None:
+    verdict = verdict_of("if mesh.get_local_rank() == 1:\n    gather()\n", 1, 2, world=4)
+    claim = "Ranks 1-2 come to train.py:41 (train) under `if mesh.get_local_rank() == 1 (train.py:40)`"
+    assert claim in [one.claim for one in verdict.evidence]
+    assert "mesh" not in verdict.summary
 
 
 def test_an_early_way_out_keeps_a_rank_from_its_peers_call() -> None:
