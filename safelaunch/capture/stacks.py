@@ -46,6 +46,7 @@ class _SpyThread(msgspec.Struct):
     pid: int = 0
     thread_name: str | None = None
     os_thread_id: int | None = None
+    thread_id: int = 0
     active: bool = False
     owns_gil: bool = False
 
@@ -87,6 +88,7 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
                 os_tid=thread.os_thread_id,
                 active=thread.active,
                 owns_gil=thread.owns_gil,
+                ident=thread.thread_id,
                 call=_arguments(thread.frames),
             )
             for thread in threads

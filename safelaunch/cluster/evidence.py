@@ -38,6 +38,8 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: dict[str, tuple[int, ...]] = {}
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
+    threads: list[int] = []  # of each entry, its place in ``thread_idents``; empty where all are of the first
+    thread_idents: list[int] = []
 
 
 class _Travelling(msgspec.Struct, frozen=True):
@@ -156,6 +158,7 @@ def _columns(record: FlightRecord, most: int) -> _Record:
     used = sorted(set(entries.kind_of[begin:]))
     number_of = {kind: number for number, kind in enumerate(used)}
     created = list(entries.created_ns)[begin:]
+    threads = list(dict.fromkeys(entries.threads[begin:]))
     return _Record(
         version=record.version,
         kinds=tuple(entries.kinds.all[kind] for kind in used),
@@ -164,6 +167,8 @@ def _columns(record: FlightRecord, most: int) -> _Record:
         p2p_seqs=list(entries.p2p_seqs)[begin:],
         record_ids=list(entries.record_ids)[begin:],
         created_ns=[now - before for now, before in zip(created, [0, *created], strict=False)],
+        threads=[threads.index(thread) for thread in entries.threads[begin:]] if len(threads) > 1 else [],
+        thread_idents=threads,
         groups=record.groups,
         status=record.status,
         damaged=record.damaged,
@@ -177,7 +182,9 @@ def _record(columns: _Record) -> FlightRecord:
     for difference in columns.created_ns:
         at += difference
         created.append(at)
-    lists = (columns.kind_of, columns.seqs, columns.p2p_seqs, columns.record_ids, created)
+    threads = [columns.thread_idents[number] for number in columns.threads if 0 <= number < len(columns.thread_idents)]
+    threads = threads or list(columns.thread_idents[:1]) * len(created)
+    lists = (threads or created, columns.kind_of, columns.seqs, columns.p2p_seqs, columns.record_ids, created)
     if len({len(each) for each in lists}) > 1 or len(created) > MOST_ENTRIES or min(columns.kind_of, default=0) < 0:
         raise BadMessage("a Flight Recorder whose columns do not fit")
     entries = Entries(
@@ -187,5 +194,6 @@ def _record(columns: _Record) -> FlightRecord:
         p2p_seqs=columns.p2p_seqs,
         record_ids=columns.record_ids,
         created_ns=created,
+        threads=threads,
     )
     return FlightRecord(columns.version, entries, columns.groups, columns.status, columns.damaged)

@@ -83,7 +83,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         evidence=_distinct((*finding.claims, *version_claims(facts.evidence))),
         ruled_out=(*ruled_out, *finding.ruled_out),
         missing=(*_missing(facts), *_lost(facts, finding)),
-        suggestions=advice_for(finding.cause, _signs(facts, named)),
+        suggestions=advice_for(finding.cause, _signs(facts, named) | ({"race"} if finding.race else set())),
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
     )
 

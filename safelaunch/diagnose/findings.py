@@ -17,7 +17,7 @@ class Finding:
 
     ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
     ``calls``: rank → the user's frames, innermost first, of the call at which ways parted, where that is not where the
-    ranks are now.
+    ranks are now. ``race``: it is one of threads.
     """
 
     cause: str
@@ -29,6 +29,7 @@ class Finding:
     held_up: tuple[int, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
     calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
+    race: bool = False
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)

@@ -62,7 +62,7 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder: a pending operation that
     some rank has not joined cannot complete whatever this thread does. With no stack the record alone has to do.
     """
-    pending = alignment.pending(rank.rank)
+    pending = _made_by(view, alignment.pending(rank.rank))
     if view is None or not view.frames:
         begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
         return _from_entry(rank, begun) if begun is not None and not kernel_says_busy(view) else None
@@ -79,6 +79,16 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     if pending and view.device:  # spinning, it may be, on what the device does not finish
         return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
     return _quiet_wait(view, pending)
+
+
+def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
+    """Without what other threads have called that run Python: they wait for that themselves. (A backward pass on a
+    device calls from threads that run none.)
+    """
+    if view is None or view.sample is None or view.thread is None or not view.thread.ident:
+        return pending
+    others = {thread.ident for thread in view.sample.threads} - {view.thread.ident}
+    return [entry for entry in pending if entry.thread not in others]
 
 
 def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
@@ -159,9 +169,12 @@ def _entry_for(
 
 def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:
     mine = view.user_frame if view is not None else None
-    site = mine or fr.stack_of(rank, entry.frames).user_frame
-    number = number_of(entry)
+    called = fr.stack_of(rank, entry.frames).user_frame
+    site, number = mine or called, number_of(entry)
     words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
+    elsewhere = mine is not None and called is not None and (mine.file, mine.line) != (called.file, called.line)
+    if elsewhere and view is not None and not calls.under_c10d(view.stack):  # in ``work.wait()``, or a synchronize
+        words = f"{op_name(entry)} of {fr.place(called)} at {fr.place(mine)}"
     text = f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}"
     claim = record_claim(rank.rank, text)
     stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()

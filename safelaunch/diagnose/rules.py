@@ -32,6 +32,7 @@ from safelaunch.diagnose.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
+from safelaunch.diagnose.rules_threads import threads_that_race
 from safelaunch.diagnose.rules_wait import file_locks, held_up, one_sided, other_tags, sends_and_receives, unseen_peers
 from safelaunch.diagnose.waits import Case
 
@@ -95,6 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule(stopped_ranks, ("rank-stopped",)),
     Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
     Rule(init_not_joined, ("init-not-joined",)),
+    Rule(threads_that_race, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(file_locks, OWN),
     Rule(held_up, OWN),

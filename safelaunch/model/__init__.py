@@ -41,7 +41,8 @@ class CallArguments(Record, frozen=True):
 class Thread(Record, frozen=True):
     """One thread as a stack reader saw it. ``frames`` is innermost first. ``active``: on a CPU or runnable.
 
-    ``call``: of its innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these.
+    ``ident``: Python's own number of it, which the Flight Recorder writes as well; 0 = unknown. ``call``: of its
+    innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these.
     """
 
     frames: tuple[Frame, ...]
@@ -49,6 +50,7 @@ class Thread(Record, frozen=True):
     os_tid: int | None = None
     active: bool = False
     owns_gil: bool = False
+    ident: int = 0
     call: CallArguments | None = None
 
 
@@ -174,6 +176,7 @@ class Collective(Record, frozen=True):
     - ``created_ns``: CLOCK_REALTIME
     - ``frames``: innermost first, empty in dumps without stacks
     - ``timeout_ms``: 0 = unknown
+    - ``thread``: who called, as ``Thread.ident``; 0 = unknown
     """
 
     group: str
@@ -193,6 +196,7 @@ class Collective(Record, frozen=True):
     started: bool | None = None
     timeout_ms: int = 0
     frames: tuple[Frame, ...] = ()
+    thread: int = 0
 
 
 class GroupStatus(Record, frozen=True):

@@ -40,8 +40,9 @@ def test_parse_keeps_the_order_and_ignores_new_keys() -> None:
             os_tid=10,
             active=True,
             owns_gil=True,
+            ident=140283,
         ),
-        Thread(frames=(), active=True, owns_gil=True),
+        Thread(frames=(), active=True, owns_gil=True, ident=140283),
     )
     assert sample.main_thread is sample.threads[0]
 
