@@ -20,7 +20,13 @@ from safelaunch.diagnose.rules_history import (
     parted_earlier,
     parted_out_of_step,
 )
-from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
+from safelaunch.diagnose.rules_mismatch import (
+    aborted_by_a_peer,
+    mismatch,
+    mispaired,
+    unfit_transfers,
+    wrong_size_received,
+)
 from safelaunch.diagnose.rules_nodes import launcher_stopped, node_cut_off, node_lost, node_silent, versions_differ
 from safelaunch.diagnose.rules_state import (
     a_peer_ended,
@@ -90,6 +96,7 @@ OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 RULES: tuple[Rule, ...] = (
     Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
+    Rule(wrong_size_received, _MISMATCH, ("a crash",)),
     Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
     Rule(first_failure, _FAILED),
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),

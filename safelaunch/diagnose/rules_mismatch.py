@@ -7,7 +7,7 @@ what goes into an all_to_all and what comes out.
 from __future__ import annotations
 
 import signal
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +15,7 @@ from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
 from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import failed_at
+from safelaunch.diagnose.exits import aborted_in, failed_at
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -29,9 +29,11 @@ from safelaunch.diagnose.findings import (
     wait_claims,
     wait_words,
     waiting_culprit,
+    waiting_culprits,
+    waits_words,
 )
 from safelaunch.diagnose.peers import PeerWait
-from safelaunch.diagnose.rank_state import Facts, view_of
+from safelaunch.diagnose.rank_state import Facts, RankFacts, view_of
 from safelaunch.diagnose.rules_history import shifted
 from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case, same_op
@@ -118,7 +120,7 @@ def aborted_by_a_peer(facts: Facts) -> Ruling:
     if found is None:
         who = capital(ranks_do(aborted, "was", "were"))
         return f"{who} aborted in a collective, about which the surviving ranks' records agree"
-    finding = _of_record(facts, found)
+    finding = _of_record(facts, _with_aborted(facts, found, aborted))
     text = f"{finding.summary} {capital(each_of(aborted))} was aborted in it: what reached it was not what it expected."
     claims = tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted)
     ruled = f"{ranks_word(aborted)} failed first, but an abort in a collective is done to the receiver"
@@ -132,11 +134,66 @@ def aborted_by_a_peer(facts: Facts) -> Ruling:
 
 
 def _in_communication(rank: RankEvidence) -> bool:
-    """Aborted (SIGABRT) while its main thread was in a collective, or in torch with collectives in its hooks."""
+    """Aborted (SIGABRT) in a collective, or in torch with collectives in its hooks."""
     if rank.exit is None or rank.exit.returncode != -signal.SIGABRT or rank.fatal is None:
         return False
-    stack = fr.stack_of(rank, rank.fatal.frames)
-    return calls.torch_wait(stack) is not None or calls.in_torch(stack)
+    return aborted_in(rank) is not None or calls.in_torch(fr.stack_of(rank, rank.fatal.frames))
+
+
+def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
+    """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well."""
+    if aborted_in(one.evidence) is None or (one.evidence.progress and one.evidence.progress.state == "exited"):
+        return False
+    messages = [other.exception.message for other in facts.evidence.ranks if other.exception is not None]
+    recorded = (facts.alignment.pending(rank) for rank in facts.ranks)
+    return any("gloo" in text for text in messages) or any(e.op.startswith("gloo:") for mine in recorded for e in mine)
+
+
+def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
+    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line."""
+    sides = {key: list(ranks) for key, ranks in found.classes.items()}
+    for rank in aborted:
+        stack = aborted_in(facts.ranks[rank].evidence)
+        site = stack.user_frame if stack is not None else None
+        same = [key for key, ranks in found.classes.items() if site in _sites_of(facts, found, ranks)]
+        if site is not None and len(same) == 1:
+            sides[same[0]].append(rank)
+    odd, majority = vote(sides)
+    known = {rank for ranks in found.classes.values() for rank in ranks}
+    return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
+
+
+def _sites_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> set[Frame | None]:
+    entries = {rank: facts.alignment.entry(rank, found.group, found.seq) for rank in ranks}
+    return {facts.alignment.stack(rank, entry).user_frame for rank, entry in entries.items() if entry is not None}
+
+
+def wrong_size_received(facts: Facts) -> Ruling:
+    """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
+
+    gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
+    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one.
+    """
+    aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
+    others = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
+    if not aborted or not others:
+        return ""
+    mine = {one.rank: aborted_in(one.evidence) for one in aborted}
+    sites = {rank: stack.user_frame for rank, stack in mine.items() if stack is not None}
+    places = {wait.words for wait in others.values()}
+    named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
+    text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
+    text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
+    reason = "was aborted, as a peer sent more than its call has room for"
+    culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
+    return Finding(
+        "collective-mismatch",
+        (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
+        capital(text),
+        (*culprits, *waiting_culprits(facts, named)),
+        tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
+        + wait_claims(facts, sorted(others)),
+    )
 
 
 # --- ranks that do not meet -------------------------------------------------------------------------------------------

@@ -281,11 +281,12 @@ class FatalError(Record, frozen=True):
     """What faulthandler wrote at a fatal signal. ``message``: its name for the signal (``Segmentation fault``).
 
     ``frames``, innermost first, belong to the thread that received the signal, or to the main thread if that one runs
-    no Python.
+    no Python. ``threads``: those of all threads that run Python.
     """
 
     message: str
     frames: tuple[Frame, ...] = ()
+    threads: tuple[tuple[Frame, ...], ...] = ()
 
 
 class ExitCall(Record, frozen=True):
