@@ -33,6 +33,8 @@ from safelaunch.diagnose.history import (
 from safelaunch.model import Collective, Frame
 from safelaunch.model.entries import Entries
 
+_LONG_ALIKE = 2 * SURE_MATCHES
+
 Kind = Literal["extra", "missing", "reordered", "different"]
 
 
@@ -89,14 +91,16 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Departure:
-    """``rank`` is in ``call``, its last, where the others of its role, ``mates``, made ``theirs``; until then they all
-    called alike.
+    """``rank`` made ``call`` where the others of its role, ``mates``, made ``theirs``; until then all called alike.
+
+    ``left_out``: that call is one of the next that the mates made; so the rank left out what they made before it.
     """
 
     rank: int
     call: Collective
     mates: tuple[int, ...]
     theirs: Collective
+    left_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,22 @@ class Aligned:
                 yield Departure(rank, call, tuple(mates), theirs)
 
     @property
+    def departure(self) -> Departure | None:
+        """The first one of a single rank from all others, which had called alike for some rounds."""
+        at = self.parted
+        odd, majority = vote(self.sides) if at is not None else ((), False)
+        if at is None or not majority or len(odd) != 1 or not self.by_frames or at - self._first < _LONG_ALIKE:
+            return None
+        (rank,) = odd
+        mates = tuple(sorted(other for other in self.histories if other != rank))
+        mine, usual = self.histories[rank], self.histories[max(mates, key=lambda mate: self.histories[mate].last)]
+        call, theirs = mine.window.at(at), usual.window.at(at)
+        if call is None or theirs is None or len(self.sides) > 2 or usual.at(at) not in mine.before(at):
+            return None
+        following = {usual.at(at + number) for number in range(1, SURE_MATCHES + 1)}
+        return Departure(rank, call, mates, theirs, left_out=mine.at(at) in following)
+
+    @property
     def _first(self) -> int:
         return max(history.first for history in self.histories.values())
 
@@ -354,6 +374,11 @@ class Histories:
             return False
         members, known = self._alignment.members(shift.call.group)
         return known and bool(members & set(shift.peers))
+
+    def parting_of_one(self, ranks: Collection[int]) -> Departure | None:
+        """How one of ``ranks`` alone left its role, over whole programs; None where none did, or several."""
+        found = [one for role in self.roles if (one := role.departure) is not None and one.rank in ranks]
+        return found[0] if len(found) == 1 else None
 
     def departures(self) -> list[Departure]:
         return [departure for role in self.roles for departure in role.departures()]

@@ -15,6 +15,7 @@ from safelaunch.diagnose.findings import Ruling
 from safelaunch.diagnose.rules_history import (
     departed,
     group_order,
+    left_its_role,
     left_out_between_groups,
     parted_between_groups,
     parted_earlier,
@@ -115,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     Rule(sends_and_receives, ("p2p-cycle",), ("sends or receives in the circle",)),
     Rule(one_sided, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
     Rule(departed, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
+    Rule(left_its_role, _MISMATCH, ("every rank seen", "a circle over several groups")),
     Rule(left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
     Rule(group_order, ("group-order",), ("a circle over several groups",)),
     Rule(mismatch, _EITHER, ("a circle of waits",)),
