@@ -44,6 +44,7 @@ _SCALARS = frozenset({str, int, bool, type(None)})
 _LISTS_OR_NONE = frozenset({list, tuple, type(None)})
 _NUMBERS_OR_NONE = frozenset({int, type(None)})
 _LISTS = frozenset({list, tuple})
+_TEXTS_OR_NONE = frozenset({str, type(None)})
 
 
 class Shared:
@@ -110,6 +111,7 @@ def _entry(entry: Collective, *, timed: bool) -> dict[str, object]:
         "record_id": entry.record_id,
         "time_created_ns": entry.created_ns,
         "time_discovered_started_ns": int(noticed),
+        "thread_id": str(entry.thread),
     }
 
 
@@ -144,7 +146,9 @@ _KEYS = (
     "state", "retired", "profiling_name", "process_group", "pg_id", "is_p2p", "timeout_ms",
     "input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "frames",
 )  # fmt: skip
-_NUMBERS = ("collective_seq_id", "p2p_seq_id", "record_id", "time_created_ns", "time_discovered_started_ns")
+_NUMBERS = (
+    "collective_seq_id", "p2p_seq_id", "record_id", "time_created_ns", "time_discovered_started_ns", "thread_id",
+)  # fmt: skip
 _STATES = ("scheduled", "started", "completed")
 _CALLED_BEFORE = {"collective_seq_id": "seq_id", "record_id": "id"}  # up to version 2.2
 _Row = tuple[Any, ...]
@@ -186,6 +190,7 @@ class _Decoder:
             p2p_seqs=self._counts("p2p_seq_id"),
             record_ids=self._counts("record_id"),
             created_ns=self._numbers_called("time_created_ns"),
+            threads=self._threads(),
         )
 
     def _rows_of_entries(self) -> list[int]:
@@ -308,6 +313,20 @@ class _Decoder:
             return values
         self._damaged.add(name)
         return [value if 0 <= value < _MAX_COUNT else 0 for value in values]
+
+    def _threads(self) -> Sequence[int]:
+        """Who made each call; older versions do not say. Mostly one thread has made them all."""
+        values = self._values["thread_id"]
+        if not values or not _TEXTS_OR_NONE.issuperset(map(type, values)):
+            self._damaged.update(["thread_id"] if values else [])
+            return ()
+        different = set(values)
+        known = {value: int(value) for value in different if value and len(value) < 19 and value.isdecimal()}
+        if len(known) < len(different - {None}):
+            self._damaged.add("thread_id")
+        if len(different) == 1 and known:
+            return Same(next(iter(known.values())), len(values))
+        return [known.get(value, 0) for value in values] if known else ()
 
     def _numbers_called(self, name: str) -> Sequence[int]:
         values = self._values[name]

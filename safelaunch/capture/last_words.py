@@ -15,6 +15,7 @@ from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, RankE
 from . import logs
 from .result import Result, attempt
 
+_MOST_THREADS = 64
 MAX_BYTES = 1 << 20
 
 _FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
@@ -70,18 +71,20 @@ def parse_fatal(text: str) -> FatalError | None:
     If a thread of a C library aborts, it has no Python frames. Then the main thread, the last one in the list, shows
     where the program was.
     """
-    found = list(_FATAL.finditer(text))
-    if not found:
+    errors = list(_FATAL.finditer(text))
+    if not errors:
         return None
-    fatal = found[-1]
+    fatal = errors[-1]
     body = text[fatal.end() :]
     frames: tuple[Frame, ...] = ()
+    threads, is_known = [], False
     for head, following in pairwise([*_THREAD.finditer(body), None]):
         assert head is not None
-        frames = _frames(body[head.end() : following.start() if following else len(body)])
-        if head["current"] == "Current thread" and frames:
-            break
-    return FatalError(fatal[1].strip(), frames)
+        found = _frames(body[head.end() : following.start() if following else len(body)])
+        threads += [found] if found else []
+        frames = frames if is_known else found
+        is_known = is_known or (head["current"] == "Current thread" and bool(found))
+    return FatalError(fatal[1].strip(), frames, tuple(threads[:_MOST_THREADS]))
 
 
 def _frames(text: str) -> tuple[Frame, ...]:

@@ -7,6 +7,7 @@ So ``stack_of`` looks at the state first, gives every call a deadline, and falls
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,17 +22,23 @@ from safelaunch.capture import command, proc, tracing
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
-from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
 NATIVE_DEADLINE_S = 20.0  # it reads the symbols of every loaded library
 
 
+class _SpyLocal(msgspec.Struct):
+    name: str
+    repr: str | None = None
+
+
 class _SpyFrame(msgspec.Struct):
     name: str
     filename: str
     line: int = 0
+    locals: list[_SpyLocal] | None = None
 
 
 class _SpyThread(msgspec.Struct):
@@ -39,11 +46,14 @@ class _SpyThread(msgspec.Struct):
     pid: int = 0
     thread_name: str | None = None
     os_thread_id: int | None = None
+    thread_id: int = 0
     active: bool = False
     owns_gil: bool = False
 
 
 _DECODER = msgspec.json.Decoder(list[_SpyThread])
+_C10D = "torch/distributed/distributed_c10d.py"
+_INTEGER = re.compile(r"-?\d{1,9}")
 
 
 def find_py_spy(given: str | None = None) -> str:
@@ -78,11 +88,24 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
                 os_tid=thread.os_thread_id,
                 active=thread.active,
                 owns_gil=thread.owns_gil,
+                ident=thread.thread_id,
+                call=_arguments(thread.frames),
             )
             for thread in threads
             if thread.pid in (0, pid)
         ),
     )
+
+
+def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
+    """The ranks and the tag that the innermost call of c10d names. All other local variables are dropped here."""
+    frame = next((one for one in frames if one.filename.endswith(_C10D)), None)
+    found = {
+        one.name: int(one.repr)
+        for one in (frame.locals or () if frame is not None else ())
+        if one.name in CallArguments.__struct_fields__ and one.repr is not None and _INTEGER.fullmatch(one.repr)
+    }
+    return CallArguments(**found) if found else None
 
 
 def dump(
@@ -97,19 +120,22 @@ def dump(
     """Runs py-spy once on ``pid``, for at most ``deadline_s`` seconds; never raises.
 
     If a killed py-spy leaves its target stopped, the target is continued. ``native`` adds C frames; ``nonblocking``
-    wins over it.
+    wins over it. Local variables are asked for, as they tell whom a send or receive waits for: it costs nothing
+    measurable. py-spy reads them less reliably than frames, so where it fails they are left out.
     """
     native = native and not nonblocking
     options = ["--nonblocking"] * nonblocking + ["--native"] * native
     how = " ".join(["py-spy dump --json", *options])
 
     def read() -> StackSample:
-        begun = identify(pid)
+        begin, begun = time.monotonic(), identify(pid)
         was_stopped = proc.state_letter(pid) == "T"
         at_s = clock()
-        output = command.run(
-            [find_py_spy(py_spy), "dump", "--json", *options, "--pid", str(pid)], deadline_s=deadline_s
-        )
+        words = [find_py_spy(py_spy), "dump", "--json", *options, "--pid", str(pid)]
+        output = command.run([*words, "--locals"], deadline_s=deadline_s)
+        left_s = begin + deadline_s - time.monotonic()
+        if output.returncode != 0 and not output.timed_out and left_s > 0:
+            output = command.run(words, deadline_s=left_s)
         if output.timed_out:
             resumed = "" if was_stopped or nonblocking else _set_running(pid, begun)
             raise CaptureError(f"{how}: no answer within {deadline_s:g} s{resumed}", kind="timeout")

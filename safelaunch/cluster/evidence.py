@@ -47,6 +47,8 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
     library: str = ""
+    threads: list[int] = []  # of each entry, its place in ``thread_idents``; empty where all are of the first
+    thread_idents: list[int] = []
 
 
 class _Travelling(msgspec.Struct, frozen=True):
@@ -219,6 +221,7 @@ def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]
     used = sorted(set(entries.kind_of[begin:]))
     number_of = {kind: number for number, kind in enumerate(used)}
     created = list(entries.created_ns)[begin:]
+    threads = list(dict.fromkeys(entries.threads[begin:]))
     return _Record(
         version=record.version,
         kinds=tuple(entries.kinds.all[kind] for kind in used),
@@ -228,6 +231,8 @@ def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]
         record_ids=list(entries.record_ids)[begin:],
         created_ns=[now - before for now, before in zip(created, [0, *created], strict=False)],
         groups={name: groups.setdefault(members, len(groups)) for name, members in record.groups.items()},
+        threads=[threads.index(thread) for thread in entries.threads[begin:]] if len(threads) > 1 else [],
+        thread_idents=threads,
         status=record.status,
         damaged=record.damaged,
         library=record.library,
@@ -240,7 +245,9 @@ def _record(columns: _Record, groups: Sequence[tuple[int, ...]], kinds: Kinds) -
     for difference in columns.created_ns:
         at += difference
         created.append(at)
-    lists = (columns.kind_of, columns.seqs, columns.p2p_seqs, columns.record_ids, created)
+    threads = [columns.thread_idents[number] for number in columns.threads if 0 <= number < len(columns.thread_idents)]
+    threads = threads or list(columns.thread_idents[:1]) * len(created)
+    lists = (threads or created, columns.kind_of, columns.seqs, columns.p2p_seqs, columns.record_ids, created)
     if len({len(each) for each in lists}) > 1 or len(created) > MOST_ENTRIES or min(columns.kind_of, default=0) < 0:
         raise BadMessage("a Flight Recorder whose columns do not fit")
     entries = Entries(
@@ -250,6 +257,7 @@ def _record(columns: _Record, groups: Sequence[tuple[int, ...]], kinds: Kinds) -
         p2p_seqs=columns.p2p_seqs,
         record_ids=columns.record_ids,
         created_ns=created,
+        threads=threads,
     )
     members = {name: groups[number] for name, number in columns.groups.items() if number >= 0}
     return FlightRecord(columns.version, entries, members, columns.status, columns.damaged, columns.library)

@@ -2,7 +2,8 @@
 
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
-it caught there says why: ``with_caught_exception``. Where all ranks at fault are all of one node, the node is named:
+it caught there says why: ``with_caught_exception``. Where a condition on the rank in the source parted ranks, it is
+added: ``with_guards``. Where all ranks at fault are all of one node, the node is named:
 ``with_node_behind``.
 """
 
@@ -18,6 +19,7 @@ from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.findings import Finding, ranks_word
+from safelaunch.diagnose.guarding import with_guards
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
@@ -42,7 +44,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
-    finding = with_node_behind(case, with_caught_exception(case, finding))
+    finding = with_node_behind(case, with_caught_exception(case, with_guards(case, finding)))
     return _verdict(case, finding, ruled_out)
 
 
@@ -82,7 +84,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
         ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
         missing=(*_missing(facts), *_lost(facts, finding)),
-        suggestions=advice_for(finding.cause, _signs(facts, named)),
+        suggestions=advice_for(finding.cause, _signs(facts, named) | ({"race"} if finding.race else set())),
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
     )
 

@@ -25,6 +25,7 @@ Sign = Literal[
     "nodes-absent",
     "all-in-own-code",
     "ranks-unseen",
+    "race",
 ]
 
 
@@ -74,6 +75,11 @@ _OTHER_NODES = Advice(_ALL_NODES.text, only_if="ranks-unseen")
 
 CAUSES: dict[str, Cause] = {
     "collective-mismatch": _cause(
+        Advice(
+            "If two threads call collectives at the same time: give each a group of its own (`new_group()`, on all"
+            " ranks in one order), or let one thread make all calls.",
+            only_if="race",
+        ),
         Advice(
             "Of a send or receive, the other end may be what is missing: look on the peer for a branch that leaves "
             "it out.",

@@ -170,7 +170,8 @@ class Alignment:
         return record is not None and bool(record.entries or record.groups or record.status)
 
     def pending(self, rank: int) -> list[Collective]:
-        """What the rank has entered and not completed, the oldest of each group (a backend works in order)."""
+        """What the rank has entered and not completed: of each thread the oldest in each group, as a backend works in
+        order."""
         return self._pending.get(rank, [])
 
     def unended(self, rank: int) -> Collective | None:
@@ -263,12 +264,12 @@ class Alignment:
 
 
 def _pending(ring: Entries, kinds: Mapping[int, Collective]) -> list[Collective]:
-    oldest: dict[tuple[str, bool], Collective] = {}
+    oldest: dict[tuple[str, bool, int], Collective] = {}
     for position in ring.positions_of({n for n, kind in kinds.items() if not kind.completed and kind.state != OPEN}):
         entry = ring[position]
         if not entry.op and number_of(entry) <= 0:
             continue  # neither what nor which: nobody can be said to wait in it, or to be missing from it
-        key = (entry.group, entry.is_p2p)
+        key = (entry.group, entry.is_p2p, entry.thread)
         if key not in oldest or _order(entry) < _order(oldest[key]):
             oldest[key] = entry
     return sorted(oldest.values(), key=lambda e: e.record_id)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from safelaunch.diagnose.collectives import Alignment, Mismatch, first_mismatch, vote
@@ -31,6 +32,8 @@ from safelaunch.diagnose.history import (
 )
 from safelaunch.model import Collective, Frame
 from safelaunch.model.entries import Entries
+
+_LONG_ALIKE = 2 * SURE_MATCHES
 
 Kind = Literal["extra", "missing", "reordered", "different"]
 
@@ -88,14 +91,16 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Departure:
-    """``rank`` is in ``call``, its last, where the others of its role, ``mates``, made ``theirs``; until then they all
-    called alike.
+    """``rank`` made ``call`` where the others of its role, ``mates``, made ``theirs``; until then all called alike.
+
+    ``left_out``: that call is one of the next that the mates made; so the rank left out what they made before it.
     """
 
     rank: int
     call: Collective
     mates: tuple[int, ...]
     theirs: Collective
+    left_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,22 @@ class Aligned:
                 places.setdefault(site, []).append(rank)
         return at, places
 
+    def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
+        """How many calls ``rank`` made since the last one from the place of its call ``number``: as many as each time
+        before, or fewer. ``""`` where earlier rounds differ, or there are too few to tell.
+        """
+        mine = self.histories.get(rank)
+        if mine is None or not self.by_frames or mine.at(number) == UNKNOWN:
+            return ""
+        here = mine.column.at(number)
+        ends = [at for at in range(mine.first, number) if mine.column.at(at) == here]
+        rounds = {end - begin for begin, end in pairwise(ends)}
+        if len(rounds) != 1:
+            return ""
+        (usual,) = rounds
+        made = number - ends[-1]
+        return "whole" if made == usual else "short" if made < usual else ""
+
     def left_out_before(self, rank: int, number: int) -> int | None:
         """How many calls ``rank`` would have had to make more, before its ``number``, to agree with its peers to the
         end.
@@ -221,6 +242,22 @@ class Aligned:
             )
             if call and theirs and same:
                 yield Departure(rank, call, tuple(mates), theirs)
+
+    @property
+    def departure(self) -> Departure | None:
+        """The first one of a single rank from all others, which had called alike for some rounds."""
+        at = self.parted
+        odd, majority = vote(self.sides) if at is not None else ((), False)
+        if at is None or not majority or len(odd) != 1 or not self.by_frames or at - self._first < _LONG_ALIKE:
+            return None
+        (rank,) = odd
+        mates = tuple(sorted(other for other in self.histories if other != rank))
+        mine, usual = self.histories[rank], self.histories[max(mates, key=lambda mate: self.histories[mate].last)]
+        call, theirs = mine.window.at(at), usual.window.at(at)
+        if call is None or theirs is None or len(self.sides) > 2 or usual.at(at) not in mine.before(at):
+            return None
+        following = {usual.at(at + number) for number in range(1, SURE_MATCHES + 1)}
+        return Departure(rank, call, mates, theirs, left_out=mine.at(at) in following)
 
     @property
     def _first(self) -> int:
@@ -338,6 +375,11 @@ class Histories:
         members, known = self._alignment.members(shift.call.group)
         return known and bool(members & set(shift.peers))
 
+    def parting_of_one(self, ranks: Collection[int]) -> Departure | None:
+        """How one of ``ranks`` alone left its role, over whole programs; None where none did, or several."""
+        found = [one for role in self.roles if (one := role.departure) is not None and one.rank in ranks]
+        return found[0] if len(found) == 1 else None
+
     def departures(self) -> list[Departure]:
         return [departure for role in self.roles for departure in role.departures()]
 
@@ -385,8 +427,10 @@ class Histories:
                 return True
         return False
 
-    def broken_habit(self, rank: int, now: Collective, groups: Collection[str]) -> Habit | None:
-        """The habit that ``rank`` broke by its call ``now``, counting calls of ``groups``; None where there is none.
+    def broken_habit(self, rank: int, now: Collective, groups: Collection[str] | None = None) -> Habit | None:
+        """The habit that ``rank`` broke by its call ``now``; None where there is none.
+
+        Collectives of ``groups`` count; without these all calls, sends and receives as well.
 
         A rank that leaves out a collective of one group waits in the next one, of another group, and its peers wait in
         the one it left out: the same picture as two groups entered in opposite orders. The rank's own record tells them
@@ -394,8 +438,8 @@ class Histories:
         are swapped, the call comes from a line that has not been there with this group before; or both come from one
         line (``for group in order: all_reduce(value, group=group)``), and then nothing here tells.
         """
-        mine = [e for e in self._entries(rank) if e.group in groups and not e.is_p2p]
-        at = next((n for n in reversed(range(len(mine))) if (mine[n].group, mine[n].seq) == (now.group, now.seq)), 0)
+        mine = [e for e in self._entries(rank) if groups is None or (e.group in groups and not e.is_p2p)]
+        at = next((n for n in reversed(range(len(mine))) if _is_same(mine[n], now)), 0)
         what = self._what(rank, now)
         times = [n for n in range(1, at) if self._what(rank, mine[n]) == what]
         usual = {self._what(rank, mine[n - 1]) for n in times}
@@ -433,6 +477,10 @@ class Histories:
 
     def _members(self, group: str) -> list[int]:
         return sorted(self._alignment.members(group)[0] & self._alignment.records.keys())
+
+
+def _is_same(one: Collective, other: Collective) -> bool:
+    return (one.group, one.is_p2p, one.seq, one.p2p_seq) == (other.group, other.is_p2p, other.seq, other.p2p_seq)
 
 
 def _shifts(aligned: Aligned) -> Iterator[Divergence]:

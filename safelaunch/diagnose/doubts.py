@@ -45,6 +45,7 @@ class Doubt(Enum):
     SUMS_ALONE = "calls", 1, "Of an all_to_all only the sums over all ranks can be compared."
     NO_AGREEMENT_SINCE = "calls", 1, "The calls have not agreed again since they parted."
     NO_FRAMES = "calls", 1, "The records do not say from which lines the calls came."
+    ROUND_UNKNOWN = "calls", 1, "One loop encloses both lines: a rank that is past the inner one may be a round behind."
     MEMBERS_UNKNOWN = "calls", 1, "The members of a group that ranks wait in are not known."
     RINGS_NOT_WHOLE = "calls", 1, "The ranks may have parted before the first call that their ring buffers still hold."
     NOT_CALLED_ALIKE = "calls", 1, "The ranks did not make the same calls in these groups before."

@@ -148,8 +148,9 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     claims, said, frame = [_claim_of_status(rank)], "", None
     signs: set[Sign] = {"fatal-signal"} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
     doubts: tuple[Doubt, ...] = ()
+    within = aborted_in(rank)
     if number in _FATAL_SIGNALS and rank.fatal is not None:
-        frame = fr.stack_of(rank, rank.fatal.frames).user_frame
+        frame = (within or fr.stack_of(rank, rank.fatal.frames)).user_frame
         claims.append(Claim(f"faulthandler: {rank.fatal.message}", f"ranks/{rank.rank}/fault.txt"))
     if number == signal.SIGKILL:
         words, memory, taken = _memory_words(rank)
@@ -165,7 +166,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     if words:
         said += words
         claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
-    if number == signal.SIGABRT and rank.fatal is not None and calls.under_c10d(fr.stack_of(rank, rank.fatal.frames)):
+    if within is not None:
         # What a peer sent may be the reason; nothing here can tell.
         doubts, said = (
             (Doubt.ABORTED_IN_COLLECTIVE,),
@@ -174,6 +175,17 @@ def _killed_condition(rank: RankEvidence) -> Condition:
         signs.add("aborted-in-a-collective")
     text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{said}"
     return Condition("rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), signs=frozenset(signs))
+
+
+def aborted_in(rank: RankEvidence) -> fr.Stack | None:
+    """The call of c10d in which a rank was aborted; None where it was not in one, or not aborted.
+
+    gloo aborts from a thread of its own, so the call may be that of any thread.
+    """
+    if rank.exit is None or rank.exit.returncode != -signal.SIGABRT or rank.fatal is None:
+        return None
+    stacks = (fr.stack_of(rank, frames) for frames in (rank.fatal.frames, *rank.fatal.threads))
+    return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.under_c10d(stack)), None)
 
 
 def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.doubts import Doubt, levels_of
@@ -16,6 +16,8 @@ class Finding:
     """A rule's answer. ``culprits`` may be empty: the cause is known, who is at fault is not.
 
     ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
+    ``calls``: rank → the user's frames, innermost first, of the call at which ways parted, where that is not where the
+    ranks are now. ``race``: it is one of threads.
     """
 
     cause: str
@@ -26,6 +28,8 @@ class Finding:
     ruled_out: tuple[str, ...] = ()
     held_up: tuple[int, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
+    calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
+    race: bool = False
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)

@@ -29,6 +29,7 @@ class PeerWait:
     ``kind``: init | collective | p2p | store. ``group`` and ``seq`` come from the Flight Recorder; None when only a
     stack tells. ``signature`` is what has to be equal among those that meet there. ``thread``: where the code of the
     background thread begins that is in it, and which the main thread waits for; None where it is the main thread.
+    ``source``, ``target``: the ranks that the call itself names, and ``tag``; None where that was not seen.
     """
 
     kind: str
@@ -40,6 +41,14 @@ class PeerWait:
     words: str
     claims: tuple[Claim, ...] = ()
     thread: Place | None = None
+    source: int | None = None
+    target: int | None = None
+    tag: int | None = None
+
+    @property
+    def peer(self) -> int | None:
+        """The rank that a send or receive waits for."""
+        return (self.target if self.target is not None else self.source) if self.kind == "p2p" else None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -53,7 +62,7 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder: a pending operation that
     some rank has not joined cannot complete whatever this thread does. With no stack the record alone has to do.
     """
-    pending = alignment.pending(rank.rank)
+    pending = _made_by(view, alignment.pending(rank.rank))
     if view is None or not view.frames:
         begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
         return _from_entry(rank, begun) if begun is not None and not kernel_says_busy(view) else None
@@ -65,10 +74,21 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
         return PeerWait("init", seen.op, None, None, ("init",), mine, text, (claim,))
     if seen is not None:
         entry = _entry_for(seen, pending, mine, rank)
-        return _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
+        found = _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
+        return _with_arguments(found, view, alignment)
     if pending and view.device:  # spinning, it may be, on what the device does not finish
         return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
     return _quiet_wait(view, pending)
+
+
+def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
+    """Without what other threads have called that run Python: they wait for that themselves. (A backward pass on a
+    device calls from threads that run none.)
+    """
+    if view is None or view.sample is None or view.thread is None or not view.thread.ident:
+        return pending
+    others = {thread.ident for thread in view.sample.threads} - {view.thread.ident}
+    return [entry for entry in pending if entry.thread not in others]
 
 
 def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
@@ -149,9 +169,12 @@ def _entry_for(
 
 def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:
     mine = view.user_frame if view is not None else None
-    site = mine or fr.stack_of(rank, entry.frames).user_frame
-    number = number_of(entry)
+    called = fr.stack_of(rank, entry.frames).user_frame
+    site, number = mine or called, number_of(entry)
     words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
+    elsewhere = mine is not None and called is not None and (mine.file, mine.line) != (called.file, called.line)
+    if elsewhere and view is not None and not calls.under_c10d(view.stack):  # in ``work.wait()``, or a synchronize
+        words = f"{op_name(entry)} of {fr.place(called)} at {fr.place(mine)}"
     text = f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}"
     claim = record_claim(rank.rank, text)
     stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
@@ -164,6 +187,29 @@ def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
     claim = view.stack_claim(f"{view.words} waits in {seen.op} at {fr.place(mine)}")
     words = f"{seen.op} at {fr.place(mine)}"
     return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+
+
+def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWait:
+    """The same with the ranks that the call names, as ranks of the world."""
+    call = view.thread.call if view.thread is not None else None
+    if call is None:
+        return wait
+    source = call.src if call.src is not None else _of_group(wait.group, call.group_src, alignment)
+    target = call.dst if call.dst is not None else _of_group(wait.group, call.group_dst, alignment)
+    found = replace(wait, source=source, target=target, tag=call.tag)
+    if found.peer is None:
+        return found
+    words = f"{wait.op} {'to' if target is not None else 'from'} rank {found.peer}"
+    claim = view.stack_claim(f"{view.words} is in {words}{f', tag {call.tag}' if call.tag else ''}")
+    return replace(found, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
+
+
+def _of_group(group: str | None, rank: int | None, alignment: Alignment) -> int | None:
+    """The rank of the world that is ``rank`` in ``group``, where its members are known."""
+    if rank is None or group is None or not alignment.members(group)[1]:
+        return None
+    ranks = alignment.ranks_of(group)
+    return ranks[rank] if 0 <= rank < len(ranks) else None
 
 
 # --- waiting for the own GPU ------------------------------------------------------------------------------------------

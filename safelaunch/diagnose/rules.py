@@ -15,12 +15,19 @@ from safelaunch.diagnose.findings import Ruling
 from safelaunch.diagnose.rules_history import (
     departed,
     group_order,
+    left_its_role,
     left_out_between_groups,
     parted_between_groups,
     parted_earlier,
     parted_out_of_step,
 )
-from safelaunch.diagnose.rules_mismatch import aborted_by_a_peer, mismatch, mispaired, unfit_transfers
+from safelaunch.diagnose.rules_mismatch import (
+    aborted_by_a_peer,
+    mismatch,
+    mispaired,
+    unfit_transfers,
+    wrong_size_received,
+)
 from safelaunch.diagnose.rules_nodes import (
     failed_elsewhere,
     launcher_stopped,
@@ -41,7 +48,8 @@ from safelaunch.diagnose.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
-from safelaunch.diagnose.rules_wait import file_locks, held_up, sends_and_receives, unseen_peers
+from safelaunch.diagnose.rules_threads import threads_that_race
+from safelaunch.diagnose.rules_wait import file_locks, held_up, one_sided, other_tags, sends_and_receives, unseen_peers
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[
@@ -99,6 +107,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rendezvous_incomplete, ("init-not-joined",)),
     Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
+    Rule(wrong_size_received, _MISMATCH, ("a crash",)),
     Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
     Rule(first_failure, _FAILED),
     Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
@@ -107,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
     Rule(failed_elsewhere, ("rank-exited",), ("several nodes",)),
     Rule(init_not_joined, ("init-not-joined",)),
+    Rule(threads_that_race, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(file_locks, OWN),
     Rule(held_up, OWN),
@@ -114,8 +124,11 @@ RULES: tuple[Rule, ...] = (
     Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
     Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
     Rule(parted_between_groups, _MISMATCH, ("every rank seen", "a circle of waits")),
+    Rule(other_tags, _MISMATCH, ("sends or receives in the circle",)),
     Rule(sends_and_receives, ("p2p-cycle",), ("sends or receives in the circle",)),
+    Rule(one_sided, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
     Rule(departed, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
+    Rule(left_its_role, _MISMATCH, ("every rank seen", "a circle over several groups")),
     Rule(left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
     Rule(group_order, ("group-order",), ("a circle over several groups",)),
     Rule(mismatch, _EITHER, ("a circle of waits",)),

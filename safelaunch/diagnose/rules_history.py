@@ -90,6 +90,35 @@ def departed(case: Case) -> Ruling:
         f"Rank {one.rank} {text}.",
         (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {text}.", site),),
         (*claims, *wait_claims(case, sorted(ranks))),
+        calls={
+            rank: case.alignment.stack(rank, call).user_frames
+            for rank, call in ((one.rank, one.call), (one.mates[0], one.theirs))
+        },
+    )
+
+
+def left_its_role(case: Case) -> Ruling:
+    """A rank in the circle made another call than all others of its role, which had called alike until then."""
+    one = case.histories.parting_of_one(case.waits.in_circle)
+    if one is None:
+        return ""
+    site, theirs = (
+        case.alignment.stack(r, c).user_frame for r, c in ((one.rank, one.call), (one.mates[0], one.theirs))
+    )
+    mates = f"{ranks_word(one.mates)}, which had called alike until then,"
+    call, usual = f"{op_name(one.call)}{fr.at(site)}", f"{op_name(one.theirs)}{fr.at(theirs)}"
+    did = f"left out {usual}, which {mates} called" if one.left_out else f"called {call}, where {mates} called {usual}"
+    claims = [
+        record_claim(rank, f"rank {rank}: {op_name(entry)}, number {number_of(entry)} of group {entry.group!r}")
+        for rank, entry in ((one.rank, one.call), (one.mates[0], one.theirs))
+    ]
+    waits = apart(wait_words(case, case.waits.in_circle))
+    return Finding(
+        "collective-mismatch",
+        (Doubt.ROLE_ALONE,),
+        f"Rank {one.rank} {did}; now {waits}.",
+        (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {did}.", theirs if one.left_out else site),),
+        (*claims, *wait_claims(case, case.waits.in_circle)),
     )
 
 
@@ -128,6 +157,7 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
         tuple(ruled),
+        calls=dict.fromkeys(shift.ranks if extra else shift.peers, shift.stack),
     )
 
 

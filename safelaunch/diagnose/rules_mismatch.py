@@ -7,14 +7,15 @@ what goes into an all_to_all and what comes out.
 from __future__ import annotations
 
 import signal
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
 from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import failed_at
+from safelaunch.diagnose.exits import aborted_in, failed_at
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -28,16 +29,18 @@ from safelaunch.diagnose.findings import (
     wait_claims,
     wait_words,
     waiting_culprit,
+    waiting_culprits,
+    waits_words,
 )
 from safelaunch.diagnose.peers import PeerWait
-from safelaunch.diagnose.rank_state import Facts, user_stack_of, view_of
+from safelaunch.diagnose.rank_state import Facts, RankFacts, view_of
 from safelaunch.diagnose.rules_history import shifted
 from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
-from safelaunch.reading.source import condition_on_rank, loop_left
+from safelaunch.reading.source import Loop, loop_left
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Meeting:
     """Ranks that should have met, by what each of them is in.
 
     ``odd``: those not of the majority; all of them where there is none. ``doubts``: about what they are in.
+    ``number``: the group and the number under which they should have; without a record neither is known.
     """
 
     odd: tuple[int, ...]
@@ -61,6 +65,7 @@ class Meeting:
     calls: Mapping[int, Call]
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
+    number: tuple[str, int] = ("", 0)
 
     @property
     def words(self) -> dict[int, str]:
@@ -115,7 +120,7 @@ def aborted_by_a_peer(facts: Facts) -> Ruling:
     if found is None:
         who = capital(ranks_do(aborted, "was", "were"))
         return f"{who} aborted in a collective, about which the surviving ranks' records agree"
-    finding = _of_record(facts, found)
+    finding = _of_record(facts, _with_aborted(facts, found, aborted))
     text = f"{finding.summary} {capital(each_of(aborted))} was aborted in it: what reached it was not what it expected."
     claims = tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted)
     ruled = f"{ranks_word(aborted)} failed first, but an abort in a collective is done to the receiver"
@@ -129,11 +134,66 @@ def aborted_by_a_peer(facts: Facts) -> Ruling:
 
 
 def _in_communication(rank: RankEvidence) -> bool:
-    """Aborted (SIGABRT) while its main thread was in a collective, or in torch with collectives in its hooks."""
+    """Aborted (SIGABRT) in a collective, or in torch with collectives in its hooks."""
     if rank.exit is None or rank.exit.returncode != -signal.SIGABRT or rank.fatal is None:
         return False
-    stack = fr.stack_of(rank, rank.fatal.frames)
-    return calls.torch_wait(stack) is not None or calls.in_torch(stack)
+    return aborted_in(rank) is not None or calls.in_torch(fr.stack_of(rank, rank.fatal.frames))
+
+
+def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
+    """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well."""
+    if aborted_in(one.evidence) is None or (one.evidence.progress and one.evidence.progress.state == "exited"):
+        return False
+    messages = [other.exception.message for other in facts.evidence.ranks if other.exception is not None]
+    recorded = (facts.alignment.pending(rank) for rank in facts.ranks)
+    return any("gloo" in text for text in messages) or any(e.op.startswith("gloo:") for mine in recorded for e in mine)
+
+
+def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
+    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line."""
+    sides = {key: list(ranks) for key, ranks in found.classes.items()}
+    for rank in aborted:
+        stack = aborted_in(facts.ranks[rank].evidence)
+        site = stack.user_frame if stack is not None else None
+        same = [key for key, ranks in found.classes.items() if site in _sites_of(facts, found, ranks)]
+        if site is not None and len(same) == 1:
+            sides[same[0]].append(rank)
+    odd, majority = vote(sides)
+    known = {rank for ranks in found.classes.values() for rank in ranks}
+    return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
+
+
+def _sites_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> set[Frame | None]:
+    entries = {rank: facts.alignment.entry(rank, found.group, found.seq) for rank in ranks}
+    return {facts.alignment.stack(rank, entry).user_frame for rank, entry in entries.items() if entry is not None}
+
+
+def wrong_size_received(facts: Facts) -> Ruling:
+    """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
+
+    gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
+    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one.
+    """
+    aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
+    others = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
+    if not aborted or not others:
+        return ""
+    mine = {one.rank: aborted_in(one.evidence) for one in aborted}
+    sites = {rank: stack.user_frame for rank, stack in mine.items() if stack is not None}
+    places = {wait.words for wait in others.values()}
+    named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
+    text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
+    text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
+    reason = "was aborted, as a peer sent more than its call has room for"
+    culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
+    return Finding(
+        "collective-mismatch",
+        (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
+        capital(text),
+        (*culprits, *waiting_culprits(facts, named)),
+        tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
+        + wait_claims(facts, sorted(others)),
+    )
 
 
 # --- ranks that do not meet -------------------------------------------------------------------------------------------
@@ -168,7 +228,7 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
         places = (f"{ranks_word(m)} at {fr.basename(f.file)}:{f.line}" for f, m in sites_then.items())
         text = f"their call sites parted earlier, at number {number}: {' and '.join(places)}"
         claims.append(record_claim(ranks[0], text))
-    return Meeting(found.odd, found.majority, made, claims=tuple(claims))
+    return Meeting(found.odd, found.majority, made, claims=tuple(claims), number=(found.group, found.seq))
 
 
 def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
@@ -200,21 +260,21 @@ def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tu
 def _finding(facts: Facts, meeting: Meeting) -> Finding:
     """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
     words = meeting.words
+    left = _left_loop(facts, meeting)
+    if left is not None:
+        meeting = left.judged(meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart({rank: words[rank] for rank in odd_first}))
-    left, loop = _left_loop(facts, meeting)
-    if left:
-        meeting = replace(meeting, odd=left, majority=True, doubts=())
-        text += f"; {ranks_do(left, 'has', 'have')} left the loop at line {loop}"
-    tail, signs = ("", ()) if meeting.majority else _no_majority(facts, meeting)
-    cause = "uneven-batches" if left else "collective-mismatch"
+    text += f"; {left.says}" if left is not None else ""
+    tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
     return Finding(
-        cause,
+        "uneven-batches" if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
         meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
         f"{text}.{tail}",
-        tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, loop), meeting.calls[r].site) for r in meeting.odd),
-        meeting.claims + signs + wait_claims(facts, words),
+        tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, left), meeting.calls[r].site) for r in meeting.odd),
+        meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
+        calls={r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()},
     )
 
 
@@ -228,45 +288,71 @@ def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
     return (f"a peer that left out the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
 
 
-def _no_majority(facts: Facts, meeting: Meeting) -> tuple[str, tuple[Claim, ...]]:
-    """What to say where nobody is in the minority: a side that is alone under a condition on the rank is the likelier.
+@dataclass(frozen=True)
+class LeftLoop:
+    """``ahead`` are past a loop that ``behind`` are still in. ``round``: see :meth:`.Aligned.round_before`."""
 
-    Returns the words, and a claim for each rank of that side.
-    """
-    asked = {
-        r: found
-        for r in meeting.odd
-        if (found := condition_on_rank(user_stack_of(facts.ranks[r].evidence), facts.read_source)) is not None
-    }
-    text = " With no majority, either side may be the one at fault"
-    if len({meeting.calls[r].words for r in asked}) != 1 or len(asked) == len(meeting.odd):
-        return f"{text}.", ()
-    words = next(iter(asked.values())).words
-    claims = tuple(Claim(f"rank {r} waits under `{found.words}`", f"ranks/{r}/stack.txt") for r, found in asked.items())
-    return f"{text}; only {ranks_do(asked, 'is', 'are')} under `{words}`.", claims
+    ahead: tuple[int, ...]
+    behind: tuple[int, ...]
+    loop: Loop
+    round: Literal["whole", "short", ""]
+
+    @property
+    def sure(self) -> bool:
+        """No round of an outer loop explains it as well."""
+        return self.round == "short" or not self.loop.enclosed
+
+    def judged(self, meeting: Meeting) -> Meeting:
+        """Of two as many ranks, those that left the loop have had fewer batches; else the minority had more, or fewer.
+
+        Unless another loop encloses both. Then earlier rounds have to tell: where each had as many calls, those behind
+        left out the one that ends it; where that is not known, either side may be off, and the majority counts.
+        """
+        seen = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
+        if self.sure:
+            odd = self.behind if len(self.behind) < len(self.ahead) else self.ahead
+            return replace(meeting, odd=odd, majority=True, doubts=seen)
+        if self.round == "whole" and len(self.behind) <= len(self.ahead):
+            return replace(meeting, odd=self.behind, majority=True, doubts=(*seen, Doubt.HABIT_ALONE))
+        return replace(meeting, doubts=(*seen, Doubt.ROUND_UNKNOWN))
+
+    @property
+    def says(self) -> str:
+        ahead, line = ranks_do(self.ahead, "has", "have"), self.loop.line
+        if self.sure:
+            return f"{ahead} left the loop at line {line}"
+        if self.round == "whole":
+            return f"each earlier round of the loop at line {line} had as many calls and ended there"
+        return f"{ahead} left the loop at line {line}, in this round or the one before"
+
+    def of_rank(self, rank: int, where: str) -> str:
+        """Why it is named. ``where`` it waits."""
+        loop = f"the loop at line {self.loop.line}"
+        if rank in self.ahead:
+            return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
+        return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."
 
 
-def _reason(meeting: Meeting, rank: int, loop: int | None) -> str:
+def _reason(meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
     where = meeting.calls[rank].words
-    if loop is not None:
-        return f"Rank {rank} has left the loop at line {loop}, where its peers still are, and waits in {where}."
+    if left is not None and (left.sure or rank in left.ahead):
+        return left.of_rank(rank, where)
     return f"Rank {rank} waits in {where}, its peers do not."
 
 
-def _left_loop(facts: Facts, meeting: Meeting) -> tuple[tuple[int, ...], int | None]:
-    """The ranks past a loop that the others are still in.
-
-    The one that left has had fewer batches: it is named whether it is in the minority or not.
-    """
+def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
+    """The ranks past a loop that the others are still in."""
     sides = by_place(meeting.words)
     if len(sides) != 2:
-        return (), None
+        return None
     (_, first), (_, second) = sides
     for ahead, behind in ((first, second), (second, first)):
         loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
         if loop is not None:
-            return tuple(sorted(ahead)), loop
-    return (), None
+            group, number = meeting.number
+            made = facts.histories.in_group(group).round_before(ahead[0], number) if group else ""
+            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made)
+    return None
 
 
 # --- ranks that meet and do not fit -----------------------------------------------------------------------------------
@@ -286,6 +372,9 @@ def unfit_transfers(case: Case) -> Ruling:
             if pair is not None:
                 return _pair(case, pair)
         elif wait.kind == "collective":
+            sources = _sources(case, wait)
+            if len(set(sources.values())) > 1:
+                return _of_sources(case, wait, sources)
             roots = several_roots(case.alignment, wait.group, wait.seq)
             if roots:
                 return _roots(case, wait.group, wait.seq, roots)
@@ -312,6 +401,34 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
             )
             for one in pair
         ),
+    )
+
+
+def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
+    """rank → the root that it names in the call, of those that wait in the same one."""
+    there = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None and one.wait.key == wait.key}
+    return {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
+
+
+def _root_of(wait: PeerWait) -> int | None:
+    return wait.target if wait.target is not None else wait.source
+
+
+def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
+    """Ranks name different roots in one broadcast, reduce, gather or scatter."""
+    by_root: dict[tuple[Hashable, ...], list[int]] = {}
+    for rank, root in sources.items():
+        by_root.setdefault((root,), []).append(rank)
+    odd, majority = vote(by_root)
+    parts = [f"rank {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
+    text = f"The root of {wait.words}, number {wait.seq} of group {wait.group!r}, is {' and '.join(parts)}."
+    return Finding(
+        "collective-mismatch",
+        () if majority else (Doubt.NO_MAJORITY,),
+        text,
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
+        tuple(Claim(f"rank {r} names rank {sources[r]} as the root", f"ranks/{r}/stack.txt") for r in sources)[:8]
+        + wait_claims(facts, sorted(sources)),
     )
 
 

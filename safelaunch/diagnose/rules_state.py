@@ -25,9 +25,9 @@ from safelaunch.diagnose.findings import (
     wait_claims,
     waits_words,
 )
-from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts, user_stack_of
+from safelaunch.diagnose.guarding import guard_of
+from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts
 from safelaunch.model import Claim
-from safelaunch.reading.source import condition_on_rank
 
 CLOCKS_S = 2.0
 
@@ -69,7 +69,7 @@ def first_failure(facts: Facts) -> Ruling:
     blamed = [r for r in others if facts.ranks[r].evidence.exception is not None and facts.ranks[r].wait]
     if blamed:
         ruled.append(f"the errors of {ranks_word(blamed)} report that a peer was gone: consequences")
-    alone = _alone_by_condition(facts, others) if main.cause == "uneven-batches" else ()
+    alone = _alone_by_condition(facts, others, named) if main.cause == "uneven-batches" else ()
     paired = _left_in_p2p(facts, blamed) if main.cause == "uneven-batches" and not alone else []
     if alone:
         ruled.append(
@@ -112,11 +112,11 @@ def _left_in_p2p(facts: Facts, blamed: Iterable[int]) -> list[int]:
     return [rank for rank, wait in waits if wait is not None and (wait.kind == "p2p" or wait.op == UNKNOWN_OP)]
 
 
-def _alone_by_condition(facts: Facts, ranks: Iterable[int]) -> tuple[Claim, ...]:
-    """The first of ``ranks`` that waits at a line under a condition on the rank: its peers may never come there."""
+def _alone_by_condition(facts: Facts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
+    """The first of ``ranks`` that waits under a condition on the rank which those that are gone may not have met."""
     for rank in ranks:
         one = facts.ranks[rank]
-        asked = condition_on_rank(user_stack_of(one.evidence), facts.read_source) if one.wait else None
+        asked = guard_of(facts, rank, gone) if one.wait else None
         if asked is not None:
             file = "exception.json" if one.evidence.exception is not None else "stack.txt"
             return (Claim(f"rank {rank} waits under `{asked.words}`", f"{one.folder}/{file}"),)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from safelaunch.diagnose.collectives import mismatch_at
+from safelaunch.diagnose.collectives import mismatch_at, op_name
 from safelaunch.diagnose.conditions import Condition, record_claim
 from safelaunch.diagnose.doubts import Doubt, levels_of, those
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
+    apart,
     blame,
     capital,
     condition_claims,
@@ -22,12 +23,14 @@ from safelaunch.diagnose.findings import (
     summary_of,
     unseen_words,
     wait_claims,
+    wait_words,
     waiting_culprit,
     waiting_culprits,
     waits_words,
 )
+from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.waits import Case, Holder, Waiters, Waits, ranks_in
-from safelaunch.model import Claim, Culprit
+from safelaunch.model import Claim, Collective, Culprit
 from safelaunch.reading import frames as fr
 
 _UNEXPLAINED = Condition(
@@ -154,8 +157,62 @@ def sends_and_receives(case: Case) -> Ruling:
     )
 
 
+def other_tags(case: Case) -> Ruling:
+    """A send and a receive name each other, with different tags: they never meet."""
+    named = {r: w for one in case.waits.transfers_of_circle for r in one.ranks if (w := case.ranks[r].wait) is not None}
+    for rank, wait in named.items():
+        other = named.get(wait.peer) if wait.peer is not None else None
+        if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
+            continue
+        if wait.tag != other.tag:
+            pair = (rank, wait.target)
+            text = f"{capital(apart(wait_words(case, pair)))}: the tags differ, {wait.tag} and {other.tag}."
+            culprits = waiting_culprits(case, pair)
+            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, wait_claims(case, pair))
+    return ""
+
+
+def one_sided(case: Case) -> Ruling:
+    """A rank waits to send to a peer, or to receive from it, that is elsewhere and waits for the rank in turn.
+
+    The peer's own habit may show that it left out its part; else the rank may as well have made a call too many.
+    """
+    for one in case.waits.transfers_of_circle:
+        rank, wait, peer = one.ranks[0], one.wait, one.wait.peer
+        if peer is None or peer not in case.waits.in_circle:
+            continue
+        theirs = case.ranks[peer].wait
+        if theirs is None or theirs.kind == "p2p":
+            continue
+        text = f"{capital(ranks_do([rank], 'waits', 'wait'))} in {wait.words}, and rank {peer} in {theirs.words}"
+        left_out = _left_out(case, peer, theirs)
+        if left_out is None:
+            culprits = waiting_culprits(case, (rank, peer))
+            text += ": one of them made a call that the other left out."
+            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, wait_claims(case, (rank, peer)))
+        site = case.alignment.stack(peer, left_out).user_frame
+        did = f"left out {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
+        return Finding(
+            "collective-mismatch",
+            (Doubt.HABIT_ALONE,),
+            f"{text}: rank {peer} {did}.",
+            (waiting_culprit(case.ranks[peer], f"Rank {peer} {did}.", site),),
+            wait_claims(case, (rank, peer)),
+        )
+    return ""
+
+
+def _left_out(case: Case, rank: int, wait: PeerWait) -> Collective | None:
+    """The send or receive that the rank had always made right before the call in which it waits, and not this time."""
+    now = case.alignment.entry(rank, wait.group, wait.seq) if wait.group is not None and wait.seq is not None else None
+    habit = case.histories.broken_habit(rank, now) if now is not None else None
+    return habit.usual if habit is not None and habit.sure and habit.usual.is_p2p else None
+
+
 def _names_its_peer(case: Case, one: Waiters) -> bool:
     wait = one.wait
+    if wait.kind == "p2p" and wait.peer is not None:
+        return True
     if wait.kind != "p2p" or wait.group is None:
         return False
     return case.transfers.peers_missing(one.ranks[0], wait.group) is not None

@@ -169,6 +169,8 @@ def _blockers(facts: Facts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset
         return frozenset(r for r in facts.world - inside if not facts.alignment.joined(r))
     if wait.kind == "p2p":
         named = facts.transfers.peers_missing(ranks[0], wait.group) if wait.group is not None else None
+        if named is None and wait.peer is not None and wait.peer in facts.world:
+            named = frozenset({wait.peer})
         return facts.world - inside if named is None else named
     if wait.group is None or wait.seq is None:
         return frozenset(r for r in facts.world - inside if not _same_call(facts, r, wait))

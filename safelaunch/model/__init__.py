@@ -28,14 +28,30 @@ class Frame(Record, frozen=True):
     function: str
 
 
+class CallArguments(Record, frozen=True):
+    """Whom a call of c10d under way names: ranks of the world, or of the call's group. None: not given, or not seen."""
+
+    src: int | None = None
+    dst: int | None = None
+    group_src: int | None = None
+    group_dst: int | None = None
+    tag: int | None = None
+
+
 class Thread(Record, frozen=True):
-    """One thread as a stack reader saw it. ``frames`` is innermost first. ``active``: on a CPU or runnable."""
+    """One thread as a stack reader saw it. ``frames`` is innermost first. ``active``: on a CPU or runnable.
+
+    ``ident``: Python's own number of it, which the Flight Recorder writes as well; 0 = unknown. ``call``: of its
+    innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these.
+    """
 
     frames: tuple[Frame, ...]
     name: str = ""
     os_tid: int | None = None
     active: bool = False
     owns_gil: bool = False
+    ident: int = 0
+    call: CallArguments | None = None
 
 
 class StackSample(Record, frozen=True):
@@ -160,6 +176,7 @@ class Collective(Record, frozen=True):
     - ``created_ns``: CLOCK_REALTIME
     - ``frames``: innermost first, empty in dumps without stacks
     - ``timeout_ms``: 0 = unknown
+    - ``thread``: who called, as ``Thread.ident``; 0 = unknown
     """
 
     group: str
@@ -179,6 +196,7 @@ class Collective(Record, frozen=True):
     started: bool | None = None
     timeout_ms: int = 0
     frames: tuple[Frame, ...] = ()
+    thread: int = 0
 
 
 class GroupStatus(Record, frozen=True):
@@ -265,11 +283,12 @@ class FatalError(Record, frozen=True):
     """What faulthandler wrote at a fatal signal. ``message``: its name for the signal (``Segmentation fault``).
 
     ``frames``, innermost first, belong to the thread that received the signal, or to the main thread if that one runs
-    no Python.
+    no Python. ``threads``: those of all threads that run Python.
     """
 
     message: str
     frames: tuple[Frame, ...] = ()
+    threads: tuple[tuple[Frame, ...], ...] = ()
 
 
 class ExitCall(Record, frozen=True):

@@ -39,7 +39,7 @@ class Entries(Sequence[Collective]):
     ``kind_of[i]`` is the number of entry ``i``'s kind in ``kinds``. The other columns are fields of ``Collective``.
     """
 
-    __slots__ = ("created_ns", "kind_of", "kinds", "p2p_seqs", "record_ids", "seqs")
+    __slots__ = ("created_ns", "kind_of", "kinds", "p2p_seqs", "record_ids", "seqs", "threads")
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Entries(Sequence[Collective]):
         p2p_seqs: Sequence[int],
         record_ids: Sequence[int],
         created_ns: Sequence[int],
+        threads: Sequence[int] = (),
     ) -> None:
         self.kinds = kinds
         self.kind_of = kind_of
@@ -57,6 +58,7 @@ class Entries(Sequence[Collective]):
         self.p2p_seqs = packed(p2p_seqs)
         self.record_ids = packed(record_ids)
         self.created_ns = packed(created_ns)
+        self.threads = packed(threads or Same(0, len(kind_of)))
 
     @classmethod
     def of(cls, entries: Iterable[Collective]) -> Entries:
@@ -70,6 +72,7 @@ class Entries(Sequence[Collective]):
             p2p_seqs=[entry.p2p_seq for entry in entries],
             record_ids=[entry.record_id for entry in entries],
             created_ns=[entry.created_ns for entry in entries],
+            threads=[entry.thread for entry in entries],
         )
 
     def used(self) -> dict[int, Collective]:
@@ -86,6 +89,7 @@ class Entries(Sequence[Collective]):
             p2p_seqs=self.p2p_seqs,
             record_ids=self.record_ids,
             created_ns=self.created_ns,
+            threads=self.threads,
         )
 
     def positions_of(self, kinds: Collection[int]) -> list[int]:
@@ -116,6 +120,7 @@ class Entries(Sequence[Collective]):
             p2p_seq=self.p2p_seqs[at],
             record_id=self.record_ids[at],
             created_ns=self.created_ns[at],
+            thread=self.threads[at],
         )
 
     def __iter__(self) -> Iterator[Collective]:
@@ -134,7 +139,7 @@ class Entries(Sequence[Collective]):
 
 def kind_of(entry: Collective) -> Collective:
     """Returns the entry with its own numbers set to 0."""
-    return msgspec.structs.replace(entry, seq=0, p2p_seq=0, record_id=0, created_ns=0)
+    return msgspec.structs.replace(entry, seq=0, p2p_seq=0, record_id=0, created_ns=0, thread=0)
 
 
 def packed(numbers: Sequence[int]) -> Sequence[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from safelaunch.model import (
+    CallArguments,
     Collective,
     Evidence,
     FlightRecord,
@@ -131,8 +132,11 @@ def process(
     native: Sequence[Frame] = (),
     samples: int = 2,
     frozen: bool = False,
+    call: CallArguments | None = None,
 ) -> ProcessEvidence:
-    """``threads``: further threads as (name, frames, kernel). ``native``: C frames inside the main thread's."""
+    """``threads``: further threads as (name, frames, kernel). ``native``: C frames inside the main thread's. ``call``:
+    what its call of c10d names.
+    """
     every = [("MainThread", tuple(frames), kernel), *((n, tuple(f), k) for n, f, k in threads)]
     states, stacks = [], []
     for number in range(samples):
@@ -147,7 +151,7 @@ def process(
         states.append(
             ProcessState(pid, 1, 5, 2.0 * number, "python", ("python",), letter, tuple(kernel_threads), frozen=frozen)
         )
-        stacks.append(_sample(pid, 2.0 * number, every, owns_gil, ()))
+        stacks.append(_sample(pid, 2.0 * number, every, owns_gil, (), call))
     if native:
         stacks.append(_sample(pid, 9.0, every, owns_gil, tuple(native)))
     shown = [s for s in stacks if any(t.frames for t in s.threads)]
@@ -155,10 +159,22 @@ def process(
 
 
 def _sample(
-    pid: int, at_s: float, every: Sequence[tuple[str, tuple[Frame, ...], str]], gil: bool, native: tuple[Frame, ...]
+    pid: int,
+    at_s: float,
+    every: Sequence[tuple[str, tuple[Frame, ...], str]],
+    gil: bool,
+    native: tuple[Frame, ...],
+    call: CallArguments | None = None,
 ) -> StackSample:
     threads = tuple(
-        Thread((native if i == 0 else ()) + frames, name, pid + i, active=kernel == "run", owns_gil=gil and i == 0)
+        Thread(
+            (native if i == 0 else ()) + frames,
+            name,
+            pid + i,
+            active=kernel == "run",
+            owns_gil=gil and i == 0,
+            call=call if i == 0 else None,
+        )
         for i, (name, frames, kernel) in enumerate(every)
     )
     return StackSample(pid, at_s, "py-spy dump --json", threads, native=bool(native))

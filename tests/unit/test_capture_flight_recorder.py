@@ -136,6 +136,7 @@ def test_gloo_pickle() -> None:
             Frame("/env/torch/distributed/distributed_c10d.py", 3245, "all_reduce"),
             Frame("/home/me/train.py", 18, "<module>"),
         ),
+        thread=140298925697920,
     )
 
 

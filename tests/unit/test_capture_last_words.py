@@ -29,15 +29,16 @@ Current thread 0x00007f20 [python] (most recent call first):
 Extension modules: numpy.core, torch._C (total: 2)
 """
 ABORT = TWO_THREADS.replace("Current thread", "Thread").replace("Segmentation fault", "Aborted")
+UPLOAD = (Frame("/usr/lib/python3.11/threading.py", 331, "wait"), Frame("/home/me/train.py", 7, "upload"))
 STEP = (Frame("/home/me/train.py", 12, "step"), Frame("/home/me/train.py", 40, "<module>"))
 
 
 def test_the_thread_that_the_signal_met() -> None:
-    assert parse_fatal(TWO_THREADS) == FatalError("Segmentation fault", STEP)
+    assert parse_fatal(TWO_THREADS) == FatalError("Segmentation fault", STEP, (UPLOAD, STEP))
 
 
 def test_a_thread_without_python_aborts_and_the_main_thread_speaks() -> None:
-    assert parse_fatal(ABORT) == FatalError("Aborted", STEP)
+    assert parse_fatal(ABORT) == FatalError("Aborted", STEP, (UPLOAD, STEP))
 
 
 def test_the_stacks_of_a_sigterm_are_no_fatal_error() -> None:
@@ -46,7 +47,9 @@ def test_the_stacks_of_a_sigterm_are_no_fatal_error() -> None:
 
 
 def test_a_fatal_error_after_a_sigterm() -> None:
-    assert parse_fatal(TWO_THREADS.split("\n", 2)[2] + TWO_THREADS) == FatalError("Segmentation fault", STEP)
+    assert parse_fatal(TWO_THREADS.split("\n", 2)[2] + TWO_THREADS) == FatalError(
+        "Segmentation fault", STEP, (UPLOAD, STEP)
+    )
 
 
 @pytest.mark.parametrize("length", range(0, len(TWO_THREADS), 7))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from safelaunch.capture import stacks, tracing
 from safelaunch.errors import CaptureError
-from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 
 
 def spy_thread(**changes: object) -> dict[str, object]:
@@ -38,8 +40,9 @@ def test_parse_keeps_the_order_and_ignores_new_keys() -> None:
             os_tid=10,
             active=True,
             owns_gil=True,
+            ident=140283,
         ),
-        Thread(frames=(), active=True, owns_gil=True),
+        Thread(frames=(), active=True, owns_gil=True, ident=140283),
     )
     assert sample.main_thread is sample.threads[0]
 
@@ -160,3 +163,47 @@ def test_py_spy_is_the_given_one_or_is_asked_for(monkeypatch: pytest.MonkeyPatch
     assert "pip install py-spy" in caught.value.fix
     (tmp_path / "py-spy").touch(mode=0o755)
     assert stacks.find_py_spy() == str(tmp_path / "py-spy")
+
+
+def in_call(
+    name: str, *variables: tuple[str, str | None], file: str = "/x/torch/distributed/distributed_c10d.py"
+) -> dict[str, object]:
+    held = [{"name": name, "addr": 1, "arg": True, "repr": shown} for name, shown in variables]
+    return {"name": name, "filename": file, "line": 3, "locals": held}
+
+
+def call_of(*frames: dict[str, object]) -> CallArguments | None:
+    data = json.dumps([spy_thread(frames=frames)]).encode()
+    return stacks.parse(data, pid=10, at_s=0.0, how="py-spy").threads[0].call
+
+
+def test_of_local_variables_only_the_peers_of_a_call_are_kept() -> None:
+    user = in_call("train", ("password", "'hunter2'"), ("src", "5"), file="/home/me/train.py")
+    inner = in_call("recv", ("tensor", "<Tensor>"), ("src", "1"), ("tag", "7"), ("group_src", "None"), ("x", "9"))
+    outer = in_call("recv_object_list", ("src", "4"))
+    data = json.dumps([spy_thread(frames=[inner, outer, user])]).encode()
+    (thread,) = stacks.parse(data, pid=10, at_s=0.0, how="py-spy").threads
+    assert thread.call == CallArguments(src=1, tag=7)
+    assert b"hunter2" not in msgspec.json.encode(thread)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [in_call("train", ("src", "1"), file="/home/me/train.py")],
+        [in_call("wait", ("timeout", "3"))],
+        [in_call("recv", ("src", "'1'"), ("dst", None), ("tag", "1e3"), ("group_src", "9" * 40))],
+        [{"name": "recv", "filename": "/x/torch/distributed/distributed_c10d.py", "line": 3, "locals": None}],
+        [],
+    ],
+)
+def test_where_no_peers_are_seen(frames: list[dict[str, object]]) -> None:
+    assert call_of(*frames) is None
+
+
+def test_without_local_variables_where_they_cannot_be_read(tmp_path: Path) -> None:
+    fake = tmp_path / "py-spy"
+    fake.write_text('#!/bin/sh\ncase "$*" in *--locals*) echo "Error: bad dict" >&2; exit 1;; esac\necho "[]"\n')
+    fake.chmod(0o755)
+    result = stacks.dump(os.getpid(), py_spy=str(fake))
+    assert result.value is not None and result.value.threads == ()

@@ -382,6 +382,52 @@ def test_past_the_loop_of_its_peers(world: int, culprit: int) -> None:
     assert diagnose(job(*peers)).cause == "collective-mismatch"  # without the source
 
 
+EPOCHS = "\n" * 38 + "for epoch in epochs:\n    for batch in loader:\n" + "        pass\n" * 20 + "    dist.barrier()\n"
+
+
+def in_epochs(ahead: list[int], behind: list[int], text: str) -> Verdict:
+    """``ahead`` wait in the barrier at line 61, which ends a round of the loop at line 40; ``behind`` in the loop."""
+    before = calls(text)
+    number = len(before) + 1
+    sides = []
+    for ranks, op, line in ((ahead, "barrier", 61), (behind, "all_reduce", 50)):
+        last = msgspec.structs.replace(entry(op, number, line=line), record_id=number)
+        stack = (*in_c10d(op, line)[:2], at(line, "<module>"))
+        sides += [rank(n, stack, flight=record(*before, last)) for n in ranks]
+    return diagnose(job(*sides), lambda path: EPOCHS)
+
+
+ROUND = "0@50x4 barrier:0@61 "
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "text", "cause", "named", "confidence"),
+    [
+        ([1], [0, 2, 3], ROUND * 3 + "0@50x2", "uneven-batches", [1], "high"),  # fewer than in each round before
+        ([0, 2, 3], [1], ROUND * 3 + "0@50x2", "uneven-batches", [1], "high"),  # it had more than its peers
+        ([0, 2, 3], [1], ROUND * 3 + "0@50x4", "collective-mismatch", [1], "medium"),  # the barrier was due
+        ([1], [0], ROUND * 3 + "0@50x4", "collective-mismatch", [0], "medium"),
+        ([1], [0, 2, 3], "0@50x4", "uneven-batches", [1], "medium"),  # the first round: nobody knows how many are usual
+        ([0, 2, 3], [1], "0@50x4", "collective-mismatch", [1], "medium"),
+        ([1], [0], "0@50x4", "collective-mismatch", [0, 1], "low"),
+        ([1], [0, 2, 3], ROUND + "0@50x3 barrier:0@61 0@50x3", "uneven-batches", [1], "medium"),  # rounds differ
+    ],
+)
+def test_a_loop_within_a_loop(
+    ahead: list[int], behind: list[int], text: str, cause: str, named: list[int], confidence: str
+) -> None:
+    verdict = in_epochs(ahead, behind, text)
+    assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.confidence) == (cause, named, confidence)
+
+
+def test_who_is_still_in_the_loop_is_named_where_all_others_have_left_it() -> None:
+    peers = [rank(n, in_c10d("barrier", 61), flight=record(*past(3), entry("barrier", 4))) for n in (0, 2, 3)]
+    odd = rank(1, in_c10d("all_reduce", 50), flight=record(*past(3), entry("all_reduce", 4)))
+    verdict = diagnose(job(odd, *peers), lambda path: SOURCE)
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [1])
+    assert "is still in the loop at line 40" in verdict.culprits[0].reason
+
+
 def test_a_call_left_out_long_ago_is_the_fault() -> None:
     """Rank 0 skipped one all_reduce at line 50 long ago; all operations look alike until the barrier."""
     usual, skipped = calls("0@50 0@60 " * 3 + "0@50*"), calls("0@50 0@60 " + "0@60 0@50 " * 2 + "barrier:0@70*")

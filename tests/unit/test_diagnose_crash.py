@@ -203,6 +203,39 @@ def test_who_receives_a_wrong_size_is_aborted_and_the_sender_is_named() -> None:
     assert "Rank 0 was aborted" in verdict.summary
 
 
+def test_an_aborted_rank_counts_for_the_side_whose_line_it_was_at() -> None:
+    """Two against two, as its stack shows, although only one of the two on its side has left a record."""
+    other = rank(3, in_c10d("all_reduce", 60), flight=record(*past(5), entry("all_reduce", 6, line=60, size=(24,))))
+    verdict = diagnose(job(_at_six(0, (16,)), _at_six(2, (16,)), _aborted_at(1, 60), other, outcome="crash"))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "low")
+    assert [c.rank for c in verdict.culprits] == [0, 2, 3]
+
+
+def _aborted_at(number: int, line: int) -> RankEvidence:
+    fatal = FatalError("Aborted", in_c10d("all_reduce", line))
+    return rank(number, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": fatal})
+
+
+def aborted_in_a_thread(number: int) -> RankEvidence:
+    """gloo's thread has aborted it; the main thread sleeps, and another one is in the call."""
+    metrics = (*in_c10d("all_reduce", 9)[:3], at(100, "publish_metrics"))
+    fatal = FatalError("Aborted", (at(16, "<module>"),), (metrics, (at(16, "<module>"),)))
+    return rank(number, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": fatal})
+
+
+def test_a_size_that_does_not_fit_names_both_calls() -> None:
+    verdict = diagnose(job(aborted_in_a_thread(0), _at_six(1, (16,)), outcome="crash"))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
+    assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(0, 9), (1, 50)]
+    assert "Rank 0 was aborted in a call at train.py:9 (train), as a peer sent more than it expected" in verdict.summary
+
+
+def test_a_size_that_does_not_fit_where_the_survivors_agree() -> None:
+    verdict = diagnose(job(aborted_in_a_thread(2), *(_at_six(n, (16,)) for n in (0, 1, 3)), outcome="crash"))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
+    assert [c.rank for c in verdict.culprits] == [2]
+
+
 def test_one_survivor_against_one_after_an_abort_names_both() -> None:
     verdict = diagnose(job(_aborted(1), _at_six(0, (16,)), _at_six(2, (16,), "Double"), outcome="crash"))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "low")
@@ -211,7 +244,7 @@ def test_one_survivor_against_one_after_an_abort_names_both() -> None:
 
 def test_an_abort_about_which_the_survivors_agree_stays_with_the_aborted_rank() -> None:
     verdict = diagnose(job(_at_six(0, (16,)), _aborted(1), _at_six(2, (16,)), outcome="crash"))
-    assert (verdict.cause, verdict.confidence) == ("rank-killed", "medium")
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert [c.rank for c in verdict.culprits] == [1]
     assert any("desync-detail" in text for text in verdict.suggestions)
 
@@ -225,7 +258,8 @@ def test_an_abort_in_the_operator_that_waits_for_a_collective_is_one_in_a_collec
     )
     aborted = died(1, -6, fatal=FatalError("Aborted", (*inner, at(41, "save"), at(100, "<module>"))))
     verdict = diagnose(job(_at_six(0, (16,)), aborted, _at_six(2, (16,)), outcome="crash"))
-    assert (verdict.cause, verdict.confidence, verdict.culprits[0].frame) == ("rank-killed", "medium", at(41, "save"))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
+    assert verdict.culprits[0].frame == at(41, "save")
     assert any("desync-detail" in text for text in verdict.suggestions)
 
 

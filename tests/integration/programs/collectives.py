@@ -33,6 +33,11 @@ def sum_counts(job: Training, odd: bool) -> None:
     dist.all_reduce(counts)  # HANGS: dtype
 
 
+def share_schedule(root: int) -> None:
+    schedule = torch.ones(4)
+    dist.broadcast(schedule, src=root)  # HANGS: roots
+
+
 def main() -> None:
     with Training(options) as job:
         for step, batch in job.batches():
@@ -41,6 +46,8 @@ def main() -> None:
                 sum_lengths(job, job.misbehaves(step))
             elif options.how == "dtype":
                 sum_counts(job, job.misbehaves(step))
+            elif options.how == "roots":
+                share_schedule((job.rank + 1) % job.world if job.misbehaves(step) else options.culprit)
             elif job.misbehaves(step):
                 if options.how == "all_gather":
                     gather_metric(loss, job.world)

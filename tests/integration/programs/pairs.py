@@ -20,6 +20,14 @@ def exchange(peer: int) -> None:
     dist.send(activations, dst=peer)
 
 
+def pass_on(sender: bool, peer: int, tag: int) -> None:
+    activations = torch.zeros(16)
+    if sender:
+        dist.send(activations, dst=peer, tag=tag)  # HANGS: tags, no-send
+    else:
+        dist.recv(activations, src=peer)  # HANGS: tags
+
+
 def main() -> None:
     with Training(options) as job:
         pair = sorted({options.culprit, (options.culprit + 1) % job.world})
@@ -35,6 +43,11 @@ def main() -> None:
                 reduce_in_order(*groups)
             elif options.how == "leaves-out":
                 reduce_in_order(tensor_parallel, pipeline, careless=job.misbehaves(step))
+            elif options.how == "tags":
+                pass_on(job.rank == options.culprit, peer, 7 if job.misbehaves(step) else 0)
+            elif options.how == "no-send":
+                if not job.misbehaves(step):
+                    pass_on(job.rank == options.culprit, peer, 0)
             elif step == options.after:
                 exchange(peer)
 

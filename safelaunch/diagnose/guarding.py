@@ -1,0 +1,107 @@
+"""The condition on the rank that parted ranks: read from the source wherever they stand on different sides.
+
+``if rank == 0: dist.all_gather(...)`` is the commonest collective that peers never call, and ``if rank != 0: continue``
+the commonest that one leaves out. What other rules find is true without it; this says which line sends ranks which way.
+It never makes a finding surer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from safelaunch.diagnose.findings import Finding, capital, ranks_do, ranks_word
+from safelaunch.diagnose.rank_state import Facts, user_stack_of
+from safelaunch.model import Claim, Frame
+from safelaunch.reading import frames as fr
+from safelaunch.reading.guards import Guard, Whereabouts, guards_of
+
+# Findings that say who went another way than its peers, and not why.
+_EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
+_MOST = 2
+
+
+@dataclass(frozen=True)
+class Parting:
+    """``ranks`` come to ``call``, which is past ``guard``. ``kept``: those that it is known to keep away from there;
+    empty where it asks for more than the rank.
+    """
+
+    guard: Guard
+    call: Frame
+    ranks: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+def with_guards(facts: Facts, finding: Finding) -> Finding:
+    """The finding with the conditions on the rank that parted those at fault from their peers, where there are any."""
+    if finding.cause not in _EXPLAINED or not finding.culprits:
+        return finding
+    stacks = finding.calls or _where_they_wait(facts, finding)
+    found = partings(facts, stacks, frozenset(one.rank for one in finding.culprits))
+    summary = " ".join([finding.summary, *[_sentence(one) for one in found if one.kept][:_MOST]])
+    claims = (_claim(one) for one in found)
+    return replace(finding, summary=summary, claims=(*finding.claims[:1], *claims, *finding.claims[1:]))
+
+
+def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
+    named = {one.rank for one in finding.culprits}
+    waiting = (rank for rank, one in facts.ranks.items() if one.wait is not None or rank in named)
+    return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
+
+
+def partings(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Parting]:
+    """The guards of each call that are not those of the others' calls, the most telling first.
+
+    ``stacks``: rank → the user's frames of the call that it made there, innermost first. ``named``: the ranks at fault.
+    A guard counts where it keeps some of the others away, on either side; or where it asks for the rank and more, and
+    the ranks on the other side are not past it.
+    """
+    places: dict[tuple[Frame, ...], list[int]] = {}
+    for rank, stack in stacks.items():
+        if stack:
+            places.setdefault(tuple(stack), []).append(rank)
+    guards = {place: guards_of(place, facts.read_source) for place in places}
+    found = []
+    for place, ranks in places.items():
+        others = [rank for other, there in places.items() if other != place for rank in there]
+        others += [rank for rank in named if not stacks.get(rank)]
+        shared = {guard for other in places if other != place for guard in guards[other]}
+        for guard in guards[place]:
+            if guard not in shared and (named & set(ranks) or named & set(others)):
+                one = _parting(facts, guard, place[0], ranks, others)
+                found += [one] if one is not None else []
+    return sorted(found, key=lambda one: (not one.kept, one.ranks))
+
+
+def _parting(facts: Facts, guard: Guard, call: Frame, ranks: Sequence[int], others: Sequence[int]) -> Parting | None:
+    here = {guard.admits(whereabouts(facts, rank)) for rank in ranks}
+    there = {rank: guard.admits(whereabouts(facts, rank)) for rank in others}
+    if False in here or (there and all(there.values())):
+        return None  # it is not what it seems, or keeps nobody away
+    return Parting(
+        guard, call, tuple(sorted(ranks)), tuple(sorted(rank for rank, comes in there.items() if comes is False))
+    )
+
+
+def whereabouts(facts: Facts, rank: int) -> Whereabouts:
+    local = facts.ranks[rank].evidence.local_rank if rank in facts.ranks else -1
+    return Whereabouts(rank, local, facts.evidence.world_size)
+
+
+def _sentence(one: Parting) -> str:
+    if one.kept:
+        return f"`{one.guard.words}` keeps {ranks_word(one.kept)} from {fr.place(one.call)}."
+    return f"{capital(ranks_do(one.ranks, 'comes', 'come'))} to {fr.place(one.call)} under `{one.guard.words}`."
+
+
+def _claim(one: Parting) -> Claim:
+    return Claim(_sentence(one).rstrip("."), f"ranks/{one.ranks[0]}/stack.txt")
+
+
+def guard_of(facts: Facts, rank: int, others: Iterable[int]) -> Guard | None:
+    """The innermost condition on the rank around where ``rank`` is that may keep ``others`` away; None without one."""
+    for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
+        if any(guard.admits(whereabouts(facts, other)) is not True for other in others):
+            return guard
+    return None

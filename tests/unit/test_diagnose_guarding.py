@@ -1,0 +1,87 @@
+"""Conditions on the rank in the source, and what they add to a verdict."""
+
+from __future__ import annotations
+
+import pytest
+from evidence import C10D, SCRIPT, at, in_c10d, job, rank, waiting
+
+from safelaunch.diagnose import diagnose
+from safelaunch.model import Frame, RankException, RankExit, Verdict
+
+
+def verdict_of(source: str, *ranks: int, odd: int = 41, op: str = "all_gather", world: int = 2) -> Verdict:
+    """``ranks`` wait in ``op`` at line ``odd``, the others in all_reduce at line 50. ``source`` begins at line 40."""
+    sides = [rank(n, in_c10d(op, odd)) if n in ranks else waiting(n, flight=None) for n in range(world)]
+    text = "\n" * 39 + source
+    return diagnose(job(*sides), lambda path: text if path == SCRIPT else None)
+
+
+def test_one_against_one_says_whom_the_condition_keeps_away() -> None:
+    verdict = verdict_of("if rank == 1:\n    gather()\n", 1)
+    assert [c.rank for c in verdict.culprits] == [0, 1]
+    assert "`if rank == 1 (train.py:40)` keeps rank 0 from train.py:41 (train)." in verdict.summary
+    assert any(claim.file == "ranks/1/stack.txt" and "keeps" in claim.claim for claim in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("if rank in (1, 2):\n    gather()\n", "`if rank in (1, 2) (train.py:40)` keeps ranks 0,3 from train.py:41"),
+        ("if rank and flag:\n    gather()\n", "`if rank and flag (train.py:40)` keeps rank 0 from train.py:41"),
+    ],
+)
+def test_a_condition_that_several_ranks_share(source: str, says: str) -> None:
+    verdict = verdict_of(source, 1, 2, world=4)
+    assert says in verdict.summary
+
+
+def test_a_condition_that_asks_for_more_than_the_rank_is_evidence_alone() -> None:
+    verdict = verdict_of("if mesh.get_local_rank() == 1:\n    gather()\n", 1, 2, world=4)
+    claim = "Ranks 1-2 come to train.py:41 (train) under `if mesh.get_local_rank() == 1 (train.py:40)`"
+    assert claim in [one.claim for one in verdict.evidence]
+    assert "mesh" not in verdict.summary
+
+
+def test_an_early_way_out_keeps_a_rank_from_its_peers_call() -> None:
+    source = "for x in loader:\n    gather()\n    if rank == 3:\n        continue\n" + "    step()\n" * 10
+    verdict = verdict_of(source, 3, world=4)
+    assert [c.rank for c in verdict.culprits] == [3]
+    assert "`if rank == 3: continue (train.py:42)` keeps rank 3 from train.py:50 (train)." in verdict.summary
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if rank == 0:\n    gather()\n",  # rank 1 is there all the same: the name means something else
+        "if rank < 9:\n    gather()\n",  # keeps nobody away
+        "if step:\n    gather()\n",
+        "gather(\n  1)\n",
+        "not python {",
+    ],
+)
+def test_what_says_nothing(source: str) -> None:
+    plain = verdict_of("", 1)
+    verdict = verdict_of(source, 1)
+    assert (verdict.summary, verdict.confidence) == (plain.summary, plain.confidence)
+
+
+def test_the_confidence_stays_what_it_was() -> None:
+    source = "if rank == 3:\n    gather()\n"
+    assert verdict_of(source, 3, world=4).confidence == verdict_of("", 3, world=4).confidence
+    assert verdict_of(source, 3, world=4).culprits == verdict_of("", 3, world=4).culprits
+
+
+def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() -> None:
+    frames = (Frame(C10D, 3252, "all_reduce"), at(41), at(60, "<module>"))
+    lost = RankException("RuntimeError", "Connection closed by peer", 5.0, frames, "Traceback")
+    gone = rank(1, seen=False, more={"exit": RankExit(0, 4.0, before_close=True), "exit_call": None})
+    raised = {"exception": lost, "exit": RankExit(1, 6.0, before_close=True)}
+    peer = rank(0, in_c10d("all_reduce", 41), more=raised)
+    evidence = job(peer, gone, outcome="crash")
+    sure = diagnose(evidence)
+    assert (sure.cause, [c.rank for c in sure.culprits]) == ("uneven-batches", [1])
+    text = "\n" * 39 + "if rank == 0:\n    gather()\n"
+    verdict = diagnose(evidence, lambda path: text)
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [1])
+    assert (sure.confidence, verdict.confidence) == ("high", "medium")
+    assert any("if rank == 0 (train.py:40)" in text and "runner-up" in text for text in verdict.ruled_out)

@@ -1,0 +1,123 @@
+"""What the arguments of a call under way tell: whom a send or receive waits for, and the root of a broadcast.
+
+gloo records neither. The stack reader sees them as local variables of c10d's own frames.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from evidence import calls, entry, in_c10d, in_user, job, past, rank, record, waiting
+
+from safelaunch.diagnose import diagnose
+from safelaunch.model import CallArguments, RankEvidence, Verdict
+
+
+def sends(number: int, to: int, *, tag: int = 0, line: int = 30) -> RankEvidence:
+    return _in_transfer(number, "send", line, CallArguments(dst=to, group_dst=to, tag=tag))
+
+
+def receives(number: int, source: int, *, tag: int = 0, line: int = 31) -> RankEvidence:
+    return _in_transfer(number, "recv", line, CallArguments(src=source, tag=tag))
+
+
+def _in_transfer(number: int, op: str, line: int, call: CallArguments) -> RankEvidence:
+    flight = record(*past(3), entry(op, 1, p2p=True, line=line))
+    return rank(number, in_c10d(op, line), flight=flight, call=call)
+
+
+def named(verdict: Verdict) -> tuple[str, list[int], str]:
+    return verdict.cause, [c.rank for c in verdict.culprits], verdict.confidence
+
+
+def test_a_circle_of_named_peers_is_sure() -> None:
+    verdict = diagnose(job(receives(0, 1), receives(1, 2), receives(2, 0)))
+    assert named(verdict) == ("p2p-cycle", [0, 1, 2], "high")
+    assert "rank 0 waits in recv from rank 1 at train.py:31" in verdict.summary.lower()
+
+
+def test_only_those_in_the_circle_are_named() -> None:
+    verdict = diagnose(job(receives(0, 1), receives(1, 0), receives(2, 0), waiting(3)))
+    assert named(verdict) == ("p2p-cycle", [0, 1], "high")
+
+
+def test_a_chain_is_followed_to_its_end() -> None:
+    asleep = rank(3, in_user(7), "sleep", flight=record(*past(3)))
+    verdict = diagnose(job(receives(0, 1), receives(1, 2), sends(2, 3), asleep))
+    assert named(verdict) == ("stuck-in-user-code", [3], "high")
+
+
+def test_tags_that_differ() -> None:
+    verdict = diagnose(job(sends(0, 1, tag=3), receives(1, 0, tag=7), waiting(2), waiting(3)))
+    assert named(verdict) == ("collective-mismatch", [0, 1], "medium")
+    assert "the tags differ, 3 and 7" in verdict.summary
+
+
+def test_a_send_and_its_receive_with_one_tag_are_no_mismatch_of_tags() -> None:
+    assert diagnose(job(sends(0, 1, tag=3), receives(1, 0, tag=3))).cause == "p2p-cycle"
+
+
+def test_a_peer_that_waits_elsewhere_made_no_call_or_the_rank_one_too_many() -> None:
+    verdict = diagnose(job(receives(0, 1), waiting(1), waiting(2), waiting(3)))
+    assert named(verdict) == ("collective-mismatch", [0, 1], "medium")
+    assert "Rank 0 waits in recv from rank 1 at train.py:31 (train), and rank 1 in all_reduce" in verdict.summary
+
+
+def with_p2p(number: int, text: str, *now: int, call: CallArguments | None = None, op: str) -> RankEvidence:
+    """Calls as in ``evidence.calls``; ``send`` and ``recv`` are numbered for themselves."""
+    made, collectives, transfers = [], 0, 0
+    for place, one in enumerate(calls(text)):
+        is_p2p = one.op.endswith(("send", "recv"))
+        collectives, transfers = collectives + (not is_p2p), transfers + is_p2p
+        numbers = {"seq": collectives, "p2p_seq": transfers, "is_p2p": is_p2p, "record_id": place + 1}
+        made.append(msgspec.structs.replace(one, **numbers))
+    return rank(number, in_c10d(op, *now), flight=record(*made), call=call)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_the_habit_of_the_peer_shows_what_it_left_out(others: int) -> None:
+    receiver = with_p2p(0, "recv:0@31 0@50 " * 4 + "recv:0@31*", 31, call=CallArguments(src=1, tag=0), op="recv")
+    sender = with_p2p(1, "send:0@30 0@50 " * 4 + "0@50*", 50, op="all_reduce")
+    rest = [with_p2p(n, "0@50 " * 4 + "0@50*", 50, op="all_reduce") for n in range(2, 2 + others)]
+    verdict = diagnose(job(receiver, sender, *rest))
+    assert named(verdict) == ("collective-mismatch", [1], "medium")
+    assert "rank 1 left out send at train.py:30 (train), which it had always called" in verdict.summary
+    assert verdict.culprits[0].frame is not None and verdict.culprits[0].frame.line == 30
+
+
+def in_broadcast(number: int, root: int) -> RankEvidence:
+    flight = record(*past(3), entry("broadcast", 4, line=50))
+    return rank(number, in_c10d("broadcast", 50), flight=flight, call=CallArguments(src=root, group_src=root))
+
+
+def test_two_roots_of_one_broadcast() -> None:
+    verdict = diagnose(job(*(in_broadcast(n, 2 if n == 2 else 0) for n in range(4))))
+    assert named(verdict) == ("collective-mismatch", [2], "high")
+    assert "rank 0 on ranks 0-1,3 and rank 2 on rank 2" in verdict.summary
+    even = diagnose(job(in_broadcast(0, 0), in_broadcast(1, 1)))
+    assert named(even) == ("collective-mismatch", [0, 1], "medium")
+
+
+def test_one_root_is_no_mismatch() -> None:
+    assert diagnose(job(*(in_broadcast(n, 0) for n in range(3)))).cause == "no-rank-stands-out"
+
+
+def test_a_source_that_is_not_given_may_be_anybody() -> None:
+    anyone = _in_transfer(0, "recv", 31, CallArguments(tag=0))
+    asleep = rank(1, in_user(7), "sleep", flight=record(*past(3)))
+    assert diagnose(job(anyone, asleep)).culprits[0].rank == 1
+
+
+def test_ranks_of_a_group_whose_members_are_known() -> None:
+    groups = {"3": (1, 3)}
+    flight = record(entry("recv", 1, p2p=True, line=31, group="3"), groups=groups)
+    receiver = rank(1, in_c10d("recv", 31), flight=flight, call=CallArguments(group_src=1, tag=0))
+    asleep = rank(3, in_user(7), "sleep", flight=record(*past(3), groups=groups))
+    busy = rank(0, in_user(8), "sleep", flight=record(*past(3)))
+    verdict = diagnose(job(busy, receiver, rank(2, in_user(8), "sleep", flight=record(*past(3))), asleep))
+    assert [c.rank for c in verdict.culprits] == [3]
+
+
+@pytest.mark.parametrize("peer", [9, -1])
+def test_a_peer_that_is_no_rank_of_the_job(peer: int) -> None:
+    assert diagnose(job(receives(0, peer), waiting(1))).cause in ("p2p-cycle", "collective-mismatch")

@@ -1,0 +1,112 @@
+"""Several threads of a rank in collectives: whose call is whose, and two that race in one group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from evidence import C10D, LOGGER, MODULE, at, in_c10d, in_user, job, rank, record
+
+from safelaunch.capture.flight_dump import parse_json, to_json
+from safelaunch.diagnose import diagnose
+from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence, StackSample
+
+MAIN, OTHER = 7001, 7002
+
+
+def made(text: str, *, frames: bool = True) -> tuple[Collective, ...]:
+    """``"a50 b9*"``: the main thread called at line 50, the other one at line 9 and has not completed it."""
+    found = []
+    for number, word in enumerate(text.split(), 1):
+        thread, line = (MAIN if word[0] == "a" else OTHER), int(word[1:].rstrip("*"))
+        outer = MODULE if thread == MAIN else at(100, "publish_metrics")
+        stack = (Frame(C10D, 3245, "all_reduce"), Frame(LOGGER, 83, "wrapper"), at(line), outer)
+        one = Collective("0", number, "gloo:all_reduce", completed=not word.endswith("*"), state="scheduled")
+        more: dict[str, Any] = {"record_id": number, "input_sizes": ((line,),), "input_dtypes": ("Float",)}
+        found.append(msgspec.structs.replace(one, frames=stack if frames else (), thread=thread, **more))
+    return tuple(found)
+
+
+def of_threads(number: int, text: str, *, main: int, other: int, flight: FlightRecord | None = None) -> RankEvidence:
+    """Both threads of the rank wait in an all_reduce: the main one at line ``main``."""
+    metrics = (*in_c10d("all_reduce", other)[:3], at(100, "publish_metrics"))
+    one = rank(
+        number,
+        in_c10d("all_reduce", main),
+        flight=flight or record(*made(text)),
+        threads=[("metrics", metrics, "futex")],
+    )
+    assert one.main is not None
+    stacks = tuple(map(_with_idents, one.main.stacks))
+    return msgspec.structs.replace(one, main=msgspec.structs.replace(one.main, stacks=stacks))
+
+
+def _with_idents(sample: StackSample) -> StackSample:
+    named = zip(sample.threads, (MAIN, OTHER), strict=True)
+    threads = tuple(msgspec.structs.replace(thread, ident=ident) for thread, ident in named)
+    return msgspec.structs.replace(sample, threads=threads)
+
+
+def racing(*orders: str) -> list[RankEvidence]:
+    return [of_threads(n, order, main=50, other=9) for n, order in enumerate(orders)]
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        ("a50 b9 a50* b9*", "a50 b9 b9* a50*"),
+        ("a50 b9 a50* b9*", "a50 b9 b9* a50*", "a50 b9 a50* b9*", "a50 b9 b9* a50*"),
+        ("a50 b9 a50* b9*", "a50 b9 b9* a50*", "a50 b9 a50* b9*"),  # a majority says nothing here
+    ],
+)
+def test_two_threads_that_race_in_one_group(orders: tuple[str, ...]) -> None:
+    verdict = diagnose(job(*racing(*orders)))
+    assert (verdict.cause, verdict.culprits, verdict.confidence) == ("collective-mismatch", (), "high")
+    assert "Two threads of each rank call collectives of group '0', in no fixed order: number 3" in verdict.summary
+    assert "give each a group of its own" in verdict.suggestions[0]
+    assert verdict.victims == f"0-{len(orders) - 1}"
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        ("a50 b9 a50* b9*", "a50 b9 b9*", "a50 b9 a50* b9*"),  # rank 1 has not made a call that its peers made
+        ("a50 b9 a50*", "a50 b9 a51*", "a50 b9 a50*"),  # one thread made another call
+        ("a50 a51 a50*", "a50 a51 a51*", "a50 a51 a50*"),  # one thread alone
+    ],
+)
+def test_what_is_no_race(orders: tuple[str, ...]) -> None:
+    verdict = diagnose(job(*racing(*orders)))
+    assert not any("a group of its own" in text for text in verdict.suggestions)
+    assert "in no fixed order" not in verdict.summary
+
+
+def test_without_frames_the_threads_cannot_be_told() -> None:
+    plain = [
+        of_threads(n, "", main=50, other=9, flight=record(*made(order, frames=False)))
+        for n, order in enumerate(("a50* b9*", "b9* a50*"))
+    ]
+    assert "in no fixed order" not in diagnose(job(*plain)).summary
+
+
+def test_the_main_thread_is_not_given_the_call_of_another() -> None:
+    """It rests in its own code; a metrics thread beside it waits in a broadcast of line 9."""
+    engine = Frame("/env/lib/python3.11/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward")
+    flight = record(*made("a50 b9*"))
+    metrics = (*in_c10d("all_reduce", 9)[:3], at(100, "publish_metrics"))
+    asleep = rank(1, in_user(7), "sleep", flight=record(*made("a50")))
+    both = rank(0, (engine, at(60), MODULE), flight=flight, threads=[("metrics", metrics, "futex")])
+    assert both.main is not None
+    stacks = tuple(map(_with_idents, both.main.stacks))
+    told = msgspec.structs.replace(both, main=msgspec.structs.replace(both.main, stacks=stacks))
+    assert "train.py:60" in diagnose(job(both, asleep)).summary  # nobody knows which thread called
+    assert "all_reduce at train.py:60" not in diagnose(job(told, asleep)).summary
+
+
+def test_threads_come_back_from_a_dump() -> None:
+    one = record(*made("a50 b9 a50*"))
+    assert [entry.thread for entry in parse_json(to_json(one)).entries] == [MAIN, OTHER, MAIN]
+    damaged = parse_json(to_json(one).replace(b'"7001"', b'"x"'))
+    assert damaged.damaged == ("thread_id",)
+    assert [entry.thread for entry in damaged.entries] == [0, OTHER, 0]
