@@ -39,9 +39,13 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
         return finding
     stacks = finding.calls or _where_they_wait(facts, finding)
     found = partings(facts, stacks, frozenset(one.rank for one in finding.culprits))
-    summary = " ".join([finding.summary, *[_sentence(one) for one in found if one.kept][:_MOST]])
-    claims = (_claim(one) for one in found)
-    return replace(finding, summary=summary, claims=(*finding.claims[:1], *claims, *finding.claims[1:]))
+    told = [one for one in found if one.kept][:_MOST]
+    claims, more = (tuple(_claim(one) for one in found if (one in told) is known) for known in (False, True))
+    return replace(
+        finding,
+        summary=" ".join([finding.summary, *map(_sentence, told)]),
+        claims=(*finding.claims[:1], *claims, *finding.claims[1:], *more),
+    )
 
 
 def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
