@@ -94,7 +94,8 @@ def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
 def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
     """The main thread waits for a thread that waits for other ranks: so the rank waits for them, too."""
     view = inside.end
-    found = peer_wait(rank, view, alignment) if view.other is not None and view.awaited.peers is not None else None
+    waits = view.other is not None and (view.awaited.peers is not None or inside.has_called(view))
+    found = peer_wait(rank, view, alignment) if waits else None
     if found is None:
         return None
     on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)

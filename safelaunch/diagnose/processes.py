@@ -6,7 +6,7 @@ waits for or expects a message from, the DataLoader worker that owes it a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -24,10 +24,14 @@ _FORK_NOTE = "; a lock that another thread held when the worker was forked is ne
 
 
 class Inside:
-    """One process (``main``: its main thread) with its ``children``, as a part of the graph of waits."""
+    """One process (``main``: its main thread) with its ``children``, as a part of the graph of waits.
 
-    def __init__(self, main: View, children: Sequence[View] = ()) -> None:
+    ``callers``: the threads (``Thread.ident``) that have made calls of c10d which are still pending.
+    """
+
+    def __init__(self, main: View, children: Sequence[View] = (), callers: Collection[int] = ()) -> None:
         self.main = main
+        self._callers = callers
         self._children = children
         self._views: dict[Node, View] = {}
         self._own: dict[Node, Condition] = {}
@@ -104,7 +108,7 @@ class Inside:
         thread: it is followed to one that is blocked, not to one asleep, which is more likely a timer. A plain lock is
         held by somebody we cannot see. One that waits for other ranks may be meant by each of them.
         """
-        others, among_peers = view.beside(), _waiting_for_peers(view)
+        others, among_peers = view.beside(), self._waiting_for_peers(view)
         if lock.on == "work":
             edge = self._to(view, "work", others or among_peers)
             return edge or (self._to(view, "work", _running_users_code(children)) if not others else None)
@@ -112,6 +116,16 @@ class Inside:
             blocked = [o for o in others if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
             return self._to(view, "signal", blocked or among_peers)
         return self._to(view, "lock", among_peers) if others == among_peers else None
+
+    def _waiting_for_peers(self, view: View) -> list[View]:
+        """The other threads that are in a call of c10d's, the user's and a library's (one that writes a checkpoint)."""
+        threads = view.sample.threads if view.sample else ()
+        others = (replace(view, other=thread) for thread in threads if thread is not view.thread)
+        return [other for other in others if other.awaited.peers is not None or self.has_called(other)]
+
+    def has_called(self, view: View) -> bool:
+        """A call of c10d by the thread is pending: it may rest in a backward pass, without a frame of c10d's."""
+        return view.thread is not None and view.thread.ident in self._callers
 
     def _to_send(self, children: Sequence[View]) -> list[View]:
         """Who was to send a message? A child that is blocked itself; one asleep is more likely a timer, and one that
@@ -234,13 +248,6 @@ def _running_users_code(children: Sequence[View]) -> list[View]:
         for v in children
         if v.user_frame is not None and v.process.role not in _HELPERS and not calls.is_loader_worker(v.frames)
     ]
-
-
-def _waiting_for_peers(view: View) -> list[View]:
-    """The other threads that are in a call of c10d's, the user's and a library's (a checkpoint written meanwhile)."""
-    threads = view.sample.threads if view.sample else ()
-    others = (replace(view, other=thread) for thread in threads if thread is not view.thread)
-    return [other for other in others if other.awaited.peers is not None]
 
 
 _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn/", "optim/", "_tensor.py"))

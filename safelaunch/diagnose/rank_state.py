@@ -129,9 +129,9 @@ def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
 def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     """A rank as the others' evidence shows it, where that says more than its own."""
     one = facts.ranks[rank]
-    if one.wait is not None:
-        condition = _absent_thread(facts, one, one.wait)
-        return replace(one, wait=None, condition=condition) if condition is not None else None
+    absent = _absent_thread(facts, one)
+    if absent is not None or one.wait is not None:
+        return replace(one, wait=None, condition=absent) if absent is not None else None
     condition = one.condition
     if condition is not None and condition.cause == "stuck-in-user-code":
         condition = _locked_by_a_peer(facts, one, condition)
@@ -165,14 +165,17 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     )
 
 
-def _absent_thread(facts: Facts, one: RankFacts, main: PeerWait) -> Condition | None:
+def _absent_thread(facts: Facts, one: RankFacts) -> Condition | None:
     """A thread of the rank is where its peers' threads are not: beside the call in which these wait, by its own doing.
 
     The peers wait in threads for the same thread of this rank, whatever its main thread waits in. A thread that waits
     for what others feed it, the main one, say, does nothing of its own.
     """
+    main = one.wait
+    if main is None and (one.condition is None or one.condition.lock is None):
+        return None  # what its main thread does by itself says more
     for wait in facts.in_threads:
-        if wait.thread == main.thread or wait.group is None or wait.seq is None:
+        if (main is not None and wait.thread == main.thread) or wait.group is None or wait.seq is None:
             continue
         members, _ = facts.alignment.members(wait.group)
         missing = one.rank in members and facts.alignment.last(one.rank, wait.group) < wait.seq
@@ -182,7 +185,8 @@ def _absent_thread(facts: Facts, one: RankFacts, main: PeerWait) -> Condition | 
                 continue
             found = thread_condition(other)
             if found.lock is None or found.lock.on == "lock":
-                return replace(found, reason=f"waits in {main.words}, and its thread {other.name} {found.reason}")
+                words = f"waits in {main.words}" if main is not None else "waits for its threads"
+                return replace(found, reason=f"{words}, and its thread {other.name} {found.reason}")
     return None
 
 
@@ -232,7 +236,8 @@ def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
     if condition is None:
         wait = _raised_wait(rank) or peer_wait(rank, view, alignment)
     if condition is None and wait is None and (view is not None or not ended_by_others(rank)):
-        inside = Inside(view, child_views(rank)) if view is not None else None
+        callers = {entry.thread for entry in alignment.pending(rank.rank)} - {0}
+        inside = Inside(view, child_views(rank), callers) if view is not None else None
         wait = through_a_thread(rank, inside, alignment) if inside is not None else None
         condition = _own(rank, inside, alignment) if wait is None else None
     if wait is not None and frame is None:
