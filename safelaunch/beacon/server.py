@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _server: Any = None
+MOST_EXCEPTIONS = 16
+MOST_FRAMES = 32
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 
@@ -43,8 +45,33 @@ def start(path: str) -> bool:
 
 
 def _answer_gil(request: Any, response: Any) -> None:
-    response.set_content(b"ok", "text/plain")
+    response.set_content(_handled_exceptions(), "application/json")
     response.set_status(200)
+
+
+def _handled_exceptions() -> bytes:
+    """What each thread is handling now: in an ``except`` or a ``finally``. No code of the exception's class runs."""
+    import json
+
+    current: Any = getattr(sys, "_current_exceptions", dict)()
+    found = []
+    for thread, value in list(current.items())[:MOST_EXCEPTIONS]:
+        error = value[1] if isinstance(value, tuple) else value  # up to Python 3.11, a triple
+        if isinstance(error, BaseException):
+            text = error.args[0] if error.args and type(error.args[0]) is str else ""
+            frames = _frames(error.__traceback__)
+            found.append({"thread": thread, "type": type(error).__name__, "message": text[:300], "frames": frames})
+    return json.dumps(found).encode()
+
+
+def _frames(traceback: Any) -> list[dict[str, object]]:
+    """Innermost first."""
+    found = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        found.append({"file": code.co_filename, "line": traceback.tb_lineno, "function": code.co_name})
+        traceback = traceback.tb_next
+    return found[::-1][:MOST_FRAMES]
 
 
 def _answer_flight_record(request: Any, response: Any) -> None:

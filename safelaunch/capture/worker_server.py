@@ -10,11 +10,14 @@ import re
 import socket
 import time
 
+import msgspec
+
 from safelaunch.errors import CaptureError, Failure
-from safelaunch.model import GilTest
+from safelaunch.model import GilTest, HandledException
 
 MAX_RESPONSE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 64 << 10
+_MOST_EXCEPTIONS = 16
 
 
 class Unanswered(CaptureError):
@@ -59,12 +62,20 @@ def gil_test(socket_path: str, *, deadline_s: float = 1.0, handler: str = "safel
         return GilTest(ping=False if error.kind == "timeout" else None)
     for _ in range(2):
         try:
-            post(socket_path, handler, deadline_s=deadline_s)
-            return GilTest(ping=True, python=True)
+            answer = post(socket_path, handler, deadline_s=deadline_s)
+            return GilTest(ping=True, python=True, handling=_handling(answer))
         except Unanswered as error:
             if error.kind != "timeout":
                 return GilTest(ping=True)
     return GilTest(ping=True, python=False)
+
+
+def _handling(answer: bytes) -> tuple[HandledException, ...]:
+    """Empty where the answer is of another version, or of somebody else."""
+    try:
+        return msgspec.json.decode(answer, type=tuple[HandledException, ...])[:_MOST_EXCEPTIONS]
+    except (msgspec.DecodeError, RecursionError):
+        return ()
 
 
 def parse_head(head: bytes) -> tuple[int, int | None]:

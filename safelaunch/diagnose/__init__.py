@@ -2,9 +2,9 @@
 
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
-it caught there says why: ``with_caught_exception``. Where a condition on the rank in the source parted ranks, it is
-added: ``with_guards``. Where all ranks at fault are all of one node, the node is named:
-``with_node_behind``.
+it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
+(``with_guards``), and what ranks say of the reason themselves (``with_own_words``). Where all ranks at fault are all of
+one node, the node is named: ``with_node_behind``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.findings import Finding, ranks_word
 from safelaunch.diagnose.guarding import with_guards
+from safelaunch.diagnose.own_words import with_own_words
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
@@ -44,7 +45,8 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
-    finding = with_node_behind(case, with_caught_exception(case, with_guards(case, finding)))
+    finding = with_own_words(case, with_caught_exception(case, with_guards(case, finding)))
+    finding = with_node_behind(case, finding)
     return _verdict(case, finding, ruled_out)
 
 

@@ -208,6 +208,13 @@ class Aligned:
         made = number - ends[-1]
         return "whole" if made == usual else "short" if made < usual else ""
 
+    def times_called(self, rank: int, number: int) -> int:
+        """How often ``rank`` has made its call ``number``, up to that, as far as its record goes back."""
+        mine = self.histories.get(rank)
+        if mine is None or mine.at(number) == UNKNOWN:
+            return 0
+        return mine.column.values[: number - mine.first + 1].count(mine.column.at(number) or 0)
+
     def left_out_before(self, rank: int, number: int) -> int | None:
         """How many calls ``rank`` would have had to make more, before its ``number``, to agree with its peers to the
         end.

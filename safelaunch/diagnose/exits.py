@@ -11,7 +11,7 @@ from safelaunch.diagnose.causes import FAILURES, Sign
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import Claim, Frame, RankEvidence, RankException
-from safelaunch.reading import calls
+from safelaunch.reading import calls, tracebacks
 from safelaunch.reading import frames as fr
 
 GONE_CAUSES = (*FAILURES, "uneven-batches")
@@ -242,7 +242,6 @@ _REMOTE = (
         r": \n\"\"\"\n"
     ),
 )
-_REMOTE_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
 
 
 @dataclass(frozen=True)
@@ -260,15 +259,8 @@ def remote_error(text: str) -> RemoteError | None:
         begin = pattern.search(text)
         if begin is None:
             continue
-        frames: list[Frame] = []
-        message = ""
-        for line in text[begin.end() :].splitlines():
-            found = _REMOTE_FRAME.match(line)
-            if found:
-                frames.append(Frame(found["file"], int(found["line"]), found["function"]))
-            elif frames and line and not line.startswith(" "):
-                message = line
-                break
+        inner = tracebacks.parse(text[begin.end() :].splitlines())
         who = begin["who"].replace("DataLoader", "dataloader") or "worker process"
-        return RemoteError(f"{who}{begin['number'] or ''}", message, tuple(reversed(frames)))
+        frames, message = (inner.frames, inner.message) if inner is not None else ((), "")
+        return RemoteError(f"{who}{begin['number'] or ''}", message, frames)
     return None

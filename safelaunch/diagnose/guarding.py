@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.findings import Finding, capital, ranks_do, ranks_word
 from safelaunch.diagnose.rank_state import Facts, user_stack_of
 from safelaunch.model import Claim, Frame
@@ -38,7 +39,10 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
     if finding.cause not in _EXPLAINED or not finding.culprits:
         return finding
     stacks = finding.calls or _where_they_wait(facts, finding)
-    found = partings(facts, stacks, frozenset(one.rank for one in finding.culprits))
+    named = frozenset(one.rank for one in finding.culprits)
+    found = partings(facts, stacks, named)
+    if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
+        finding = replace(finding, cause="collective-mismatch")  # they are there by this, not as a loop has ended
     told = [one for one in found if one.kept][:_MOST]
     claims, more = (tuple(_claim(one) for one in found if (one in told) is known) for known in (False, True))
     return replace(

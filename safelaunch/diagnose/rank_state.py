@@ -133,12 +133,25 @@ def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     if absent is not None or one.wait is not None:
         return replace(one, wait=None, condition=absent) if absent is not None else None
     condition = one.condition
+    if condition is not None and condition.cause == "uneven-batches" and one.evidence.exit is None:
+        condition = _at_its_end(facts, one, condition)
     if condition is not None and condition.cause == "stuck-in-user-code":
         condition = _locked_by_a_peer(facts, one, condition)
     pid = condition.locked_by if condition is not None else None
     if condition is not None and pid is not None and (one.evidence.host, pid) not in facts.processes:
         condition = replace(condition, reason=f"{condition.reason}, held by a process of no rank that was seen")
     return replace(one, condition=condition) if condition is not one.condition else None
+
+
+def _at_its_end(facts: Facts, one: RankFacts, left: Condition) -> Condition:
+    """A rank whose script has ended, and which no peer waits for: what keeps it from its end is the cause."""
+    view = view_of(one.evidence)
+    if view is None or any(other.wait is not None for other in facts.ranks.values()):
+        return left
+    own = Inside(view, child_views(one.evidence)).condition()
+    if own.cause == "missing-from-collective" or own.frame is None:
+        return left
+    return replace(own, reason=f"has ended its script, and {own.reason}")
 
 
 def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition:

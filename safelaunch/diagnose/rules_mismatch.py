@@ -268,7 +268,7 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
     text += f"; {left.says}" if left is not None else ""
     tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
     return Finding(
-        "uneven-batches" if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
+        left.cause if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
         meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
         f"{text}.{tail}",
         tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, left), meeting.calls[r].site) for r in meeting.odd),
@@ -288,14 +288,25 @@ def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
     return (f"a peer that left out the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
 
 
+_OFTEN = 1.5  # calls a step
+
+
 @dataclass(frozen=True)
 class LeftLoop:
-    """``ahead`` are past a loop that ``behind`` are still in. ``round``: see :meth:`.Aligned.round_before`."""
+    """``ahead`` are past a loop that ``behind`` are still in. ``round``: see :meth:`.Aligned.round_before`.
+
+    ``of_a_step``: it goes round several times in each step, so it is none over batches.
+    """
 
     ahead: tuple[int, ...]
     behind: tuple[int, ...]
     loop: Loop
     round: Literal["whole", "short", ""]
+    of_a_step: bool = False
+
+    @property
+    def cause(self) -> str:
+        return "uneven-batches" if self.sure or not self.of_a_step else "collective-mismatch"
 
     @property
     def sure(self) -> bool:
@@ -350,8 +361,11 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
         loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
         if loop is not None:
             group, number = meeting.number
-            made = facts.histories.in_group(group).round_before(ahead[0], number) if group else ""
-            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made)
+            aligned = facts.histories.in_group(group) if group else None
+            made = aligned.round_before(ahead[0], number) if aligned is not None else ""
+            times = aligned.times_called(behind[0], number) if aligned is not None else 0
+            often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
+            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often)
     return None
 
 

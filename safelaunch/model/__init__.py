@@ -323,14 +323,28 @@ class RankExit(Record, frozen=True):
     before_close: bool = True
 
 
+class HandledException(Record, frozen=True):
+    """An exception that a thread is handling: it is in an ``except`` or a ``finally``. ``thread``: ``Thread.ident``.
+
+    ``message`` is empty unless its first argument is a string. ``frames`` is innermost first.
+    """
+
+    thread: int
+    type: str
+    message: str = ""
+    frames: tuple[Frame, ...] = ()
+
+
 class GilTest(Record, frozen=True):
     """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
 
     None: not sent, or the server was not up. ``ping`` True and ``python`` False means that a thread holds the GIL.
+    ``handling``: what the Python handler answers.
     """
 
     ping: bool | None = None
     python: bool | None = None
+    handling: tuple[HandledException, ...] = ()
 
 
 class RankEvidence(Record, frozen=True):

@@ -1,0 +1,44 @@
+"""Tracebacks in the output of a rank: of worker processes, and of threads that an exception has ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from safelaunch.model import Frame
+
+_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d{1,9}), in (?P<function>.+)$')
+_OF_A_THREAD = re.compile(r"^Exception in thread (?P<name>.+?)(?: \(.*\))?:$")
+_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:err|out)\| ")  # of ``log_tail.txt``
+
+
+@dataclass(frozen=True)
+class Traceback:
+    """``frames``: innermost first. ``message``: its last line, with the type. ``thread``: which it has ended."""
+
+    frames: tuple[Frame, ...]
+    message: str
+    thread: str = ""
+
+
+def parse(lines: Iterable[str]) -> Traceback | None:
+    """The first traceback in these lines; None where they hold none."""
+    frames: list[Frame] = []
+    for line in lines:
+        found = _FRAME.match(line)
+        if found:
+            frames.append(Frame(found["file"], int(found["line"]), found["function"]))
+        elif frames and line and not line.startswith(" "):
+            return Traceback(tuple(reversed(frames)), line)
+    return Traceback(tuple(reversed(frames)), "") if frames else None
+
+
+def of_threads(log_tail: str) -> Iterator[Traceback]:
+    """Of the threads that an exception has ended, as ``threading`` prints them, the newest first."""
+    lines = [_PREFIX.sub("", line) for line in log_tail.splitlines()]
+    for at in range(len(lines) - 1, -1, -1):
+        head = _OF_A_THREAD.match(lines[at])
+        found = parse(lines[at + 1 : at + 400]) if head else None
+        if head and found is not None and found.message:
+            yield Traceback(found.frames, found.message, head["name"])
