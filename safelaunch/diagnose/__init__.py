@@ -86,7 +86,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
         ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
         missing=(*_missing(facts), *_lost(facts, finding)),
-        suggestions=advice_for(finding.cause, _signs(facts, named) | ({"race"} if finding.race else set())),
+        suggestions=advice_for(finding.cause, _signs(facts, named) | (finding.signs or {"no-sign"})),
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
     )
 

@@ -26,6 +26,10 @@ Sign = Literal[
     "all-in-own-code",
     "ranks-unseen",
     "race",
+    "guarded",
+    "left-out",
+    "sizes-differ",
+    "no-sign",
 ]
 
 
@@ -85,8 +89,24 @@ CAUSES: dict[str, Cause] = {
             "it out.",
             only_if="transfer",
         ),
-        "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
-        " `if rank == 0`.",
+        Advice(
+            "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
+            " `if rank == 0`.",
+            only_if="guarded",
+        ),
+        Advice(
+            "Look around the call that was left out for a `continue`, an early return, a caught exception or a branch"
+            " that only some ranks take.",
+            only_if="left-out",
+        ),
+        Advice(
+            "Give the call the same size and type on every rank: pad, or exchange the sizes first.",
+            only_if="sizes-differ",
+        ),
+        Advice(
+            "Let all ranks make the same calls in one order: compare what leads to the lines above.",
+            only_if="no-sign",
+        ),
         "To have c10d check op, shape and type of every collective before it starts: `safelaunch --preset desync-"
         "detail ...`",
     ),

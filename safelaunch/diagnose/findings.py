@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from safelaunch.diagnose.causes import Sign
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.doubts import Doubt, levels_of
 from safelaunch.diagnose.rank_state import Facts, RankFacts
@@ -17,7 +18,7 @@ class Finding:
 
     ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
     ``calls``: rank → the user's frames, innermost first, of the call at which ways parted, where that is not where the
-    ranks are now. ``race``: it is one of threads.
+    ranks are now. ``signs``: what sets it apart from other cases of its cause, for the advice.
     """
 
     cause: str
@@ -29,7 +30,7 @@ class Finding:
     held_up: tuple[int, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
     calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
-    race: bool = False
+    signs: frozenset[Sign] = frozenset()
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)

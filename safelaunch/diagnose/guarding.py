@@ -49,6 +49,7 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
         finding,
         summary=" ".join([finding.summary, *map(_sentence, told)]),
         claims=(*finding.claims[:1], *claims, *finding.claims[1:], *more),
+        signs=finding.signs | {"guarded"} if found else finding.signs,
     )
 
 

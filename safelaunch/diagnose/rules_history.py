@@ -119,6 +119,7 @@ def left_its_role(case: Case) -> Ruling:
         f"Rank {one.rank} {did}; now {waits}.",
         (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {did}.", theirs if one.left_out else site),),
         (*claims, *wait_claims(case, case.waits.in_circle)),
+        signs=frozenset({"left-out"}) if one.left_out else frozenset(),
     )
 
 
@@ -158,6 +159,7 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
         tuple(ruled),
         calls=dict.fromkeys(shift.ranks if extra else shift.peers, shift.stack),
+        signs=frozenset() if extra else frozenset({"left-out"}),
     )
 
 
@@ -258,7 +260,8 @@ def left_out_between_groups(case: Case) -> Ruling:
         f"Rank {rank} {text}.",
         (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", site),),
         (claim, *wait_claims(case, case.waits.in_circle)),
-        (f"the groups entered in different orders is the runner-up: rank {rank} may yet call the other",),
+        signs=frozenset({"left-out"}),
+        ruled_out=(f"the groups entered in different orders is the runner-up: rank {rank} may yet call the other",),
     )
 
 

@@ -66,6 +66,7 @@ class Meeting:
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     number: tuple[str, int] = ("", 0)
+    sizes_differ: bool = False
 
     @property
     def words(self) -> dict[int, str]:
@@ -193,6 +194,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
         (*culprits, *waiting_culprits(facts, named)),
         tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
         + wait_claims(facts, sorted(others)),
+        signs=frozenset({"sizes-differ"}),
     )
 
 
@@ -228,7 +230,14 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
         places = (f"{ranks_word(m)} at {fr.basename(f.file)}:{f.line}" for f, m in sites_then.items())
         text = f"their call sites parted earlier, at number {number}: {' and '.join(places)}"
         claims.append(record_claim(ranks[0], text))
-    return Meeting(found.odd, found.majority, made, claims=tuple(claims), number=(found.group, found.seq))
+    return Meeting(
+        found.odd,
+        found.majority,
+        made,
+        claims=tuple(claims),
+        number=(found.group, found.seq),
+        sizes_differ=sizes_differ,
+    )
 
 
 def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
@@ -274,6 +283,7 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
         tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, left), meeting.calls[r].site) for r in meeting.odd),
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
+        signs=frozenset({"sizes-differ"}) if meeting.sizes_differ else frozenset(),
         calls={r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()},
     )
 

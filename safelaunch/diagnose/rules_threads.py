@@ -61,7 +61,7 @@ def threads_that_race(case: Case) -> Ruling:
         (),
         text,
         claims=(*claims, *wait_claims(case, waiting)),
-        race=True,
+        signs=frozenset({"race"}),
         held_up=tuple(waiting),
     )
 

@@ -198,6 +198,7 @@ def one_sided(case: Case) -> Ruling:
             f"{text}: rank {peer} {did}.",
             (waiting_culprit(case.ranks[peer], f"Rank {peer} {did}.", site),),
             wait_claims(case, (rank, peer)),
+            signs=frozenset({"left-out"}),
         )
     return ""
 

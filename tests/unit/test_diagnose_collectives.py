@@ -410,6 +410,7 @@ ROUND = "0@50x4 barrier:0@61 "
         ([1], [0, 2, 3], "0@50x4", "uneven-batches", [1], "medium"),  # the first round: nobody knows how many are usual
         ([0, 2, 3], [1], "0@50x4", "collective-mismatch", [1], "medium"),
         ([1], [0], "0@50x4", "collective-mismatch", [0, 1], "low"),
+        ([1], [0, 2, 3], "0@50x200", "collective-mismatch", [1], "medium"),  # 60 steps: no loop over batches
         ([1], [0, 2, 3], ROUND + "0@50x3 barrier:0@61 0@50x3", "uneven-batches", [1], "medium"),  # rounds differ
     ],
 )
@@ -418,6 +419,29 @@ def test_a_loop_within_a_loop(
 ) -> None:
     verdict = in_epochs(ahead, behind, text)
     assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.confidence) == (cause, named, confidence)
+
+
+def test_who_alone_leaves_the_role_of_all_is_named_across_groups() -> None:
+    """Pairs share a group (a, b, c), columns another (x, y). Rank 4 leaves out its pair's call and goes on."""
+    rounds = 8
+    ranks = []
+    for n in range(6):
+        pair, column = "abc"[n // 2], "xy"[n % 2]
+        whole = f"{pair}@24 {column}@34 " * rounds
+        if n == 4:
+            text, line = whole + f"{column}@34 {column}@34*", 34
+        elif n == 5 or n % 2 == 0:  # rank 5 waits for rank 4 in their pair, ranks 0 and 2 for theirs in the next round
+            text, line = whole + (f"{pair}@24*" if n == 5 else f"{pair}@24 {column}@34 {pair}@24*"), 24
+        else:
+            text, line = whole + f"{pair}@24 {column}@34*", 34
+        groups = {"a": (0, 1), "b": (2, 3), "c": (4, 5), "x": (0, 2, 4), "y": (1, 3, 5)}
+        mine = {g: m for g, m in groups.items() if n in m}
+        ranks.append(rank(n, in_c10d("all_reduce", line), flight=record(*calls(text), groups=mine)))
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [4])
+    assert "Rank 4 left out all_reduce at train.py:24" in verdict.summary
+    assert verdict.confidence == "medium"
+    assert "Look around the call that was left out" in verdict.suggestions[0]
 
 
 def test_who_is_still_in_the_loop_is_named_where_all_others_have_left_it() -> None:

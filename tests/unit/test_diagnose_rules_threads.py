@@ -104,6 +104,46 @@ def test_the_main_thread_is_not_given_the_call_of_another() -> None:
     assert "all_reduce at train.py:60" not in diagnose(job(told, asleep)).summary
 
 
+ENGINE = Frame("/env/lib/python3.11/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward")
+IN_QUEUE = (
+    Frame("/usr/lib/python3.11/threading.py", 327, "Condition.wait"),
+    Frame("/usr/lib/python3.11/queue.py", 171, "Queue.get"),
+    at(80, "finish"),
+    MODULE,
+)
+
+
+def trains_in_a_thread(number: int, frames: tuple[Frame, ...], kernel: str, *pending: Collective) -> RankEvidence:
+    """Its main thread waits at a queue for results."""
+    outer = at(100, "train_func")
+    flight = record(*pending)
+    one = rank(number, IN_QUEUE, flight=flight, threads=[("trainer", (*frames, outer), kernel)])
+    assert one.main is not None
+    stacks = tuple(map(_with_idents, one.main.stacks))
+    return msgspec.structs.replace(one, main=msgspec.structs.replace(one.main, stacks=stacks))
+
+
+def call_of_thread(line: int) -> Collective:
+    (one,) = made(f"b{line}*")
+    return msgspec.structs.replace(one, frames=(*one.frames[:-1], at(100, "train_func")))
+
+
+def test_a_thread_in_a_backward_pass_waits_for_what_it_has_called() -> None:
+    waits = [trains_in_a_thread(n, (ENGINE, at(41)), "futex", call_of_thread(41)) for n in (1, 2, 3)]
+    odd = trains_in_a_thread(0, in_c10d("all_gather", 30)[:3], "futex", call_of_thread(30))
+    verdict = diagnose(job(odd, *waits))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [0])
+    assert "ranks 1-3 wait in all_reduce" in verdict.summary
+
+
+def test_a_thread_that_sleeps_where_its_peers_threads_wait_for_it() -> None:
+    waits = [trains_in_a_thread(n, (ENGINE, at(41)), "futex", call_of_thread(41)) for n in (0, 2, 3)]
+    asleep = trains_in_a_thread(1, (at(13, "download"),), "sleep")
+    verdict = diagnose(job(asleep, *waits))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
+    assert "its thread 'trainer' is asleep in train.py:13 (download)" in verdict.summary
+
+
 def test_threads_come_back_from_a_dump() -> None:
     one = record(*made("a50 b9 a50*"))
     assert [entry.thread for entry in parse_json(to_json(one)).entries] == [MAIN, OTHER, MAIN]
