@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _server: Any = None
 MOST_EXCEPTIONS = 16
+MOST_MEMBERS = 200_000  # of all groups together
 MOST_FRAMES = 32
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
@@ -45,14 +46,33 @@ def start(path: str) -> bool:
 
 
 def _answer_gil(request: Any, response: Any) -> None:
-    response.set_content(_handled_exceptions(), "application/json")
+    import json
+
+    try:
+        groups, made = _groups()
+    except Exception:  # of another torch
+        groups, made = {}, None
+    told = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
+    response.set_content(json.dumps(told).encode(), "application/json")
     response.set_status(200)
 
 
-def _handled_exceptions() -> bytes:
-    """What each thread is handling now: in an ``except`` or a ``finally``. No code of the exception's class runs."""
-    import json
+def _groups() -> tuple[dict[str, list[int]], int | None]:
+    """Name → global ranks of each process group, in the order of their ranks in it; how many this rank has made."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(c10d, "_world", None)
+    if world is None:
+        return {}, None
+    names, found, left = world.pg_names, {}, MOST_MEMBERS
+    for group, members in list(world.pg_group_ranks.items()):
+        left -= len(members)
+        if group in names and left >= 0:
+            found[str(names[group])] = sorted(members, key=members.__getitem__)
+    return found, int(world.group_count)
 
+
+def _handled_exceptions() -> list[dict[str, object]]:
+    """What each thread is handling now: in an ``except`` or a ``finally``. No code of the exception's class runs."""
     current: Any = getattr(sys, "_current_exceptions", dict)()
     found = []
     for thread, value in list(current.items())[:MOST_EXCEPTIONS]:
@@ -61,7 +81,7 @@ def _handled_exceptions() -> bytes:
             text = error.args[0] if error.args and type(error.args[0]) is str else ""
             frames = _frames(error.__traceback__)
             found.append({"thread": thread, "type": type(error).__name__, "message": text[:300], "frames": frames})
-    return json.dumps(found).encode()
+    return found
 
 
 def _frames(traceback: Any) -> list[dict[str, object]]:

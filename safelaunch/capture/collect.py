@@ -96,7 +96,7 @@ def _rank(
         _write_flight_record(target.rank, known.flight, sink)
     elif ask and target.socket is not None:
         gil, capture = ask_server(target)
-        capture = without_secrets(capture, sink.redactor)
+        gil, capture = without_secrets(gil, sink.redactor), without_secrets(capture, sink.redactor)
         record = capture.record.value
         _write_flight_record(target.rank, capture, sink)
     else:

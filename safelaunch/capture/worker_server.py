@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from safelaunch.errors import CaptureError, Failure
-from safelaunch.model import GilTest, HandledException
+from safelaunch.model import GilTest
 
 MAX_RESPONSE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 64 << 10
@@ -63,19 +63,21 @@ def gil_test(socket_path: str, *, deadline_s: float = 1.0, handler: str = "safel
     for _ in range(2):
         try:
             answer = post(socket_path, handler, deadline_s=deadline_s)
-            return GilTest(ping=True, python=True, handling=_handling(answer))
+            return _told(answer)
         except Unanswered as error:
             if error.kind != "timeout":
                 return GilTest(ping=True)
     return GilTest(ping=True, python=False)
 
 
-def _handling(answer: bytes) -> tuple[HandledException, ...]:
-    """Empty where the answer is of another version, or of somebody else."""
+def _told(answer: bytes) -> GilTest:
+    """What the Python handler says; nothing where the answer is of another version, or of somebody else."""
     try:
-        return msgspec.json.decode(answer, type=tuple[HandledException, ...])[:_MOST_EXCEPTIONS]
+        told = msgspec.json.decode(answer, type=GilTest)
     except (msgspec.DecodeError, RecursionError):
-        return ()
+        told = GilTest()
+    handling = told.handling[:_MOST_EXCEPTIONS]
+    return msgspec.structs.replace(told, ping=True, python=True, handling=handling)
 
 
 def parse_head(head: bytes) -> tuple[int, int | None]:

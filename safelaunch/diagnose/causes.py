@@ -29,6 +29,7 @@ Sign = Literal[
     "guarded",
     "left-out",
     "sizes-differ",
+    "groups-made",
     "no-sign",
 ]
 
@@ -98,6 +99,10 @@ CAUSES: dict[str, Cause] = {
             "Look around the call that was left out for a `continue`, an early return, a caught exception or a branch"
             " that only some ranks take.",
             only_if="left-out",
+        ),
+        Advice(
+            "Call `new_group()` on every rank, in one order, also for groups that a rank is not in.",
+            only_if="groups-made",
         ),
         Advice(
             "Give the call the same size and type on every rank: pad, or exchange the sizes first.",

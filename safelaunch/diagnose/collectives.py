@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from msgspec import structs
+
 from safelaunch.diagnose.columns import Numbering, Window, first_difference, program_of, windows_of
 from safelaunch.diagnose.comparable import OPEN, Block, comparable
 from safelaunch.model import Collective, FlightRecord, RankEvidence
@@ -95,7 +97,7 @@ class Alignment:
         self.world_size = world_size
         self._ranks = {one.rank: one for one in ranks}
         self.records: dict[int, FlightRecord] = comparable(
-            {rank: one.flight_record for rank, one in self._ranks.items() if one.flight_record is not None}
+            {rank: record for rank, one in self._ranks.items() if (record := _with_groups(one)) is not None}
         )
         self._windows: dict[int, dict[str, Window]] = {}
         self._pending: dict[int, list[Collective]] = {}
@@ -261,6 +263,15 @@ class Alignment:
         if group in self._completed and len(users) > 1 and len(self.records) == self.world_size:
             return users, True
         return world, False
+
+
+def _with_groups(rank: RankEvidence) -> FlightRecord | None:
+    """gloo's recorder does not know who is in a group; the rank does."""
+    record, told = rank.flight_record, rank.gil.groups
+    if record is None or not told:
+        return record
+    known = {name: ranks for name, ranks in record.groups.items() if ranks}
+    return structs.replace(record, groups={**told, **known})
 
 
 def _pending(ring: Entries, kinds: Mapping[int, Collective]) -> list[Collective]:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from safelaunch.diagnose.causes import CAUSES, FAILURES
 from safelaunch.diagnose.findings import Ruling
+from safelaunch.diagnose.rules_groups import groups_made_apart
 from safelaunch.diagnose.rules_history import (
     departed,
     group_order,
@@ -116,6 +117,7 @@ RULES: tuple[Rule, ...] = (
     Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
     Rule(failed_elsewhere, ("rank-exited",), ("several nodes",)),
     Rule(init_not_joined, ("init-not-joined",)),
+    Rule(groups_made_apart, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(threads_that_race, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(file_locks, OWN),

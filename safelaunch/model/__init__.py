@@ -339,12 +339,15 @@ class GilTest(Record, frozen=True):
     """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
 
     None: not sent, or the server was not up. ``ping`` True and ``python`` False means that a thread holds the GIL.
-    ``handling``: what the Python handler answers.
+    The Python handler tells of more: ``handling``; ``groups``, the ranks of each process group that the rank is in, by
+    its name; ``groups_made``: how many the rank has made, with those that it is not in.
     """
 
     ping: bool | None = None
     python: bool | None = None
     handling: tuple[HandledException, ...] = ()
+    groups: dict[str, tuple[int, ...]] = {}
+    groups_made: int | None = None
 
 
 class RankEvidence(Record, frozen=True):

@@ -22,7 +22,6 @@ from torch._C import _distributed_c10d
 from safelaunch.beacon import layout, ring
 from safelaunch.capture import worker_server
 from safelaunch.launch.paths import RunPaths
-from safelaunch.model import GilTest
 from safelaunch.roster.progress import Page, Roster, read_meta
 
 pytestmark = pytest.mark.torch
@@ -296,6 +295,32 @@ def test_phases_and_pauses(start: Start) -> None:
 # --- what is there while it runs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not HANDLERS_OF_OURS, reason="this torch's worker server takes no handlers")
+def test_what_a_rank_tells_of_its_groups_and_of_the_exception_that_it_handles(start: Start) -> None:
+    job = start(
+        """
+        import time, torch.distributed as dist
+        dist.init_process_group("gloo")
+        pair = dist.new_group([1, 0])
+        try:
+            raise ValueError("label 17 out of range")
+        finally:
+            tell(group=pair.group_name, pid=os.getpid())
+            time.sleep(1000)
+        """,
+        "--nproc-per-node=2",
+    )
+    told = [seen(job, rank) for rank in (0, 1)]
+    roster = Roster(run_dir(job))
+    for rank, page in roster.pages().items():
+        gil = worker_server.gil_test(os.fspath(roster.companion(page, layout.SERVER_SUFFIX)), deadline_s=60.0)
+        (handled,) = gil.handling
+        assert (handled.type, handled.message) == ("ValueError", "label 17 out of range")
+        assert handled.frames[0].file.endswith("script.py")
+        assert gil.groups == {"0": (0, 1), told[rank]["group"]: (0, 1)}
+        assert gil.groups_made == 2
+
+
 def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
     """Claim, page, ring, meta, agent's events; the worker server answers while the rank sleeps."""
     job = start(
@@ -334,7 +359,7 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
         handler = "fr_trace_json" if HANDLERS_OF_OURS else "dump_nccl_trace_json"
         assert b'"version"' in worker_server.post(socket, handler, deadline_s=60.0)
         gil = worker_server.gil_test(socket, deadline_s=60.0)
-        assert gil == GilTest(ping=True, python=True if HANDLERS_OF_OURS else None)
+        assert (gil.ping, gil.python) == (True, True if HANDLERS_OF_OURS else None)
         records = ring.read(os.fspath(roster.companion(page, layout.RING_SUFFIX)))
         assert [(stream, data) for _, stream, data in records] == [
             (ring.STDOUT, f"rank {rank} is up\n".encode()),
