@@ -93,7 +93,8 @@ class Divergence:
 class Departure:
     """``rank`` made ``call`` where the others of its role, ``mates``, made ``theirs``; until then all called alike.
 
-    ``left_out``: that call is one of the next that the mates made; so the rank left out what they made before it.
+    ``left_out``: that call is one of the next that the mates made, and the rank has made others since; so it left out
+    what they made before. Else it may yet make that.
     """
 
     rank: int
@@ -264,7 +265,7 @@ class Aligned:
         if call is None or theirs is None or len(self.sides) > 2 or usual.at(at) not in mine.before(at):
             return None
         following = {usual.at(at + number) for number in range(1, SURE_MATCHES + 1)}
-        return Departure(rank, call, mates, theirs, left_out=mine.at(at) in following)
+        return Departure(rank, call, mates, theirs, left_out=mine.at(at) in following and mine.last > at)
 
     @property
     def _first(self) -> int:

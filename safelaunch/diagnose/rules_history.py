@@ -119,6 +119,7 @@ def left_its_role(case: Case) -> Ruling:
         f"Rank {one.rank} {did}; now {waits}.",
         (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {did}.", theirs if one.left_out else site),),
         (*claims, *wait_claims(case, case.waits.in_circle)),
+        () if one.left_out else (f"groups entered in different orders: rank {one.rank} may yet make the other call",),
         signs=frozenset({"left-out"}) if one.left_out else frozenset(),
     )
 
