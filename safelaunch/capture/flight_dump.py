@@ -317,15 +317,15 @@ class _Decoder:
     def _threads(self) -> Sequence[int]:
         """Who made each call; older versions do not say. Mostly one thread has made them all."""
         values = self._values["thread_id"]
+        first = values[0] if values else None
+        if type(first) is str and values.count(first) == len(values) and (number := _thread(first)) is not None:
+            return Same(number, len(values))
         if not values or not _TEXTS_OR_NONE.issuperset(map(type, values)):
             self._damaged.update(["thread_id"] if values else [])
             return ()
-        different = set(values)
-        known = {value: int(value) for value in different if value and len(value) < 19 and value.isdecimal()}
-        if len(known) < len(different - {None}):
+        known = {value: number for value in set(values) if value and (number := _thread(value)) is not None}
+        if len(known) < len(set(values) - {None}):
             self._damaged.add("thread_id")
-        if len(different) == 1 and known:
-            return Same(next(iter(known.values())), len(values))
         return [known.get(value, 0) for value in values] if known else ()
 
     def _numbers_called(self, name: str) -> Sequence[int]:
@@ -339,6 +339,11 @@ class _Decoder:
             if not all(map(_is_number, values)):
                 self._damaged.add(name)
             return [_int(value) for value in values]
+
+
+def _thread(text: str) -> int | None:
+    """The number that c10d writes as a text; None for anything else."""
+    return int(text) if len(text) < 19 and text.isascii() and text.isdecimal() else None
 
 
 def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from msgspec import structs
 from safelaunch.diagnose.columns import Numbering, Window, first_difference, program_of, windows_of
 from safelaunch.diagnose.comparable import OPEN, Block, comparable
 from safelaunch.model import Collective, FlightRecord, RankEvidence
-from safelaunch.model.entries import Entries
+from safelaunch.model.entries import Entries, Same
 from safelaunch.reading.frames import Stack, stack_of
 
 Signature = tuple[object, ...]
@@ -154,6 +155,11 @@ class Alignment:
             for rank, record in self.records.items()
         }
 
+    @cached_property
+    def has_threads(self) -> bool:
+        """Some rank has recorded calls of several threads."""
+        return any(_has_threads(Entries.of(record.entries)) for record in self.records.values())
+
     def groups(self) -> list[str]:
         return sorted({group for windows in self._windows.values() for group in windows})
 
@@ -263,6 +269,10 @@ class Alignment:
         if group in self._completed and len(users) > 1 and len(self.records) == self.world_size:
             return users, True
         return world, False
+
+
+def _has_threads(entries: Entries) -> bool:
+    return not isinstance(entries.threads, Same) and len(set(entries.threads)) > 1
 
 
 def _with_groups(rank: RankEvidence) -> FlightRecord | None:

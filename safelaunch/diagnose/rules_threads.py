@@ -71,6 +71,8 @@ def race_in(alignment: Alignment, group: str) -> Race | None:
 
     None where some rank has not made a call that another has: then it is behind, whatever else.
     """
+    if not alignment.has_threads:
+        return None
     made = {rank: calls for rank in sorted(alignment.members(group)[0]) if (calls := _made(alignment, rank, group))}
     if len(made) < 2 or not any(len({one.entry.thread for one in calls.values()}) > 1 for calls in made.values()):
         return None
