@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _server: Any = None
+_ARGS: Any = vars(BaseException)["args"]
+_TRACEBACK: Any = vars(BaseException)["__traceback__"]
 MOST_EXCEPTIONS = 16
 MOST_MEMBERS = 200_000  # of all groups together
 MOST_FRAMES = 32
@@ -46,15 +48,19 @@ def start(path: str) -> bool:
 
 
 def _answer_gil(request: Any, response: Any) -> None:
-    import json
-
-    try:
-        groups, made = _groups()
-    except Exception:  # of another torch
-        groups, made = {}, None
-    told = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
-    response.set_content(json.dumps(told).encode(), "application/json")
+    response.set_content(_told(), "application/json")
     response.set_status(200)
+
+
+def _told() -> bytes:
+    """That it answers is what matters: an error here must not reach C++."""
+    try:
+        import json
+
+        groups, made = _groups()
+        return json.dumps({"handling": _handled_exceptions(), "groups": groups, "groups_made": made}).encode()
+    except Exception:  # another torch, or a class with tricks
+        return b"{}"
 
 
 def _groups() -> tuple[dict[str, list[int]], int | None]:
@@ -78,8 +84,9 @@ def _handled_exceptions() -> list[dict[str, object]]:
     for thread, value in list(current.items())[:MOST_EXCEPTIONS]:
         error = value[1] if isinstance(value, tuple) else value  # up to Python 3.11, a triple
         if isinstance(error, BaseException):
-            text = error.args[0] if error.args and type(error.args[0]) is str else ""
-            frames = _frames(error.__traceback__)
+            args = _ARGS.__get__(error)  # a class may have its own ``args``
+            text = args[0] if args and type(args[0]) is str else ""
+            frames = _frames(_TRACEBACK.__get__(error))
             found.append({"thread": thread, "type": type(error).__name__, "message": text[:300], "frames": frames})
     return found
 
