@@ -148,7 +148,10 @@ def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_pa
     verdict = result.verdict
     named = (verdict["cause"], [node["ranks"] for node in verdict["nodes"]])
     ranks = "0-1" if rank == 0 else "2-3"
-    assert named in (("node-lost", [ranks]), ("rank-exited", [])), result.stderr
+    known = [("node-lost", [ranks]), ("rank-exited", [])]
+    if rank == 0:  # its host still answers, and torchrun on the other node fails of the store
+        known.append(("launcher-stopped", [ranks]))
+    assert named in known, result.stderr
     assert verdict["culprits"] == []
     assert "no longer be reached" in result.said or named[0] == "node-lost", result.said
 
