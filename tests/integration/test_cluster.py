@@ -148,7 +148,7 @@ def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_pa
     verdict = result.verdict
     named = (verdict["cause"], [node["ranks"] for node in verdict["nodes"]])
     ranks = "0-1" if rank == 0 else "2-3"
-    # Either may host the store. Where torchrun on the other node fails of it, the host still answers: its launcher is gone.
+    # Either may host the store. Where torchrun on the other node fails of it, the host still answers.
     known = [("node-lost", [ranks]), ("rank-exited", []), ("launcher-stopped", [ranks])]
     assert named in known, result.stderr
     assert verdict["culprits"] == []
