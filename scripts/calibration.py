@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
-from synthetic import Fault, Layout, evidence_of, inject, play, schedule
-from verdict_corpus import KINDS, TRIES, VARIANTS, windows
+from verdict_corpus import synthetic_jobs
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Evidence, Verdict
+from safelaunch.model import Verdict
 
 LEVELS = ("high", "medium", "low")
 OUTCOMES = ("right", "nobody", "wrong")
 ROW = "{:<12}{:<10}{:>8}{:>8}{:>8}{:>8}{:>9}"
-SIZES = (1, 2, 3, 4, 8)
 
 Counts = Counter[tuple[str, str]]  # (confidence, outcome)
 
@@ -68,41 +64,17 @@ def _row(name: str, level: str, counts: Counts) -> str:
 
 
 def generated(count: int, seed: int) -> Counts:
-    """Each kind of fault equally often, in jobs of up to 256 ranks, with and without stacks and short ring buffers."""
+    """Each kind of fault equally often, in jobs of up to 512 ranks, with and without stacks and short ring buffers."""
     counts: Counts = Counter()
-    for fault, evidence in jobs(count, random.Random(seed)):
+    for _, rank, evidence in synthetic_jobs(count, seed):
         verdict = diagnose(evidence)
-        counts[verdict.confidence, outcome_of(verdict, fault.rank)] += 1
+        counts[verdict.confidence, outcome_of(verdict, rank)] += 1
     return counts
 
 
 def outcome_of(verdict: Verdict, rank: int) -> str:
     named = [culprit.rank for culprit in verdict.culprits]
     return "nobody" if not named else "right" if rank in named else "wrong"
-
-
-def jobs(count: int, dice: random.Random) -> Iterator[tuple[Fault, Evidence]]:
-    for number in range(count):
-        for _ in range(TRIES):
-            layout = Layout(dice.choice(SIZES), dice.choice(SIZES), dice.choice(SIZES[:4]))
-            found = _hanging(layout, KINDS[number % len(KINDS)], dice) if layout.world > 1 else None
-            if found is not None:
-                yield found
-                break
-
-
-def _hanging(layout: Layout, kind: str, dice: random.Random) -> tuple[Fault, Evidence] | None:
-    """A job that a fault of this kind hangs; None if it does not."""
-    variant = dice.choice([name for name in VARIANTS if layout.pipeline > 1 or "sends" not in name])
-    programs = schedule(layout, dice.randint(4, 12), dice.randint(1, 3), sends="sends" in variant)
-    rank = dice.randrange(layout.world)
-    fault = Fault(kind, rank, dice.randrange(len(programs[rank]) - 1))
-    faulty = inject(programs, fault)
-    rest = play(layout, faulty) if faulty is not None else {}
-    if faulty is None or not any(waits for _, waits in rest.values()):
-        return None
-    window = windows(dice) if "window" in variant else lambda rank: 2000
-    return fault, evidence_of(layout, faulty, rest, window=window, stacks="no stacks" not in variant)
 
 
 def of_zoo(path: Path) -> Counts:

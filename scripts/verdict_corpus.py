@@ -59,7 +59,7 @@ def main() -> int:
 def make(folder: Path, count: int, seed: int, pytest_arguments: Sequence[str]) -> int:
     """Makes ``synthetic/`` (generated jobs), ``unit-tests/`` and ``dumps/`` (the input of the tests that it runs)."""
     sys.path.insert(0, str(UNIT))
-    for name, evidence in synthetic_jobs(count, seed):
+    for name, _, evidence in synthetic_jobs(count, seed):
         write(folder / "synthetic", Case(name, evidence))
     if not pytest_arguments:
         return 0
@@ -70,8 +70,11 @@ def make(folder: Path, count: int, seed: int, pytest_arguments: Sequence[str]) -
     return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "verdict_corpus", *pytest_arguments]))
 
 
-def synthetic_jobs(count: int, seed: int) -> Iterator[tuple[str, Any]]:
-    """Generates jobs: each layout of up to 512 ranks equally often, with a random fault, call and variant."""
+def synthetic_jobs(count: int, seed: int) -> Iterator[tuple[str, int, Any]]:
+    """Generates jobs, as name, rank at fault and evidence.
+
+    Each layout of up to 512 ranks equally often, with a random fault, call and variant.
+    """
     from synthetic import Layout  # type: ignore[import-not-found]
 
     dice = random.Random(seed)
@@ -84,14 +87,17 @@ def synthetic_jobs(count: int, seed: int) -> Iterator[tuple[str, Any]]:
         layout = queue.pop()
         variants = VARIANTS if layout.pipeline > 1 else [name for name in VARIANTS if "sends" not in name]
         kind, variant = KINDS[number % len(KINDS)], dice.choice(variants)
-        evidence = hanging(layout, kind, variant, dice)
-        if evidence is not None:
+        found = hanging(layout, kind, variant, dice)
+        if found is not None:
             size = f"{layout.data}x{layout.tensor}x{layout.pipeline}"
-            yield f"{number:04d}: {kind}, {size}, {variant}", evidence
+            yield f"{number:04d}: {kind}, {size}, {variant}", *found
 
 
-def hanging(layout: Any, kind: str, variant: str, dice: random.Random) -> Any:
-    """Returns a job that a fault of this kind hangs, or None if there is none (a group with one call, for example)."""
+def hanging(layout: Any, kind: str, variant: str, dice: random.Random) -> tuple[int, Any] | None:
+    """Returns the rank at fault, and a job that a fault of this kind hangs.
+
+    None if there is none (a group with one call, for example).
+    """
     from synthetic import Fault, evidence_of, inject, play, schedule
 
     for _ in range(TRIES):
@@ -102,7 +108,7 @@ def hanging(layout: Any, kind: str, variant: str, dice: random.Random) -> Any:
         if not rest or not any(waits for _, waits in rest.values()):
             continue
         window = windows(dice) if "window" in variant else lambda rank: 2000
-        return evidence_of(layout, faulty, rest, window=window, stacks="no stacks" not in variant)
+        return rank, evidence_of(layout, faulty, rest, window=window, stacks="no stacks" not in variant)
     return None
 
 

@@ -323,8 +323,9 @@ class _Decoder:
         if not values or not _TEXTS_OR_NONE.issuperset(map(type, values)):
             self._damaged.update(["thread_id"] if values else [])
             return ()
-        known = {value: number for value in set(values) if value and (number := _thread(value)) is not None}
-        if len(known) < len(set(values) - {None}):
+        different = set(values) - {None}
+        known = {value: number for value in different if (number := _thread(value)) is not None}
+        if len(known) < len(different):
             self._damaged.add("thread_id")
         return [known.get(value, 0) for value in values] if known else ()
 

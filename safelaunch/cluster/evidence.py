@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import replace
 
-from safelaunch.cluster.messages import CHUNK_BYTES, MOST_CHUNKS, MOST_RANKS, BadMessage, packed, unpacked
+from safelaunch.cluster.messages import MOST_OF_NODE, MOST_RANKS, BadMessage, packed, unpacked
 from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, RankEvidence
 from safelaunch.model.entries import Entries, Kinds
 
@@ -83,9 +83,7 @@ class Shared:
         return self._members[runs]
 
 
-def condensed(
-    evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = CHUNK_BYTES * MOST_CHUNKS
-) -> list[bytes]:
+def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = MOST_OF_NODE) -> list[bytes]:
     """Chunks that a store takes; without ``files`` of the bundle, and of fewer and fewer entries, until they fit.
 
     ``share``: bytes that this node may send. The leader knows itself which ranks nobody has seen.
@@ -221,7 +219,7 @@ def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]
     used = sorted(set(entries.kind_of[begin:]))
     number_of = {kind: number for number, kind in enumerate(used)}
     created = list(entries.created_ns)[begin:]
-    threads = list(dict.fromkeys(entries.threads[begin:]))
+    threads = {ident: number for number, ident in enumerate(dict.fromkeys(entries.threads[begin:]))}
     return _Record(
         version=record.version,
         kinds=tuple(entries.kinds.all[kind] for kind in used),
@@ -231,8 +229,8 @@ def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]
         record_ids=list(entries.record_ids)[begin:],
         created_ns=[now - before for now, before in zip(created, [0, *created], strict=False)],
         groups={name: groups.setdefault(members, len(groups)) for name, members in record.groups.items()},
-        threads=[threads.index(thread) for thread in entries.threads[begin:]] if len(threads) > 1 else [],
-        thread_idents=threads,
+        threads=[threads[ident] for ident in entries.threads[begin:]] if len(threads) > 1 else [],
+        thread_idents=list(threads),
         status=record.status,
         damaged=record.damaged,
         library=record.library,

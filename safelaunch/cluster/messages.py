@@ -23,6 +23,7 @@ MOST_RANKS = 65_536
 MOST_MESSAGE = 1 << 20  # bytes of a record that is no evidence
 CHUNK_BYTES = 1 << 20
 MOST_CHUNKS = 8  # of one node's evidence
+MOST_OF_NODE = CHUNK_BYTES * MOST_CHUNKS
 MOST_EVIDENCE, LEAST_SHARE = 128 << 20, 64 << 10  # bytes of all nodes; of one in any case
 MOST_UNPACKED = 128 << 20
 LONGEST_TEXT = 400  # characters of what a node says in words
@@ -223,10 +224,10 @@ class Codec:
 
 def share_of(nodes: int) -> int:
     """How many bytes of evidence each of so many nodes may send: the leader, and the store's host, hold that of all."""
-    return max(LEAST_SHARE, min(CHUNK_BYTES * MOST_CHUNKS, MOST_EVIDENCE // max(nodes, 1)))
+    return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
 
 
-def packed(data: bytes, most: int = CHUNK_BYTES * MOST_CHUNKS) -> list[bytes] | None:
+def packed(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
     """Compressed, in chunks that a store takes; None where that is more than ``most``, or than a node may send."""
     small = zlib.compress(data, 6)
     if len(small) > most or len(data) > MOST_UNPACKED:

@@ -45,8 +45,8 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
-    finding = with_own_words(case, with_caught_exception(case, with_guards(case, finding)))
-    finding = with_node_behind(case, finding)
+    for explained in (with_guards, with_caught_exception, with_own_words, with_node_behind):
+        finding = explained(case, finding)
     return _verdict(case, finding, ruled_out)
 
 

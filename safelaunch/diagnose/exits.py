@@ -76,9 +76,12 @@ def ended_by_others(rank: RankEvidence) -> bool:
     return not rank.exit.before_close or _aborted_by_watchdog(rank)
 
 
+def is_aborted(rank: RankEvidence) -> bool:
+    return rank.exit is not None and rank.exit.returncode == -signal.SIGABRT
+
+
 def _aborted_by_watchdog(rank: RankEvidence) -> bool:
-    aborted = rank.exit is not None and rank.exit.returncode == -signal.SIGABRT
-    return aborted and _WATCHDOG.search(rank.log_tail) is not None
+    return is_aborted(rank) and _WATCHDOG.search(rank.log_tail) is not None
 
 
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
@@ -182,7 +185,7 @@ def aborted_in(rank: RankEvidence) -> fr.Stack | None:
 
     gloo aborts from a thread of its own, so the call may be that of any thread.
     """
-    if rank.exit is None or rank.exit.returncode != -signal.SIGABRT or rank.fatal is None:
+    if not is_aborted(rank) or rank.fatal is None:
         return None
     stacks = (fr.stack_of(rank, frames) for frames in (rank.fatal.frames, *rank.fatal.threads))
     return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.under_c10d(stack)), None)

@@ -6,10 +6,11 @@ Where ranks wait now is then only where it shows; these rules name the call at w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from safelaunch.diagnose.collectives import describe, number_of, op_name
 from safelaunch.diagnose.conditions import record_claim
-from safelaunch.diagnose.divergence import Divergence, Habit
+from safelaunch.diagnose.divergence import Departure, Divergence, Habit
 from safelaunch.diagnose.doubts import Doubt, those
 from safelaunch.diagnose.findings import (
     Finding,
@@ -75,25 +76,11 @@ def departed(case: Case) -> Ruling:
     if len(found) != 1:
         return ""
     (one,) = found
-    site = case.alignment.stack(one.rank, one.call).user_frame
-    theirs = case.alignment.stack(one.mates[0], one.theirs).user_frame
-    mates = ranks_word(one.mates)
-    text = f"waits in {op_name(one.call)} at {fr.place(site)}, where {mates}, which had called alike until then, called"
-    text += f" {op_name(one.theirs)} at {fr.place(theirs)}"
-    claims = [
-        record_claim(rank, f"rank {rank}: {op_name(call)} is number {number_of(call)} of group {call.group!r}")
-        for rank, call in ((one.rank, one.call), (one.mates[0], one.theirs))
-    ]
-    return Finding(
-        "collective-mismatch",
-        (Doubt.ROLE_ALONE,),
-        f"Rank {one.rank} {text}.",
-        (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {text}.", site),),
-        (*claims, *wait_claims(case, sorted(ranks))),
-        calls={
-            rank: case.alignment.stack(rank, call).user_frames
-            for rank, call in ((one.rank, one.call), (one.mates[0], one.theirs))
-        },
+    call, usual = _named_calls(case, one)
+    text = f"waits in {call}, where {_mates(one)} called {usual}"
+    finding = _of_departure(case, one, text, f"Rank {one.rank} {text}.")
+    return replace(
+        finding, calls={rank: case.alignment.stack(rank, entry).user_frames for rank, entry in _both_calls(one)}
     )
 
 
@@ -102,25 +89,49 @@ def left_its_role(case: Case) -> Ruling:
     one = case.histories.parting_of_one(case.waits.in_circle)
     if one is None:
         return ""
-    site, theirs = (
-        case.alignment.stack(r, c).user_frame for r, c in ((one.rank, one.call), (one.mates[0], one.theirs))
-    )
-    mates = f"{ranks_word(one.mates)}, which had called alike until then,"
-    call, usual = f"{op_name(one.call)}{fr.at(site)}", f"{op_name(one.theirs)}{fr.at(theirs)}"
-    did = f"left out {usual}, which {mates} called" if one.left_out else f"called {call}, where {mates} called {usual}"
+    call, usual = _named_calls(case, one)
+    text = f"called {call}, where {_mates(one)} called {usual}"
+    if one.left_out:
+        text = f"left out {usual}, which {_mates(one)} called"
+    now = apart(wait_words(case, case.waits.in_circle))
+    finding = _of_departure(case, one, text, f"Rank {one.rank} {text}; now {now}.")
+    if one.left_out:
+        return replace(finding, signs=frozenset({"left-out"}))
+    rival = f"groups entered in different orders: rank {one.rank} may yet make the other call"
+    return replace(finding, ruled_out=(rival,))
+
+
+def _mates(one: Departure) -> str:
+    return f"{ranks_word(one.mates)}, which had called alike until then,"
+
+
+def _both_calls(one: Departure) -> tuple[tuple[int, Collective], tuple[int, Collective]]:
+    """The rank's own call, and that of its mates."""
+    return (one.rank, one.call), (one.mates[0], one.theirs)
+
+
+def _named_calls(case: Case, one: Departure) -> list[str]:
+    """Both, as ``all_reduce at train.py:9``."""
+    return [f"{op_name(call)} at {fr.place(_site(case, rank, call))}" for rank, call in _both_calls(one)]
+
+
+def _site(case: Case, rank: int, call: Collective) -> Frame | None:
+    return case.alignment.stack(rank, call).user_frame
+
+
+def _of_departure(case: Case, one: Departure, text: str, summary: str) -> Finding:
+    """``text``: what the rank did. The line is that of its own call, or of the one that it left out."""
+    shown = _both_calls(one)[1 if one.left_out else 0]
     claims = [
-        record_claim(rank, f"rank {rank}: {op_name(entry)}, number {number_of(entry)} of group {entry.group!r}")
-        for rank, entry in ((one.rank, one.call), (one.mates[0], one.theirs))
+        record_claim(rank, f"rank {rank}: {op_name(call)} is number {number_of(call)} of group {call.group!r}")
+        for rank, call in _both_calls(one)
     ]
-    waits = apart(wait_words(case, case.waits.in_circle))
     return Finding(
         "collective-mismatch",
         (Doubt.ROLE_ALONE,),
-        f"Rank {one.rank} {did}; now {waits}.",
-        (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {did}.", theirs if one.left_out else site),),
+        summary,
+        (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {text}.", _site(case, *shown)),),
         (*claims, *wait_claims(case, case.waits.in_circle)),
-        () if one.left_out else (f"groups entered in different orders: rank {one.rank} may yet make the other call",),
-        signs=frozenset({"left-out"}) if one.left_out else frozenset(),
     )
 
 

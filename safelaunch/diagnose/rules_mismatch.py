@@ -6,7 +6,6 @@ what goes into an all_to_all and what comes out.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +14,7 @@ from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
 from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import aborted_in, failed_at
+from safelaunch.diagnose.exits import aborted_in, failed_at, is_aborted
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -136,7 +135,7 @@ def aborted_by_a_peer(facts: Facts) -> Ruling:
 
 def _in_communication(rank: RankEvidence) -> bool:
     """Aborted (SIGABRT) in a collective, or in torch with collectives in its hooks."""
-    if rank.exit is None or rank.exit.returncode != -signal.SIGABRT or rank.fatal is None:
+    if not is_aborted(rank) or rank.fatal is None:
         return False
     return aborted_in(rank) is not None or calls.in_torch(fr.stack_of(rank, rank.fatal.frames))
 

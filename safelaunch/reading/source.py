@@ -22,6 +22,11 @@ def tree_of(text: str) -> ast.Module | None:
         return None
 
 
+def _tree_in(path: str, read_source: ReadSource) -> ast.Module | None:
+    text = read_source(path)
+    return tree_of(text) if text else None
+
+
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 
@@ -48,8 +53,7 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
         if (one.file, short(one.function)) != (other.file, short(other.function)):
             return None
         if one.line != other.line:
-            text = read_source(one.file)
-            tree = tree_of(text) if text else None
+            tree = _tree_in(one.file, read_source)
             found = _loop_between(tree, other.line, one.line) if tree is not None else None
             again = found is not None and any(_in_loop(caller, read_source) for caller in callers)
             return replace(found, enclosed=True) if found is not None and again else found
@@ -67,8 +71,7 @@ def _loop_between(tree: ast.Module, inside: int, after: int) -> Loop | None:
 
 
 def _in_loop(frame: Frame, read_source: ReadSource) -> bool:
-    text = read_source(frame.file)
-    tree = tree_of(text) if text else None
+    tree = _tree_in(frame.file, read_source)
     return tree is not None and bool(_loops_around(scope_of(tree, frame.line), frame.line))
 
 

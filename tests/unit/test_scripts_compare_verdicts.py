@@ -75,6 +75,6 @@ def test_a_field_that_a_version_does_not_know_is_no_silent_loss() -> None:
 
 def test_the_corpus_is_the_same_for_the_same_seed() -> None:
     first, again = (list(verdict_corpus.synthetic_jobs(6, seed)) for seed in (3, 3))
-    assert [name for name, _ in first] == [name for name, _ in again]
-    assert [msgspec.json.encode(one) for _, one in first] == [msgspec.json.encode(one) for _, one in again]
-    assert [name for name, _ in verdict_corpus.synthetic_jobs(6, 4)] != [name for name, _ in first]
+    assert [name for name, *_ in first] == [name for name, *_ in again]
+    assert [msgspec.json.encode(one) for *_, one in first] == [msgspec.json.encode(one) for *_, one in again]
+    assert [name for name, *_ in verdict_corpus.synthetic_jobs(6, 4)] != [name for name, *_ in first]
