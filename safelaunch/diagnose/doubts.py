@@ -66,6 +66,8 @@ class Doubt(Enum):
     SEVERAL_PLACES = "others", 1, "The ranks are in different places."
     NO_MAJORITY = "others", 1, "No side has a majority: either may be at fault."
     EITHER_SIDE = "others", 1, "Calls that meet do not fit, and any of them may be the wrong one."
+    MORE_NAMED = "others", 1, "More ranks are named than are left innocent: these may be at fault instead."
+    MAY_BE_OWED = "others", 1, "What the rank waits for is a peer's to send or to make: either may be at fault."
     NO_WAIT_SHOWN = "others", 2, "Nothing shows that the other ranks wait for it."
 
     SAME_MOMENT = "others", 1, "Ranks of another node failed at the same moment, as far as clocks of two nodes tell."
