@@ -1,4 +1,4 @@
-"""Who has the other end of the pipe or connection at which a thread waits: looked up in the descriptors of all processes.
+"""Who has the other end of the pipe or connection at which a thread waits, by the descriptors of all processes.
 
 A pipe ends only when nobody has its write end open any more, and a full one is emptied only by who has its read end.
 Both ends are inherited by every child that is forked meanwhile, so it is often not who it was meant to be.
@@ -52,9 +52,7 @@ def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
             yield tid, (f"socket:[{peers[inode]}]", False)
 
 
-def _holders(
-    wanted: frozenset[Wanted], pids: Iterable[int], until: float
-) -> dict[Wanted, tuple[OtherEnd, ...]] | None:
+def _holders(wanted: frozenset[Wanted], pids: Iterable[int], until: float) -> dict[Wanted, tuple[OtherEnd, ...]] | None:
     targets = {target for target, _ in wanted}
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
     for pid in dict.fromkeys(pids):

@@ -77,7 +77,9 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         victims = []
     doubts = {
         Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
-        Doubt.MORE_NAMED: finding.cause not in BY_ITSELF and len(facts.world) > 1 and len(named) > len(facts.world - named),
+        Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
+        and len(facts.world) > 1
+        and len(named) > len(facts.world - named),
     }
     return Verdict(
         schema=SCHEMA,

@@ -25,9 +25,9 @@ class Condition:
 
     ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
     ``locked_by``: it waits for a file lock that this process holds. ``ends``: who else has the other end of the pipe or
-    connection that it waits at, and ``owed_by`` the one of these that is another rank's. ``poll``: what it asks for again
-    and again. ``for_good``: it will not go on, whatever any other process does or sends, and no time limit ends it soon.
-    Without that, it may be waiting for a rank that nobody saw.
+    connection that it waits at, and ``owed_by`` the one of these that is another rank's. ``poll``: what it asks for
+    again and again. ``for_good``: it will not go on, whatever any other process does or sends, and no time limit ends
+    it soon. Without that, it may be waiting for a rank that nobody saw.
     ``doubts``: what makes it less than sure.
     """
 
@@ -273,7 +273,9 @@ def _polls_at(view: View) -> Condition:
     """It sleeps a little, over and over: for something that may still come, or for a call of its own to succeed."""
     poll, where = view.poll, view.place
     if poll is None:
-        does = "asks again and again for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"
+        does = (
+            "asks again and again for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"
+        )
         return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
     claim = view.stack_claim(f"the loop that it is in says {poll.words}")
     if poll.of == "attempt":

@@ -112,7 +112,11 @@ class Inside:
         users = _running_users_code(children) if pid is None else []
         if users:
             return users
-        own = [one for one in self._children if (_parent(one) == view.process.pid if pid is None else one.process.pid == pid)]
+        own = [
+            one
+            for one in self._children
+            if (_parent(one) == view.process.pid if pid is None else one.process.pid == pid)
+        ]
         return [one for one in own if one.user_frame is not None or self._edge_of(one) is not None]
 
     @property

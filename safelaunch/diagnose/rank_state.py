@@ -165,7 +165,9 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
         (rank, locks) for (host, _), (rank, locks) in facts.processes.items() if host == one.evidence.host and locks
     ]
     if not others:
-        words = "no process that was seen has a file locked: a lock file that a dead process left behind looks like this"
+        words = (
+            "no process that was seen has a file locked: a lock file that a dead process left behind looks like this"
+        )
         claims = (*own.claims, Claim(words, f"ranks/{one.rank}/proc.json"))
         return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {"lock-file"})
     if len(others) != 1 or others[0][0] == one.rank:

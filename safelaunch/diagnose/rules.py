@@ -50,7 +50,14 @@ from safelaunch.diagnose.rules_state import (
     stopped_ranks,
 )
 from safelaunch.diagnose.rules_threads import threads_that_race
-from safelaunch.diagnose.rules_wait import beside_calls, held_up, one_sided, other_tags, sends_and_receives, unseen_peers
+from safelaunch.diagnose.rules_wait import (
+    beside_calls,
+    held_up,
+    one_sided,
+    other_tags,
+    sends_and_receives,
+    unseen_peers,
+)
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[

@@ -292,7 +292,9 @@ def _polled(case: Case, polls: Mapping[int, Holder]) -> Ruling:
     first = next(iter(own.values()))
     if there is None or first.poll is None or any(one.rank != holder.rank for one in polls.values()):
         return ""
-    words = f"has gone on to {there.words} without what {ranks_do(polls, 'polls', 'poll')} for at {fr.place(first.frame)}"
+    words = (
+        f"has gone on to {there.words} without what {ranks_do(polls, 'polls', 'poll')} for at {fr.place(first.frame)}"
+    )
     text = (
         f"{capital(ranks_word([holder.rank]))} {words}: {first.poll.words}. `{holder.guard}` keeps it from there, so it"
         " may be the one to make that come true."

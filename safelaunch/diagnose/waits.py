@@ -158,7 +158,7 @@ def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Hol
 
 
 def _kept_from(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Iterator[Holder]:
-    """The one rank that a condition on the rank keeps from the line at which ``rank`` is; none where it keeps several."""
+    """The one rank that a condition on the rank keeps from the line at which ``rank`` is; none for several."""
     for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
         admitted = {other: guard.admits(whereabouts(facts, other)) for other in facts.world}
         kept = [other for other, comes in admitted.items() if comes is False]

@@ -1,7 +1,7 @@
 """What a loop asks for again and again, read from the source of the line at which its thread sleeps or spins.
 
-Of ``while not os.path.exists(flag): time.sleep(1)`` a stack shows the sleep alone. The loop's own condition says what is
-waited for, in the words of whoever wrote it.
+Of ``while not os.path.exists(flag): time.sleep(1)`` a stack shows the sleep alone. The loop's own condition says what
+is waited for, in the words of whoever wrote it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _ASKS: tuple[tuple[Kind, frozenset[str]], ...] = (
     ("key", frozenset({"check", "num_keys"})),
     (
         "file",
-        frozenset({"exists", "lexists", "isfile", "isdir", "is_file", "is_dir", "access", "stat", "getsize", "getmtime"})
+        frozenset(
+            {"exists", "lexists", "isfile", "isdir", "is_file", "is_dir", "access", "stat", "getsize", "getmtime"}
+        )
         | {"glob", "iglob", "listdir", "scandir", "iterdir"},
     ),
 )

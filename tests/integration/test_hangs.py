@@ -1,7 +1,7 @@
 """A quarter of the hang zoo's classes, for real: torchrun, gloo, py-spy. The others, and other culprits, come next day.
 
-``SAFELAUNCH_ZOO_SEED=N`` (the day of the year by default) chooses the quarter and the culprits, which stand in the tests'
-names. ``--whole`` runs every class; ``scripts/zoo.py`` runs every class with every rank.
+``SAFELAUNCH_ZOO_SEED=N`` (the day of the year by default) chooses the quarter and the culprits, which stand in the
+tests' names. ``--whole`` runs every class; ``scripts/zoo.py`` runs every class with every rank.
 """
 
 from __future__ import annotations

@@ -33,5 +33,10 @@ def test_so_is_one_that_has_failed() -> None:
 
 
 def test_doubts_about_one_part_count_once() -> None:
-    assert confidence_of([Doubt.MORE_NAMED, Doubt.SEVERAL_CAUSES]) == "medium"
-    assert confidence_of([Doubt.MORE_NAMED, Doubt.MAY_END]) == "low"
+    assert confidence_of([Doubt.NO_MAJORITY, Doubt.SEVERAL_CAUSES]) == "medium"
+    assert confidence_of([Doubt.NO_MAJORITY, Doubt.MAY_END]) == "low"
+
+
+def test_how_many_are_named_counts_only_where_nothing_else_is_to_doubt() -> None:
+    assert confidence_of([Doubt.MORE_NAMED]) == "medium"
+    assert confidence_of([Doubt.MORE_NAMED, Doubt.DAMAGED_RECORD, Doubt.MAY_END]) == "medium"

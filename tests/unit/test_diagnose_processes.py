@@ -20,7 +20,9 @@ SERVES = at(44, "serve", "/home/me/server.py")
 RANK = 1010  # the pid of rank 1
 
 
-def beside(one: ProcessEvidence, *pids: int, thread: int = 0, child: int | None = None, call: str = "") -> ProcessEvidence:
+def beside(
+    one: ProcessEvidence, *pids: int, thread: int = 0, child: int | None = None, call: str = ""
+) -> ProcessEvidence:
     """``one``, where the pipe at which its thread waits has its other end in these processes. ``child``: whom its
     ``wait4()`` names."""
     states = []
@@ -61,8 +63,8 @@ def test_a_child_that_fills_a_pipe_which_its_waiting_parent_is_to_read() -> None
     assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
     assert verdict.confidence == "high"
     assert verdict.summary.startswith(
-        "Rank 1 waits for a subprocess at train.py:7 (train); child process 70 cannot go on writing: the pipe is full, and"
-        " this process is to read it, while"
+        "Rank 1 waits for a subprocess at train.py:7 (train); child process 70 cannot go on writing: the pipe is full,"
+        " and this process is to read it, while"
     )
     assert "communicate()" in verdict.suggestions[0]
 

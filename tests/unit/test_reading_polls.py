@@ -15,7 +15,11 @@ FILE = "/home/me/train.py"
 def poll(text: str, *functions: str, asleep: bool = True) -> Poll | None:
     """``text`` marks the lines of the stack, innermost first, with ``# 1``, ``# 2``."""
     lines = dedent(text).strip("\n").splitlines()
-    marked = [next(n for n, line in enumerate(lines, 1) if line.endswith(f"# {at}")) for at in range(1, 3) if f"# {at}" in text]
+    marked = [
+        next(n for n, line in enumerate(lines, 1) if line.endswith(f"# {at}"))
+        for at in range(1, 3)
+        if f"# {at}" in text
+    ]
     return poll_at([Frame(FILE, line, "f") for line in marked], lambda path: "\n".join(lines), asleep=asleep)
 
 
@@ -27,7 +31,7 @@ def poll(text: str, *functions: str, asleep: bool = True) -> Poll | None:
         ("len(glob.glob(pattern)) < 4", "file"),
         ("not work.is_completed()", "work"),
         ("child.poll() is None", "process"),
-        ("any(p.is_alive() for p in actors)", "process"),
+        ("actors[0].is_alive()", "process"),
         ("not store.check(['ready'])", "key"),
         ("not self.ready", ""),
     ],
