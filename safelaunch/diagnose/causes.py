@@ -88,7 +88,7 @@ _ALL_NODES = Advice(
 _OTHER_NODES = Advice(_ALL_NODES.text, only_if="ranks-unseen")
 
 # Processes of one rank that wait for each other, whatever its main thread waits in.
-_PIPES = (
+_CIRCLES = (
     Advice(
         "Read what the other process writes before waiting for its end: `communicate()` instead of `wait()`, all of"
         " `queue.get()` before `join()`; or let it write to a file.",
@@ -98,21 +98,6 @@ _PIPES = (
         "Tell the other process that nothing more will come (a sentinel, the closed end of the pipe) before waiting for"
         " it, or end it with `terminate()`.",
         only_if="waits-in-turn",
-    ),
-    Advice(
-        "Close the other end of the pipe here once the child has it: while this process has it open itself, the pipe"
-        " never ends.",
-        only_if="own-end",
-    ),
-    Advice(
-        "Let only the writer have the write end: no `pass_fds` or `set_inheritable()` for other children, and after a"
-        " fork each closes the ends that it does not use. Then the reader sees the end when the writer dies.",
-        only_if="inherited-end",
-    ),
-    Advice(
-        "Compare the two ends: what one waits for, the other has to send on every path, before an early `continue` or"
-        " `return` as well; give the socket a timeout (`settimeout()`).",
-        only_if="owed",
     ),
 )
 
@@ -208,7 +193,22 @@ CAUSES: dict[str, Cause] = {
         of_node="perhaps",
     ),
     "blocking-io": _cause(
-        *_PIPES,
+        *_CIRCLES,
+        Advice(
+            "Close the other end of the pipe here once the child has it: while this process has it open itself, the pipe"
+            " never ends.",
+            only_if="own-end",
+        ),
+        Advice(
+            "Let only the writer have the write end: no `pass_fds` or `set_inheritable()` for other children, and after a"
+            " fork each closes the ends that it does not use. Then the reader sees the end when the writer dies.",
+            only_if="inherited-end",
+        ),
+        Advice(
+            "Compare the two ends: what one waits for, the other has to send on every path, before an early `continue` or"
+            " `return` as well; give the socket a timeout (`settimeout()`).",
+            only_if="owed",
+        ),
         "Give the call a timeout, and do rank-dependent I/O outside the training loop.",
         "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch --on-stall"
         " dump ...` keeps the job alive for that.",
@@ -225,7 +225,7 @@ CAUSES: dict[str, Cause] = {
         worker=5,
     ),
     "lock-deadlock": _cause(
-        *_PIPES,
+        *_CIRCLES,
         Advice(
             "Call `task_done()` for each item that was taken, in a `finally`: an exception or a `continue` before it"
             " leaves `join()` waiting for ever.",
@@ -255,7 +255,7 @@ CAUSES: dict[str, Cause] = {
         worker=1,
     ),
     "stuck-in-user-code": _cause(
-        *_PIPES,
+        *_CIRCLES,
         Advice(
             "Bound the loop that polls and raise when its time is up; better, let whoever makes what it looks for tell"
             " the others by a broadcast, which also shows who is missing.",
