@@ -195,18 +195,18 @@ CAUSES: dict[str, Cause] = {
     "blocking-io": _cause(
         *_CIRCLES,
         Advice(
-            "Close the other end of the pipe here once the child has it: while this process has it open itself, the pipe"
-            " never ends.",
+            "Close the other end of the pipe here once the child has it: while this process has it open itself, the"
+            " pipe never ends.",
             only_if="own-end",
         ),
         Advice(
-            "Let only the writer have the write end: no `pass_fds` or `set_inheritable()` for other children, and after a"
-            " fork each closes the ends that it does not use. Then the reader sees the end when the writer dies.",
+            "Let only the writer have the write end: no `pass_fds` or `set_inheritable()` for other children, and after"
+            " a fork each closes the ends that it does not use. Then the reader sees the end when the writer dies.",
             only_if="inherited-end",
         ),
         Advice(
-            "Compare the two ends: what one waits for, the other has to send on every path, before an early `continue` or"
-            " `return` as well; give the socket a timeout (`settimeout()`).",
+            "Compare the two ends: what one waits for, the other has to send on every path, before an early `continue`"
+            " or `return` as well; give the socket a timeout (`settimeout()`).",
             only_if="owed",
         ),
         "Give the call a timeout, and do rank-dependent I/O outside the training loop.",

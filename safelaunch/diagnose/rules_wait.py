@@ -278,7 +278,8 @@ def _owed(case: Case, owed_by: Mapping[int, Holder], waiting: Mapping[int, Holde
         named[rank] = replace(own, reason=own.reason + goes_on)
     cause = next(iter(named.values())).cause
     doubts = (Doubt.MAY_BE_OWED, *_doubts(case, named.values()))
-    found = blame(case, cause, doubts, named, sorted(case.waits.waiting))
+    others = case.waits.waiting - {by.rank for by in owed_by.values()}
+    found = blame(case, cause, doubts, named, sorted(others))
     return replace(found, held_up=tuple(rank for rank in waiting if rank not in named))
 
 
@@ -292,14 +293,13 @@ def _polled(case: Case, polls: Mapping[int, Holder]) -> Ruling:
     first = next(iter(own.values()))
     if there is None or first.poll is None or any(one.rank != holder.rank for one in polls.values()):
         return ""
-    words = (
-        f"has gone on to {there.words} without what {ranks_do(polls, 'polls', 'poll')} for at {fr.place(first.frame)}"
-    )
+    who = ranks_do(polls, "polls", "poll")
+    gone_on = f"has gone on to {there.words}"
     text = (
-        f"{capital(ranks_word([holder.rank]))} {words}: {first.poll.words}. `{holder.guard}` keeps it from there, so it"
-        " may be the one to make that come true."
+        f"{capital(who)} at {fr.place(first.frame)}: {first.poll.words}. `{holder.guard}` keeps rank {holder.rank} from"
+        f" there, which {gone_on} and may have been the one to make that come true."
     )
-    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {words}.")]
+    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {who} for something.")]
     if len(polls) == 1:
         culprits += [culprit(case.ranks[rank], condition) for rank, condition in own.items()]
     return Finding(

@@ -61,7 +61,8 @@ def test_a_message_that_a_peer_owes_which_has_gone_on() -> None:
     verdict = diagnose(job(receives(0, 1020), *(waiting(n) for n in (1, 2, 3))))
     assert decided(verdict) == ("blocking-io", [(0, 9)], "medium")
     assert (
-        "; the other end is rank 2's, which waits in all_reduce at train.py:50 (train), while ranks" in verdict.summary
+        "; the other end is rank 2's, which waits in all_reduce at train.py:50 (train), while ranks 1,3"
+        in verdict.summary
     )
     assert verdict.victims == "1-3"
     assert any("Compare the two ends" in advice for advice in verdict.suggestions)
@@ -128,9 +129,9 @@ def test_a_file_that_is_made_only_by_a_rank_that_has_gone_on(world: int) -> None
     verdict = told(job(waiting(0), *(for_file(n) for n in range(1, world))))
     assert decided(verdict) == ("stuck-in-user-code", [(0, 50)], "medium")
     assert verdict.summary == (
-        f"Rank 0 has gone on to all_reduce at train.py:50 (train) without what ranks 1-{world - 1} poll for at"
-        " train.py:6 (wait_for): `while not os.path.exists(path)` (train.py:5). `else of if rank == 0 (train.py:9)`"
-        " keeps it from there, so it may be the one to make that come true."
+        f"Ranks 1-{world - 1} poll at train.py:6 (wait_for): `while not os.path.exists(path)` (train.py:5)."
+        " `else of if rank == 0 (train.py:9)` keeps rank 0 from there, which has gone on to all_reduce at train.py:50"
+        " (train) and may have been the one to make that come true."
     )
     assert verdict.victims == f"1-{world - 1}"
     assert any("broadcast" in advice for advice in verdict.suggestions)
