@@ -127,12 +127,16 @@ class Inside:
         """To the process of this rank that has the other end of the pipe and runs code that may come to it.
 
         Every child that is forked inherits the ends that are open. So of several, who rests itself (it waits for a
-        message, or a lock) has nothing to do with it, and the rank's own process is the last that comes to mind.
+        message, or a lock) has nothing to do with it, and the rank's own process is the last that comes to mind. One
+        with other threads of the user's may serve it from any of these.
         """
         pids = {one.pid for one in own.ends}
         if view is self.main and any(child.wait.kind == "dead" for child in self._children):
             return None  # it may have been the one that died
-        may = [one for one in (self.main, *_running_users_code(self._children)) if one.process.pid in pids]
+        if calls.is_loader_worker(view.frames):
+            return None  # whoever it waits for, it is what its rank waits for
+        users = (self.main, *_running_users_code(self._children))
+        may = [one for one in users if one.process.pid in pids and not one.beside()]
         at_work = [one for one in may if one is not self.main and not self._rests(one)]
         among = may if len(may) == 1 else at_work or [one for one in may if one is self.main]
         return self._to(view, "pipe", among, may_end=len(pids) > 1)

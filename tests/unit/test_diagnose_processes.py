@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import MODULE, STDLIB, at, behind, in_user, process, rank, with_culprit
+from evidence import MODULE, STDLIB, at, behind, in_loader, in_user, in_worker, process, rank, with_culprit
 from msgspec import structs
 
 from safelaunch.diagnose import diagnose
@@ -123,6 +123,19 @@ def test_a_child_of_a_pipeline_is_followed_to_the_sibling_that_feeds_it() -> Non
 def test_a_joined_child_that_is_asleep_is_no_circle() -> None:
     child = beside(process(70, (SERVES, MODULE), "sleep", role="child"))
     assert named(parent(waits_for(70, JOIN), child)) == ("stuck-in-user-code", 1, 44, "child (pid 70)")
+
+
+def test_a_child_that_a_thread_of_its_parent_may_serve() -> None:
+    child = beside(process(70, (RECV, SERVES, MODULE), "pipe", role="child"), RANK)
+    serving = [("server", (at(60, "accept"), MODULE), "connect")]
+    main = beside(process(RANK, (JOIN, *in_user(7)), "wait4", threads=serving), child=70)
+    assert named(parent(main, child)) == ("blocking-io", 1, 44, "child (pid 70)")
+
+
+def test_a_loader_worker_that_its_own_rank_serves_is_named() -> None:
+    worker = beside(process(91, in_worker(12), "pipe", role="dataloader worker"), RANK)
+    verdict = parent(process(RANK, in_loader(30), "poll"), worker)
+    assert named(verdict) == ("data-loading", 1, 12, "dataloader worker (pid 91)")
 
 
 # --- a pipe that never ends -------------------------------------------------------------------------------------------
