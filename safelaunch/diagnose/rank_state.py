@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from safelaunch.diagnose.causes import FAILURES
+from safelaunch.diagnose.causes import BY_ITSELF
 from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
 from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
@@ -31,8 +31,6 @@ from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.source import ReadSource
 
-# What is true of all its threads.
-_WHOLE_PROCESS = ("rank-stopped", *FAILURES)
 UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
 
 
@@ -77,7 +75,8 @@ class Facts:
         if evidence.outcome == "hang":
             evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
         alignment = Alignment(evidence.ranks, evidence.world_size)
-        ranks = {r.rank: rank_facts(r, alignment) for r in sorted(evidence.ranks, key=lambda r: r.rank)}
+        ordered = sorted(evidence.ranks, key=lambda r: r.rank)
+        ranks = {r.rank: rank_facts(r, alignment, read_source) for r in ordered}
         histories = Histories(alignment)
         facts = cls(evidence, ranks, alignment, histories, read_source or (lambda path: None))
         changed = {rank: one for rank in ranks if (one := _seen_from_the_others(facts, rank)) is not None}
@@ -140,15 +139,17 @@ def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     pid = condition.locked_by if condition is not None else None
     if condition is not None and pid is not None and (one.evidence.host, pid) not in facts.processes:
         condition = replace(condition, reason=f"{condition.reason}, held by a process of no rank that was seen")
+    if condition is not None and condition.ends:
+        condition = _at_the_other_end(facts, one, condition)
     return replace(one, condition=condition) if condition is not one.condition else None
 
 
 def _at_its_end(facts: Facts, one: RankFacts, left: Condition) -> Condition:
     """A rank whose script has ended, and which no peer waits for: what keeps it from its end is the cause."""
-    view = view_of(one.evidence)
+    view = view_of(one.evidence, facts.read_source)
     if view is None or any(other.wait is not None for other in facts.ranks.values()):
         return left
-    own = Inside(view, child_views(one.evidence)).condition()
+    own = Inside(view, child_views(one.evidence, facts.read_source)).condition()
     if own.cause == "missing-from-collective" or own.frame is None:
         return left
     return replace(own, reason=f"has ended its script, and {own.reason}")
@@ -163,6 +164,12 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     others = [
         (rank, locks) for (host, _), (rank, locks) in facts.processes.items() if host == one.evidence.host and locks
     ]
+    if not others:
+        words = (
+            "no process that was seen has a file locked: a lock file that a dead process left behind looks like this"
+        )
+        claims = (*own.claims, Claim(words, f"ranks/{one.rank}/proc.json"))
+        return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {"lock-file"})
     if len(others) != 1 or others[0][0] == one.rank:
         return own
     ((rank, (lock, *_)),) = others
@@ -175,6 +182,29 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
         locked_by=lock.pid,
         for_good=False,
+    )
+
+
+def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:
+    """Whose the other end of its pipe or connection is: another rank's, or a process's of no rank."""
+    host, folder = one.evidence.host, f"ranks/{one.rank}"
+    owners = {end.pid: facts.processes.get((host, end.pid), (None, ()))[0] for end in own.ends}
+    if len(set(owners.values())) > 1 or one.rank in owners.values():
+        return own
+    pid, owner = next(iter(owners.items()))
+    if owner is None:
+        who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in own.ends[:3])
+        words = f"the other end is process {who}, of no rank that was seen"
+        return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, Claim(words, f"{folder}/proc.json")))
+    main = facts.ranks[owner].evidence.pid  # the children that it has forked have inherited it
+    words = f"the other end is rank {owner}'s"
+    claim = Claim(f"{words}, process {main if main in owners else pid}", f"{folder}/proc.json")
+    return replace(
+        own,
+        reason=f"{own.reason}; {words}",
+        owed_by=main if main in owners else pid,
+        claims=(*own.claims, claim),
+        signs=own.signs | {"owed"},
     )
 
 
@@ -214,8 +244,8 @@ def _before_its_end(rank: RankEvidence) -> RankEvidence:
     return structs.replace(rank, main=structs.replace(rank.main, states=living), exit=None)
 
 
-def view_of(rank: RankEvidence) -> View | None:
-    return View(rank.main, rank) if rank.main else None
+def view_of(rank: RankEvidence, read_source: ReadSource | None = None) -> View | None:
+    return View(rank.main, rank, read_source=read_source) if rank.main else None
 
 
 def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
@@ -225,17 +255,17 @@ def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
     return fr.stack_of(rank, frames).user_frames
 
 
-def child_views(rank: RankEvidence) -> list[View]:
-    return [View(child, rank) for child in rank.children]
+def child_views(rank: RankEvidence, read_source: ReadSource | None = None) -> list[View]:
+    return [View(child, rank, read_source=read_source) for child in rank.children]
 
 
-def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
+def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource | None = None) -> RankFacts:
     """The surest reading first.
 
     Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its GPU;
     waiting for peers; waiting for its DataLoader; then whatever its own stack and the kernel say.
     """
-    view = view_of(rank)
+    view = view_of(rank, read_source)
     frame = view.user_frame if view else None
     condition = gone_condition(rank, view)
     condition = replace(condition, for_good=True) if condition is not None else None
@@ -250,12 +280,12 @@ def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
         wait = _raised_wait(rank) or peer_wait(rank, view, alignment)
     if condition is None and wait is None and (view is not None or not ended_by_others(rank)):
         callers = {entry.thread for entry in alignment.pending(rank.rank)} - {0}
-        inside = Inside(view, child_views(rank), callers) if view is not None else None
+        inside = Inside(view, child_views(rank, read_source), callers) if view is not None else None
         wait = through_a_thread(rank, inside, alignment) if inside is not None else None
         condition = _own(rank, inside, alignment) if wait is None else None
     if wait is not None and frame is None:
         frame = wait.frame
-    if condition is not None and condition.for_good and view is not None and condition.cause not in _WHOLE_PROCESS:
+    if condition is not None and condition.for_good and view is not None and condition.cause not in BY_ITSELF:
         condition = replace(condition, for_good=not may_train_elsewhere(view))
     return RankFacts(rank, frame, wait, condition)
 

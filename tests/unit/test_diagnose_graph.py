@@ -109,7 +109,7 @@ def test_who_asks_again_and_again_for_a_lock_waits_for_its_holder(native: tuple[
 
 def test_a_database_locked_in_a_collective_that_its_peers_cannot_come_to() -> None:
     verdict = diagnose(job(asks_again(0, 1010, SQLITE), waiting(1, line=23), asks_again(2, 1010, SQLITE)))
-    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23), (2, 9)], "high")
+    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23), (2, 9)], "medium")
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_a_lock_that_a_child_of_a_waiting_rank_holds() -> None:
 def test_a_lock_held_by_a_child_that_waits_for_what_its_rank_sends() -> None:
     message = Frame(f"{STDLIB}/multiprocessing/connection.py", 250, "Connection.recv")
     verdict = diagnose(job(asks_again(0, 77, SQLITE), with_child(1, (message, *in_user(31)), "pipe")))
-    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23)], "high")
+    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23)], "medium")
 
 
 def test_ranks_that_hold_what_each_other_needs() -> None:
     verdict = diagnose(job(asks_again(0, 1010, SQLITE), asks_again(1, 1000, SQLITE), waiting(2)))
-    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 9)], "high")
+    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 9)], "medium")
 
 
 FILELOCK = (Frame(f"{SITE}/filelock/_api.py", 350, "BaseFileLock.acquire"), *in_user(9, "download"))
