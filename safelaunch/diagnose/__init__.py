@@ -4,7 +4,8 @@ Each rule either reaches a finding or says why not; the first finding wins, and 
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
 it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
 (``with_guards``), and what ranks say of the reason themselves (``with_own_words``). Where all ranks at fault are all of
-one node, the node is named: ``with_node_behind``.
+one node, the node is named: ``with_node_behind``. The groups and GPUs of those at fault are told:
+``with_belonging``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Collection, Iterator
 import msgspec
 
 from safelaunch.diagnose import nccl_witness
+from safelaunch.diagnose.belonging import with_belonging
 from safelaunch.diagnose.causes import BY_ITSELF, Sign, advice_for
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
@@ -45,7 +47,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
-    for explained in (with_guards, with_caught_exception, with_own_words, with_node_behind):
+    for explained in (with_guards, with_caught_exception, with_own_words, with_belonging, with_node_behind):
         finding = explained(case, finding)
     return _verdict(case, finding, ruled_out)
 

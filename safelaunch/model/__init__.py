@@ -385,6 +385,7 @@ class RankEvidence(Record, frozen=True):
     memory_kills: MemoryKills = MemoryKills()
     beacon: bool = True  # False: the rank runs without safelaunch's sitecustomize (python -I, a cleared PYTHONPATH)
     code_roots: tuple[str, ...] = ()  # directories of the standard library and installed packages in the rank
+    gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
     log_tail: str = ""  # the end of the rank's output, decoded
 
 
@@ -400,6 +401,7 @@ class RankFile(Record, frozen=True):
     memory_kills: MemoryKills = MemoryKills()
     beacon: bool = True
     code_roots: tuple[str, ...] = ()
+    gpu: str = ""
 
     @staticmethod
     def of(rank: RankEvidence) -> RankFile:

@@ -121,6 +121,7 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
             page_name=page.name,
             exit=exits.get(rank),
             code_roots=meta.code_roots,
+            gpu=meta.gpu,
         )
     return Known(found, watch.world_size, watch.notes)
 
