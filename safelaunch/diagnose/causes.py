@@ -275,7 +275,6 @@ CAUSES: dict[str, Cause] = {
         "If the wait is meant, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer `--stall-"
         "timeout`.",
         own=True,
-        of_node="perhaps",
         worker=2,
     ),
     "swallowed-exception": _cause(
