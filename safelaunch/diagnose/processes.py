@@ -228,16 +228,17 @@ class Inside:
     def _kept_open(self, view: View) -> tuple[Sign, str] | None:
         """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
         ends, wait = view.wait.ends or (), view.wait
-        if not wait.target.startswith("pipe:"):
+        if not (is_pipe := wait.target.startswith("pipe:")) and "unnamed" not in wait.target:
             return None
+        end = "other" if not is_pipe else "read" if wait.writes else "write"
         pid, family = view.process.pid, {one.process.pid for one in self._family}
         others = [one for one in ends if one.pid != pid and one.pid in family]
         if ends and all(one.pid == pid for one in ends):
-            return "own-end", f"process {pid} itself alone has the {'read' if wait.writes else 'write'} end open"
+            return "own-end", f"process {pid} itself alone has the {end} end open"
         if not others or wait.writes:
             return None
         who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
-        return "inherited-end", f"the write end is still open in process{'es' * (len(others) > 1)} {who}"
+        return "inherited-end", f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
 
     def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
         """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
