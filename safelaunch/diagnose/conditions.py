@@ -24,7 +24,8 @@ class Condition:
     """A cause of the catalogue, with the clause that explains it (``is asleep in train.py:41 (load)``).
 
     ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
-    ``locked_by``: it waits for a file lock that this process holds. ``ends``: who else has the other end of the pipe or
+    ``locks``: it waits for a lock on this file, ``locked_by`` this process, of the host ``locked_on`` where that is not
+    its own. ``ends``: who else has the other end of the pipe or
     connection that it waits at, and ``owed_by`` the one of these that is another rank's. ``poll``: what it asks for
     again and again. ``for_good``: it will not go on, whatever any other process does or sends, and no time limit ends
     it soon. Without that, it may be waiting for a rank that nobody saw.
@@ -39,7 +40,9 @@ class Condition:
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None
+    locks: str = ""
     locked_by: int | None = None
+    locked_on: str = ""
     ends: tuple[OtherEnd, ...] = ()
     owed_by: int | None = None
     poll: Poll | None = None
@@ -248,7 +251,7 @@ def _polls(view: View) -> Condition | None:
     text = f"asks again and again at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}"
     claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
     doubts = () if native == "sqlite" else (Doubt.STATE_INFERRED,)
-    return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locked_by=lock.pid)
+    return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locks=lock.path, locked_by=lock.pid)
 
 
 def _io_or_sleep(view: View) -> Condition | None:
@@ -265,7 +268,7 @@ def _io_or_sleep(view: View) -> Condition | None:
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
-        return Condition("blocking-io", text, locked_by=wait.locked_by, ends=others)
+        return Condition("blocking-io", text, locks=wait.wanted_lock, locked_by=wait.locked_by, ends=others)
     return None
 
 

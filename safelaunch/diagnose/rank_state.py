@@ -136,9 +136,8 @@ def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
         condition = _at_its_end(facts, one, condition)
     if condition is not None and condition.cause == "stuck-in-user-code":
         condition = _locked_by_a_peer(facts, one, condition)
-    pid = condition.locked_by if condition is not None else None
-    if condition is not None and pid is not None and (one.evidence.host, pid) not in facts.processes:
-        condition = replace(condition, reason=f"{condition.reason}, held by a process of no rank that was seen")
+    if condition is not None and condition.locks:
+        condition = _locked_elsewhere(facts, one, condition)
     if condition is not None and condition.ends:
         condition = _at_the_other_end(facts, one, condition)
     return replace(one, condition=condition) if condition is not one.condition else None
@@ -159,20 +158,21 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     """``filelock`` closes the file between its attempts, so the kernel tells only who holds one: where that is one
     other rank's process alone, it is what is waited for."""
     view = view_of(one.evidence)
-    if view is None or not calls.polls_file_lock(view.stack):
+    library = view is not None and calls.polls_file_lock(view.stack)
+    sqlite = view is not None and calls.native_sleep(view.process.stacks, view.os_tid) == "sqlite"
+    if not library and not sqlite:
         return own
-    others = [
-        (rank, locks) for (host, _), (rank, locks) in facts.processes.items() if host == one.evidence.host and locks
-    ]
-    if not others:
+    holders = [(host, rank, locks) for (host, _), (rank, locks) in facts.processes.items() if locks]
+    others = [holder for holder in holders if holder[0] == one.evidence.host] or holders  # of a file that nodes share
+    if not others and library:
         words = (
             "no process that was seen has a file locked: a lock file that a dead process left behind looks like this"
         )
         claims = (*own.claims, Claim(words, f"ranks/{one.rank}/proc.json"))
         return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {"lock-file"})
-    if len(others) != 1 or others[0][0] == one.rank:
+    if len(others) != 1 or others[0][1] == one.rank:
         return own
-    ((rank, (lock, *_)),) = others
+    ((host, rank, (lock, *_)),) = others
     text = f"of all processes that were seen, {lock.pid} of rank {rank} alone has a file locked: {lock.path}"
     return replace(
         own,
@@ -181,8 +181,31 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
         doubts=(Doubt.STATE_INFERRED,),
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
         locked_by=lock.pid,
+        locked_on=host,
         for_good=False,
     )
+
+
+def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition:
+    """Of a lock that no rank's process here holds: whether one of another node has locked a file of this name.
+
+    Where nodes share files, each kernel knows its own locks alone.
+    """
+    if (one.evidence.host, own.locked_by) in facts.processes:
+        return own
+    others = [
+        (host, rank, lock)
+        for (host, _), (rank, locks) in facts.processes.items()
+        for lock in locks
+        if host != one.evidence.host and lock.path == own.locks
+    ]
+    if len({rank for _, rank, _ in others}) == 1:
+        host, rank, lock = others[0]
+        claim = Claim(f"{lock.pid} of rank {rank}, on {host}, has {lock.path} locked", f"ranks/{rank}/proc.json")
+        return replace(own, locked_by=lock.pid, locked_on=host, claims=(*own.claims, claim))
+    if own.locked_by is None:
+        return own
+    return replace(own, reason=f"{own.reason}, held by a process of no rank that was seen")
 
 
 def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:

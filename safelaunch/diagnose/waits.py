@@ -150,7 +150,8 @@ def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Hol
         if own is None:
             continue
         pid = own.locked_by if own.locked_by is not None else own.owed_by
-        owner, _ = facts.processes.get((one.evidence.host, pid), (rank, ())) if pid is not None else (rank, ())
+        host = own.locked_on or one.evidence.host
+        owner, _ = facts.processes.get((host, pid), (rank, ())) if pid is not None else (rank, ())
         if pid is not None and owner != rank:
             yield rank, replace(_holder(facts, owner, pid, nodes), kind="file" if own.locked_by == pid else "message")
         elif own.poll is not None and own.poll.of in ("file", "key", "") and own.process == "main":

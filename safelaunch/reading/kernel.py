@@ -30,6 +30,7 @@ _WCHAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )  # fmt: skip
 
+_LOCKS = frozenset({"flock", "fcntl"})
 _WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 
 BUSY_SHARE = 0.2  # of a core, over the time between the samples; cores may be shared, waits use under 0.02
@@ -56,6 +57,11 @@ class KernelWait:
     ends: tuple[OtherEnd, ...] | None = None
     child: int | None = None
     again: bool = False
+
+    @property
+    def wanted_lock(self) -> str:
+        """The file on which it waits for a lock."""
+        return self.target.partition(", locked by pid ")[0] if self.call in _LOCKS else ""
 
     @property
     def writes(self) -> bool:

@@ -27,7 +27,7 @@ from msgspec import structs
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.graph import Edge, Graph
-from safelaunch.model import FileLock, Frame, ProcessEvidence, RankEvidence, Verdict
+from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvidence, Verdict
 from safelaunch.report.overview import overview
 
 
@@ -157,6 +157,27 @@ def test_the_library_filelock_waits_for_the_only_rank_that_holds_one() -> None:
     verdict = diagnose(job(waiters[0], has_locked(waiting(1, "barrier", line=23), "/hub/model.lock"), waiters[1]))
     assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23), (2, 9)], "medium")
     assert any("alone has a file locked: /hub/model.lock" in claim.claim for claim in verdict.evidence)
+
+
+def on_two_nodes(*ranks: RankEvidence) -> Evidence:
+    """The last one is on a node of its own."""
+    return job(*(structs.replace(one, host="a" if one is not ranks[-1] else "b") for one in ranks))
+
+
+@pytest.mark.parametrize("stack", [FILELOCK, in_user(9, "write")], ids=["filelock", "sqlite"])
+def test_a_lock_on_a_file_that_nodes_share_is_known_to_its_holders_node_alone(stack: tuple[Frame, ...]) -> None:
+    native = SQLITE if stack is not FILELOCK else ()
+    waiters = [rank(n, stack, "nap", flight=behind(), native=native) for n in (0, 2)]
+    verdict = diagnose(on_two_nodes(waiters[0], waiters[1], has_locked(waiting(1, "barrier", line=23))))
+    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23), (2, 9)], "medium")
+
+
+@pytest.mark.parametrize(("path", "named"), [(DATABASE, [1]), ("/tmp/other.db", [0, 1])])
+def test_a_lock_that_a_rank_of_another_node_has_on_a_file_of_this_name(path: str, named: list[int]) -> None:
+    waits = rank(0, in_user(9, "write"), "flock-elsewhere", flight=behind())
+    holder = has_locked(rank(1, in_user(7), "sleep", flight=behind()), path)
+    verdict = diagnose(on_two_nodes(waits, waiting(2), holder))
+    assert [one.rank for one in verdict.culprits] == named, verdict.summary
 
 
 @pytest.mark.parametrize("holders", [(), (1, 2)])
