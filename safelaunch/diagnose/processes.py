@@ -38,6 +38,7 @@ class Inside:
         self._views: dict[Node, View] = {}
         self._own: dict[Node, Condition] = {}
         self._of_children: dict[int, Condition] = {}
+        self._asked: set[Node] = set()
         self._graph = Graph(self._edges())
 
     @cached_property
@@ -109,15 +110,21 @@ class Inside:
         One that runs none (a shell, an encoder) is followed where it waits for somebody in turn.
         """
         pid = view.wait.child
-        users = _running_users_code(children) if pid is None else []
-        if users:
-            return users
-        own = [
-            one
-            for one in self._children
-            if (_parent(one) == view.process.pid if pid is None else one.process.pid == pid)
-        ]
-        return [one for one in own if one.user_frame is not None or self._edge_of(one) is not None]
+        if pid is not None:
+            own = [one for one in self._children if one.process.pid == pid]
+        else:
+            own = _running_users_code(children) or [c for c in self._children if _parent(c) == view.process.pid]
+        return [one for one in own if one.user_frame is not None or self._leads_on(one)]
+
+    def _leads_on(self, view: View) -> bool:
+        node = self._node(view)
+        if node in self._asked:  # in no real process tree
+            return False
+        self._asked.add(node)
+        try:
+            return self._edge_of(view) is not None
+        finally:
+            self._asked.discard(node)
 
     @property
     def _family(self) -> tuple[View, ...]:
