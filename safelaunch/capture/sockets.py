@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -61,10 +62,7 @@ def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
 
 
 def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
-    """The inodes of these sockets of the process → those of the sockets at the other ends, where that is on this node.
-
-    Of TCP connections only: who has the other end of a Unix one, ``/proc`` does not tell.
-    """
+    """The inodes of these sockets of the process → those of the sockets at the other ends, if on this node."""
     net, found = Path(f"/proc/{pid}/net"), {}
     for name in ("tcp", "tcp6"):
         pairs = {fields[9]: (fields[1], fields[2]) for fields in _established(_read(net / name))}
@@ -74,7 +72,42 @@ def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
             other = by_pair.get((remote, local))
             if other is not None:
                 found[inode] = int(other)
-    return found
+    unix = {inode: unix_peer(inode) for inode in inodes if inode not in found}
+    return found | {inode: peer for inode, peer in unix.items() if peer is not None}
+
+
+# linux/netlink.h, linux/sock_diag.h, linux/unix_diag.h
+_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
+_ANY_STATE, _SHOW_PEER, _NO_COOKIE, _PEER = 0xFFFFFFFF, 4, 0xFFFFFFFF, 2
+_HEADER, _ASKED, _ANSWERED = struct.Struct("=IHHII"), struct.Struct("=BBHIIIII"), struct.Struct("=BBBBIII")
+
+
+def unix_peer(inode: int, *, deadline_s: float = 0.2) -> int | None:
+    """The inode of the socket to which a Unix socket is connected; None where there is none, or the kernel is silent.
+
+    ``/proc`` does not tell, so the kernel is asked as ``ss`` does (sock_diag(7)), of this process's network namespace.
+    """
+    asked = _ASKED.pack(socket.AF_UNIX, 0, 0, _ANY_STATE, inode & 0xFFFFFFFF, _SHOW_PEER, _NO_COOKIE, _NO_COOKIE)
+    request = _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0) + asked
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+            kernel.settimeout(deadline_s)
+            kernel.send(request)
+            return _peer_in(kernel.recv(4096))
+    except (OSError, struct.error):
+        return None
+
+
+def _peer_in(answer: bytes) -> int | None:
+    size, kind, *_ = _HEADER.unpack_from(answer)
+    at, end = _HEADER.size + _ANSWERED.size, min(size, len(answer))
+    while kind == _SOCK_DIAG_BY_FAMILY and at + 4 <= end:
+        length, attribute = struct.unpack_from("=HH", answer, at)
+        if attribute == _PEER and length == 8:
+            (peer,) = struct.unpack_from("=I", answer, at + 4)
+            return int(peer)
+        at += max(4, (length + 3) & ~3)
+    return None
 
 
 def _established(table: str) -> Iterator[list[str]]:

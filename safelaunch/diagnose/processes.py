@@ -38,6 +38,7 @@ class Inside:
         self._views: dict[Node, View] = {}
         self._own: dict[Node, Condition] = {}
         self._of_children: dict[int, Condition] = {}
+        self._asked: set[Node] = set()
         self._graph = Graph(self._edges())
 
     @cached_property
@@ -109,15 +110,21 @@ class Inside:
         One that runs none (a shell, an encoder) is followed where it waits for somebody in turn.
         """
         pid = view.wait.child
-        users = _running_users_code(children) if pid is None else []
-        if users:
-            return users
-        own = [
-            one
-            for one in self._children
-            if (_parent(one) == view.process.pid if pid is None else one.process.pid == pid)
-        ]
-        return [one for one in own if one.user_frame is not None or self._edge_of(one) is not None]
+        if pid is not None:
+            own = [one for one in self._children if one.process.pid == pid]
+        else:
+            own = _running_users_code(children) or [c for c in self._children if _parent(c) == view.process.pid]
+        return [one for one in own if one.user_frame is not None or self._leads_on(one)]
+
+    def _leads_on(self, view: View) -> bool:
+        node = self._node(view)
+        if node in self._asked:  # in no real process tree
+            return False
+        self._asked.add(node)
+        try:
+            return self._edge_of(view) is not None
+        finally:
+            self._asked.discard(node)
 
     @property
     def _family(self) -> tuple[View, ...]:
@@ -228,16 +235,17 @@ class Inside:
     def _kept_open(self, view: View) -> tuple[Sign, str] | None:
         """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
         ends, wait = view.wait.ends or (), view.wait
-        if not wait.target.startswith("pipe:"):
+        if not (is_pipe := wait.target.startswith("pipe:")) and "unnamed" not in wait.target:
             return None
+        end = "other" if not is_pipe else "read" if wait.writes else "write"
         pid, family = view.process.pid, {one.process.pid for one in self._family}
         others = [one for one in ends if one.pid != pid and one.pid in family]
         if ends and all(one.pid == pid for one in ends):
-            return "own-end", f"process {pid} itself alone has the {'read' if wait.writes else 'write'} end open"
+            return "own-end", f"process {pid} itself alone has the {end} end open"
         if not others or wait.writes:
             return None
         who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
-        return "inherited-end", f"the write end is still open in process{'es' * (len(others) > 1)} {who}"
+        return "inherited-end", f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
 
     def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
         """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.

@@ -166,7 +166,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     others = [holder for holder in holders if holder[0] == one.evidence.host] or holders  # of a file that nodes share
     if not others and library:
         words = (
-            "no process that was seen has a file locked: a lock file that a dead process left behind looks like this"
+            "no process that was seen has a file locked: another one has it, or a dead one left its lock file behind"
         )
         claims = (*own.claims, Claim(words, f"ranks/{one.rank}/proc.json"))
         return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {"lock-file"})

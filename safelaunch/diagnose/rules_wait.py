@@ -238,8 +238,7 @@ def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
 
 
 def beside_calls(case: Case) -> Ruling:
-    """A rank holds the lock that others wait for, owes them a message, or a file: it waits for them in turn, or what it
-    does itself is the cause.
+    """A rank has a lock that others wait for, or owes them a message or file: it waits in turn, or is at fault itself.
 
     Only where nobody else is waited for who does something of his own: then that comes first.
     """

@@ -84,6 +84,23 @@ def test_who_has_the_other_end_of_a_connection() -> None:
     assert found is not None and [one.pid for one in found] == [os.getpid()]
 
 
+def test_who_has_the_other_end_of_a_socket_pair() -> None:
+    """As ``multiprocessing.Pipe()`` makes them: of these ``/proc`` does not tell which belong together."""
+    near, far = socket.socketpair()
+    if sockets.unix_peer(os.fstat(near.fileno()).st_ino) is None:
+        pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
+    with near, far, started(READS, near.fileno()) as reader, started(SLEEPS, far.fileno()) as other:
+        waiting(other, "clock_nanosleep", "select")
+        found = ends(waiting(reader, "read"), reader, other, os.getpid())
+    assert found is not None and [one.pid for one in found] == [other, os.getpid()]
+
+
+def test_a_socket_without_an_other_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as alone:
+        assert sockets.unix_peer(os.fstat(alone.fileno()).st_ino) is None
+        assert sockets.unix_peer(os.fstat(server.fileno()).st_ino) is None
+
+
 def test_after_the_deadline_nothing_is_told(pipe: tuple[int, int]) -> None:
     """The process that matters may be among those that were not looked at."""
     with started(READS, pipe[0]) as reader:

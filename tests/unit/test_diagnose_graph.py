@@ -185,6 +185,8 @@ def test_where_several_or_none_hold_a_lock_nobody_is_guessed(holders: tuple[int,
     others = [has_locked(waiting(n)) if n in holders else waiting(n) for n in (1, 2)]
     verdict = diagnose(job(rank(0, FILELOCK, "nap", flight=behind()), *others))
     assert decided(verdict)[:2] == ("stuck-in-user-code", [(0, 9)])
+    assert ("a dead one left its lock file behind" in verdict.summary) == (not holders)
+    assert any("SoftFileLock" in advice for advice in verdict.suggestions) == (not holders)
 
 
 # --- background threads -----------------------------------------------------------------------------------------------

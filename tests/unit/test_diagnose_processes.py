@@ -78,6 +78,12 @@ def test_the_writer_below_a_shell_is_found() -> None:
     assert "child process 71 cannot go on writing" in verdict.summary
 
 
+def test_processes_that_are_each_others_children_are_in_no_real_tree() -> None:
+    """As in a bundle that somebody has made up."""
+    ring = [beside(process(pid, (), "wait4", role="child"), child=other) for pid, other in ((70, 71), (71, 70))]
+    assert named(parent(waits_for(70, POPEN), *ring)) == ("stuck-in-user-code", 1, 7, "main")
+
+
 def test_a_child_that_writes_elsewhere_is_blocked_itself() -> None:
     child = beside(process(70, (SERVES, MODULE), "pipe", role="child"), 4711, call="write")
     verdict = parent(waits_for(70, POPEN), child)

@@ -33,6 +33,10 @@ POLLS = dedent(
 
     def pause():
         time.sleep(0.1)
+
+    def collect(rank, path):
+        if rank == 0:
+            wait_for(path)
     """
 )
 
@@ -155,6 +159,11 @@ def test_without_a_condition_on_the_rank_those_who_poll_are_named() -> None:
 
 def test_one_rank_that_polls_for_what_any_of_the_others_may_make() -> None:
     verdict = told(job(naps(0, (6, "wait_for")), waiting(1), waiting(2), waiting(3)))
+    assert decided(verdict) == ("stuck-in-user-code", [(0, 6)], "medium")
+
+
+def test_one_rank_that_polls_for_what_any_of_those_that_the_source_keeps_away_may_make() -> None:
+    verdict = told(job(naps(0, (6, "wait_for"), (23, "collect")), waiting(1), waiting(2), waiting(3)))
     assert decided(verdict) == ("stuck-in-user-code", [(0, 6)], "medium")
 
 

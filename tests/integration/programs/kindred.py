@@ -76,7 +76,7 @@ def serve(orders: "multiprocessing.connection.Connection") -> None:
 
 def shut_down() -> None:
     """The server waits for the next order, and nobody tells it that there is none."""
-    theirs, ours = forked.Pipe(duplex=False)
+    theirs, ours = forked.Pipe()
     server = forked.Process(target=serve, args=(theirs,), daemon=True)
     server.start()
     ours.send("warm up")
