@@ -33,8 +33,11 @@ import safelaunch
 ROOT = Path(safelaunch.__file__).resolve().parents[1]  # the checkout's, not this script's
 UNIT = ROOT / "tests" / "unit"
 FOLDER = "SAFELAUNCH_VERDICT_CORPUS"
-KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group")
-VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks")
+KINDS = (
+    "stop", "skip", "extra", "swap", "shape", "op", "group", "retry", "members", "random", "side thread", "main thread",
+    "race",
+)  # fmt: skip
+VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks", "polled", "nccl2")
 TRIES = 50
 
 
@@ -70,8 +73,8 @@ def make(folder: Path, count: int, seed: int, pytest_arguments: Sequence[str]) -
     return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "verdict_corpus", *pytest_arguments]))
 
 
-def synthetic_jobs(count: int, seed: int) -> Iterator[tuple[str, int, Any]]:
-    """Generates jobs, as name, rank at fault and evidence.
+def synthetic_jobs(count: int, seed: int) -> Iterator[tuple[str, frozenset[int], Any]]:
+    """Generates jobs, as name, ranks at fault and evidence. The name begins with the kind of fault.
 
     Each layout of up to 512 ranks equally often, with a random fault, call and variant.
     """
@@ -90,25 +93,35 @@ def synthetic_jobs(count: int, seed: int) -> Iterator[tuple[str, int, Any]]:
         found = hanging(layout, kind, variant, dice)
         if found is not None:
             size = f"{layout.data}x{layout.tensor}x{layout.pipeline}"
-            yield f"{number:04d}: {kind}, {size}, {variant}", *found
+            yield f"{kind}, {size}, {variant}: {number:04d}", *found
 
 
-def hanging(layout: Any, kind: str, variant: str, dice: random.Random) -> tuple[int, Any] | None:
-    """Returns the rank at fault, and a job that a fault of this kind hangs.
+def hanging(layout: Any, kind: str, variant: str, dice: random.Random) -> tuple[frozenset[int], Any] | None:
+    """Returns the ranks at fault, and a job that a fault of this kind hangs.
 
     None if there is none (a group with one call, for example).
     """
-    from synthetic import Fault, evidence_of, inject, play, schedule
+    from synthetic import MORE_KINDS, SIDE_KINDS, Fault, evidence_of, inject, plant, play, schedule, threaded
 
+    if kind in SIDE_KINDS:
+        return threaded(layout, kind, dice)  # type: ignore[no-any-return]
     for _ in range(TRIES):
         programs = schedule(layout, dice.randint(4, 12), dice.randint(1, 3), sends="sends" in variant)
         rank = dice.randrange(layout.world)
-        faulty = inject(programs, Fault(kind, rank, dice.randrange(len(programs[rank]) - 1)))
-        rest = faulty and play(layout, faulty)
-        if not rest or not any(waits for _, waits in rest.values()):
+        fault = Fault(kind, rank, dice.randrange(len(programs[rank]) - 1))
+        if kind in MORE_KINDS:
+            planted = plant(layout, programs, fault, dice)
+        else:
+            one = inject(programs, fault)
+            planted = (one, frozenset([rank])) if one is not None else None
+        rest = planted and play(layout, planted[0])
+        if not planted or not rest or not any(waits for _, waits in rest.values()):
             continue
         window = windows(dice) if "window" in variant else lambda rank: 2000
-        return rank, evidence_of(layout, faulty, rest, window=window, stacks="no stacks" not in variant)
+        seen, polled = "no stacks" not in variant, variant == "polled"
+        backend = "nccl2" if variant == "nccl2" else "nccl"
+        made = evidence_of(layout, planted[0], rest, window=window, stacks=seen, polled=polled, backend=backend)
+        return planted[1], made
     return None
 
 

@@ -116,7 +116,7 @@ def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
     seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
     if seen is not None and not wait.busy:
         entry = _entry_for(None, pending, view.user_frame, view.rank) if seen.kind == "collective" else None
-        return _from_entry(view.rank, entry, view) if entry else _from_stack(view, seen)
+        return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, seen), view)
     if not pending and wait.kind == "lock" and _backward_without_a_record(view):
         return _of_backward(view)
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
@@ -203,6 +203,22 @@ def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWai
     words = f"{wait.op} {'to' if target is not None else 'from'} rank {found.peer}"
     claim = view.stack_claim(f"{view.words} is in {words}{f', tag {call.tag}' if call.tag else ''}")
     return replace(found, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
+
+
+def _with_batch(wait: PeerWait, view: View) -> PeerWait:
+    """The same with the peer that the thread's batch (``batch_isend_irecv``) names, where it is the only one."""
+    op = calls.native_transfer(view.process.stacks, view.os_tid) if wait.kind == "p2p" else ""
+    mine = [one for one in view.rank.gil.posted if view.thread is not None and one.thread == view.thread.ident]
+    ends = {(one.peer, one.tag) for one in mine if one.sends == (op == "send")}
+    if not op or len(ends) != 1:
+        return wait
+    ((peer, tag),) = ends
+    words = f"{'isend to' if op == 'send' else 'irecv from'} rank {peer}"
+    batch = ", ".join(f"{'to' if one.sends else 'from'} rank {one.peer}" for one in mine[:8])
+    claim = Claim(f"{view.words} waits for its {words}; its batch goes {batch}", f"ranks/{view.rank.rank}/rank.json")
+    ends_at = {"target": peer} if op == "send" else {"source": peer}
+    changed = replace(wait, op=words.split()[0], words=wait.words.replace(wait.op, words, 1), tag=tag, **ends_at)  # type: ignore[arg-type]
+    return replace(changed, claims=(*wait.claims, claim))
 
 
 def _of_group(group: str | None, rank: int | None, alignment: Alignment) -> int | None:

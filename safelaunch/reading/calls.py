@@ -260,6 +260,11 @@ def native_peer_wait(samples: Iterable[StackSample], os_tid: int | None) -> Torc
     return _PEER_WAITS.get(native_wait(samples, os_tid))
 
 
+def native_transfer(samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``"send"`` or ``"recv"``: of these two, the one that the C frames of a thread wait for."""
+    return _native(samples, os_tid, (("send", ("SendWork",)), ("recv", ("RecvWork",))))
+
+
 def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:
     """``"lock"``, ``"peers"``, ``"p2p"`` or ``"store"``, by the C frames inside a thread's innermost Python frame.
 
