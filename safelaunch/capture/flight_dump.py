@@ -172,13 +172,47 @@ def record_of(dump: object, shared: Shared | None = None) -> FlightRecord:
     decoder = _Decoder(entries, shared, damaged)
     return FlightRecord(
         version=_str(dump.get("version")),
-        entries=decoder.entries(),
+        entries=_without_doubles(decoder.entries(), damaged),
         groups=_groups(dump.get("pg_config"), shared.ranks, damaged),
         status=_status(dump.get("pg_status"), decoder.names_by_id, damaged),
         damaged=tuple(sorted(damaged)),
         library=_str(dump.get("nccl_version")) or _str(dump.get("comm_lib_version")),  # the name since torch 2.9
     )
 
+
+def _without_doubles(entries: Entries, damaged: set[str]) -> Entries:
+    """Each entry has a number of its own; one that is there twice counts once."""
+    numbers = entries.record_ids
+    if isinstance(numbers, (range, Same)) or len(set(numbers)) == len(numbers):
+        return entries
+    damaged.add("record_id")
+    first = {number: at for at, number in reversed(list(enumerate(numbers)))}
+    return Entries.of(entries[at] for at in sorted(first.values()))
+
+
+def contradicts_itself(record: FlightRecord) -> bool:
+    """Some collectives of a group have no number, or that of an earlier one: how far the rank came is not known.
+
+    Nor is it where one number runs over several groups, and the ring has wrapped. Those of one launch stand side by side under one number. Two threads may be recorded in the other order.
+    """
+    ring = Entries.of(record.entries)
+    kinds = ring.used()
+    if list(ring.seqs) == list(ring.record_ids):  # torchcomms counts so, over all groups
+        return ring.seqs[0] > 0 and len({kind.group for kind in kinds.values()}) > 1 if len(ring) else False
+    last: dict[str, list[int]] = {}
+    for at, number in enumerate(ring.seqs):
+        kind = kinds[ring.kind_of[at]]
+        if kind.is_p2p:
+            continue
+        mine = last.setdefault(kind.group, [])
+        if mine and (number == 0 or (number != mine[-1] and number in mine) or (not mine[-1] and ring.record_ids[at])):
+            return True
+        mine.append(number)
+        del mine[:-_NEAR]
+    return False
+
+
+_NEAR = 64  # entries of a group that are looked back at
 
 # What makes a kind of entry: all that is no number of its own.
 _KEYS = (

@@ -35,8 +35,35 @@ class Block(Collective, frozen=True):
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
-    apart = _with_distinct_backends({rank: _counted_by_group(record) for rank, record in records.items()})
+    agreed = _without_contradictions(records)
+    apart = _with_distinct_backends({rank: _counted_by_group(record) for rank, record in agreed.items()})
     return _with_distinct_groups({rank: _past_ends(settled(record)) for rank, record in apart.items()})
+
+
+def _without_contradictions(records: Mapping[int, FlightRecord]) -> Mapping[int, FlightRecord]:
+    """Without what single records say of a group's members, where more of the others say something else.
+
+    Groups of one name may differ (:func:`_with_distinct_groups`), but share no rank; and who records a group is in it.
+    """
+    said: dict[str, Counter[frozenset[int]]] = {}
+    for record in records.values():
+        for name, ranks in record.groups.items():
+            said.setdefault(name, Counter())[frozenset(ranks)] += 1
+    disputed = {name: counts for name, counts in said.items() if len(counts) > 1}
+    if not disputed:
+        return records
+
+    def is_doubtful(rank: int, name: str, mine: frozenset[int]) -> bool:
+        times = disputed[name][mine]
+        return any(count > times and (other & mine or rank in other) for other, count in disputed[name].items())
+
+    found = dict(records)
+    for rank, record in records.items():
+        wrong = {n for n in record.groups if n in disputed and is_doubtful(rank, n, frozenset(record.groups[n]))}
+        if wrong:
+            groups = {name: ranks for name, ranks in record.groups.items() if name not in wrong}
+            found[rank] = structs.replace(record, groups=groups)
+    return found
 
 
 def _with_distinct_backends(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:
@@ -77,7 +104,7 @@ def _counted_by_group(record: FlightRecord) -> FlightRecord:
     """The record with numbers that count in each group, where it counts over all of them, as torchcomms does.
 
     Such a number is the entry's own, from 0 on; c10d's starts with 1. Where the ring has wrapped, nobody knows how many
-    calls of each group it has lost: then a record of several groups tells nothing.
+    calls of each group it has lost.
     """
     ring = Entries.of(record.entries)
     if not len(ring) or ring.seqs[0] != ring.record_ids[0] or any(ring.p2p_seqs):
@@ -86,8 +113,7 @@ def _counted_by_group(record: FlightRecord) -> FlightRecord:
     if list(ring.seqs) != list(ring.record_ids) or any(kind.op.startswith("gloo:") for kind in kinds):
         return record
     if ring.record_ids[0] > 0:
-        alone = len({kind.group for kind in kinds}) == 1
-        return record if alone else structs.replace(record, entries=(), status={})
+        return record
     counts: Counter[tuple[str, bool]] = Counter()
     found = []
     for entry in ring:

@@ -336,7 +336,10 @@ class HandledException(Record, frozen=True):
 
 
 class Posted(Record, frozen=True):
-    """A send to ``peer``, or a receive from it, of the batch (``P2POp``) that a thread is at; ``thread``: Python's number."""
+    """A send to ``peer``, or a receive from it, of the batch (``P2POp``) that a thread is at.
+
+    ``thread``: Python's own number of it.
+    """
 
     thread: int
     sends: bool

@@ -83,7 +83,8 @@ def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
         try:
             data = read_limited(path)
             parse = flight_dump.parse_json if data[:1] == b"{" else flight_dump.parse_pickle
-            yield parse(data, shared)
+            record = parse(data, shared)
+            yield CONTRADICTS if flight_dump.contradicts_itself(record) else record
         except (Unreadable, CaptureError) as error:
             yield error.message
 
@@ -105,6 +106,7 @@ class _Dump:
         return frozenset(flight_dump.backend_of(kind.op) for kind in kinds) - {""}
 
 
+CONTRADICTS = "its collectives are not numbered as torch does: some have no number, or that of an earlier one"
 TOGETHER_S = 600.0  # between the dumps of one rank's recorders
 
 

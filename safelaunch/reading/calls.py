@@ -75,6 +75,11 @@ def under_c10d(stack: Stack) -> bool:
     return any(_in(f, *_C10D_FILES) for f in stack.called)
 
 
+def passes_objects(stack: Stack) -> bool:
+    """``broadcast_object_list`` and its like, which call a collective for the sizes and one for the objects."""
+    return any(_in(f, _C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
+
+
 def in_torch(stack: Stack) -> bool:
     """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
     inner = stack.called

@@ -725,9 +725,9 @@ def _no_names(dump: dict[str, Any], dice: random.Random) -> None:
 
 
 def _scalars(dump: dict[str, Any], dice: random.Random) -> None:
-    """A tensor without dimensions."""
+    """One element, as a tensor without dimensions, with one, or not told at all."""
     for entry in dice.sample(dump["entries"], dice.randint(1, len(dump["entries"]))):
-        entry["input_sizes"] = entry["output_sizes"] = [[]]
+        entry["input_sizes"] = entry["output_sizes"] = dice.choice([[], [[]], [[1]], [[1, 1]]])
 
 
 def _another_config(dump: dict[str, Any], dice: random.Random) -> None:
@@ -765,8 +765,10 @@ def test_a_damaged_dump_accuses_nobody(
         dice = random.Random(seed)
         recorders = make()
         for one in recorders:
+            for entry in one.entries:
+                entry["input_sizes"] = entry["output_sizes"] = [[1]]
             if one.rank != absentee:
-                one.collective(state="started")
+                one.collective(state="started", size=())
         victim = dice.choice([0, 2, 3])
         folder = write(tmp_path / str(seed), recorders)
         dump = recorders[victim].dump()
