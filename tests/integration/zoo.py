@@ -142,7 +142,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("thread-future", "parted", "future", "lock-deadlock", rare=True),
     Specimen("loop-barrier", "parted", "loop-barrier", "collective-mismatch", 3, rare=True),
     Specimen("loop-break", "parted", "loop-break", "collective-mismatch", 4, rare=True, line=False),
-    Specimen("guard-tuple", "parted", "guard-tuple", "collective-mismatch", 4, culprits=with_neighbour, rare=True),
+    Specimen("guard-tuple", "parted", "guard-tuple", "collective-mismatch", 5, culprits=with_neighbour, rare=True),
     Specimen("guard-return", "parted", "guard-return", "collective-mismatch", 3, rare=True),
     Specimen(
         "batch-ring", "parted", "ring", "collective-mismatch", 4, culprits=with_the_one_before, line=False, rare=True

@@ -143,15 +143,15 @@ def past_broadcasts() -> tuple[Collective, ...]:
     return tuple(entry("broadcast", n, done=True, line=50) for n in (4, 5))
 
 
-RECV, SEND = (
-    Frame("libtorch_cpu.so", 0, f"c10d::ProcessGroupGloo::{name}::wait") for name in ("RecvWork", "SendWork")
-)
+RECV, SEND = (Frame("libtorch_cpu.so", 0, f"c10d::ProcessGroupGloo::{name}::wait") for name in ("RecvWork", "SendWork"))
 
 
-def in_batch(number: int, native: Frame, *posted: Posted) -> RankEvidence:
+def in_batch(number: int, native: Frame | None, *posted: Posted) -> RankEvidence:
     """In ``work.wait()`` on the user's own line. No recorder of gloo's tells of the batch."""
     gil = GilTest(ping=True, python=True, posted=posted)
-    one = rank(number, in_user(33, "exchange"), "futex", flight=record(*past(3)), gil=gil, native=[native])
+    one = rank(
+        number, in_user(33, "exchange"), "futex", flight=record(*past(3)), gil=gil, native=[native] if native else []
+    )
     assert one.main is not None
     stacks = tuple(
         msgspec.structs.replace(s, threads=tuple(msgspec.structs.replace(t, ident=77) for t in s.threads))
@@ -175,6 +175,16 @@ def test_a_batch_that_names_several_peers_says_nothing_of_one() -> None:
     assert "isend" not in verdict.summary
 
 
-def test_batches_that_wait_for_each_other() -> None:
-    ranks = [in_batch(n, RECV, Posted(77, sends=False, peer=(n + 1) % 3)) for n in range(3)]
+def test_a_batch_without_c_frames() -> None:
+    """Which of its parts the rank waits for is not known then, but that it is one of them."""
+    one, two = Posted(77, sends=True, peer=2), Posted(77, sends=False, peer=0)
+    alone = diagnose(job(waiting(0), in_batch(1, None, one), waiting(2), waiting(3)))
+    assert named(alone) == ("collective-mismatch", [1, 2], "medium")
+    verdict = diagnose(job(waiting(0), in_batch(1, None, one, two), waiting(2), waiting(3)))
+    assert verdict.cause == "collective-mismatch" and "Rank 1 waits in a send or receive" in verdict.summary
+
+
+@pytest.mark.parametrize("native", [RECV, None])
+def test_batches_that_wait_for_each_other(native: Frame | None) -> None:
+    ranks = [in_batch(n, native, Posted(77, sends=False, peer=(n + 1) % 3)) for n in range(3)]
     assert named(diagnose(job(*ranks)))[:2] == ("p2p-cycle", [0, 1, 2])

@@ -1,5 +1,6 @@
 """Ranks part from each other in a thread, in a loop, at a condition on the rank, or in what they name as peer or root."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from training import Training, parser
 
 options = parser.parse_args()
-NEIGHBOURS = (options.culprit, (options.culprit + 1) % 4)
+NEIGHBOURS = (options.culprit, (options.culprit + 1) % int(os.environ["WORLD_SIZE"]))
 
 
 def gather(value: torch.Tensor, world: int) -> None:
