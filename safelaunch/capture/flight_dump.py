@@ -193,8 +193,8 @@ def _without_doubles(entries: Entries, damaged: set[str]) -> Entries:
 def contradicts_itself(record: FlightRecord) -> bool:
     """Some collectives of a group have no number, or that of an earlier one: how far the rank came is not known.
 
-    Nor is it where one number runs over several groups, and the ring has wrapped. Those of one launch stand side by side
-    under one number. Two threads may be recorded in the other order.
+    Nor is it where one number runs over several groups, and the ring has wrapped. Those of one launch stand side by
+    side under one number. Two threads may be recorded in the other order.
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()
