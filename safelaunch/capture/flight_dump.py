@@ -198,8 +198,10 @@ def contradicts_itself(record: FlightRecord) -> bool:
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()
+    if not any(ring.seqs):  # it tells none
+        return False
     if list(ring.seqs) == list(ring.record_ids):  # torchcomms counts so, over all groups
-        return ring.seqs[0] > 0 and len({kind.group for kind in kinds.values()}) > 1 if len(ring) else False
+        return ring.seqs[0] > 0 and len({kind.group for kind in kinds.values()}) > 1
     last: dict[str, list[int]] = {}
     for at, number in enumerate(ring.seqs):
         kind = kinds[ring.kind_of[at]]

@@ -110,7 +110,7 @@ def _counted_by_group(record: FlightRecord) -> FlightRecord:
     if not len(ring) or ring.seqs[0] != ring.record_ids[0] or any(ring.p2p_seqs):
         return record
     kinds = ring.used().values()
-    if list(ring.seqs) != list(ring.record_ids) or any(kind.op.startswith("gloo:") for kind in kinds):
+    if list(ring.seqs) != list(ring.record_ids) or {kind.op.partition(":")[0] for kind in kinds} & {"gloo", ""}:
         return record
     if ring.record_ids[0] > 0:
         return record

@@ -1,4 +1,4 @@
-"""What the handler tells that runs in a rank: here of a rank without torch, with a stand-in for its batches of sends."""
+"""What the handler tells that runs in a rank: here without torch, with a stand-in for its batches of sends."""
 
 from __future__ import annotations
 
