@@ -97,12 +97,14 @@ def native_where_it_tells(looks: Looks) -> Looks:
 def _is_unclear(look: RankLook | None) -> bool:
     from safelaunch.reading.calls import torch_wait
     from safelaunch.reading.frames import Stack
+    from safelaunch.reading.kernel import kind_of
 
     main = look.main if look is not None else None
     if main is None or main.state is None or main.stack.value is None:
         return False
     kernel, thread = main.state.main_thread, main.stack.value.main_thread
-    rests = kernel is not None and kernel.state == "S" and kernel.syscall_name in ("futex", "")
+    # A stack reader that stopped a wait with a time limit leaves ``restart_syscall`` behind.
+    rests = kernel is not None and kernel.state == "S" and (kind_of(kernel) == "lock" or not kernel.syscall_name)
     polls = any(lock.pid != main.pid for lock in main.state.locks)  # or sleeps beside a file that somebody has locked
     return (rests or polls) and thread is not None and torch_wait(Stack(thread.frames)) is None
 
