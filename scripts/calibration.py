@@ -3,7 +3,8 @@
 python scripts/calibration.py --count 1000                  # generated jobs, one fault each
 python scripts/calibration.py --zoo zoo.json --json out     # with the results of scripts/zoo.py --json zoo.json
 
-``right``: the rank at fault is named, alone or within the circle that it is part of. ``nobody``: no rank is named.
+``right``: a rank at fault is named, alone or within the circle that it is part of. ``nobody``: no rank is named. Where
+ranks draw for themselves (``random``) or threads race, nobody is at fault, and whoever is named is wrong.
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ from safelaunch.model import Verdict
 
 LEVELS = ("high", "medium", "low")
 OUTCOMES = ("right", "nobody", "wrong")
-ROW = "{:<12}{:<10}{:>8}{:>8}{:>8}{:>8}{:>9}"
+ROW = "{:<14}{:<10}{:>8}{:>8}{:>8}{:>8}{:>9}"
 
 Counts = Counter[tuple[str, str]]  # (confidence, outcome)
+Classes = dict[str, Counts]
 
 
 def main() -> int:
     words = _arguments()
-    tables = {"generated": generated(words.count, words.seed)}
+    classes = generated(words.count, words.seed, words.show)
+    tables = {"generated": sum(classes.values(), start=Counter())}
     if words.zoo:
         tables["zoo"] = of_zoo(words.zoo)
+    if words.classes:
+        tables |= classes
     print(ROW.format("", "confidence", *OUTCOMES, "all", "right"))
     for name, counts in tables.items():
         for level in LEVELS:
@@ -51,6 +56,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=500, help="generated jobs (500)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--classes", action="store_true", help="also a table for each kind of fault")
+    parser.add_argument("--show", choices=LEVELS, help="print the jobs with wrong verdicts of this confidence")
     parser.add_argument("--zoo", type=Path, metavar="FILE", help="results of scripts/zoo.py --json FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there as well")
     return parser.parse_args()
@@ -63,18 +70,21 @@ def _row(name: str, level: str, counts: Counts) -> str:
     return ROW.format(name, level, *numbers, sum(numbers), share)
 
 
-def generated(count: int, seed: int) -> Counts:
+def generated(count: int, seed: int, show: str | None = None) -> Classes:
     """Each kind of fault equally often, in jobs of up to 512 ranks, with and without stacks and short ring buffers."""
-    counts: Counts = Counter()
-    for _, rank, evidence in synthetic_jobs(count, seed):
+    classes: Classes = {}
+    for name, faulty, evidence in synthetic_jobs(count, seed):
         verdict = diagnose(evidence)
-        counts[verdict.confidence, outcome_of(verdict, rank)] += 1
-    return counts
+        outcome = outcome_of(verdict, faulty)
+        classes.setdefault(name.partition(",")[0], Counter())[verdict.confidence, outcome] += 1
+        if outcome == "wrong" and verdict.confidence == show:
+            print(f"{name}, at fault {sorted(faulty)}: {verdict.cause}: {verdict.summary[:300]}")
+    return classes
 
 
-def outcome_of(verdict: Verdict, rank: int) -> str:
-    named = [culprit.rank for culprit in verdict.culprits]
-    return "nobody" if not named else "right" if rank in named else "wrong"
+def outcome_of(verdict: Verdict, faulty: frozenset[int]) -> str:
+    named = {culprit.rank for culprit in verdict.culprits}
+    return "nobody" if not named else "right" if named & faulty else "wrong"
 
 
 def of_zoo(path: Path) -> Counts:

@@ -46,6 +46,8 @@ def main() -> int:
     cases: list[Case] = []
     cases += soak.HEALTHY if words.only != "frozen" else ()
     cases += soak.FROZEN if words.only != "healthy" else ()
+    if words.nodes > 1:  # those of everyday.py share files and ports of one machine
+        cases = [case for case in cases if isinstance(case, soak.Frozen) or case.script == soak.SCRIPT]
     part, parts = map(int, words.part.split("/"))
     numbers = [number for number, case in enumerate(cases) if words.name in case.name][part - 1 :: parts]
     cases = [cases[number] for number in numbers]

@@ -34,7 +34,7 @@ ROOT = Path(safelaunch.__file__).resolve().parents[1]  # the checkout's, not thi
 UNIT = ROOT / "tests" / "unit"
 FOLDER = "SAFELAUNCH_VERDICT_CORPUS"
 KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group")
-VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks")
+VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks", "polled", "nccl2")
 TRIES = 50
 
 
@@ -70,45 +70,58 @@ def make(folder: Path, count: int, seed: int, pytest_arguments: Sequence[str]) -
     return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "verdict_corpus", *pytest_arguments]))
 
 
-def synthetic_jobs(count: int, seed: int) -> Iterator[tuple[str, int, Any]]:
-    """Generates jobs, as name, rank at fault and evidence.
+def synthetic_jobs(count: int, seed: int) -> Iterator[tuple[str, frozenset[int], Any]]:
+    """Generates jobs, as name, ranks at fault and evidence. The name begins with the kind of fault.
 
     Each layout of up to 512 ranks equally often, with a random fault, call and variant.
     """
-    from synthetic import Layout  # type: ignore[import-not-found]
+    import synthetic  # type: ignore[import-not-found]
 
+    more = ("MORE_KINDS", "SIDE_KINDS")  # an older checkout has none
+    kinds = [*KINDS, *(kind for name in more for kind in getattr(synthetic, name, ()))]
+    given = VARIANTS if len(kinds) > len(KINDS) else VARIANTS[:6]
     dice = random.Random(seed)
     sizes = itertools.product((1, 2, 3, 4, 8, 16), (1, 2, 3, 4, 8), (1, 2, 3, 4))
-    layouts = [Layout(*size) for size in sizes if size != (1, 1, 1)]
+    layouts = [synthetic.Layout(*size) for size in sizes if size != (1, 1, 1)]
     queue: list[Any] = []
     for number in range(count):
         if not queue:
             queue = dice.sample(layouts, len(layouts))
         layout = queue.pop()
-        variants = VARIANTS if layout.pipeline > 1 else [name for name in VARIANTS if "sends" not in name]
-        kind, variant = KINDS[number % len(KINDS)], dice.choice(variants)
+        variants = given if layout.pipeline > 1 else [name for name in given if "sends" not in name]
+        kind, variant = kinds[number % len(kinds)], dice.choice(variants)
         found = hanging(layout, kind, variant, dice)
         if found is not None:
             size = f"{layout.data}x{layout.tensor}x{layout.pipeline}"
-            yield f"{number:04d}: {kind}, {size}, {variant}", *found
+            yield f"{kind}, {size}, {variant}: {number:04d}", *found
 
 
-def hanging(layout: Any, kind: str, variant: str, dice: random.Random) -> tuple[int, Any] | None:
-    """Returns the rank at fault, and a job that a fault of this kind hangs.
+def hanging(layout: Any, kind: str, variant: str, dice: random.Random) -> tuple[frozenset[int], Any] | None:
+    """Returns the ranks at fault, and a job that a fault of this kind hangs.
 
     None if there is none (a group with one call, for example).
     """
+    import synthetic
     from synthetic import Fault, evidence_of, inject, play, schedule
 
+    if kind in getattr(synthetic, "SIDE_KINDS", ()):
+        return synthetic.threaded(layout, kind, dice)  # type: ignore[no-any-return]
     for _ in range(TRIES):
         programs = schedule(layout, dice.randint(4, 12), dice.randint(1, 3), sends="sends" in variant)
         rank = dice.randrange(layout.world)
-        faulty = inject(programs, Fault(kind, rank, dice.randrange(len(programs[rank]) - 1)))
-        rest = faulty and play(layout, faulty)
-        if not rest or not any(waits for _, waits in rest.values()):
+        fault = Fault(kind, rank, dice.randrange(len(programs[rank]) - 1))
+        if kind not in KINDS:
+            planted = synthetic.plant(layout, programs, fault, dice)
+        else:
+            one = inject(programs, fault)
+            planted = (one, frozenset([rank])) if one is not None else None
+        rest = planted and play(layout, planted[0])
+        if not planted or not rest or not any(waits for _, waits in rest.values()):
             continue
         window = windows(dice) if "window" in variant else lambda rank: 2000
-        return rank, evidence_of(layout, faulty, rest, window=window, stacks="no stacks" not in variant)
+        other = {"polled": {"polled": True}, "nccl2": {"backend": "nccl2"}}.get(variant, {})
+        seen = "no stacks" not in variant
+        return planted[1], evidence_of(layout, planted[0], rest, window=window, stacks=seen, **other)
     return None
 
 

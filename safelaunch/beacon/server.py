@@ -23,8 +23,11 @@ _TRACEBACK: Any = vars(BaseException)["__traceback__"]
 MOST_EXCEPTIONS = 16
 MOST_MEMBERS = 200_000  # of all groups together
 MOST_FRAMES = 32
+MOST_POSTED = 256
+_OPTIMIZED = 0x1  # a function's own variables, and no module's
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
+NAMED_BACKENDS = ("nccl2", "nccl-lazy")
 
 
 def start(path: str) -> bool:
@@ -37,7 +40,8 @@ def start(path: str) -> bool:
         return False
     register = getattr(c10d, "_register_handler", None)
     if register is not None:
-        for name, handler in ((GIL_HANDLER, _answer_gil), (FLIGHT_RECORD_HANDLER, _answer_flight_record)):
+        handlers = {GIL_HANDLER: _answer_gil, FLIGHT_RECORD_HANDLER: _answer_flight_record, **_named_recorders(c10d)}
+        for name, handler in handlers.items():
             # C++ drops its reference after the interpreter is gone. If that were the last one, the process would abort.
             _never_destroy(handler)
             register(name, handler)
@@ -55,10 +59,14 @@ def _answer_gil(request: Any, response: Any) -> None:
 def _told() -> bytes:
     """That it answers is what matters: an error here must not reach C++."""
     try:
+        import contextlib
         import json
 
         groups, made = _groups()
-        return json.dumps({"handling": _handled_exceptions(), "groups": groups, "groups_made": made}).encode()
+        told = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
+        with contextlib.suppress(Exception):  # objects that look like c10d's, and are none
+            told["posted"] = _posted()
+        return json.dumps(told).encode()
     except Exception:  # another torch, or a class with tricks
         return b"{}"
 
@@ -101,12 +109,62 @@ def _frames(traceback: Any) -> list[dict[str, object]]:
     return found[::-1][:MOST_FRAMES]
 
 
-def _answer_flight_record(request: Any, response: Any) -> None:
+def _posted() -> list[dict[str, object]]:
+    """The sends and receives (``P2POp``) of the batch that each thread is at: of its innermost function that has some.
+
+    gloo records none of them, and while a rank waits for one, no frame of c10d is on its stack.
+    """
+    kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
+    found: list[dict[str, object]] = []
+    for thread, innermost in list(sys._current_frames().items()) if kind is not None else ():
+        frame: Any = innermost
+        for _ in range(MOST_FRAMES):
+            if frame is None or len(found) > MOST_POSTED:
+                break
+            ops = _ops_of(frame, kind)
+            found += [{"thread": thread, "sends": _sends(op), "peer": int(op.peer), "tag": int(op.tag)} for op in ops]
+            frame = None if ops else frame.f_back
+    return found[:MOST_POSTED]
+
+
+def _sends(op: Any) -> bool:
+    return "send" in getattr(op.op, "__name__", "")
+
+
+def _ops_of(frame: Any, kind: type) -> list[Any]:
+    """Of a function that names what batches are made of; others are not looked into.
+
+    Before Python 3.13, to look leaves a copy of the function's variables behind, which would keep tensors alive.
+    """
+    if not {"P2POp", "batch_isend_irecv"}.intersection(frame.f_code.co_names):
+        return []
+    variables = frame.f_locals
+    ops = []
+    for value in list(variables.values()):
+        each = value[:MOST_POSTED] if type(value) in (list, tuple) else (value,)
+        ops += [op for op in each if type(op) is kind]
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
+        variables.clear()
+    return list({id(op): op for op in ops}.values())
+
+
+def _answer_flight_record(request: Any, response: Any, **of_backend: str) -> None:
     from torch._C import _distributed_c10d as c10d
 
     dump: Any = c10d._dump_fr_trace  # type: ignore[attr-defined]
-    response.set_content(_without_inductor(dump), "application/octet-stream")
+    response.set_content(_without_inductor(lambda: dump(**of_backend)), "application/octet-stream")
     response.set_status(200)
+
+
+def _named_recorders(c10d: Any) -> dict[str, Callable[[Any, Any], None]]:
+    """From torch 2.15 on, each backend that does not record by itself has a recorder, asked for by its name."""
+    if "backend" not in (getattr(getattr(c10d, "_dump_fr_trace", None), "__doc__", None) or ""):
+        return {}
+
+    def answering(backend: str) -> Callable[[Any, Any], None]:
+        return lambda request, response: _answer_flight_record(request, response, backend=backend)
+
+    return {f"{FLIGHT_RECORD_HANDLER}_{backend}": answering(backend) for backend in NAMED_BACKENDS}
 
 
 def _without_inductor(dump: Callable[[], bytes]) -> bytes:

@@ -1,5 +1,8 @@
 """Flight Recorder dumps: c10d's record of the last collectives of a rank, versions 2.0 to 2.10.
 
+torch 2.15 makes ``nccl2`` the default backend. Each backend then has a recorder of its own, in the same format
+(pytorch#192233), so a rank may have several dumps: :func:`merged`. A start is never noticed there, an end is.
+
 A dump has two forms: JSON from the worker server, which needs no GIL and has no frames, and a pickle with frames. Both
 are untrusted. The unpickler knows no classes, and no value is hashed, shown or compared before its type and size are
 known. A value that c10d would not write counts as unknown, and ``FlightRecord.damaged`` names it: a verdict from such a
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain, compress, count
 from operator import itemgetter, ne
@@ -29,7 +33,7 @@ from safelaunch.model.entries import Entries, Kinds, Same, packed
 from safelaunch.system.pickles import load_pickle
 
 # Backends that ask the device whether an operation has finished. One that they retire otherwise has timed out.
-_WITH_EVENTS = ("nccl:", "ncclx:", "rccl:", "rcclx:", "xccl:", "mccl:", "hccl:")
+_WITH_EVENTS = ("nccl:", "nccl2:", "ncclx:", "rccl:", "rcclx:", "xccl:", "mccl:", "hccl:")
 
 MAX_DUMP_BYTES = 256 << 20
 MAX_ENTRIES = 200_000
@@ -70,6 +74,41 @@ def parse_pickle(data: bytes, shared: Shared | None = None) -> FlightRecord:
     """A dump from ``_dump_fr_trace()`` or NCCL. Raises ``CaptureError``."""
     _check_size(data)
     return record_of(load_pickle(data), shared)
+
+
+def merged(records: Sequence[FlightRecord]) -> FlightRecord:
+    """One record of a rank's several recorders, one for each backend, in the order in which the calls were made.
+
+    What two of them hold of one backend is of one recorder: the longer one counts. Groups of which they say different
+    things are left out, and are ``damaged``.
+    """
+    longest: dict[str, tuple[int, int]] = {}  # backend → how many entries, of which record
+    for place, record in enumerate(records):
+        for backend, times in Counter(backend_of(entry.op) for entry in record.entries).items():
+            longest[backend] = max(longest.get(backend, (0, 0)), (times, -place))
+    held = [
+        (entry.created_ns, place, entry.record_id, entry)
+        for place, record in enumerate(records)
+        for entry in record.entries
+        if longest[backend_of(entry.op)][1] == -place
+    ]
+    held.sort(key=itemgetter(0, 1, 2))
+    used = [record for place, record in enumerate(records) if -place in {at for _, at in longest.values()}]
+    first = 0 if all(record.entries[0].record_id == 0 for record in used) else 1  # 0: no ring has wrapped
+    groups = [record.groups for record in records]
+    apart = {name for one in groups for name in one if len({frozenset(g[name]) for g in groups if name in g}) > 1}
+    return FlightRecord(
+        version=next((record.version for record in used), ""),
+        entries=Entries.of(structs.replace(entry, record_id=n) for n, (*_, entry) in enumerate(held, first)),
+        groups={name: ranks for one in reversed(groups) for name, ranks in one.items() if name not in apart},
+        damaged=tuple(sorted({*chain(*(record.damaged for record in records)), *(["pg_config"] if apart else [])})),
+        library=next((record.library for record in used if record.library), ""),
+    )
+
+
+def backend_of(op: str) -> str:
+    """``nccl2`` of ``nccl2:all_reduce``; empty where it does not say."""
+    return op.partition(":")[0] if ":" in op else ""
 
 
 def to_json(record: FlightRecord) -> bytes:
@@ -133,13 +172,50 @@ def record_of(dump: object, shared: Shared | None = None) -> FlightRecord:
     decoder = _Decoder(entries, shared, damaged)
     return FlightRecord(
         version=_str(dump.get("version")),
-        entries=decoder.entries(),
+        entries=_without_doubles(decoder.entries(), damaged),
         groups=_groups(dump.get("pg_config"), shared.ranks, damaged),
         status=_status(dump.get("pg_status"), decoder.names_by_id, damaged),
         damaged=tuple(sorted(damaged)),
         library=_str(dump.get("nccl_version")) or _str(dump.get("comm_lib_version")),  # the name since torch 2.9
     )
 
+
+def _without_doubles(entries: Entries, damaged: set[str]) -> Entries:
+    """Each entry has a number of its own; one that is there twice counts once."""
+    numbers = entries.record_ids
+    if isinstance(numbers, (range, Same)) or len(set(numbers)) == len(numbers):
+        return entries
+    damaged.add("record_id")
+    first = {number: at for at, number in reversed(list(enumerate(numbers)))}
+    return Entries.of(entries[at] for at in sorted(first.values()))
+
+
+def contradicts_itself(record: FlightRecord) -> bool:
+    """Some collectives of a group have no number, or that of an earlier one: how far the rank came is not known.
+
+    Nor is it where one number runs over several groups, and the ring has wrapped. Those of one launch stand side by
+    side under one number. Two threads may be recorded in the other order.
+    """
+    ring = Entries.of(record.entries)
+    kinds = ring.used()
+    if not any(ring.seqs):  # it tells none
+        return False
+    if list(ring.seqs) == list(ring.record_ids):  # torchcomms counts so, over all groups
+        return ring.seqs[0] > 0 and len({kind.group for kind in kinds.values()}) > 1
+    last: dict[str, list[int]] = {}
+    for at, number in enumerate(ring.seqs):
+        kind = kinds[ring.kind_of[at]]
+        if kind.is_p2p:
+            continue
+        mine = last.setdefault(kind.group, [])
+        if mine and (number == 0 or (number != mine[-1] and number in mine) or (not mine[-1] and ring.record_ids[at])):
+            return True
+        mine.append(number)
+        del mine[:-_NEAR]
+    return False
+
+
+_NEAR = 64  # entries of a group that are looked back at
 
 # What makes a kind of entry: all that is no number of its own.
 _KEYS = (

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
 
-from safelaunch.capture.flight_dump import parse_json, parse_pickle
+from safelaunch.capture.flight_dump import merged, parse_json, parse_pickle, to_json
 from safelaunch.capture.result import Result, attempt
-from safelaunch.capture.worker_server import post
+from safelaunch.capture.worker_server import names, post
 from safelaunch.model import FlightRecord
 
 _TIMEOUT_MS = re.compile(rb'"timeout_ms": ?(\d{1,12})\b')
 _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 
-JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
+# The recorders of a rank. gloo's is the default one of c10d. NCCL had one of its own; since torch 2.15 each backend
+# has, and the default handler takes its name: a server with ``fr_dump_file`` does so. torchcomms brings its own.
+JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json", "torchcomms_fr_trace_json")
 PICKLE_HANDLERS = ("safelaunch_flight_record", "dump_nccl_trace_pickle")
+NAMED_BACKENDS = ("nccl2", "nccl-lazy")
+_TAKES_NAMES = "fr_dump_file"
 NCCL_ONLY = "this torch records only NCCL's collectives, and there are none (torch 2.13 records gloo's too)"
 
 
@@ -39,32 +44,58 @@ def flight_record_of(
 ) -> FlightCapture:
     """The Flight Recorder of a live rank: JSON first, then the pickle unless ``ask_python`` is False; never raises.
 
-    The record comes from the pickle, which has frames, if it is readable, else from the JSON. The handlers of torch 2.6
-    and 2.9 don't know gloo: without an NCCL group, their answer is not a record.
+    The record comes from the pickle, which has frames, if it is readable, else from the JSON. A rank with several
+    recorders, one for each backend, has one record of them all. The handlers of torch 2.6 and 2.9 don't know gloo:
+    without an NCCL group, their answer is not a record.
     """
-    as_json = _first_of(socket_path, JSON_HANDLERS, json_deadline_s)
+    known = _handlers(socket_path, json_deadline_s)
+    as_json = _of_all(_all_of(socket_path, _named(JSON_HANDLERS, known), json_deadline_s), parse_json)
     if ask_python:
-        as_pickle = _first_of(socket_path, PICKLE_HANDLERS, pickle_deadline_s)
+        asked = (
+            *PICKLE_HANDLERS,
+            *(f"{PICKLE_HANDLERS[0]}_{name}" for name in NAMED_BACKENDS if _TAKES_NAMES in known),
+        )
+        as_pickle = _of_all(_all_of(socket_path, asked, pickle_deadline_s), parse_pickle)
     else:
-        as_pickle = Result(None, PICKLE_HANDLERS[0], 0.0, missing="not asked, because the GIL is not free")
+        unasked = Result[bytes](None, PICKLE_HANDLERS[0], 0.0, missing="not asked, because the GIL is not free")
+        as_pickle = (unasked, None, unasked.missing)
+    record, note = (as_pickle[1], "") if as_pickle[1] is not None else (as_json[1], "without frames")
+    if record is not None:
+        how = (as_pickle if as_pickle[1] is not None else as_json)[0].how
+        return FlightCapture(Result(record, how, 0.0, note=note), as_json[0], as_pickle[0])
+    missing = "; ".join(dict.fromkeys(filter(None, (as_pickle[2], as_json[2]))))
+    return FlightCapture(Result(None, as_json[0].how, 0.0, missing=missing), as_json[0], as_pickle[0])
+
+
+_Read = tuple[Result[bytes], FlightRecord | None, str]
+
+
+def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRecord]) -> _Read:
+    """One dump of all answers, the record in it, and why there is none. A single recorder's dump is kept as it is."""
+    found: list[tuple[Result[bytes], FlightRecord]] = []
     reasons: list[str] = []
-    for raw, parse in ((as_pickle, parse_pickle), (as_json, parse_json)):
-        if raw.value is None:
+    for raw in answers:
+        data = raw.value
+        if data is None:
             reasons.append(raw.missing)
             continue
-        data = raw.value
-        record = attempt(raw.how, lambda parse=parse, data=data: parse(data))  # type: ignore[misc]
-        if record.value is not None and "dump_nccl" in raw.how and _is_empty(record.value):
+        record = attempt(raw.how, partial(parse, data))
+        if record.value is None:
+            reasons.append(record.missing)
+        elif _is_empty(record.value) and "dump_nccl" in raw.how:
             reasons.append(NCCL_ONLY)
-            if raw is as_json:
-                as_json = replace(as_json, note=NCCL_ONLY)
-            continue
-        if record.value is not None:
-            note = "" if parse is parse_pickle else "without frames"
-            return FlightCapture(Result(record.value, raw.how, record.duration_s, note=note), as_json, as_pickle)
-        reasons.append(record.missing)
-    missing = "; ".join(dict.fromkeys(reasons))
-    return FlightCapture(Result(None, as_json.how, 0.0, missing=missing), as_json, as_pickle)
+        else:
+            found.append((raw, record.value))
+    found = [one for one in found if one[1].entries] or found[:1]
+    if len(found) > 1:
+        whole = merged([one for _, one in found])
+        how = " and ".join(raw.how for raw, _ in found)
+        return Result(to_json(whole), how, sum(raw.duration_s for raw, _ in found)), whole, ""
+    if found:
+        return (*found[0], "")
+    silent = next((raw for raw in answers if raw.value is not None), answers[0])
+    reason = "; ".join(dict.fromkeys(reasons))
+    return (replace(silent, note=NCCL_ONLY) if NCCL_ONLY in reasons and silent.value else silent), None, reason
 
 
 def smallest_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | None:
@@ -72,15 +103,19 @@ def smallest_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | 
 
     It searches the text without decoding it: a full record has thousands of entries, and healthy jobs are asked too.
     """
-    text = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b""
-    found = {int(number) for number in _TIMEOUT_MS.findall(text)} - {0}
+    texts = _texts(socket_path, deadline_s)
+    found = {int(number) for text in texts for number in _TIMEOUT_MS.findall(text)} - {0}
     return min(found) / 1000 if found else None
 
 
 def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
-    """The number of the newest recorded entry, without the rank's GIL; it grows with every collective."""
-    text = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b""
-    return max(map(int, _RECORD_ID.findall(text)), default=None)
+    """The number of the newest recorded entry, of all recorders together, without the rank's GIL.
+
+    It grows with every collective.
+    """
+    newest = [max(map(int, _RECORD_ID.findall(text)), default=None) for text in _texts(socket_path, deadline_s)]
+    known = [number for number in newest if number is not None]
+    return sum(known) if known else None
 
 
 class _Arrival(msgspec.Struct):
@@ -99,27 +134,46 @@ def arrivals_of(socket_path: str, *, deadline_s: float = 2.0) -> dict[tuple[str,
 
     Empty if unknown. It decodes only the four necessary fields, because healthy jobs are asked too.
     """
-    answer = _first_of(socket_path, JSON_HANDLERS, deadline_s).value or b"{}"
-    try:
-        entries = msgspec.json.decode(answer, type=_Arrivals).entries
-    except msgspec.DecodeError:
-        return {}  # another version's format
-    return {
-        (entry.process_group[0], entry.collective_seq_id): entry.time_created_ns
-        for entry in entries
-        if entry.process_group and entry.time_created_ns and not entry.is_p2p
-    }
+    found: dict[tuple[str, int], int] = {}
+    for answer in _texts(socket_path, deadline_s):
+        try:
+            entries = msgspec.json.decode(answer, type=_Arrivals).entries
+        except msgspec.DecodeError:
+            continue  # another version's format
+        for entry in entries:
+            if entry.process_group and entry.time_created_ns and not entry.is_p2p:
+                found.setdefault((entry.process_group[0], entry.collective_seq_id), entry.time_created_ns)
+    return found
 
 
-def _first_of(socket_path: str, handlers: tuple[str, ...], deadline_s: float) -> Result[bytes]:
-    """The answer of the first handler that this torch has."""
-    result: Result[bytes] | None = None
+def _texts(socket_path: str, deadline_s: float) -> list[bytes]:
+    """The JSON of each recorder that the rank has."""
+    asked = _named(JSON_HANDLERS, _handlers(socket_path, deadline_s))
+    return [one.value for one in _all_of(socket_path, asked, deadline_s) if one.value is not None]
+
+
+def _handlers(socket_path: str, deadline_s: float) -> str:
+    """The server's own list of its handlers, as text; empty where it does not answer."""
+    return (attempt("", lambda: names(socket_path, deadline_s=deadline_s)).value or b"").decode("latin-1")
+
+
+def _named(handlers: tuple[str, ...], known: str) -> tuple[str, ...]:
+    """With the default handler once more for each backend, where that takes names."""
+    return (*handlers, *(f"{handlers[0]}?backend={name}" for name in NAMED_BACKENDS if _TAKES_NAMES in known))
+
+
+def _all_of(socket_path: str, handlers: Sequence[str], deadline_s: float) -> list[Result[bytes]]:
+    """The answers of the handlers that this torch has; that of the first one, where it has none.
+
+    One that does not answer in time ends it: the others would not either.
+    """
+    results: list[Result[bytes]] = []
     for handler in handlers:
-        result = attempt(f"worker server: {handler}", partial(post, socket_path, handler, deadline_s=deadline_s))
-        if result.kind != "no handler":
-            return result
-    assert result is not None
-    return result
+        one = attempt(f"worker server: {handler}", partial(post, socket_path, handler, deadline_s=deadline_s))
+        results.append(one)
+        if one.value is None and one.kind != "no handler":
+            break
+    return [one for one in results if one.kind != "no handler"] or results[:1]
 
 
 def _is_empty(record: FlightRecord) -> bool:

@@ -6,7 +6,7 @@ Two looks some seconds apart show what moves; both stay in the bundle.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -49,11 +49,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """One process at one moment; ``state`` None: it is gone."""
+    """One process at one moment; ``state`` None: it is gone.
+
+    ``files``: the sizes of what it has open to read, where its main thread sleeps: it may be waiting for more.
+    """
 
     pid: int
     state: ProcessState | None
     stack: Result[StackSample]
+    files: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ def _process(pid: int, before: dict[int, ProcessState], deadline_s: float, nativ
     except CaptureError as error:
         return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
     stack = stacks.stack_of(pid, before.get(pid, state), deadline_s=deadline_s, native=native)
-    return ProcessLook(pid, state, stack)
+    return ProcessLook(pid, state, stack, proc.files_to_read(state))
 
 
 def evidence_of(looks: Sequence[Look], rank: int) -> tuple[ProcessEvidence | None, tuple[ProcessEvidence, ...]]:

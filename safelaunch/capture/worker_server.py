@@ -32,8 +32,18 @@ def post(socket_path: str, handler: str, *, deadline_s: float) -> bytes:
 
     Raises ``Unanswered`` (a ``CaptureError``).
     """
+    return _ask(socket_path, "POST", handler, deadline_s)
+
+
+def names(socket_path: str, *, deadline_s: float) -> bytes:
+    """The server's list of its handlers. Raises ``Unanswered``."""
+    return _ask(socket_path, "GET", "", deadline_s)
+
+
+def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> bytes:
     until = time.monotonic() + deadline_s
-    request = f"POST /handler/{handler} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    head = f"{method} /handler/{handler} HTTP/1.1\r\nHost: localhost\r\n"
+    request = f"{head}Content-Length: 0\r\nConnection: close\r\n\r\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.settimeout(_left(until))

@@ -14,6 +14,7 @@ Here the members of a batch get the state of their batch, and a block of collect
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -34,7 +35,112 @@ class Block(Collective, frozen=True):
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
-    return _with_distinct_groups({rank: settled(record) for rank, record in records.items()})
+    agreed = _without_contradictions(records)
+    apart = _with_distinct_backends({rank: _counted_by_group(record) for rank, record in agreed.items()})
+    return _with_distinct_groups({rank: _past_ends(settled(record)) for rank, record in apart.items()})
+
+
+def _without_contradictions(records: Mapping[int, FlightRecord]) -> Mapping[int, FlightRecord]:
+    """Without what single records say of a group's members, where more of the others say something else.
+
+    Groups of one name may differ (:func:`_with_distinct_groups`), but share no rank; and who records a group is in it.
+    """
+    said: dict[str, Counter[frozenset[int]]] = {}
+    for record in records.values():
+        for name, ranks in record.groups.items():
+            said.setdefault(name, Counter())[frozenset(ranks)] += 1
+    disputed = {name: counts for name, counts in said.items() if len(counts) > 1}
+    if not disputed:
+        return records
+
+    def is_doubtful(rank: int, name: str, mine: frozenset[int]) -> bool:
+        times = disputed[name][mine]
+        return any(count > times and (other & mine or rank in other) for other, count in disputed[name].items())
+
+    found = dict(records)
+    for rank, record in records.items():
+        wrong = {n for n in record.groups if n in disputed and is_doubtful(rank, n, frozenset(record.groups[n]))}
+        if wrong:
+            groups = {name: ranks for name, ranks in record.groups.items() if name not in wrong}
+            found[rank] = structs.replace(record, groups=groups)
+    return found
+
+
+def _with_distinct_backends(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:
+    """Where one group has called through two backends (``cpu:gloo,cuda:nccl2``), each is a group of its own.
+
+    Each backend counts for itself, and an operation of one never meets one of the other.
+    """
+    backends: dict[str, set[str]] = {}
+    for record in records.values():
+        for kind in Entries.of(record.entries).used().values():
+            if ":" in kind.op:
+                backends.setdefault(kind.group, set()).add(kind.op.partition(":")[0])
+    several = {group for group, names in backends.items() if len(names) > 1}
+    if not several:
+        return records
+    kinds = Kinds()
+
+    def renamed(kind: Collective) -> Collective:
+        backend, colon, _ = kind.op.partition(":")
+        return structs.replace(kind, group=f"{kind.group} ({backend})") if kind.group in several and colon else kind
+
+    def all_groups(record: FlightRecord) -> dict[str, tuple[int, ...]]:
+        more = {f"{g} ({b})": record.groups[g] for g in several & record.groups.keys() for b in sorted(backends[g])}
+        return {**record.groups, **more}
+
+    return {
+        rank: structs.replace(
+            record,
+            entries=Entries.of(record.entries).with_kinds(renamed, kinds),
+            groups=all_groups(record),
+            status={name: status for name, status in record.status.items() if name not in several},
+        )
+        for rank, record in records.items()
+    }
+
+
+def _counted_by_group(record: FlightRecord) -> FlightRecord:
+    """The record with numbers that count in each group, where it counts over all of them, as torchcomms does.
+
+    Such a number is the entry's own, from 0 on; c10d's starts with 1. Where the ring has wrapped, nobody knows how many
+    calls of each group it has lost.
+    """
+    ring = Entries.of(record.entries)
+    if not len(ring) or ring.seqs[0] != ring.record_ids[0] or any(ring.p2p_seqs):
+        return record
+    kinds = ring.used().values()
+    if list(ring.seqs) != list(ring.record_ids) or {kind.op.partition(":")[0] for kind in kinds} & {"gloo", ""}:
+        return record
+    if ring.record_ids[0] > 0:
+        return record
+    counts: Counter[tuple[str, bool]] = Counter()
+    found = []
+    for entry in ring:
+        is_p2p = entry.is_p2p or entry.op.rpartition(":")[2].startswith(("send", "recv"))
+        counts[entry.group, is_p2p] += 1
+        seq, p2p_seq = counts[entry.group, False], counts[entry.group, True]
+        found.append(structs.replace(entry, is_p2p=is_p2p, seq=seq, p2p_seq=p2p_seq))
+    return structs.replace(record, entries=Entries.of(found), status={})
+
+
+def _past_ends(record: FlightRecord) -> FlightRecord:
+    """The record in which what stands before a completed operation of ``nccl2`` in its group is completed, too.
+
+    A communicator works in order. The sends of a batch have no end of their own there, nor an entry that ends them.
+    """
+    ring = Entries.of(record.entries)
+    kinds = ring.used()
+    ends = {number for number, kind in kinds.items() if kind.op.startswith("nccl2:") and kind.completed}
+    left = {n for n, kind in kinds.items() if kind.op.startswith("nccl2:") and kind.is_p2p and not kind.completed}
+    if not ends or not left:
+        return record
+    last = {kinds[ring.kind_of[at]].group: at for at in ring.positions_of(ends)}
+    found = [
+        structs.replace(entry, completed=True) if ring.kind_of[at] in left and at < last.get(entry.group, -1) else entry
+        for at, entry in enumerate(ring)
+    ]
+    return structs.replace(record, entries=Entries.of(found))
 
 
 def _with_distinct_groups(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:

@@ -68,6 +68,11 @@ class Doubt(Enum):
     NO_MAJORITY = "others", 1, "No side has a majority: either may be at fault."
     EITHER_SIDE = "others", 1, "Calls that meet do not fit, and any of them may be the wrong one."
     MAY_BE_OWED = "others", 1, "What the rank waits for is a peer's to send or to make: either may be at fault."
+    NO_PATTERN = (
+        "others",
+        2,
+        "Several ranks went another way, and nothing sets them apart: each may have drawn for itself.",
+    )
     NO_WAIT_SHOWN = "others", 2, "Nothing shows that the other ranks wait for it."
 
     SAME_MOMENT = "others", 1, "Ranks of another node failed at the same moment, as far as clocks of two nodes tell."

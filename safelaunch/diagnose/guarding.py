@@ -2,12 +2,13 @@
 
 ``if rank == 0: dist.all_gather(...)`` is the commonest collective that peers never call, and ``if rank != 0: continue``
 the commonest that one leaves out. What other rules find is true without it; this says which line sends ranks which way.
-It never makes a finding surer.
+It never makes a finding surer. Where several ranks went another way and nothing sets
+them apart, it makes it less sure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from safelaunch.diagnose.doubts import Doubt
@@ -44,12 +45,47 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
     if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
         finding = replace(finding, cause="collective-mismatch")  # they are there by this, not as a loop has ended
     told = [one for one in found if one.kept][:_MOST]
+    if not told and finding.cause == "collective-mismatch" and _is_without_pattern(facts, finding):
+        finding = replace(finding, doubts=(*finding.doubts, Doubt.NO_PATTERN))
     claims, more = (tuple(_claim(one) for one in found if (one in told) is known) for known in (False, True))
     return replace(
         finding,
         summary=" ".join([finding.summary, *map(_sentence, told)]),
         claims=(*finding.claims[:1], *claims, *finding.claims[1:], *more),
         signs=finding.signs | {"guarded"} if found else finding.signs,
+    )
+
+
+def _is_without_pattern(facts: Facts, finding: Finding) -> bool:
+    """Several ranks at fault on one side, that are no group's, no node's, and in no order among all ranks.
+
+    A decision that each rank takes for itself (a draw, its own data) parts ranks so, and then no rank is wrong.
+    """
+    sides: dict[tuple[str, int], set[int]] = {}
+    for one in finding.culprits:
+        sides.setdefault((one.frame.file, one.frame.line) if one.frame else ("", 0), set()).add(one.rank)
+    if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
+        return False
+    return any(not has_pattern(facts, side) for side in sides.values())
+
+
+def has_pattern(facts: Facts, ranks: Set[int]) -> bool:
+    """Whether ``ranks`` or all others are one rank, the first or last ones, every k-th, a group's or a node's."""
+    world = facts.world
+    return any(len(side) < 2 or _is_set_apart(facts, side) for side in (ranks, world - ranks))
+
+
+def _is_set_apart(facts: Facts, ranks: Set[int]) -> bool:
+    first, last = min(ranks), max(ranks)
+    if last - first == len(ranks) - 1 and (first == 0 or last == max(facts.world)):
+        return True
+    step = (last - first) // (len(ranks) - 1)
+    if step > 1 and ranks == set(range(first % step, max(facts.world) + 1, step)):
+        return True
+    hosts = {facts.ranks[rank].evidence.host for rank in ranks if rank in facts.ranks} - {""}
+    groups = (record.groups.values() for record in facts.alignment.records.values())
+    return bool(hosts and ranks == {r for r, one in facts.ranks.items() if one.evidence.host in hosts}) or any(
+        ranks == set(members) for mine in groups for members in mine
     )
 
 

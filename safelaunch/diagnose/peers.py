@@ -15,7 +15,7 @@ from safelaunch.diagnose.collectives import Alignment, Signature, describe, numb
 from safelaunch.diagnose.conditions import Condition, View, record_claim
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.processes import Inside
-from safelaunch.model import Claim, Collective, Frame, RankEvidence
+from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 
@@ -116,9 +116,11 @@ def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
     seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
     if seen is not None and not wait.busy:
         entry = _entry_for(None, pending, view.user_frame, view.rank) if seen.kind == "collective" else None
-        return _from_entry(view.rank, entry, view) if entry else _from_stack(view, seen)
+        return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, seen), view)
     if pending and view.poll is not None and view.poll.of == "work":
         return _from_entry(view.rank, pending[0], view)
+    if not native and wait.kind == "lock" and not view.stack.called and _batch(view):
+        return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
     if not pending and wait.kind == "lock" and _backward_without_a_record(view):
         return _of_backward(view)
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
@@ -205,6 +207,26 @@ def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWai
     words = f"{wait.op} {'to' if target is not None else 'from'} rank {found.peer}"
     claim = view.stack_claim(f"{view.words} is in {words}{f', tag {call.tag}' if call.tag else ''}")
     return replace(found, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
+
+
+def _with_batch(wait: PeerWait, view: View) -> PeerWait:
+    """The same with the peer that the thread's batch (``batch_isend_irecv``) names, where it is the only one."""
+    op = calls.native_transfer(view.process.stacks, view.os_tid) if wait.kind == "p2p" else ""
+    mine = _batch(view)
+    ends = {(one.sends, one.peer, one.tag) for one in mine if not op or one.sends == (op == "send")}
+    if wait.kind != "p2p" or len(ends) != 1:
+        return wait
+    ((sends, peer, tag),) = ends
+    words = f"{'isend to' if sends else 'irecv from'} rank {peer}"
+    batch = ", ".join(f"{'to' if one.sends else 'from'} rank {one.peer}" for one in mine[:8])
+    claim = Claim(f"{view.words} waits for its {words}; its batch goes {batch}", f"ranks/{view.rank.rank}/rank.json")
+    told = replace(wait, op=words.split()[0], words=wait.words.replace(wait.op, words, 1), tag=tag)
+    return replace(told, target=peer if sends else None, source=None if sends else peer, claims=(*wait.claims, claim))
+
+
+def _batch(view: View) -> list[Posted]:
+    """The sends and receives of the batch that the thread is at."""
+    return [one for one in view.rank.gil.posted if view.thread is not None and one.thread == view.thread.ident]
 
 
 def _of_group(group: str | None, rank: int | None, alignment: Alignment) -> int | None:

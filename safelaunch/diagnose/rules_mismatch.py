@@ -429,8 +429,18 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
 
 def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
     """rank → the root that it names in the call, of those that wait in the same one."""
-    there = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None and one.wait.key == wait.key}
+    there = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None and _is_in(one, wait)}
     return {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
+
+
+def _is_in(one: RankFacts, wait: PeerWait) -> bool:
+    """It waits in the same call; lists of objects take two, first of their sizes, from one line and with one root."""
+    mine = one.wait
+    if mine is None or mine.key == wait.key:
+        return mine is not None
+    same = (mine.group, mine.seq, mine.op, mine.frame) == (wait.group, (wait.seq or 0) + 1, wait.op, wait.frame)
+    view = view_of(one.evidence) if same else None
+    return view is not None and calls.passes_objects(view.stack)
 
 
 def _root_of(wait: PeerWait) -> int | None:
@@ -443,11 +453,13 @@ def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Fin
     for rank, root in sources.items():
         by_root.setdefault((root,), []).append(rank)
     odd, majority = vote(by_root)
+    silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources)
+    surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
     parts = [f"rank {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
     text = f"The root of {wait.words}, number {wait.seq} of group {wait.group!r}, is {' and '.join(parts)}."
     return Finding(
         "collective-mismatch",
-        () if majority else (Doubt.NO_MAJORITY,),
+        () if surely else (Doubt.NO_MAJORITY,),
         text,
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
         tuple(Claim(f"rank {r} names rank {sources[r]} as the root", f"ranks/{r}/stack.txt") for r in sources)[:8]

@@ -350,12 +350,25 @@ class HandledException(Record, frozen=True):
     frames: tuple[Frame, ...] = ()
 
 
+class Posted(Record, frozen=True):
+    """A send to ``peer``, or a receive from it, of the batch (``P2POp``) that a thread is at.
+
+    ``thread``: Python's own number of it.
+    """
+
+    thread: int
+    sends: bool
+    peer: int
+    tag: int = 0
+
+
 class GilTest(Record, frozen=True):
     """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
 
     None: not sent, or the server was not up. ``ping`` True and ``python`` False means that a thread holds the GIL.
     The Python handler tells of more: ``handling``; ``groups``, the ranks of each process group that the rank is in, by
-    its name; ``groups_made``: how many the rank has made, with those that it is not in.
+    its name; ``groups_made``: how many the rank has made, with those that it is not in; ``posted``: the sends and
+    receives of the batches that threads are at.
     """
 
     ping: bool | None = None
@@ -363,6 +376,7 @@ class GilTest(Record, frozen=True):
     handling: tuple[HandledException, ...] = ()
     groups: dict[str, tuple[int, ...]] = {}
     groups_made: int | None = None
+    posted: tuple[Posted, ...] = ()
 
 
 class RankEvidence(Record, frozen=True):

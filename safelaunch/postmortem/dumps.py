@@ -83,7 +83,8 @@ def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
         try:
             data = read_limited(path)
             parse = flight_dump.parse_json if data[:1] == b"{" else flight_dump.parse_pickle
-            yield parse(data, shared)
+            record = parse(data, shared)
+            yield CONTRADICTS if flight_dump.contradicts_itself(record) else record
         except (Unreadable, CaptureError) as error:
             yield error.message
 
@@ -99,12 +100,21 @@ class _Dump:
         entries = Entries.of(self.record.entries)
         return any(kind.frames for kind in entries.used().values()), len(entries)
 
+    @property
+    def backends(self) -> frozenset[str]:
+        kinds = Entries.of(self.record.entries).used().values()
+        return frozenset(flight_dump.backend_of(kind.op) for kind in kinds) - {""}
+
+
+CONTRADICTS = "its collectives are not numbered as torch does: some have no number, or that of an earlier one"
+TOGETHER_S = 600.0  # between the dumps of one rank's recorders
+
 
 def _of_one_job(jobs: dict[str, dict[int, _Dump]], failed: Mapping[str, int]) -> tuple[dict[int, _Dump], list[str]]:
     """The dumps by rank, and those that were skipped: another job's, or an earlier attempt's, with the same ranks.
 
     The prefix with the most files counts (``failed``: unreadable files per prefix), or the newest of several. Prefixes
-    with other ranks (one name per node) join it.
+    with other ranks (one name per node) join it, and so do those of other backends, which have recorders of their own.
     """
 
     def weight(prefix: str) -> tuple[int, float]:
@@ -116,13 +126,26 @@ def _of_one_job(jobs: dict[str, dict[int, _Dump]], failed: Mapping[str, int]) ->
     passed_over = []
     for prefix in order:
         here = jobs[prefix]
-        if chosen.keys() & here.keys():
+        both = chosen.keys() & here.keys()
+        if both and all(_of_other_backends(chosen[rank], here[rank]) for rank in both):
+            chosen.update({rank: _together(chosen[rank], one) if rank in both else one for rank, one in here.items()})
+        elif both:
             names = sorted(one.name for one in here.values())
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             passed_over.append(f"{names[0]}{more}: ignored, because other dumps here have the same ranks")
         else:
             chosen.update(here)
     return dict(sorted(chosen.items())), passed_over
+
+
+def _of_other_backends(one: _Dump, other: _Dump) -> bool:
+    """Dumps of one rank from about one moment, of which none holds an operation of the other's backends."""
+    backends = one.backends & other.backends
+    return not backends and bool(one.backends and other.backends) and abs(one.modified - other.modified) < TOGETHER_S
+
+
+def _together(one: _Dump, other: _Dump) -> _Dump:
+    return _Dump(one.name, flight_dump.merged([one.record, other.record]), one.modified)
 
 
 def _modified(path: Path) -> float:

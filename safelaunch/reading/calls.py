@@ -75,6 +75,11 @@ def under_c10d(stack: Stack) -> bool:
     return any(_in(f, *_C10D_FILES) for f in stack.called)
 
 
+def passes_objects(stack: Stack) -> bool:
+    """``broadcast_object_list`` and its like, which call a collective for the sizes and one for the objects."""
+    return any(_in(f, _C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
+
+
 def in_torch(stack: Stack) -> bool:
     """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
     inner = stack.called
@@ -279,6 +284,11 @@ _PEER_WAITS = {
 def native_peer_wait(samples: Iterable[StackSample], os_tid: int | None) -> TorchWait | None:
     """The wait for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line."""
     return _PEER_WAITS.get(native_wait(samples, os_tid))
+
+
+def native_transfer(samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``"send"`` or ``"recv"``: of these two, the one that the C frames of a thread wait for."""
+    return _native(samples, os_tid, (("send", ("SendWork",)), ("recv", ("RecvWork",))))
 
 
 def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,12 +97,14 @@ def native_where_it_tells(looks: Looks) -> Looks:
 def _is_unclear(look: RankLook | None) -> bool:
     from safelaunch.reading.calls import torch_wait
     from safelaunch.reading.frames import Stack
+    from safelaunch.reading.kernel import kind_of
 
     main = look.main if look is not None else None
     if main is None or main.state is None or main.stack.value is None:
         return False
     kernel, thread = main.state.main_thread, main.stack.value.main_thread
-    rests = kernel is not None and kernel.state == "S" and kernel.syscall_name in ("futex", "")
+    # A stack reader that stopped a wait with a time limit leaves ``restart_syscall`` behind.
+    rests = kernel is not None and kernel.state == "S" and (kind_of(kernel) == "lock" or not kernel.syscall_name)
     polls = any(lock.pid != main.pid for lock in main.state.locks)  # or sleeps beside a file that somebody has locked
     return (rests or polls) and thread is not None and torch_wait(Stack(thread.frames)) is None
 
@@ -112,6 +115,7 @@ LEAST_S, MOST_S = 6.0, 15.0
 PART = 0.75  # of the threshold
 SETTLE_S = 0.5  # the previous look stopped and continued them
 EVERY_S = 0.5
+STEADILY = 3  # times
 
 
 class Patience:
@@ -121,11 +125,22 @@ class Patience:
     it wakes up: a worker stuck in a lock, a read or an endless sleep is not scheduled once. Nothing attaches to the
     processes here, so one that is scheduled woke up by itself. This also tells a rank that polls a computing child from
     one stuck in a sleep beside such a child.
+
+    ``receiving``: processes that move if they wake up ``STEADILY``, not once: a signal may wake up who waits in vain.
     """
 
-    def __init__(self, pids: Sequence[int], threshold_s: float, now: float, *, most_s: float = MOST_S) -> None:
-        self._pids = tuple(pids)
-        self._before: Mapping[int, int] | None = None
+    def __init__(
+        self,
+        pids: Sequence[int],
+        threshold_s: float,
+        now: float,
+        *,
+        most_s: float = MOST_S,
+        receiving: Sequence[int] = (),
+    ) -> None:
+        self._least = {**dict.fromkeys(receiving, STEADILY), **dict.fromkeys(pids, 1)}
+        self._seen: dict[int, int] = {}
+        self._changes: Counter[int] = Counter()
         self._next_s = now + SETTLE_S
         self._until_s = self._next_s + min(most_s, max(LEAST_S, PART * threshold_s))
 
@@ -134,9 +149,10 @@ class Patience:
         if now < self._next_s:
             return None
         self._next_s = now + EVERY_S
-        seen = {pid: times_scheduled(pid) for pid in self._pids}
-        if self._before is None:
-            self._before = seen
-        elif seen != self._before:
-            return "active"
+        for pid, least in self._least.items():
+            times = times_scheduled(pid)
+            self._changes[pid] += self._seen.setdefault(pid, times) != times
+            self._seen[pid] = times
+            if self._changes[pid] >= least:
+                return "active"
         return "still" if now >= self._until_s else None

@@ -444,13 +444,14 @@ class StallCase:
         judged = movement.judge(looks.taken[-2], looks.taken[-1], _outputs(), without_steps=without_steps)
         return "active" if judged == "still" and looks.collectives_moved else judged
 
-    @staticmethod
-    def _patience(suspicion: _Suspicion, looks: Looks, now: float) -> Patience | None:
+    def _patience(self, suspicion: _Suspicion, looks: Looks, now: float) -> Patience | None:
         from safelaunch.watch import movement
 
         before, after = looks.taken[-2:]
         pids = (*movement.working_workers(after), *movement.perhaps_polling(before, after))
-        return Patience(pids, suspicion.threshold.seconds, now) if pids else None
+        # A limit that the user set holds: whoever receives a line now and then has had its time.
+        receiving = movement.perhaps_receiving(after) if self._watch.learns else ()
+        return Patience(pids, suspicion.threshold.seconds, now, receiving=receiving) if pids or receiving else None
 
     @staticmethod
     def _say_hang(stall: Stall, now: float) -> None:

@@ -98,6 +98,11 @@ class Watch:
         if now - mark_s >= min(self._bounds.floor_s, self.cap_s or self._bounds.floor_s):
             self._use(self.threshold())
 
+    @property
+    def learns(self) -> bool:
+        """Whether the threshold between steps is learned, not set."""
+        return self._bounds is not None
+
     def threshold(self) -> rhythm.Threshold:
         """How long the job may currently go without a step, and why."""
         if self._bounds is None:

@@ -188,7 +188,8 @@ def working_workers(look: Look) -> tuple[int, ...]:
 
 
 def perhaps_polling(before: Look, after: Look) -> tuple[int, ...]:
-    """The pids of the ranks that sleep while a child of theirs computes: ``while child.poll() is None: sleep(1)``.
+    """The pids of the ranks that sleep while what they may ask for moves: a child of theirs computes
+    (``while child.poll() is None: sleep(1)``), or a file that they read grows.
 
     One that polls wakes up, and one that is stuck in a sleep does not: that is for the caller to see.
     """
@@ -196,8 +197,28 @@ def perhaps_polling(before: Look, after: Look) -> tuple[int, ...]:
     for number, rank in after.ranks.items():
         kernel = rank.main.state.main_thread if rank.main is not None and rank.main.state is not None else None
         earlier = before.ranks.get(number)
-        asleep = kernel is not None and kind_of(kernel) == "sleep"
-        if rank.main is not None and earlier is not None and asleep and _children(earlier, rank) == "active":
+        asleep = kernel is not None and kind_of(kernel) in ("sleep", "select")
+        if rank.main is None or earlier is None or earlier.main is None or not asleep:
+            continue
+        if _children(earlier, rank) == "active" or _file_changed(earlier.main, rank.main):
+            found.append(rank.main.pid)
+    return tuple(found)
+
+
+def _file_changed(before: ProcessLook, after: ProcessLook) -> bool:
+    return any(before.files.get(name, size) != size for name, size in after.files.items())
+
+
+def perhaps_receiving(look: Look) -> tuple[int, ...]:
+    """The pids of the ranks whose main thread waits for something to arrive, or for a disk.
+
+    What arrives in small pieces moves nothing else: a line each second costs no CPU. It wakes the thread up, again and
+    again; one that is stuck there is never given a core: that is for the caller to see.
+    """
+    found: list[int] = []
+    for rank in look.ranks.values():
+        kernel = rank.main.state.main_thread if rank.main is not None and rank.main.state is not None else None
+        if rank.main is not None and kernel is not None and (kernel.state == "D" or kind_of(kernel) == "io"):
             found.append(rank.main.pid)
     return tuple(found)
 
@@ -263,6 +284,13 @@ def _is_runnable(before: ThreadState, after: ThreadState, elapsed_ms: float, thr
     return after.queued_ms - before.queued_ms > QUEUED_SHARE * elapsed_ms
 
 
+def _came_back(before: ThreadState, after: ThreadState) -> bool:
+    """Whether a thread that each look found in D was out of it in between: no stack reader wakes it up there."""
+    if before.slices is None or after.slices is None or not before.state == after.state == "D":
+        return False
+    return after.slices > before.slices
+
+
 def _received(before: ThreadState, after: ThreadState) -> bool:
     """Whether something has arrived for a thread that is in a call without a time limit, or runs, in each look."""
     if before.slices is None or after.slices is None or before.ends_s is not None or after.ends_s is not None:
@@ -275,7 +303,9 @@ def _received(before: ThreadState, after: ThreadState) -> bool:
 
 
 def _thread_moved(before: ThreadState, after: ThreadState, elapsed_ms: float, least: _Least) -> bool:
-    if after.cpu_ms - before.cpu_ms > max(least.cpu_share * elapsed_ms, 20) or _received(before, after):
+    if after.cpu_ms - before.cpu_ms > max(least.cpu_share * elapsed_ms, 20):
+        return True
+    if _received(before, after) or _came_back(before, after):
         return True
     if before.io_bytes is None or after.io_bytes is None:
         return False

@@ -16,6 +16,7 @@ from pathlib import Path
 from jobs import PROGRAMS, Job, Result
 
 SCRIPT = PROGRAMS / "rhythms.py"
+EVERYDAY = PROGRAMS / "everyday.py"
 FLOOR_S = 5
 STOPPED_S = 9.0
 
@@ -32,6 +33,7 @@ class Healthy:
     more: tuple[str, ...] = ()
     own: tuple[str, ...] = (f"--stall-floor={FLOOR_S}",)
     meanwhile: Callable[[Sequence[Job]], None] | None = None
+    script: Path = SCRIPT
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,36 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("suspended with the watch", meanwhile=suspend_everything, steps=250),
 )
 
+
+def _everyday(name: str, how: str, starved: str = "", ranks: int = 2) -> Healthy:
+    more = (f"--starved={starved}",) if starved else ()
+    return Healthy(f"{name}{', ' + starved if starved else ''}", how, ranks, more=more, script=EVERYDAY)
+
+
+HEALTHY += (
+    _everyday("saves in a thread", "async-checkpoint", "nice"),
+    _everyday("others poll for the evaluation", "polled-evaluation", ranks=3),
+    _everyday("a large file", "large-file"),
+    _everyday("uneven inputs under Join", "uneven-join", ranks=3),
+    _everyday("a tokenizer, a line a second", "tokenizer"),
+    _everyday("a pipe, a line a second", "slow-pipe"),
+    _everyday("a file that grows", "growing-file"),
+    _everyday("a slow first batch", "first-batch", "nice"),
+    _everyday("a new loader each epoch", "new-loader", "crowd"),
+    _everyday("a mapped file", "mapped-file", "quota"),
+    _everyday("accumulation without sync", "no-sync"),
+    _everyday("training in a thread", "thread", "nice"),
+    _everyday("sleeps to throttle", "throttle", ranks=4),
+    _everyday("a learning rate finder", "rate-finder", "crowd"),
+    _everyday("compiles in a pool", "pool"),
+    _everyday("an event loop", "event-loop", "quota"),
+    _everyday("a timer's signals", "timer"),
+    _everyday("objects", "objects", ranks=4),
+    _everyday("sockets between ranks", "sockets", "crowd", ranks=3),
+    _everyday("a key of the store", "key"),
+    _everyday("a sweep in one process", "sweep"),
+)
+
 _WAYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sleep", ("stuck-in-user-code",)),
     ("lock", ("lock-deadlock",)),
@@ -163,7 +195,7 @@ FROZEN: tuple[Frozen, ...] = (
 def run_healthy(case: Healthy, scratch: Path) -> list[str]:
     """Runs a healthy job. Returns what went wrong; empty if safelaunch left it alone."""
     mine = [*script_of(case), f"--scratch={scratch}"]
-    with Job([*case.own, f"--nproc-per-node={case.ranks}", SCRIPT, *mine], scratch) as job:
+    with Job([*case.own, f"--nproc-per-node={case.ranks}", case.script, *mine], scratch) as job:
         if case.meanwhile is not None:
             case.meanwhile([job])
         result = job.wait(300.0)
@@ -190,6 +222,8 @@ def run_frozen(case: Frozen, scratch: Path) -> tuple[list[str], Result]:
 
 def script_of(case: Healthy | Frozen) -> list[str]:
     """The script's arguments."""
+    if isinstance(case, Healthy) and case.script == EVERYDAY:
+        return [f"--how={case.how}", *case.more]
     if isinstance(case, Healthy):
         return [f"--how={case.how}", f"--steps={case.steps}", f"--length={case.length}", *case.more]
     mine = [f"--how={case.how}", f"--freeze={case.freeze}", f"--culprit={case.culprit}", f"--after={case.after}"]

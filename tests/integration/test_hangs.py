@@ -25,7 +25,11 @@ CASES = [
         specimen,
         (SEED + number) % specimen.ranks,
         id=f"{specimen.name}-{(SEED + number) % specimen.ranks}",
-        marks=[pytest.mark.quick] if specimen.name in QUICK else [pytest.mark.rare] if (SEED + number) % 4 else [],
+        marks=[pytest.mark.quick]
+        if specimen.name in QUICK
+        else [pytest.mark.rare]
+        if specimen.rare or (SEED + number) % 4
+        else [],
     )
     for number, specimen in enumerate(zoo.SPECIMENS)
 ]

@@ -38,6 +38,10 @@ def the_others(rank: int, world: int) -> set[int]:
     return set(range(world)) - {rank}
 
 
+def with_the_one_before(rank: int, world: int) -> set[int]:
+    return {rank, (rank - 1) % world}
+
+
 def everybody(rank: int, world: int) -> set[int]:
     return set(range(world))
 
@@ -51,7 +55,7 @@ class Specimen:
     """One class of hang. ``process``: prefix of the culprit's process name. ``line`` False: no fixed line.
 
     ``more``: further options of the program. ``needs``: a required program. ``python``: the oldest version that detects
-    the hang. ``recorder``: only gloo's Flight Recorder tells it from other hangs.
+    the hang. ``recorder``: only gloo's Flight Recorder tells it from other hangs. ``rare``: another shape of a class.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Specimen:
     python: tuple[int, int] = (3, 10)
     more: tuple[str, ...] = ()
     recorder: bool = False
+    rare: bool = False
 
     @property
     def script(self) -> Path:
@@ -148,6 +153,16 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("swallowed", "swallowed", "skip", "swallowed-exception", 3, more=_SHORT, python=(3, 12)),
     Specimen("swallowed-of-two", "swallowed", "skip", "swallowed-exception", more=_SHORT, python=(3, 12)),
     Specimen("swallowed-end", "swallowed", "leave", "swallowed-exception", 3, python=(3, 12)),
+    Specimen("thread-mismatch", "parted", "trainer", "collective-mismatch", 4, rare=True),
+    Specimen("thread-future", "parted", "future", "lock-deadlock", rare=True),
+    Specimen("loop-barrier", "parted", "loop-barrier", "collective-mismatch", 3, rare=True),
+    Specimen("loop-break", "parted", "loop-break", "collective-mismatch", 4, rare=True, line=False),
+    Specimen("guard-tuple", "parted", "guard-tuple", "collective-mismatch", 5, culprits=with_neighbour, rare=True),
+    Specimen("guard-return", "parted", "guard-return", "collective-mismatch", 3, rare=True),
+    Specimen(
+        "batch-ring", "parted", "ring", "collective-mismatch", 4, culprits=with_the_one_before, line=False, rare=True
+    ),
+    Specimen("object-roots", "parted", "object-roots", "collective-mismatch", 4, rare=True),
     Specimen("symmetric", "symmetric", "", "no-rank-stands-out", culprits=nobody, line=False),
 )
 BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}

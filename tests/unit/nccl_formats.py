@@ -1,4 +1,5 @@
-"""Writes Flight Recorder dumps of NCCL jobs in the formats of torch 2.5 to 2.13, as ``ProcessGroupNCCL`` records them.
+"""Writes Flight Recorder dumps of NCCL jobs in the formats of torch 2.5 to 2.13, as ``ProcessGroupNCCL`` records them,
+and in those of torch 2.15's ``nccl2`` and of torchcomms.
 
 A test lists a rank's calls in order, each with its state at the time of the dump. These properties follow the recorder
 and the process group of those versions:
@@ -261,6 +262,61 @@ class Recorder:
         ]
         status = {key: {k: str(v) for k, v in numbers.items()} for key, numbers in dump["pg_status"].items()}
         return json.dumps({**dump, "entries": entries, "pg_status": status}).encode()
+
+
+class Hooked(Recorder):
+    """The recorder of one backend as torch 2.15 keeps it: c10d's hooks write it around each call of the process group.
+
+    - Each send and receive has a number of its own, those of a batch as well. What was coalesced is one call with its
+      own name; nothing marks the end of a batch, and the sends in it are never seen to end.
+    - Starts are never seen; an end is, where the work has succeeded. What timed out stays as it was.
+    - ``pg_status`` counts operations of both kinds, and the rank's own numbers of groups are those of all backends.
+    """
+
+    def __init__(
+        self, rank: int, groups: Mapping[str, Sequence[int]], backend: str = "nccl2", *, number: int = 0
+    ) -> None:
+        super().__init__(rank, groups, Format("2.15", "2.10", threads=True), timing=False)
+        self.backend = backend
+        for group in self.groups.values():
+            group.number += number
+
+    def batch(
+        self, ops: Sequence[Op], state: State | None = "completed", *, group: str = "0", line: int = 70
+    ) -> Hooked:
+        for op in ops:
+            self._transfer(op.name, op.peer, "scheduled", group=group, size=op.size, dtype=op.dtype, line=line)
+        return self
+
+    def _work(self, group: str, name: str, state: State, *rest: Any, **more: Any) -> None:
+        super()._work(group, name, "scheduled" if state != "completed" else state, *rest, **more)
+        entry, mine = self.entries[-1], self.groups[group]
+        entry["profiling_name"] = f"{self.backend}:{name.partition(':')[2]}"
+        entry["time_discovered_started_ns"] = entry["time_discovered_completed_ns"]
+        mine.status["last_enqueued_collective"] = mine.ops
+        if state == "completed":
+            mine.status["last_completed_collective"] = mine.ops
+
+
+class TorchComms(Recorder):
+    """As torchcomms writes it: one number for all calls of a rank, from 0 on, whatever their group; sends are no
+    different from collectives, except by name."""
+
+    def __init__(self, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(rank, groups, Format("torchcomms", "2.10", threads=True), timing=False)
+
+    def dump(self, window: int = 2000) -> dict[str, Any]:
+        entries = [
+            {
+                **entry,
+                "profiling_name": entry["profiling_name"].replace("nccl:", "ncclx:"),
+                "collective_seq_id": number,
+                "p2p_seq_id": 0,
+                "is_p2p": False,
+            }
+            for number, entry in enumerate(self.entries)
+        ]
+        return {**super().dump(window), "entries": entries[-window:]}
 
 
 def _frames(name: str, line: int) -> list[dict[str, Any]]:

@@ -8,13 +8,16 @@ Recorder and the stacks would show of that is the evidence.
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from evidence import C10D, LOGGER, at, in_c10d, in_user, job, rank
+from evidence import C10D, LOGGER, STDLIB, at, in_c10d, in_user, job, rank
+from msgspec import structs
 
-from safelaunch.model import Collective, Evidence, FlightRecord, Frame
+from safelaunch.model import Collective, Evidence, FlightRecord, Frame, RankEvidence
 
 MODULE_LINE = 100
 
@@ -135,6 +138,143 @@ def inject(programs: dict[int, list[Call]], fault: Fault) -> dict[int, list[Call
     return {**programs, fault.rank: calls}
 
 
+MORE_KINDS = ("retry", "members", "random")
+
+
+def plant(
+    layout: Layout, programs: dict[int, list[Call]], fault: Fault, dice: random.Random
+) -> tuple[dict[int, list[Call]], frozenset[int]] | None:
+    """The programs with a fault of ``MORE_KINDS`` in them, and who is at fault; None where it makes no difference.
+
+    ``retry``: the rank makes the calls of a whole round twice. ``members``: it and the others of one of its groups
+    leave out the next call of everybody. ``random``: ranks draw for themselves whether they make a further call of
+    everybody, so nobody in particular is at fault.
+    """
+    calls = programs[fault.rank]
+    if fault.kind == "retry":
+        here = calls[fault.index]
+        again = next((n for n in range(fault.index + 1, len(calls)) if calls[n] == here), None)
+        if again is None:
+            return None
+        changed = [*calls[:again], *calls[fault.index : again], *calls[again:]]
+        return {**programs, fault.rank: changed}, frozenset([fault.rank])
+    groups = layout.groups()
+    mine = [groups[name] for name in layout.of_rank(fault.rank).values() if 2 * len(groups[name]) < layout.world]
+    common = [n for n in range(len(calls)) if calls[n].group == "0" and n >= fault.index]
+    if not common or (fault.kind == "members" and not mine) or (fault.kind == "random" and layout.world in (1, 3)):
+        return None
+    nth = sum(call.group == "0" for call in calls[: common[0]])
+    most = max(1, layout.world - 2)
+    drawn = dice.sample(range(layout.world), dice.randint(min(2, most), most)) if fault.kind == "random" else None
+    changed_of = {}
+    for number in drawn if drawn is not None else dice.choice(mine):
+        theirs = list(programs[number])
+        at = [n for n in range(len(theirs)) if theirs[n].group == "0"][nth]
+        if drawn is None:
+            del theirs[at]
+        else:
+            theirs.insert(at, Call("0", "all_reduce", 8, 91))
+        changed_of[number] = theirs
+    return {**programs, **changed_of}, frozenset(changed_of if drawn is None else ())
+
+
+SIDE_LINE, JOIN_LINE = 70, 95
+SIDE_KINDS = ("side thread", "main thread", "race")
+
+
+def threaded(layout: Layout, kind: str, dice: random.Random) -> tuple[frozenset[int], Evidence]:
+    """A job whose ranks call from a second thread as well, in a group of its own or, in a ``race``, in everybody's.
+
+    ``side thread``: one does not come to its next call there, and all main threads wait for theirs to end. ``main
+    thread``: one rank's does not come. ``race``: on some ranks the threads came in another order; nobody is at fault.
+    """
+    world, steps = layout.world, dice.randint(3, 9)
+    odd = dice.randrange(world)
+    swapped = set(dice.sample(range(world), dice.randint(1, world - 1))) if kind == "race" else set()
+    group = "0" if kind == "race" else "side"
+    ranks = []
+    for number in range(world):
+        made: list[tuple[str, str, int, int]] = []  # group, operation, line, thread
+        for _ in range(steps):
+            made += [("0", "all_reduce", 10, 1), ("0", "all_reduce", 11, 1)]
+            at = len(made) if kind == "race" else dice.randint(max(0, len(made) - 3), len(made))
+            made.insert(at, (group, "all_gather", SIDE_LINE, 2))
+        last = [("0", "all_reduce", 10, 1), (group, "all_gather", SIDE_LINE, 2)]
+        if number in swapped:
+            last.reverse()
+        if kind == "side thread":
+            last = last[1:] if number != odd else []
+        elif kind == "main thread":
+            last = last[:1] if number != odd else []
+        ranks.append(_threaded_rank(number, made, last, kind, group, world))
+    return frozenset() if kind == "race" else frozenset([odd]), job(*ranks)
+
+
+def _threaded_rank(
+    number: int,
+    made: list[tuple[str, str, int, int]],
+    last: list[tuple[str, str, int, int]],
+    kind: str,
+    group: str,
+    world: int,
+) -> RankEvidence:
+    seqs: Counter[str] = Counter()
+    entries = []
+    for place, (of, op, line, thread) in enumerate([*made, *last]):
+        seqs[of] += 1
+        frames = (Frame(C10D, 3245, op), Frame(LOGGER, 83, "wrapper"), *_begin(thread, line))
+        entries.append(
+            Collective(
+                group=of,
+                seq=seqs[of],
+                op=f"gloo:{op}",
+                completed=place < len(made),
+                state="scheduled",
+                description="default_pg" if of == "0" else "undefined",
+                record_id=place,
+                input_sizes=((16 * thread,),),
+                input_dtypes=("Float",),
+                frames=frames,
+                thread=thread,
+            )
+        )
+    pending = {thread: (op, line) for _, op, line, thread in last}
+    lib = (
+        Frame(f"{STDLIB}/threading.py", 1, "Thread._wait_for_tstate_lock"),
+        Frame(f"{STDLIB}/threading.py", 1, "Thread.join"),
+    )
+    queue = (Frame(f"{STDLIB}/threading.py", 1, "Condition.wait"), Frame(f"{STDLIB}/queue.py", 1, "Queue.get"))
+    if 1 in pending:
+        main, kernel = (
+            (Frame(C10D, 3252, pending[1][0]), Frame(LOGGER, 83, "wrapper"), *_begin(1, pending[1][1])),
+            "futex",
+        )
+    elif kind == "side thread":
+        main, kernel = (*lib, *_begin(1, JOIN_LINE)), "futex"
+    else:
+        main, kernel = _begin(1, 7), "sleep"
+    if 2 in pending:
+        side = ((Frame(C10D, 3252, pending[2][0]), Frame(LOGGER, 83, "wrapper"), *_begin(2, pending[2][1])), "futex")
+    elif kind == "side thread":
+        side = (_begin(2, 8), "sleep")
+    else:
+        side = ((*queue, *_begin(2, 69)), "futex")
+    flight = FlightRecord("2.10", tuple(entries), {"0": tuple(range(world)), group: tuple(range(world))})
+    made_of = rank(number, main, kernel, flight=flight, step=None, threads=[("metrics", *side)])
+    assert made_of.main is not None
+    stacks = tuple(
+        structs.replace(sample, threads=tuple(structs.replace(one, ident=n) for n, one in enumerate(sample.threads, 1)))
+        for sample in made_of.main.stacks
+    )
+    return structs.replace(made_of, main=structs.replace(made_of.main, stacks=stacks))
+
+
+def _begin(thread: int, line: int) -> tuple[Frame, ...]:
+    if thread == 1:
+        return (at(line), at(MODULE_LINE, "<module>"))
+    return (at(line, "report"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
+
+
 @dataclass
 class _Rank:
     position: int = 0
@@ -188,11 +328,14 @@ def evidence_of(
     stacks: bool = True,
     frames: bool = True,
     ahead: int = 0,
+    polled: bool = False,
+    backend: str = "nccl",
 ) -> Evidence:
     """What would be captured: stacks, unless the dumps are all there is, and the last ``window(rank)`` entries.
 
     ``frames`` False: as in JSON dumps, entries without them. ``ahead``: how many calls behind the one in which it waits
-    each rank's CPU has queued; nothing tells which of them the device has begun.
+    each rank's CPU has queued; nothing tells which of them the device has begun. ``polled``: ranks ask again and again
+    whether their call is over (``is_completed``), and sleep in between.
     """
     groups = layout.groups()
     known: dict[tuple[Call, bool], tuple[Frame, ...]] = {}
@@ -212,7 +355,7 @@ def evidence_of(
                 Collective(
                     group=call.group,
                     seq=seqs.get((call.group, False), 0),
-                    op=f"nccl:{call.op}{arrow if call.is_p2p else ''}",
+                    op=f"{backend}:{call.op}{arrow if call.is_p2p else ''}",
                     is_p2p=call.is_p2p,
                     p2p_seq=seqs.get((call.group, True), 0),
                     completed=place < done,
@@ -228,6 +371,10 @@ def evidence_of(
         flight = FlightRecord("2.10", tuple(entries[-window(number) :]), mine)
         if waits:
             call = programs[number][done]
+            if polled:
+                nap = rank(number, in_user(call.line), "nap", flight=flight, step=None, seen=stacks)
+                ranks.append(nap)
+                continue
             ranks.append(rank(number, in_c10d(call.op, call.line), flight=flight, step=None, seen=stacks))
         else:
             ranks.append(rank(number, in_user(7), "sleep", flight=flight, step=None, seen=stacks))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nccl_formats import FORMATS, Format, Recorder
+from nccl_formats import FORMATS, Format, Hooked, Recorder
 
 from safelaunch.capture import flight_dump, flight_recorder
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
@@ -221,6 +221,49 @@ def test_a_server_that_knows_nccl_only(monkeypatch: pytest.MonkeyPatch, dump: di
     assert (capture.record.value is not None) == known
     assert (capture.record.missing, capture.json.note) == (("", "") if known else (flight_recorder.NCCL_ONLY,) * 2)
     assert capture.json.value is not None, "what it said is kept"
+
+
+def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: bytes = b"") -> None:
+    """A worker server with these handlers."""
+
+    def post(path: str, handler: str, *, deadline_s: float) -> bytes:
+        if handler not in answers:
+            raise Unanswered("no handler", f"no handler {handler}")
+        return answers[handler]
+
+    monkeypatch.setattr(flight_recorder, "post", post)
+    monkeypatch.setattr(flight_recorder, "names", lambda path, deadline_s: listed)
+
+
+EMPTY = {"version": "2.10", "entries": []}
+
+
+@pytest.mark.parametrize("python", [True, False])
+def test_a_rank_with_a_recorder_of_gloo_and_one_of_nccl(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
+    """torch 2.13 with CUDA: the default handler tells of gloo alone."""
+    nccl = Recorder(0, {"0": (0, 1)}).collective().collective(state="started")
+    for gloo, ops in ((GLOO, ["gloo", "gloo", "nccl", "nccl"]), (EMPTY, ["nccl", "nccl"])):
+        answers = {"fr_trace_json": as_json({"pg_status": {}, **gloo}), "dump_nccl_trace_json": nccl.json()}
+        answers["safelaunch_flight_record"] = pickle.dumps(gloo)
+        answers["dump_nccl_trace_pickle"] = pickle.dumps(nccl.dump())
+        served(monkeypatch, answers)
+        capture = flight_record_of("/run/s", ask_python=python)
+        assert capture.record.value is not None and capture.json.value is not None
+        assert sorted(flight_dump.backend_of(entry.op) for entry in capture.record.value.entries) == ops
+        assert len(parse_json(capture.json.value).entries) == len(ops)
+        assert flight_recorder.newest_entry("/run/s") == (7 if gloo is GLOO else 1)
+        assert flight_recorder.smallest_timeout_s("/run/s") == 600.0
+
+
+def test_a_rank_with_a_recorder_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15: the default handler takes the backend's name. Older ones answer with gloo's."""
+    nccl2 = Hooked(0, {"0": (0, 1)}).collective().collective(state="scheduled")
+    answers = {"fr_trace_json": as_json({"pg_status": {}, **GLOO}), "fr_trace_json?backend=nccl2": nccl2.json()}
+    answers["fr_trace_json?backend=nccl-lazy"] = as_json({"pg_status": {}, **GLOO})
+    for listed, ops in ((b'["fr_trace_json", "fr_dump_file"]', 4), (b'["fr_trace_json"]', 2)):
+        served(monkeypatch, answers, listed)
+        record = flight_record_of("/run/s", ask_python=False).record.value
+        assert record is not None and len(record.entries) == ops
 
 
 class Hostile:

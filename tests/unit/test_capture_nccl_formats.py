@@ -1,16 +1,18 @@
-"""Hangs of NCCL jobs from their dumps alone, in the format of each torch from 2.5 to 2.13."""
+"""Hangs of NCCL jobs from their dumps alone: torch 2.5 to 2.13, the recorders of each backend of 2.15, torchcomms."""
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_formats import FORMATS, NEWEST, Format, Op, Recorder, State, write
+from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Recorder, State, TorchComms, write
 
-from safelaunch.capture.flight_dump import parse_json, parse_pickle
+from safelaunch.capture.flight_dump import merged, parse_json, parse_pickle, to_json
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.collectives import Alignment
 from safelaunch.diagnose.comparable import Block, settled
@@ -605,17 +607,182 @@ def test_what_was_retired_before_it_was_over(backend: str, completed: bool) -> N
     assert parse_pickle(write_one(one)).entries[0].completed is completed
 
 
-def write_one(one: Recorder, window: int = 2000) -> bytes:
-    import pickle
+# --- recorders of each backend, and torchcomms ------------------------------------------------------------------------
 
+
+def hooked(*, past: int = 4, world: int = 4, **of_recorder: Any) -> list[Recorder]:
+    """Ranks whose ``nccl2`` has completed ``past`` all_reduces of everybody."""
+    found: list[Recorder] = [Hooked(rank, {"0": range(world)}, **of_recorder) for rank in range(world)]
+    for one in found:
+        for _ in range(past):
+            one.collective()
+    return found
+
+
+TELL_WITHOUT_STARTS = (
+    "another operation", "another size", "another type", "a rank that does not come", "CPUs that run ahead",
+    "sends are no collectives", "batches are no collectives",
+)  # fmt: skip
+
+
+@with_frames
+@pytest.mark.parametrize("name", TELL_WITHOUT_STARTS)
+def test_what_the_dumps_of_nccl2_say(name: str, as_json: bool, tmp_path: Path) -> None:
+    recorders = hooked()
+    CASES[name].play(recorders)
+    verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
+    assert named(verdict) == (CASES[name].cause, CASES[name].culprits), verdict.summary
+
+
+def test_a_device_of_nccl2_that_nobody_saw_starting_accuses_nobody(tmp_path: Path) -> None:
+    recorders = hooked()
+    device_behind(recorders)
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
+
+
+def test_sends_of_nccl2_that_nobody_saw_ending_are_over_with_what_follows() -> None:
+    one = Hooked(0, WORLD).batch([Op("send", peer=1), Op("recv", peer=1)]).collective().send(2, "scheduled")
+    record = parse_pickle(write_one(one))
+    alignment = Alignment([RankEvidence(0, "", 0, flight_record=record)], 4)
+    assert [entry.op for entry in alignment.pending(0)] == ["nccl2:send 0->2"]
+
+
+def test_dumps_of_only_some_ranks_name_nobody_by_majority(tmp_path: Path) -> None:
+    """nccl2 dumps where the failure is detected."""
+    recorders = hooked(world=8)
+    CASES["another operation"].play(recorders)
+    verdict = verdict_of(tmp_path / "d", recorders[:3])
+    assert named(verdict) == ("collective-mismatch", []) and "ranks not seen: 3-7" in verdict.missing
+
+
+@pytest.mark.parametrize("odd", [None, 2])
+def test_each_backend_has_a_dump_of_its_own(odd: int | None, tmp_path: Path) -> None:
+    """``cpu:gloo,cuda:nccl2``: both count the calls of the one group. What gloo calls is not what nccl2 calls."""
+    recorders = hooked()
+    cpus: list[Recorder] = [Hooked(rank, WORLD, "gloo") for rank in range(4)]
+    for rank, (device, cpu) in enumerate(zip(recorders, cpus, strict=True)):
+        for _ in range(6):
+            cpu.collective("broadcast", size=(1,), line=20)
+        device.collective("all_gather" if rank == odd else "all_reduce", "scheduled")
+    folder = write(tmp_path / "d", recorders)
+    for path in write(tmp_path / "cpu", cpus).iterdir():
+        path.rename(folder / path.name.replace("nccl", "gloo"))
+    found = locate.read(folder)
+    assert found.problems == ()
+    ops = {entry.op for rank in found.evidence.ranks for entry in rank.flight_record.entries}  # type: ignore[union-attr]
+    assert {"gloo:broadcast", "nccl2:all_reduce"} <= ops
+    cause = "collective-mismatch" if odd is not None else "no-rank-stands-out"
+    verdict = diagnose(found.evidence)
+    assert named(verdict) == (cause, [] if odd is None else [odd]), verdict.summary
+
+
+def test_dumps_of_one_backend_under_two_names_are_not_put_together(tmp_path: Path) -> None:
+    folder = write(tmp_path / "d", hooked())
+    for path in write(tmp_path / "e", hooked(past=9)).iterdir():
+        path.rename(folder / f"other_{path.name}")
+    found = locate.read(folder)
+    assert [problem for problem in found.problems if "other dumps here have the same ranks" in problem]
+
+
+def test_one_record_of_several() -> None:
+    device, cpu = (
+        parse_pickle(write_one(Hooked(0, WORLD, name).collective().collective())) for name in ("nccl2", "gloo")
+    )
+    record = merged([cpu, device, cpu])
+    assert [entry.op for entry in record.entries].count("gloo:all_reduce") == 2
+    assert [entry.record_id for entry in record.entries] == [0, 1, 2, 3]
+    assert (record.groups, record.damaged) == ({"0": (0, 1, 2, 3)}, ())
+    contradicting = parse_pickle(write_one(Hooked(0, {"0": (0, 1)}, "gloo").collective()))
+    assert (merged([device, contradicting]).groups, merged([device, contradicting]).damaged) == ({}, ("pg_config",))
+    assert parse_json(to_json(record)) == record
+
+
+def test_calls_that_torchcomms_counts_over_all_groups(tmp_path: Path) -> None:
+    """Ranks 0 and 1 have called in a group of theirs as well; rank 3 does not come."""
+    recorders: list[Recorder] = [TorchComms(rank, GRID) for rank in range(4)]
+    for one in recorders:
+        for _ in range(3):
+            if one.rank < 2:
+                one.collective(group="1")
+            one.collective()
+        if one.rank != 3:
+            one.collective(state="scheduled")
+    assert named(verdict_of(tmp_path / "d", recorders)) == ("missing-from-collective", [3])
+    late = diagnose(locate.read(write(tmp_path / "late", recorders, window=4)).evidence)
+    assert [culprit.rank for culprit in late.culprits] in ([], [3])
+
+
+def write_one(one: Recorder, window: int = 2000) -> bytes:
     return pickle.dumps(one.dump(window), protocol=2)
+
+
+# --- dumps that are damaged or contradict each other ------------------------------------------------------------------
+
+
+def _no_names(dump: dict[str, Any], dice: random.Random) -> None:
+    for entry in dice.sample(dump["entries"], dice.randint(1, len(dump["entries"]))):
+        entry["profiling_name"] = dice.choice([None, 7, "", ["all_reduce"]])
+
+
+def _scalars(dump: dict[str, Any], dice: random.Random) -> None:
+    """One element, as a tensor without dimensions, with one, or not told at all."""
+    for entry in dice.sample(dump["entries"], dice.randint(1, len(dump["entries"]))):
+        entry["input_sizes"] = entry["output_sizes"] = dice.choice([[], [[]], [[1]], [[1, 1]]])
+
+
+def _another_config(dump: dict[str, Any], dice: random.Random) -> None:
+    ranks = dice.choice(["[0, 1]", "[3, 2, 1, 0]", "[0, 1, 2, 3, 4]", "[]", "[7]"])
+    dump["pg_config"]["0"] = {"name": "0", "desc": "default_pg", "ranks": ranks}
+
+
+def _doubled(dump: dict[str, Any], dice: random.Random) -> None:
+    at = dice.randrange(len(dump["entries"]))
+    dump["entries"][at:at] = [dict(entry) for entry in dump["entries"][at : at + dice.randint(1, 3)]]
+
+
+def _lost(dump: dict[str, Any], dice: random.Random) -> None:
+    """Some in the middle."""
+    at = dice.randrange(1, len(dump["entries"]) - 2)
+    del dump["entries"][at : at + dice.randint(1, min(3, len(dump["entries"]) - 2 - at))]
+
+
+def _no_numbers(dump: dict[str, Any], dice: random.Random) -> None:
+    for entry in dice.sample(dump["entries"], dice.randint(1, len(dump["entries"]))):
+        entry["collective_seq_id"] = dice.choice([None, 0, -1, "x", 5])
+
+
+DAMAGES = (_no_names, _scalars, _another_config, _doubled, _lost, _no_numbers)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__.strip("_"))
+@pytest.mark.parametrize("make", [hooked, lambda: ranks(NEWEST)], ids=["nccl2", "nccl"])
+@pytest.mark.parametrize("absentee", [None, 1])
+def test_a_damaged_dump_accuses_nobody(
+    damage: Callable[..., None], make: Callable[[], list[Recorder]], absentee: int | None, tmp_path: Path
+) -> None:
+    """One of four ranks has a damaged dump of a job in which all have arrived, or one has not."""
+    for seed in range(12):
+        dice = random.Random(seed)
+        recorders = make()
+        for one in recorders:
+            for entry in one.entries:
+                entry["input_sizes"] = entry["output_sizes"] = [[1]]
+            if one.rank != absentee:
+                one.collective(state="started", size=())
+        victim = dice.choice([0, 2, 3])
+        folder = write(tmp_path / str(seed), recorders)
+        dump = recorders[victim].dump()
+        dump["entries"] = [dict(entry) for entry in dump["entries"]]
+        damage(dump, dice)
+        (folder / f"nccl_trace_rank_{victim}").write_bytes(pickle.dumps(dump, protocol=2))
+        verdict = diagnose(locate.read(folder).evidence)
+        innocent = [culprit.rank for culprit in verdict.culprits if culprit.rank != absentee]
+        assert not innocent, (seed, victim, verdict.confidence, verdict.summary)
 
 
 def test_the_newest_format_is_that_of_the_installed_torch() -> None:
     """What the recorder of the torch at hand writes has exactly these keys."""
     torch = pytest.importorskip("torch")
-    import pickle
-
     from torch._C import _distributed_c10d as c10d
 
     if not hasattr(c10d, "_dump_fr_trace"):

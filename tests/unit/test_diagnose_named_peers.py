@@ -10,7 +10,7 @@ import pytest
 from evidence import calls, entry, in_c10d, in_user, job, past, rank, record, waiting
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import CallArguments, RankEvidence, Verdict
+from safelaunch.model import CallArguments, Collective, Frame, GilTest, Posted, RankEvidence, Verdict
 
 
 def sends(number: int, to: int, *, tag: int = 0, line: int = 30) -> RankEvidence:
@@ -121,3 +121,70 @@ def test_ranks_of_a_group_whose_members_are_known() -> None:
 @pytest.mark.parametrize("peer", [9, -1])
 def test_a_peer_that_is_no_rank_of_the_job(peer: int) -> None:
     assert diagnose(job(receives(0, peer), waiting(1))).cause in ("p2p-cycle", "collective-mismatch")
+
+
+def in_objects(number: int, seq: int, root: int) -> RankEvidence:
+    """The first broadcast of ``broadcast_object_list`` is that of the sizes."""
+    made = tuple(entry("broadcast", n, done=n < seq, line=50) for n in range(4, seq + 1))
+    frames = (*in_c10d("broadcast", 50)[:2], *in_c10d("broadcast_object_list", 50))
+    return rank(number, frames, flight=record(*past(3), *made), call=CallArguments(src=root, group_src=root))
+
+
+@pytest.mark.parametrize(("others", "confidence"), [(1, "medium"), (0, "high")])
+def test_two_roots_of_which_each_waits(others: int, confidence: str) -> None:
+    """Rank 0 has sent its sizes and waits in the next broadcast, rank 1 waits for them, rank 3 is another root."""
+    gone = [rank(2, in_c10d("all_reduce", 60), flight=record(*past(3), *past_broadcasts(), entry("all_reduce", 6)))]
+    ranks = [in_objects(0, 5, 0), in_objects(1, 4, 0), *gone[:others], in_objects(3 if others else 2, 4, 3)]
+    verdict = diagnose(job(*ranks))
+    assert named(verdict) == ("collective-mismatch", [3 if others else 2], confidence), verdict.summary
+
+
+def past_broadcasts() -> tuple[Collective, ...]:
+    return tuple(entry("broadcast", n, done=True, line=50) for n in (4, 5))
+
+
+RECV, SEND = (Frame("libtorch_cpu.so", 0, f"c10d::ProcessGroupGloo::{name}::wait") for name in ("RecvWork", "SendWork"))
+
+
+def in_batch(number: int, native: Frame | None, *posted: Posted) -> RankEvidence:
+    """In ``work.wait()`` on the user's own line. No recorder of gloo's tells of the batch."""
+    gil = GilTest(ping=True, python=True, posted=posted)
+    one = rank(
+        number, in_user(33, "exchange"), "futex", flight=record(*past(3)), gil=gil, native=[native] if native else []
+    )
+    assert one.main is not None
+    stacks = tuple(
+        msgspec.structs.replace(s, threads=tuple(msgspec.structs.replace(t, ident=77) for t in s.threads))
+        for s in one.main.stacks
+    )
+    return msgspec.structs.replace(one, main=msgspec.structs.replace(one.main, stacks=stacks))
+
+
+def test_a_send_that_a_batch_of_its_peer_left_out() -> None:
+    ring = (Posted(77, sends=True, peer=2), Posted(77, sends=False, peer=0))
+    verdict = diagnose(job(waiting(0), in_batch(1, SEND, *ring), waiting(2), waiting(3)))
+    assert named(verdict) == ("collective-mismatch", [1, 2], "medium")
+    assert "Rank 1 waits in isend to rank 2 at train.py:33 (exchange), and rank 2 in all_reduce" in verdict.summary
+    receiving = diagnose(job(waiting(0), in_batch(1, RECV, *ring), waiting(2), waiting(3)))
+    assert [c.rank for c in receiving.culprits] == [0, 1]
+
+
+def test_a_batch_that_names_several_peers_says_nothing_of_one() -> None:
+    ops = tuple(Posted(77, sends=True, peer=peer) for peer in (0, 2, 3))
+    verdict = diagnose(job(waiting(0), in_batch(1, SEND, *ops), waiting(2), waiting(3)))
+    assert "isend" not in verdict.summary
+
+
+def test_a_batch_without_c_frames() -> None:
+    """Which of its parts the rank waits for is not known then, but that it is one of them."""
+    one, two = Posted(77, sends=True, peer=2), Posted(77, sends=False, peer=0)
+    alone = diagnose(job(waiting(0), in_batch(1, None, one), waiting(2), waiting(3)))
+    assert named(alone) == ("collective-mismatch", [1, 2], "medium")
+    verdict = diagnose(job(waiting(0), in_batch(1, None, one, two), waiting(2), waiting(3)))
+    assert verdict.cause == "collective-mismatch" and "Rank 1 waits in a send or receive" in verdict.summary
+
+
+@pytest.mark.parametrize("native", [RECV, None])
+def test_batches_that_wait_for_each_other(native: Frame | None) -> None:
+    ranks = [in_batch(n, native, Posted(77, sends=False, peer=(n + 1) % 3)) for n in range(3)]
+    assert named(diagnose(job(*ranks)))[:2] == ("p2p-cycle", [0, 1, 2])

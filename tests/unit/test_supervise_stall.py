@@ -23,7 +23,7 @@ class Watch:
     """A job without ranks that stands still."""
 
     policy = Policy(3.0, 60.0, 1000.0, None, confirm_s=0.0)
-    has_pulse_only = False
+    has_pulse_only = learns = False
     attempt = (0, 1)
 
     def targets(self) -> tuple[()]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from safelaunch.capture.look import Look, ProcessLook, RankLook
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, ProcessEvidence, ThreadState
-from safelaunch.watch.movement import judge, perhaps_polling
+from safelaunch.watch.movement import judge, perhaps_polling, perhaps_receiving
 
 WORK = (at(31, "compress"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
 LIBRARY = (Frame(f"{STDLIB}/selectors.py", 415, "select"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
@@ -267,3 +268,38 @@ def test_native_threads_move_a_call_into_c_that_waits_for_them(
     frames: tuple[Frame, ...], kernel: str, name: str, cpu_ms: int, expected: str
 ) -> None:
     assert judged(with_native(process(10, frames, kernel), name, cpu_ms)) == expected
+
+
+# --- what moves slowly ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kernel", "slices", "expected"), [("disk", 0, "still"), ("disk", 1, "active")])
+def test_a_rank_that_comes_back_from_the_disk_moves(kernel: str, slices: int, expected: str) -> None:
+    """Each look finds it in D; nothing but the disk gives it a core there."""
+    assert judged(then(process(10, in_user(7), kernel), 10, slices=slices)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "before", "after", "polls"),
+    [
+        ("nap", {"/data/lines": 60}, {"/data/lines": 120}, True),
+        ("select", {"/data/lines": 60}, {"/data/lines": 120}, True),
+        ("nap", {"/data/lines": 60}, {"/data/lines": 60}, False),
+        ("nap", {}, {"/data/lines": 60}, False),
+        ("futex", {"/data/lines": 60}, {"/data/lines": 120}, False),
+    ],
+)
+def test_who_sleeps_while_a_file_that_it_reads_grows_may_be_polling_it(
+    kernel: str, before: dict[str, int], after: dict[str, int], polls: bool
+) -> None:
+    seen = []
+    for look, files in zip(looks(process(10, in_user(7), kernel)), (before, after), strict=True):
+        main = look.ranks[0].main
+        assert main is not None
+        seen.append(Look(0.0, 0.0, {0: RankLook(0, dataclasses.replace(main, files=files))}))
+    assert perhaps_polling(*seen) == ((10,) if polls else ())
+
+
+@pytest.mark.parametrize(("kernel", "waits"), [("pipe", True), ("disk", True), ("futex", False), ("sleep", False)])
+def test_who_waits_for_something_to_arrive(kernel: str, waits: bool) -> None:
+    assert perhaps_receiving(looks(process(10, in_user(7), kernel))[1]) == ((10,) if waits else ())

@@ -159,6 +159,27 @@ def test_a_worker_that_never_wakes_is_still(process: int) -> None:
     assert (movement, took_s >= LEAST_S) == ("still", True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("process", "movement"),
+    [
+        ("import os, threading\nr, w = os.pipe()\n"
+         "def feed():\n while True: time.sleep(1); os.write(w, b'x' * 60)\n"
+         "threading.Thread(target=feed, daemon=True).start()\nwhile True: os.read(r, 60)", "active"),
+        ("import os, threading\nr, w = os.pipe()\n"
+         "def log():\n while True: time.sleep(1); open(os.devnull, 'w').write('line')\n"
+         "threading.Thread(target=log, daemon=True).start()\nos.read(r, 60)", "still"),
+    ],
+    indirect=["process"],
+    ids=["a line a second", "a thread that logs beside it"],
+)  # fmt: skip
+def test_a_reader_that_gets_a_line_a_second_is_active(process: int, movement: str) -> None:
+    patience = Patience([], 1.0, time.monotonic(), receiving=[process])
+    while (found := patience.advance(time.monotonic())) is None:
+        time.sleep(0.05)
+    assert found == movement
+
+
 def test_a_process_that_is_gone_is_never_scheduled() -> None:
     assert times_scheduled(2**22 + 1) == 0
     assert times_scheduled(os.getpid()) > 0

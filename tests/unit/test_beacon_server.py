@@ -1,0 +1,86 @@
+"""What the handler tells that runs in a rank: here without torch, with a stand-in for its batches of sends."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from safelaunch.beacon import server
+
+C10D = "torch.distributed.distributed_c10d"
+
+
+class P2POp:
+    def __init__(self, op: object, peer: int, tag: int = 0) -> None:
+        self.op, self.peer, self.tag = op, peer, tag
+
+
+def isend() -> None: ...
+
+
+def irecv() -> None: ...
+
+
+def batch_isend_irecv(ops: list[P2POp]) -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def c10d(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    module = types.ModuleType(C10D)
+    module.P2POp = P2POp  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, C10D, module)
+    yield module
+
+
+class Waiting:
+    """A thread that rests in a function with some ops."""
+
+    def __init__(self, ops: object) -> None:
+        self.go, self.there = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=exchange, args=(ops, self))
+        self.thread.start()
+        self.there.wait()
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+        self.thread.join()
+
+
+def exchange(ops: list[P2POp], waiting: Waiting) -> None:
+    batch_isend_irecv(ops)
+    waiting.there.set()
+    waiting.go.wait()
+
+
+def test_the_batch_that_a_thread_is_at_is_told(c10d: types.ModuleType) -> None:
+    with Waiting([P2POp(isend, 2), P2POp(irecv, 0, tag=7)]) as one:
+        told = json.loads(server._told())["posted"]
+        assert told == [
+            {"thread": one.thread.ident, "sends": True, "peer": 2, "tag": 0},
+            {"thread": one.thread.ident, "sends": False, "peer": 0, "tag": 7},
+        ]
+
+
+def test_objects_that_are_no_ops_are_not_told(c10d: types.ModuleType) -> None:
+    with Waiting([object(), "secret", {"token": 1}]):
+        assert json.loads(server._told())["posted"] == []
+
+
+def test_an_op_with_tricks_costs_itself(c10d: types.ModuleType) -> None:
+    with Waiting([P2POp(isend, "secret")]):  # type: ignore[arg-type]
+        told = json.loads(server._told())
+        assert "posted" not in told and "handling" in told
+
+
+def test_a_rank_without_torch_tells_of_none() -> None:
+    if C10D not in sys.modules:
+        assert json.loads(server._told())["posted"] == []
