@@ -19,6 +19,12 @@ fi
 if ! command -v ip >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
   { apt-get update -q && apt-get install -y -q iproute2; } || echo "without iproute2, the fault matrix for nodes is skipped" >&2
 fi
+# The tests of the report's page open it in Chromium; they are skipped where there is none.
+if ! command -v chromium >/dev/null && ! command -v chromium-headless-shell >/dev/null \
+    && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  { apt-get update -q && apt-get install -y -q --no-install-recommends chromium-headless-shell; } >/dev/null 2>&1 ||
+    echo "without Chromium, the tests of the report's page are skipped" >&2
+fi
 if [ ! -x "$VENV/bin/python" ]; then
   "$PYTHON" -m venv "$VENV"
 fi
