@@ -181,7 +181,7 @@ def _indent(line: str) -> int:
 
 
 def _note(facts: Facts, step: Step) -> str:
-    """``true on rank 0, false on ranks 1-3`` where the rank alone decides."""
+    """``leads rank 0 here; keeps ranks 1-3 from here`` where the rank decides."""
     if step.loop or not step.asks_for_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}
@@ -189,12 +189,10 @@ def _note(facts: Facts, step: Step) -> str:
         admitted.setdefault(step.guard.admits(whereabouts(facts, rank)), []).append(rank)
     if not admitted.get(True) and not admitted.get(False):
         return "asks for the rank"
-    parts = [
-        f"{words} {_ranks(admitted[key])}"
-        for key, words in ((True, "leads here:"), (False, "leads elsewhere:"), (None, "not known of"))
-        if admitted.get(key)
-    ]
-    return ", ".join(parts)
+    parts = [f"leads {_ranks(admitted[True])} here"] if admitted.get(True) else []
+    parts += [f"keeps {_ranks(admitted[False])} from here"] if admitted.get(False) else []
+    parts += [f"asks for more than the rank on {_ranks(admitted[None])}"] if admitted.get(None) else []
+    return "; ".join(parts)
 
 
 def _ranks(ranks: Collection[int]) -> str:

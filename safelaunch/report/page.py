@@ -63,7 +63,7 @@ def content(
         "groups": ranks.groups(facts),
         "nodes": ranks.nodes(facts, about, _node_states(evidence)),
         "nccl": nccl_lines(evidence.nccl),
-        "claims": [[claim.claim, claim.file] for claim in verdict.evidence],
+        "claims": _claims(verdict),
         "ruled_out": verdict.ruled_out,
         "missing": verdict.missing,
         "files": ranks.files(artifacts),
@@ -83,6 +83,7 @@ def _head(verdict: Verdict, evidence: Evidence, about: About) -> dict[str, Any]:
         "words": OUTCOMES[verdict.outcome],
         "cause": verdict.cause,
         "summary": verdict.summary,
+        "more": clean(verdict.summary)[len(_first_sentence(clean(verdict.summary))) :].strip(),
         "confidence": verdict.confidence,
         "doubts": verdict.doubts,
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
@@ -94,6 +95,12 @@ def _head(verdict: Verdict, evidence: Evidence, about: About) -> dict[str, Any]:
         "command": _command(about.launch.command),
         "bundle": about.bundle,
     }
+
+
+def _first_sentence(text: str) -> str:
+    """The title of the page; what follows stands below it."""
+    found = re.match(r".+?[.](?= [A-Z`])", text)
+    return found[0] if found is not None and len(found[0]) > 20 else text
 
 
 def _facts(verdict: Verdict, evidence: Evidence, about: About) -> Iterable[tuple[str, str]]:
@@ -175,6 +182,14 @@ def _cell(text: str) -> str:
 def _fenced(lines: Sequence[str]) -> list[str]:
     ticks = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall(r"`+", line)), default=0))
     return [f"{ticks}python", *lines, ticks]
+
+
+def _claims(verdict: Verdict) -> list[list[Any]]:
+    """Each claim once, with all files that show it."""
+    found: dict[str, list[str]] = {}
+    for claim in verdict.evidence:
+        found.setdefault(claim.claim, []).append(claim.file)
+    return [[claim, *files] for claim, files in found.items()]
 
 
 # --- code, stacks, nodes ----------------------------------------------------------------------------------------------
@@ -261,7 +276,7 @@ def render(page: dict[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'",
         "outcome": escape(head["words"].capitalize()),
         "cause": escape(head["cause"]),
-        "summary": escape(clean(head["summary"])),
+        "summary": escape(_first_sentence(clean(head["summary"]))),
         "style": _part(_STYLE),
         "data": data,
         "script": _part(_SCRIPT),

@@ -155,7 +155,7 @@ def groups(facts: Facts) -> dict[str, Any]:
     names |= {group for group in alignment.groups() if group}
     ordered = sorted(names, key=lambda name: (name not in waited, len(name), name))
     rows = [_group(facts, name, name in waited) for name in ordered[:MOST_GROUPS]]
-    rows = [row for row in rows if row["n"] or row["at"]]
+    rows = [row for row in rows if row["name"] or any(last >= 0 for _, _, last, *_ in row["at"])]
     return {"rows": rows, "left_out": max(0, len(ordered) - MOST_GROUPS)}
 
 

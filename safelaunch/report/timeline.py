@@ -179,7 +179,7 @@ def _labels(records: Mapping[int, FlightRecord]) -> dict[str, str]:
 
 def _parting(facts: Facts, labels: Mapping[str, str], culprits: Collection[int]) -> Parting | None:
     """Where the calls of the ranks part, as far as their records show it."""
-    place = _shifted(facts, culprits) or _mismatched(facts) or _not_entered(facts)
+    place = _shifted(facts, culprits) or _mismatched(facts) or _not_entered(facts, culprits)
     if place is None:
         return None
     group, number = place
@@ -202,8 +202,8 @@ def _mismatched(facts: Facts) -> tuple[str, int] | None:
     return (found.group, found.seq) if found is not None else None
 
 
-def _not_entered(facts: Facts) -> tuple[str, int] | None:
-    """The first collective that some rank waits in and another member has not entered."""
+def _not_entered(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
+    """The first collective that some rank waits in and another member has not entered: one at fault before others."""
     found = []
     for group in _waited_in(facts):
         numbers = [
@@ -215,9 +215,9 @@ def _not_entered(facts: Facts) -> tuple[str, int] | None:
         members, known = facts.alignment.members(group)
         if numbers and known:
             first = min(numbers)
-            late = sum(facts.alignment.last(rank, group) < first for rank in members)
-            found += [(-late, group, first)] if late else []
-    return min(found)[1:] if found else None
+            late = {rank for rank in members if facts.alignment.last(rank, group) < first}
+            found += [(not late & set(culprits), -len(late), group, first)] if late else []
+    return min(found)[2:] if found else None
 
 
 def _waited_in(facts: Facts) -> list[str]:

@@ -8,6 +8,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
+    if (name.startsWith("aria-")) { node.setAttribute(name, String(value)); continue; }
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : String(value));
@@ -80,6 +81,9 @@ function frameList(numbers, outermostFirst) {
   return list;
 }
 
+// Text in which `code` stands in backticks, as the verdict's sentences have it.
+const marked = (text) => text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
+
 function copyButton(label, text) {
   const button = h("button", { type: "button" }, label);
   const done = (word) => {
@@ -132,10 +136,13 @@ function head() {
     it.doubts.length ? h("ul", {}, it.doubts.map((text) => h("li", {}, text))) : null);
   const todo = it.suggestions.length
     ? h("div", { class: "todo", id: "todo" }, h("h2", {}, "What to do"),
-      h("ul", {}, it.suggestions.map((text) => h("li", {}, text)))) : null;
+      h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text))))) : null;
   const notes = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
     ...it.notes.map((text) => h("p", { class: "dim" }, `Noticed while it ran: ${text}`))];
+  const title = document.getElementById("summary");
+  title.replaceChildren(...marked(title.textContent));
   document.getElementById("head").append(
+    it.more ? h("p", { class: "more" }, marked(it.more)) : "",
     h("div", { class: "lead" },
       h("div", {}, sure, notes, todo),
       h("dl", { class: "facts" }, it.facts.map(([label, value]) => [h("dt", {}, capital(label)), h("dd", {}, value)]))),
@@ -161,9 +168,9 @@ function code() {
   section("code", page.head.outcome === "crash" ? "Where it failed" : "The code at each side", "",
     h("div", { class: "sides" }, page.code.map((side) => h("article", { class: `card side${side.c ? " culprit" : ""}` },
       h("header", {},
-        h("p", {}, h("span", { class: "who" }, capital(ranksWord(side.r, side.n))),
+        h("p", {}, h("strong", {}, capital(ranksWord(side.r, side.n))),
           side.c ? h("span", { class: "skip" }, " (at fault)") : ""),
-        side.does ? h("p", { class: "dim" }, side.does) : ""),
+        side.does ? h("p", { class: "dim" }, marked(side.does)) : ""),
       side.places.map((place, at) => [
         h("div", { class: "place", title: frameTitle(place.f) }, `${at ? "called from " : ""}${frameText(place.f)}`),
         place.lines.length
@@ -280,7 +287,8 @@ function timeline() {
     const span = state.to - state.from;
     const wanted = span / Math.max(2, width / 90);
     let step = 10 ** Math.floor(Math.log10(wanted));
-    for (const times of [2, 5, 10]) if (step * (times === 10 ? 1 : 1) < wanted) step = 10 ** Math.floor(Math.log10(wanted)) * times;
+    const power = step;
+    for (const times of [1, 2, 5, 10]) if (step < wanted) step = power * times;
     if (state.by === "number") step = Math.max(1, Math.round(step));
     if (data.part && state.by === "number" && state.group === data.part[0]) {
       pen.fillStyle = paint.soft;
@@ -454,7 +462,7 @@ function steps() {
       s("text", { x: x(at), y: height - 9, "text-anchor": n === 0 ? "start" : n === 3 ? "end" : "middle" }, at >= -0.05 ? "evidence taken" : `${clock(at)} before`));
   }
   const mark = (at, words, anchor) => drawing.append(s("line", { class: "mark", x1: x(at), x2: x(at), y1: top, y2: height - bottom }),
-    s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: top + 10, "text-anchor": anchor }, words));
+    s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: height - bottom - 7, "text-anchor": anchor }, words));
   const close = last + (data.threshold_s || 0);
   mark(last, `last step, ${clock(last)} before`, (last - begin) / span > .5 ? "end" : "start");
   if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, "start");
@@ -463,7 +471,7 @@ function steps() {
     const kind = line.c ? " culprit" : "";
     const path = line.p.map(([at, step], n) => `${n ? "L" : "M"}${x(at).toFixed(1)} ${y(step).toFixed(1)}`).join("");
     const tail = line.p[line.p.length - 1];
-    drawing.append(s("path", { class: `ln${kind}`, d: `${path}${end > tail[0] ? `L${x(end).toFixed(1)} ${y(tail[1]).toFixed(1)}` : ""}` }),
+    drawing.append(s("path", { class: `ln${kind}`, d: path }), end > tail[0] ? s("line", { class: `ln still${kind}`, x1: x(tail[0]), x2: x(end), y1: y(tail[1]), y2: y(tail[1]) }) : "",
       s("circle", { class: `dot${kind}`, cx: x(tail[0]), cy: y(tail[1]), r: line.c ? 3.5 : 2.5 }));
     const at = Math.max(y(tail[1]) + 4, lowest + 13);
     lowest = at;
@@ -509,7 +517,7 @@ function stacks() {
       const kind = atFault(box.branch) ? "culprit" : library ? null : "user";
       const node = h("button", { type: "button", role: "treeitem", class: kind, title: `${frameText(box.number)}\n${ranksWord(box.branch.r, box.branch.n)}`,
         onclick: () => { state.zoom = state.zoom === box.branch ? null : box.branch; drawFlame(); announce(state.zoom ? `only ${ranksWord(box.branch.r, box.branch.n)}` : "all ranks"); } },
-      `${name === "<module>" ? file : name}${library ? "" : ` ${file}:${line}`}`);
+      name === "<module>" ? `${file}:${line}` : `${name}${library ? "" : ` ${file}:${line}`}`);
       node.style.left = `${box.begin * 100}%`; node.style.width = `${box.width * 100}%`; node.style.top = `${box.depth * 21}px`;
       return node;
     }));
@@ -659,7 +667,7 @@ function nodes() {
 function evidence() {
   const list = (title, items) => (items.length ? h("div", {}, h("h3", {}, title), h("ul", { class: "list" }, items.map((item) => h("li", {}, item)))) : "");
   section("evidence", "Evidence", "", h("div", { class: "two" },
-    list("What the verdict rests on", page.claims.map(([claim, file]) => [claim, " ", link(file)])),
+    list("What the verdict rests on", page.claims.map(([claim, ...files]) => [marked(claim), files.map((file) => [" ", link(file)])])),
     list("Ruled out", page.ruled_out), list("Not seen", page.missing)));
   const { own, ranks: ofRanks, missing } = page.files;
   if (!own.length && !ofRanks.length && !missing.length) return;
