@@ -14,13 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
-import pages  # noqa: E402
-from browser import Browser, found  # noqa: E402
+import pages
+from browser import Browser, found
 
-from safelaunch.capture import user_source  # noqa: E402
-from safelaunch.diagnose import diagnose  # noqa: E402
-from safelaunch.postmortem import locate, surroundings  # noqa: E402
-from safelaunch.report import page  # noqa: E402
+from safelaunch.capture import user_source
+from safelaunch.diagnose import diagnose
+from safelaunch.postmortem import locate, surroundings
+from safelaunch.report import page
 
 # name → width, dark, phone, printed
 SHOTS = {
@@ -35,7 +35,9 @@ SHOTS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", default=",".join(pages.ALL), help="which of the made-up incidents; an empty text: none")
+    parser.add_argument(
+        "--only", default=",".join(pages.ALL), help="which of the made-up incidents; an empty text: none"
+    )
     parser.add_argument("--bundle", type=Path, action="append", default=[], help="a bundle to make the page of")
     parser.add_argument("--shots", default=",".join(SHOTS))
     options = parser.parse_args()

@@ -231,7 +231,7 @@ class Progress(Record, frozen=True):
 
     ``step``: the user's own count if the script calls ``safelaunch.step()``, else the highest count over optimizers.
     None before the first step. ``state``: ``started`` | ``torch`` (imported) | ``exception`` | ``exited``.
-    ``history``: some of its earlier steps as the supervisor saw them, oldest first: when each was marked, and its number.
+    ``history``: some of its steps as the supervisor saw them, oldest first: when each was marked, and its number.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Reads what a bundle says of the job and its nodes, for the reports. Its files may be a stranger's, or half written."""
+"""Reads what a bundle says of the job and its nodes, for reports. Its files may be a stranger's, or half written."""
 
 from __future__ import annotations
 

@@ -130,8 +130,6 @@ def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) 
             yield Step(Guard(file, node.lineno, shown, True), asks_for_the_rank(node.iter, names), loop=True)
 
 
-
-
 _Step = tuple[int, str, bool, "ast.expr | None"]  # line, text, taken, condition
 
 

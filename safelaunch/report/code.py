@@ -15,7 +15,7 @@ from safelaunch.report.overview import frames_at_fault
 
 MOST_SIDES = 6
 MOST_PLACES = 3  # of one side, with source: its line and the callers that lead to it
-BEFORE, AFTER = 5, 3
+BEFORE, AFTER, GAP = 5, 3, 3
 MOST_COLUMNS = 240
 
 
@@ -145,6 +145,9 @@ def _lines(
     marked = {step.guard.line: step for step in steps if step.guard.line <= frame.line}
     wanted = set(range(max(1, frame.line - BEFORE), min(len(source), frame.line + AFTER) + 1)) | set(marked)
     wanted |= set(_headed(source, steps))
+    for number in sorted(wanted):  # a few lines more instead of a gap of a few lines
+        following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
+        wanted |= set(range(number, following))
     made: list[Line] = []
     for number in sorted(wanted):
         if not 0 < number <= len(source):

@@ -75,7 +75,9 @@ def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
 
 def without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """The frames without those of the beacon, which waits at the end of a rank for the supervisor."""
-    return tuple(frame for frame in frames if not is_ours(frame.file)) if any(is_ours(f.file) for f in frames) else frames
+    return (
+        tuple(frame for frame in frames if not is_ours(frame.file)) if any(is_ours(f.file) for f in frames) else frames
+    )
 
 
 def row_of(one: RankFacts) -> RankRow:

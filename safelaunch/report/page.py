@@ -50,7 +50,7 @@ def content(
     paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
     frames = Frames(paths)
     shown = ranks.ranks(facts, verdict, frames)
-    page = {
+    page: dict[str, Any] = {
         "schema": 1,
         "head": _head(verdict, evidence, about),
         "code": [_side(side, frames) for side in code.sides(facts, verdict, facts.read_source, said)],
@@ -60,8 +60,9 @@ def content(
         "rows": shown.rows,
         "ranks": shown.every,
         "logs": shown.logs,
+        "calls": shown.calls,
         "groups": ranks.groups(facts),
-        "nodes": ranks.nodes(facts, about, _node_states(evidence)),
+        "nodes": ranks.nodes(facts, about, _node_states(evidence), culprits),
         "nccl": nccl_lines(evidence.nccl),
         "claims": _claims(verdict),
         "ruled_out": verdict.ruled_out,
@@ -165,7 +166,11 @@ def issue(page: dict[str, Any], verdict: Verdict) -> str:
             body = [f"{'>' if one[2] == 'here' else ' '} {one[0]:>5}  {one[1]}" for one in place["lines"]]
             lines += ["", *_fenced(body)] if body else []
     if verdict.evidence:
-        lines += ["", "Evidence:", *(f"- {_plain(claim.claim)} ({_cell(claim.file)})" for claim in verdict.evidence[:8])]
+        lines += [
+            "",
+            "Evidence:",
+            *(f"- {_plain(claim.claim)} ({_cell(claim.file)})" for claim in verdict.evidence[:8]),
+        ]
     if verdict.suggestions:
         lines += ["", "Suggested:", *(f"- {_plain(item)}" for item in verdict.suggestions)]
     return "\n".join(lines) + "\n"
@@ -243,7 +248,7 @@ def _node_states(evidence: Evidence) -> dict[str, tuple[str, str]]:
 
 @cache
 def _part(name: str) -> str:
-    return resources.files("safelaunch.report").joinpath("templates", name).read_text(encoding="utf-8")
+    return resources.files("safelaunch.report").joinpath(f"templates/{name}").read_text(encoding="utf-8")
 
 
 def prepare() -> None:

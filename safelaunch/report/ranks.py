@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,36 +23,45 @@ MOST_LINE = 300
 MOST_GROUPS = 200
 MOST_STANDINGS = 40
 MOST_CALLS = 5
+FULL = 0.95
 
 
 @dataclass
 class Ranks:
-    """``rows``: one for each class of ranks that are alike. ``every``: each rank, with the number of its row."""
+    """``rows``: one for each class of ranks that are alike. ``every``: each rank, with the numbers of its row, its
+    output's end in ``logs``, and its last calls in ``calls``.
+    """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     every: list[dict[str, Any]] = field(default_factory=list)
     logs: list[list[str]] = field(default_factory=list)
+    calls: list[list[str]] = field(default_factory=list)
 
 
 def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> Ranks:
     named = {one.rank for one in verdict.culprits}
     made = Ranks()
     numbers: dict[Hashable, int] = {}
+    told: dict[tuple[str, ...], int] = {}
     for rank, one in facts.ranks.items():
         row = row_of(one)
         key = (rank in named, row.state, row.doing, row.frame, row.step)
         if key not in numbers:
             numbers[key] = len(made.rows)
             made.rows.append(_row(row, rank in named, one, frames))
-        made.every.append({"r": rank, "row": numbers[key], **_details(facts, one, frames)})
+        made.every.append({"r": rank, "row": numbers[key], **_details(one, frames)})
+        if calls := _calls(facts, rank):
+            number = told.setdefault(calls, len(made.calls))
+            made.calls += [list(calls)] if number == len(made.calls) else []
+            made.every[-1]["fr"] = number
     members: dict[int, list[int]] = {}
     hosts: dict[int, dict[str, None]] = {}
     for item in made.every:
         members.setdefault(item["row"], []).append(item["r"])
         hosts.setdefault(item["row"], {})[facts.ranks[item["r"]].evidence.host] = None
-    for number, row in enumerate(made.rows):
-        row |= {"r": format_ranks(members[number]), "n": len(members[number]), "hosts": list(hosts[number])[:4]}
-        row["more_hosts"] = max(0, len(hosts[number]) - 4)
+    for number, folded in enumerate(made.rows):
+        folded |= {"r": format_ranks(members[number]), "n": len(members[number]), "hosts": list(hosts[number])[:4]}
+        folded["more_hosts"] = max(0, len(hosts[number]) - 4)
     _add_logs(facts, made, named)
     return made
 
@@ -62,7 +71,7 @@ def _row(row: RankRow, culprit: bool, one: RankFacts, frames: Frames) -> dict[st
     return {"c": int(culprit), "state": row.state, "doing": row.doing, "at": at, "step": row.step}
 
 
-def _details(facts: Facts, one: RankFacts, frames: Frames) -> dict[str, Any]:
+def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
     """What one rank shows when it is unfolded; what it has not is left out."""
     evidence = one.evidence
     view = view_of(evidence)
@@ -85,8 +94,6 @@ def _details(facts: Facts, one: RankFacts, frames: Frames) -> dict[str, Any]:
         found["ch"] = children
     if (more := len(evidence.children) - MOST_CHILDREN) > 0:
         found["more_children"] = more
-    if calls := _calls(facts, one.rank):
-        found["fr"] = calls
     progress = evidence.progress
     if progress is not None and progress.phase:
         found["phase"] = progress.phase
@@ -112,14 +119,14 @@ def _traceback(rank: RankEvidence) -> list[str]:
     return [line[:MOST_LINE] for line in clean_lines(text)[-80:]]
 
 
-def _calls(facts: Facts, rank: int) -> list[str]:
+def _calls(facts: Facts, rank: int) -> tuple[str, ...]:
     """The last calls on its record, the newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
     record = facts.ranks[rank].evidence.flight_record
     if record is None or not record.entries:
-        return []
+        return ()
     last = [record.entries[-number] for number in range(1, min(MOST_CALLS, len(record.entries)) + 1)]
     state = {True: "completed", False: "pending"}
-    return [f"{describe(one)} · #{number_of(one)} of group {one.group!r} · {state[one.completed]}" for one in last]
+    return tuple(f"{describe(one)} · #{number_of(one)} of group {one.group!r} · {state[one.completed]}" for one in last)
 
 
 def _add_logs(facts: Facts, made: Ranks, named: set[int]) -> None:
@@ -190,21 +197,33 @@ def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
     }
 
 
-def nodes(facts: Facts, about: About, states: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:
-    """``states``: host → its ranks and what is known of it, as the verdict's evidence has it."""
+def nodes(
+    facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culprits: Set[int]
+) -> list[dict[str, Any]]:
+    """Those with ranks at fault first, then those that lack something.
+
+    ``states``: host → its ranks and what is known of it, as the verdict's evidence has it.
+    """
     files = {one.host: one for one in about.nodes}
     of_host: dict[str, list[int]] = {}
     for rank, one in facts.ranks.items():
         of_host.setdefault(one.evidence.host, []).append(rank)
-    hosts = dict.fromkeys([*states, *files, *of_host])
     made = []
-    for host in hosts:
-        if not host:
-            continue
-        told, state = states.get(host, ("", ""))
-        node = {"host": host, "r": told or format_ranks(of_host.get(host, [])), "state": state}
-        made.append({**node, **(_files(files[host]) if host in files else {})})
-    return made
+    for host in dict.fromkeys([*states, *files, *of_host]):
+        if host:
+            told, state = states.get(host, ("", ""))
+            node = {"host": host, "r": told or format_ranks(of_host.get(host, [])), "state": state}
+            at_fault = bool(culprits & set(of_host.get(host, ())))
+            full = host in files and _is_worth_a_look(files[host])
+            made.append(((not at_fault, not full), {**node, **(_files(files[host]) if host in files else {})}))
+    return [node for _, node in sorted(made, key=lambda item: item[0])]
+
+
+def _is_worth_a_look(node: NodeFiles) -> bool:
+    """A GPU that could not be asked or counts errors, a disk or a memory that is full."""
+    if any(gpu.error or gpu.ecc_errors for gpu in node.gpus) or any(share > FULL for _, share in node.disks):
+        return True
+    return node.memory_available_bytes < (1 - FULL) * node.memory_total_bytes
 
 
 def _files(node: NodeFiles) -> dict[str, Any]:

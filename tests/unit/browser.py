@@ -174,7 +174,9 @@ class Browser:
         for key in keys:
             text = {"Enter": "\r", "Space": " "}.get(key, key if len(key) == 1 else "")
             name = " " if key == "Space" else key
-            code = {"Enter": 13, "Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(key, 0)
+            code = {"Enter": 13, "Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(
+                key, 0
+            )
             down = {"type": "keyDown" if text else "rawKeyDown", "key": name, "windowsVirtualKeyCode": code}
             self.call("Input.dispatchKeyEvent", **down, **({"text": text} if text else {}))
             self.call("Input.dispatchKeyEvent", type="keyUp", key=name, windowsVirtualKeyCode=code)
@@ -187,10 +189,18 @@ class Browser:
         options: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
         if whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            options["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 12_000), "scale": 1}
+            options["clip"] = {
+                "x": 0,
+                "y": 0,
+                "width": size["width"],
+                "height": min(size["height"], 12_000),
+                "scale": 1,
+            }
         target.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
 
     def metrics(self) -> dict[str, float]:
         """Paint timings in milliseconds since the navigation began, by name."""
-        found: Sequence[Sequence[Any]] = self.value("performance.getEntriesByType('paint').map(e => [e.name, e.startTime])")
+        found: Sequence[Sequence[Any]] = self.value(
+            "performance.getEntriesByType('paint').map(e => [e.name, e.startTime])"
+        )
         return {name: float(at) for name, at in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ from safelaunch.model import (
 from safelaunch.model.entries import Entries, Kinds
 from safelaunch.report.about import About, Gpu, Launch, NodeFiles
 
-SOURCE = '''\
+SOURCE = """\
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -63,11 +64,12 @@ def main():
 
 
 main()
-'''
+"""
 SCRIPT = "/home/me/train.py"
 _GATHER, _EVALUATE, _REDUCE, _TRAIN = at(12, "evaluate"), at(25, "train"), at(27, "train"), at(34, "main")
 _END = (_TRAIN, at(37, "<module>"))
-EVIL = "\x1b]0;owned\x07<img src=x onerror=document.title='owned'></script><script>document.title='owned'</script>\u202e&lt;"
+_OWN = "document.title='owned'"
+EVIL = f"\x1b]0;owned\x07<img src=x onerror={_OWN}></script><script>{_OWN}</script>\u202e&lt;"
 
 
 def read_source(path: str) -> str | None:
@@ -105,7 +107,7 @@ def _in(op: str, *user: Frame) -> tuple[Frame, ...]:
 
 def _progress(number: int, world: int, step: int, per_step_s: float = 0.4, stopped_s: float = 970.0) -> Progress:
     points = range(max(1, step - 60), step + 1)
-    history = tuple((int((stopped_s - (step - n) * per_step_s * (1 + (n % 5) / 20)) * 1e9), n) for n in points)
+    history = tuple((int((stopped_s - ((step - n) + n % 5 / 3) * per_step_s) * 1e9), n) for n in points)
     return Progress(
         number, number % 8, world, 0, 1000 + 10 * number, 5, "torch", step, (step,), 1, history[0][0],
         history[-1][0], history=history,
@@ -150,12 +152,23 @@ def hang(world: int, nodes: int = 1) -> Incident:
 
 
 def _artifacts(world: int) -> tuple[Artifact, ...]:
-    names = ("stack.txt", "stack.json", "proc.json", "progress.json", "rank.json", "flight_recorder.json", "log_tail.txt")
+    names = (
+        "stack.txt",
+        "stack.json",
+        "proc.json",
+        "progress.json",
+        "rank.json",
+        "flight_recorder.json",
+        "log_tail.txt",
+    )
     of_ranks = [Artifact(f"ranks/{n}/{name}", "py-spy dump", 0.2, bytes=2100) for n in range(world) for name in names]
     missing = [
-        Artifact(f"ranks/{n}/flight_recorder.pickle", "worker server", 2.0, "no answer within 2 s") for n in range(world)
+        Artifact(f"ranks/{n}/flight_recorder.pickle", "worker server", 2.0, "no answer within 2 s")
+        for n in range(world)
     ]
-    own = [Artifact(name, "safelaunch", 0.0, bytes=900) for name in ("verdict.json", "launch.json", "node/node1/env.json")]
+    own = [
+        Artifact(name, "safelaunch", 0.0, bytes=900) for name in ("verdict.json", "launch.json", "node/node1/env.json")
+    ]
     return (*own, *of_ranks, *missing)
 
 
@@ -172,7 +185,9 @@ def _about(hosts: list[str], world: int) -> About:
         for host in hosts
     )  # fmt: skip
     command = ("torchrun", "--nproc-per-node", "8", "train.py", "--data", "/data/My Corpus")
-    launch = Launch("train", hosts[0], "me", "/home/me", "2026-11-22T11:00:00Z", command, "0.1.0", "2.13.0", ("hang-debug",))
+    launch = Launch(
+        "train", hosts[0], "me", "/home/me", "2026-11-22T11:00:00Z", command, "0.1.0", "2.13.0", ("hang-debug",)
+    )
     return About("train-20261122T125623Z-hang", 1_795_352_183.0, launch, nodes)
 
 
@@ -190,7 +205,9 @@ def crash() -> Incident:
         f'  File "{SCRIPT}", line 21, in train\n    loss = model(batch).pow(2).mean()\n'
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x31 and 32x8)\n"
     )
-    error = RankException("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (16x31 and 32x8)", 90.0, where, text)
+    error = RankException(
+        "RuntimeError", "mat1 and mat2 shapes cannot be multiplied (16x31 and 32x8)", 90.0, where, text
+    )
     ranks = [rank(n, _in("all_reduce", _REDUCE, *_END), more={"code_roots": (SITE,)}) for n in range(4)]
     more = {"exception": error, "exit": RankExit(1, 91.0), "code_roots": (SITE,), "log_tail": "epoch 1\n" + text}
     ranks[1] = rank(1, beacon, "sleep", more=more)
@@ -215,7 +232,9 @@ def hostile() -> Incident:
     evil = Frame(f"/home/me/{EVIL}.py", 7, EVIL)
     error = RankException(EVIL, EVIL, 100.0, (evil,), EVIL)
     more = {"exception": error, "exit": RankExit(1, 100.0), "log_tail": EVIL}
-    called = replace(entry("all_reduce", 1, line=5), op=EVIL, group=EVIL, description=EVIL, frames=(evil,), input_dtypes=(EVIL,))
+    called = replace(
+        entry("all_reduce", 1, line=5), op=EVIL, group=EVIL, description=EVIL, frames=(evil,), input_dtypes=(EVIL,)
+    )
     child = process(55, (evil,), "sleep", role=EVIL)
     ranks = [
         rank(0, (evil,), "sleep", more=more, children=[child], threads=[(EVIL, (evil,), "futex")]),
@@ -224,11 +243,14 @@ def hostile() -> Incident:
     ]
     ranks = [replace(one, host=EVIL) for one in ranks]
     evidence = job(*ranks, outcome="crash", notes=(EVIL,), threshold_s=1.0, threshold_why=EVIL)
-    about = About(EVIL, 1.0, Launch(EVIL, EVIL, EVIL, f"/home/{EVIL}", EVIL, (EVIL,), EVIL, EVIL, (EVIL,)),
-                  (NodeFiles(EVIL, (Gpu(0, EVIL, error=EVIL),), EVIL, versions=((EVIL, EVIL),), disks=((EVIL, 0.5),), kernel_log=(EVIL,)),))  # fmt: skip
+    files = NodeFiles(EVIL, (Gpu(0, EVIL, error=EVIL),), EVIL, versions=((EVIL, EVIL),), disks=((EVIL, 0.5),))
+    launch = Launch(EVIL, EVIL, EVIL, f"/home/{EVIL}", EVIL, (EVIL,), EVIL, EVIL, (EVIL,))
+    about = About(EVIL, 1.0, launch, (dataclasses.replace(files, kernel_log=(EVIL,)),))
     verdict = diagnose(evidence)
     verdict = replace(verdict, suggestions=(EVIL,), ruled_out=(EVIL,), missing=(EVIL,), summary=EVIL, doubts=(EVIL,))
-    return Incident(evidence, (Artifact(EVIL, EVIL, 0.0, bytes=1), Artifact(f"ranks/0/{EVIL}", EVIL, 0.0, EVIL)), about, verdict)
+    return Incident(
+        evidence, (Artifact(EVIL, EVIL, 0.0, bytes=1), Artifact(f"ranks/0/{EVIL}", EVIL, 0.0, EVIL)), about, verdict
+    )
 
 
 ALL: dict[str, Callable[[], Incident]] = {
@@ -241,4 +263,3 @@ ALL: dict[str, Callable[[], Incident]] = {
     "sixty-four": lambda: hang(64, nodes=8),
     "thousands": lambda: hang(4096, nodes=512),
 }
-

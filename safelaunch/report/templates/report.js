@@ -322,7 +322,7 @@ function timeline() {
       const shown = [text, SHORT[text] || text.slice(0, 3)].find((word) => pen.measureText(word).width < right - left - 8);
       if (shown) {
         const wide = pen.measureText(shown).width;
-        if (waits) { pen.fillStyle = paint.card; pen.globalAlpha = .8; pen.fillRect(left + 3, top + 5, wide + 4, ROW - 10); pen.globalAlpha = 1; }
+        if (waits) { pen.fillStyle = paint.card; pen.globalAlpha = .93; pen.fillRect(left + 3, top + 5, wide + 4, ROW - 10); pen.globalAlpha = 1; }
         pen.fillStyle = paint.ink; pen.fillText(shown, left + 5, top + ROW / 2 + .5);
       }
       if (rows[state.lane] === row && state.call === cell.at) { pen.strokeStyle = paint.focus; pen.lineWidth = 2; pen.strokeRect(left - 1, top + 1, right - left + 2, ROW - 2); }
@@ -445,7 +445,16 @@ function timeline() {
 function steps() {
   const data = page.steps;
   if (!data) return;
-  const width = 1000, height = 220, left = 56, right = 150, top = 12, bottom = 28;
+  const box = h("div", { class: "card chart" });
+  const rates = data.lines.map((line) => line.rate).filter(Boolean);
+  section("steps", "Steps over time", rates.length ? h("span", { class: "dim" }, `${Math.max(...rates).toPrecision(3)} steps a second ${page.head.outcome === "dump" ? "lately" : "before it stopped"}`) : "", box);
+  const draw = () => box.replaceChildren(drawSteps(data, Math.max(280, box.clientWidth - 26)));
+  draw();
+  let drawn = box.clientWidth;
+  new ResizeObserver(() => { if (box.clientWidth !== drawn) { drawn = box.clientWidth; draw(); } }).observe(box);
+}
+function drawSteps(data, width) {
+  const height = 210, left = 52, right = width > 560 ? 150 : 12, top = 12, bottom = 28;
   const points = data.lines.flatMap((line) => line.p);
   const begin = Math.min(...points.map((p) => p[0])), low = Math.min(...points.map((p) => p[1])), high = Math.max(...points.map((p) => p[1]), low + 1);
   const last = Math.max(...points.map((p) => p[0]));
@@ -455,11 +464,12 @@ function steps() {
   const drawing = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": data.lines.map((line) =>
     `${ranksWord(line.r, line.n)}: last step ${line.step}${line.rate ? `, ${line.rate.toPrecision(3)} steps a second` : ""}`).join("; ") });
   if (end > last) drawing.append(s("rect", { class: "quiet", x: x(last), y: top, width: x(end) - x(last), height: height - top - bottom }));
-  for (let n = 0; n <= 3; n += 1) {
-    const step = low + (high - low) * n / 3, at = begin + span * n / 3;
+  const parts = width > 560 ? 3 : 2;
+  for (let n = 0; n <= parts; n += 1) {
+    const step = low + (high - low) * n / parts, at = begin + span * n / parts;
     drawing.append(s("line", { class: "axis", x1: left, x2: width - right, y1: y(step), y2: y(step) }),
       s("text", { x: left - 8, y: y(step) + 4, "text-anchor": "end" }, Math.round(step).toLocaleString("en")),
-      s("text", { x: x(at), y: height - 9, "text-anchor": n === 0 ? "start" : n === 3 ? "end" : "middle" }, at >= -0.05 ? "evidence taken" : `${clock(at)} before`));
+      s("text", { x: x(at), y: height - 9, "text-anchor": n === 0 ? "start" : n === parts ? "end" : "middle" }, at >= -0.05 ? "evidence taken" : `${clock(at)} before`));
   }
   const mark = (at, words, anchor) => drawing.append(s("line", { class: "mark", x1: x(at), x2: x(at), y1: top, y2: height - bottom }),
     s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: height - bottom - 7, "text-anchor": anchor }, words));
@@ -475,11 +485,9 @@ function steps() {
       s("circle", { class: `dot${kind}`, cx: x(tail[0]), cy: y(tail[1]), r: line.c ? 3.5 : 2.5 }));
     const at = Math.max(y(tail[1]) + 4, lowest + 13);
     lowest = at;
-    if (at < height - 4) drawing.append(s("text", { x: width - right + 8, y: at }, `${ranksWord(line.r, line.n)}: ${line.step}`.slice(0, 26)));
+    if (at < height - 4 && right > 100) drawing.append(s("text", { x: width - right + 8, y: at }, `${ranksWord(line.r, line.n)}: ${line.step}`.slice(0, 26)));
   });
-  const rates = data.lines.map((line) => line.rate).filter(Boolean);
-  section("steps", "Steps over time", rates.length ? h("span", { class: "dim" }, `${Math.max(...rates).toPrecision(3)} steps a second before it stopped`) : "",
-    h("div", { class: "card chart" }, drawing));
+  return drawing;
 }
 
 // --- the stacks ----------------------------------------------------------------------------------------------------
@@ -497,16 +505,20 @@ function stacks() {
   const atFault = (branch) => branch.r.split(",").every((part) => culprits.has(part));
   function layout() {
     const boxes = [];
-    const put = (branch, begin, depth, width, zoomed) => {
+    const put = (branch, begin, depth, width) => {
       let level = depth;
       for (const number of visible(branch)) boxes.push({ number, branch, begin, width, depth: level++ });
+      share(branch.b, branch.n, begin, width, level);
+    };
+    // Ranks at fault stay readable beside thousands of others: they are never narrower than this.
+    const share = (branches, count, begin, width, level) => {
+      const wide = branches.map((one) => Math.max(one.n / count, atFault(one) ? Math.min(.12, .5 / branches.length) : 0));
+      const sum = Math.max(1, wide.reduce((total, one) => total + one, 0));
       let at = begin;
-      for (const below of branch.b) { put(below, at, level, width * below.n / branch.n, zoomed); at += width * below.n / branch.n; }
+      branches.forEach((one, number) => { put(one, at, level, width * wide[number] / sum); at += width * wide[number] / sum; });
     };
     const roots = state.zoom ? [state.zoom] : page.tree;
-    const sum = roots.reduce((count, branch) => count + branch.n, 0);
-    let at = 0;
-    for (const branch of roots) { put(branch, at, 0, branch.n / sum, true); at += branch.n / sum; }
+    share(roots, roots.reduce((count, branch) => count + branch.n, 0), 0, 1, 0);
     return boxes.filter((box) => box.width > .0012).slice(0, 1500);
   }
   function drawFlame() {
@@ -548,7 +560,7 @@ function rankPanel(rank) {
       page.head.bundle ? h("p", {}, page.files.ranks.filter(([, , of]) => inRanges(rank.r, of)).map(([name]) => [link(`ranks/${rank.r}/${name}`, name), " "])) : ""),
     rank.st !== undefined ? part(rank.raised ? "Raised at" : "Stack, innermost first", frameList(page.stacks[rank.st])) : "",
     rank.trace && rank.trace.length ? part("Traceback", h("pre", { tabindex: "0" }, rank.trace.join("\n"))) : "",
-    rank.fr ? part("Last calls, newest first", h("ul", { class: "list mono" }, rank.fr.map((text) => h("li", {}, text)))) : "",
+    rank.fr !== undefined ? part("Last calls, newest first", h("ul", { class: "list mono" }, page.calls[rank.fr].map((text) => h("li", {}, text)))) : "",
     rank.th ? part("Other threads", rank.th.map(([name, stack]) => h("details", {}, h("summary", {}, name || "thread", h("span", { class: "dim" }, ` ${frameText(topOf(stack))}`)), frameList(page.stacks[stack])))) : "",
     rank.ch ? part("Child processes", rank.ch.map(([role, pid, doing, stack]) => h("details", {}, h("summary", {}, `${role} ${pid} `, h("span", { class: "dim" }, doing)), stack >= 0 ? frameList(page.stacks[stack]) : "no stack")), rank.more_children ? h("p", { class: "dim" }, `and ${rank.more_children} more`) : "") : "",
     rank.log !== undefined ? part("The end of its output", h("pre", { tabindex: "0" }, page.logs[rank.log].join("\n"))) : "");
@@ -660,7 +672,17 @@ function nodes() {
       h("dl", { class: "facts" }, one.versions.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]))) : "",
     one.gpus && one.gpus.length ? h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, one.gpus.map(gpu)))) : "",
     one.log && one.log.length ? h("details", {}, h("summary", {}, "The end of the kernel log"), h("pre", { tabindex: "0" }, one.log.join("\n"))) : "");
-  section("nodes", page.nodes.length > 1 ? `${page.nodes.length} nodes` : "Node", "", page.nodes.map((one) => node(one, page.nodes.length === 1)),
+  const list = h("div", { class: "nodes" });
+  const show = (from, most) => {
+    list.append(...page.nodes.slice(from, from + most).map((one) => node(one, page.nodes.length === 1)));
+    const left = page.nodes.length - from - most;
+    if (left > 0) {
+      const more = h("button", { type: "button", onclick: () => { more.remove(); show(from + most, 64); } }, `Show ${Math.min(64, left)} of ${left} more`);
+      list.append(more);
+    }
+  };
+  show(0, 8);
+  section("nodes", page.nodes.length > 1 ? `${page.nodes.length} nodes` : "Node", "", list,
     page.nccl.length ? h("div", { class: "note" }, h("h3", {}, "What NCCL says"), h("ul", { class: "list" }, page.nccl.map((line) => h("li", {}, line)))) : "");
 }
 
