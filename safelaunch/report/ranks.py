@@ -13,7 +13,7 @@ from safelaunch.model import Artifact, RankEvidence, Verdict, format_ranks
 from safelaunch.report.about import About, Gpu, NodeFiles
 from safelaunch.report.overview import RankRow, main_frames, row_of, without_ours
 from safelaunch.report.tables import Frames
-from safelaunch.system.printable import clean_lines
+from safelaunch.system.printable import clean_lines, is_clean
 
 MOST_CHILDREN = 12
 MOST_THREADS = 40
@@ -152,6 +152,8 @@ def _add_logs(facts: Facts, made: Ranks, named: set[int]) -> None:
             numbers[lines] = len(made.logs)
             made.logs.append(list(lines))
         item["log"] = numbers[lines]
+        if not is_clean(text):
+            item["raw"] = 1
 
 
 def groups(facts: Facts) -> dict[str, Any]:

@@ -563,7 +563,7 @@ function rankPanel(rank) {
     rank.fr !== undefined ? part("Last calls, newest first", h("ul", { class: "list mono" }, page.calls[rank.fr].map((text) => h("li", {}, text)))) : "",
     rank.th ? part("Other threads", rank.th.map(([name, stack]) => h("details", {}, h("summary", {}, name || "thread", h("span", { class: "dim" }, ` ${frameText(topOf(stack))}`)), frameList(page.stacks[stack])))) : "",
     rank.ch ? part("Child processes", rank.ch.map(([role, pid, doing, stack]) => h("details", {}, h("summary", {}, `${role} ${pid} `, h("span", { class: "dim" }, doing)), stack >= 0 ? frameList(page.stacks[stack]) : "no stack")), rank.more_children ? h("p", { class: "dim" }, `and ${rank.more_children} more`) : "") : "",
-    rank.log !== undefined ? part("The end of its output", h("pre", { tabindex: "0" }, page.logs[rank.log].join("\n"))) : "");
+    rank.log !== undefined ? part("The end of its output", rank.raw ? h("p", { class: "dim" }, `ranks/${rank.r}/log_tail.txt holds its terminal sequences raw, which cat would send on`) : "", h("pre", { tabindex: "0" }, page.logs[rank.log].join("\n"))) : "");
   return panel;
 }
 const topOf = (stack) => { const numbers = page.stacks[stack]; const own = numbers.find((number) => !page.frames[number][3]); return own === undefined ? numbers[0] : own; };
