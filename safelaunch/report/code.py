@@ -59,7 +59,7 @@ def sides(facts: Facts, verdict: Verdict, read_source: ReadSource, said: Callabl
     grouped: dict[tuple[bool, tuple[Frame, ...]], list[int]] = {}
     for rank in facts.ranks:
         stack = _stack_of_culprit(facts, named[rank]) if rank in named else _stack(facts, rank)
-        if stack:
+        if stack or rank in named:
             grouped.setdefault((rank in named, stack), []).append(rank)
     ordered = sorted(grouped.items(), key=lambda item: (not item[0][0], -len(item[1]), item[1][0]))
     at_fault = [item for item in ordered if item[0][0]][: MOST_SIDES - 2]
@@ -69,6 +69,7 @@ def sides(facts: Facts, verdict: Verdict, read_source: ReadSource, said: Callabl
     for (culprit, stack), ranks in shown:
         elsewhere = [other for (_, other), _ in shown if other != stack]
         does = named[ranks[0]].reason if culprit else _does(facts, ranks)
+        does = " ".join([does, *_handled(facts, ranks[0])])
         found.append(_side(facts, tuple(ranks), culprit, does, stack, elsewhere, read_source, said))
     return found
 
@@ -86,19 +87,19 @@ def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
     evidence = facts.ranks[culprit.rank].evidence
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
-        return stack
+        return stack or _recorded(facts, culprit)
     if culprit.frame in stack:
         return stack[stack.index(culprit.frame) :]
     return _recorded(facts, culprit) or (culprit.frame,)
 
 
 def _recorded(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
-    """The user's frames of the newest recorded call from the culprit's line."""
+    """The user's frames of the newest recorded call from the culprit's line, or of its newest call."""
     evidence = facts.ranks[culprit.rank].evidence
     record = evidence.flight_record
     for entry in reversed(record.entries if record is not None else ()):
         stack = stack_of(evidence, entry.frames).user_frames
-        if stack and stack[0] == culprit.frame:
+        if stack and (culprit.frame is None or stack[0] == culprit.frame):
             return stack
     return ()
 
@@ -110,6 +111,12 @@ def _does(facts: Facts, ranks: Sequence[int]) -> str:
     if one.condition is not None:
         return f"{one.condition.reason[:1].upper()}{one.condition.reason[1:]}."
     return ""
+
+
+def _handled(facts: Facts, rank: int) -> list[str]:
+    """The exceptions that a rank is handling there: in an ``except``, or on its way through a ``finally``."""
+    handled = facts.ranks[rank].evidence.gil.handling[:2]
+    return [f"It is handling {one.type}{f': {one.message[:200]}' if one.message else ''}." for one in handled]
 
 
 def _side(
@@ -142,7 +149,7 @@ def _lines(
     source = text.splitlines() if text else []
     if not 0 < frame.line <= len(source):
         return ()
-    marked = {step.guard.line: step for step in steps if step.guard.line <= frame.line}
+    marked = {step.guard.line: step for step in steps if "__name__" not in step.guard.text}
     wanted = set(range(max(1, frame.line - BEFORE), min(len(source), frame.line + AFTER) + 1)) | set(marked)
     wanted |= set(_headed(source, steps))
     for number in sorted(wanted):  # a few lines more instead of a gap of a few lines

@@ -81,6 +81,10 @@ def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
     if evidence.exception is not None:
         found["raised"] = f"{evidence.exception.type}: {evidence.exception.message}"[:2000]
         found["trace"] = _traceback(evidence)
+    if handled := [f"{one.type}: {one.message}"[:500] for one in evidence.gil.handling[:4]]:
+        found["handles"] = handled
+    if caught := [f"{one.type}: {one.message}"[:500] for one in evidence.caught[-4:]]:
+        found["caught"] = caught
     if view is not None and view.sample is not None:
         main = view.sample.main_thread
         others = [thread for thread in view.sample.threads if thread is not main][:MOST_THREADS]

@@ -163,7 +163,6 @@ def _labels(records: Mapping[int, FlightRecord]) -> dict[str, str]:
                 described.setdefault(kind.group, kind.description)
         for name, ranks in record.groups.items():
             members.setdefault(name, len(ranks))
-            described.setdefault(name, "")
     many = len(described) > _FEW_GROUPS
     labels = {}
     for name, text in described.items():

@@ -176,6 +176,7 @@ function code() {
         place.lines.length
           ? h("div", { class: "source", tabindex: "0", role: "group", "aria-label": frameText(place.f) }, place.lines.map(sourceLine))
           : h("p", { class: "none" }, "The source is not readable from here.")]),
+      side.places.length ? "" : h("p", { class: "none" }, "Neither a stack nor a record shows a line."),
       side.callers.length ? h("div", { class: "place" }, "called from ", side.callers.map(frameText).join(", ")) : "",
       raisedBy(side)))));
 }
@@ -557,6 +558,7 @@ function rankPanel(rank) {
   const panel = h("div", { class: "panel", "data-rank": rank.r },
     h("div", {}, h("h3", {}, `Rank ${rank.r}`), h("p", { class: "dim" }, facts.filter(Boolean).join(", ")),
       rank.raised ? h("p", { class: "bad" }, rank.raised) : "",
+      (rank.handles || []).map((text) => h("p", {}, `handling ${text}`)), (rank.caught || []).map((text) => h("p", { class: "dim" }, `caught earlier: ${text}`)),
       page.head.bundle ? h("p", {}, page.files.ranks.filter(([, , of]) => inRanges(rank.r, of)).map(([name]) => [link(`ranks/${rank.r}/${name}`, name), " "])) : ""),
     rank.st !== undefined ? part(rank.raised ? "Raised at" : "Stack, innermost first", frameList(page.stacks[rank.st])) : "",
     rank.trace && rank.trace.length ? part("Traceback", h("pre", { tabindex: "0" }, rank.trace.join("\n"))) : "",
