@@ -19,9 +19,9 @@ from safelaunch.model.entries import Entries
 from safelaunch.reading.frames import stack_of
 from safelaunch.system.printable import clean_json
 
-MOST_EVENTS = 60_000
+MOST_EVENTS = 40_000
 LEAST_CALLS = 8  # of a rank
-MOST_CALLS = 2000
+MOST_CALLS = 500
 PERFETTO, SPEEDSCOPE = "timeline.perfetto.json", "stacks.speedscope.json"
 SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
