@@ -202,7 +202,7 @@ function timeline() {
   const single = data.groups.length <= 1;
   const state = { by: "number", group: single ? 0 : -1, all: false, from: 0, to: 1, lane: 0, call: -1 };
   if (!single && data.part) state.group = data.part[0];
-  const canvas = h("canvas", { tabindex: "0", role: "img", "aria-describedby": "timeline-said", "aria-label":
+  const canvas = h("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-describedby": "timeline-said", "aria-label":
     `Timeline of the last calls of ${plural(data.recorded, "rank")} in ${plural(own.length, "lane")}. `
     + "Arrow keys choose a call, plus and minus zoom, 0 shows all, Home and End go to the first and last call." });
   const labels = h("div", { class: "labels", id: "lanes" });
@@ -472,11 +472,11 @@ function drawSteps(data, width) {
       s("text", { x: left - 8, y: y(step) + 4, "text-anchor": "end" }, Math.round(step).toLocaleString("en")),
       s("text", { x: x(at), y: height - 9, "text-anchor": n === 0 ? "start" : n === parts ? "end" : "middle" }, at >= -0.05 ? "evidence taken" : `${clock(at)} before`));
   }
-  const mark = (at, words, anchor) => drawing.append(s("line", { class: "mark", x1: x(at), x2: x(at), y1: top, y2: height - bottom }),
-    s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: height - bottom - 7, "text-anchor": anchor }, words));
+  const mark = (at, words, anchor, up) => drawing.append(s("line", { class: "mark", x1: x(at), x2: x(at), y1: top, y2: height - bottom }),
+    s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: height - bottom - 7 - up, "text-anchor": anchor }, words));
   const close = last + (data.threshold_s || 0);
-  mark(last, `last step, ${clock(last)} before`, (last - begin) / span > .5 ? "end" : "start");
-  if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, "start");
+  mark(last, `last step, ${clock(last)} before`, (last - begin) / span > .5 ? "end" : "start", 0);
+  if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, (close - begin) / span > .75 ? "end" : "start", 15);
   let lowest = -1e9;
   [...data.lines].sort((one, other) => other.step - one.step).forEach((line) => {
     const kind = line.c ? " culprit" : "";
@@ -498,7 +498,7 @@ function stacks() {
   if (!total) return;
   const culprits = new Set(page.rows.filter((row) => row.c).map((row) => row.r).join(",").split(","));
   const state = { libraries: false, zoom: null };
-  const flame = h("div", { class: "flame", role: "tree", "aria-label": "Flame graph: the wider, the more ranks" });
+  const flame = h("div", { class: "flame", role: "group", "aria-label": "Flame graph: the wider, the more ranks" });
   function visible(branch) {
     const last = branch.f.length - 1;
     return branch.f.filter((number, at) => state.libraries || !page.frames[number][3] || (at === last && !branch.b.length));
@@ -528,7 +528,7 @@ function stacks() {
     flame.replaceChildren(...boxes.map((box) => {
       const [file, line, name, library] = page.frames[box.number];
       const kind = atFault(box.branch) ? "culprit" : library ? null : "user";
-      const node = h("button", { type: "button", role: "treeitem", class: kind, title: `${frameText(box.number)}\n${ranksWord(box.branch.r, box.branch.n)}`,
+      const node = h("button", { type: "button", class: kind, title: `${frameText(box.number)}\n${ranksWord(box.branch.r, box.branch.n)}`,
         onclick: () => { state.zoom = state.zoom === box.branch ? null : box.branch; drawFlame(); announce(state.zoom ? `only ${ranksWord(box.branch.r, box.branch.n)}` : "all ranks"); } },
       name === "<module>" ? `${file}:${line}` : `${name}${library ? "" : ` ${file}:${line}`}`);
       node.style.left = `${box.begin * 100}%`; node.style.width = `${box.width * 100}%`; node.style.top = `${box.depth * 21}px`;
@@ -656,7 +656,7 @@ function groups() {
 function meter(share, label) {
   const fillNode = h("i", {});
   fillNode.style.width = `${Math.round(Math.min(1, Math.max(0, share)) * 100)}%`;
-  return [h("span", { class: `meter${share > .95 ? " full" : ""}`, role: "img", "aria-label": label }, fillNode), ` ${label}`];
+  return [h("span", { class: `meter${share > .95 ? " full" : ""}`, role: "img", "aria-label": label }, fillNode), h("span", {}, ` ${label}`)];
 }
 function nodes() {
   if (!page.nodes.length) return;
