@@ -159,7 +159,7 @@ function head() {
 
 function sourceLine([number, text, mark, note, gap]) {
   return h("div", { class: [mark, gap ? "gap" : ""].join(" ").trim() || null },
-    h("span", { class: "n" }, number), h("span", { class: "t" }, text || " "),
+    h("span", { class: "n" }, number), h("span", { class: "t" }, text.slice(0, text.length - text.trimStart().length), h("u", {}, text.trimStart() || " ")),
     mark === "here" ? h("span", { class: "skip" }, "this line") : null,
     note ? h("span", { class: "what" }, note) : null);
 }
