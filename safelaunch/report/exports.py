@@ -17,6 +17,7 @@ from safelaunch.diagnose.rank_state import Facts, child_views, view_of
 from safelaunch.model import Collective, Frame, format_ranks
 from safelaunch.model.entries import Entries
 from safelaunch.reading.frames import stack_of
+from safelaunch.report.timeline import LONGEST_S
 from safelaunch.system.printable import clean_json
 
 MOST_EVENTS = 40_000
@@ -45,7 +46,7 @@ def perfetto(facts: Facts, name: str = "") -> dict[str, Any]:
     begins = {rank: max(0, len(ring) - most) for rank, ring in records.items()}
     start = min((ring.created_ns[begins[rank]] for rank, ring in records.items() if ring), default=0)
     newest = max((ring.created_ns[len(ring) - 1] for ring in records.values() if ring), default=0)
-    end = newest + int(facts.evidence.stall_s * 1e9)
+    end = newest + int(min(facts.evidence.stall_s, LONGEST_S) * 1e9)
     events: list[dict[str, Any]] = []
     for rank, ring in records.items():
         calls = [ring[number] for number in range(begins[rank], len(ring))]

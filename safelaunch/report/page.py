@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from html import escape
 from importlib import resources
+from math import isfinite
 from typing import Any
 
 from safelaunch.diagnose.rank_state import Facts
@@ -31,6 +32,7 @@ from safelaunch.system.printable import clean, clean_json
 
 MOST_COMMAND = 4000
 _MOST_BRANCHES = 3000
+_YEAR_10000 = 253_402_300_800
 _STYLE, _SCRIPT = "report.css", "report.js"
 
 
@@ -127,7 +129,7 @@ def _facts(verdict: Verdict, evidence: Evidence, about: About) -> Iterable[tuple
 
 
 def _when(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s)) if unix_s > 0 else ""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s)) if 0 < unix_s < _YEAR_10000 else ""
 
 
 def _step(seen: Sequence[int]) -> str:
@@ -301,7 +303,7 @@ def _cleaned(value: Any) -> Any:
         return {key: _cleaned(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return value if value and all(type(item) is int for item in value) else [_cleaned(item) for item in value]
-    return value
+    return value if not isinstance(value, float) or isfinite(value) else None
 
 
 def _printable(text: str) -> str:

@@ -16,6 +16,7 @@ from safelaunch.report.tables import Frames
 
 MOST_CALLS = 96  # of a lane
 MOST_LANES = 160
+LONGEST_S = 1e8
 _FEW_GROUPS = 12
 _NAMELESS = ("", "undefined")
 State = str  # "done", "waits", "queued": entered by the CPU, not begun by the device
@@ -92,7 +93,7 @@ def timeline(facts: Facts, culprits: Collection[int]) -> Timeline:
     for name, label in labels.items():
         groups[label] = (*groups.get(label, ()), name)
     newest = max((lane.at_ns[-1] for lane in lanes), default=0)
-    end_ns = newest + int(max(facts.evidence.stall_s, 0.0) * 1e9)
+    end_ns = newest + int(min(max(facts.evidence.stall_s, 0.0), LONGEST_S) * 1e9)
     return Timeline(tuple(kinds.all), tuple(lanes), groups, _parting(facts, labels, culprits), end_ns, len(records))
 
 

@@ -13,10 +13,12 @@ import browser
 import pages
 import pytest
 from evidence import behind, in_user, job, rank, waiting
+from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.model import Frame, RankException, RankExit
 from safelaunch.report import page
+from safelaunch.report.about import About, NodeFiles
 
 pytestmark = pytest.mark.xdist_group("chromium")  # one Chromium, and each page made once
 
@@ -298,3 +300,10 @@ def test_hostile_names_stay_text(show: Show) -> None:
     assert opened.value("document.documentElement.scrollWidth") <= 1280
     assert opened.value("[...document.links].every((a) => /^(#|\\.\\/)/.test(a.getAttribute('href')))") is True
     assert opened.errors == []
+
+
+def test_numbers_that_a_page_cannot_hold_are_left_out() -> None:
+    evidence = replace(pages.hang(2).evidence, stall_s=float("inf"), threshold_s=float("nan"))
+    about = About(at_unix_s=float("inf"), nodes=(NodeFiles("a", load=(float("nan"), float("inf"))),))
+    text = page.html(diagnose(evidence), evidence, about=about)
+    json.loads(data_of(text), parse_constant=pytest.fail)
