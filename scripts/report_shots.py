@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
-import pages
+import incidents
 from browser import Browser, found
 
 from safelaunch.capture import user_source
@@ -36,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--only", default=",".join(pages.ALL), help="which of the made-up incidents; an empty text: none"
+        "--only", default=",".join(incidents.ALL), help="which of the made-up incidents; an empty text: none"
     )
     parser.add_argument("--bundle", type=Path, action="append", default=[], help="a bundle to make the page of")
     parser.add_argument("--shots", default=",".join(SHOTS))
@@ -56,10 +56,10 @@ def main() -> int:
 
 
 def _made_up(name: str, out: Path) -> Path:
-    incident = pages.ALL[name]()
+    incident = incidents.ALL[name]()
     verdict, begin = incident.verdict, time.process_time()
     text = page.html(
-        verdict, incident.evidence, incident.artifacts, read_source=pages.read_source, about=incident.about
+        verdict, incident.evidence, incident.artifacts, read_source=incidents.read_source, about=incident.about
     )
     return _written(out / f"{name}.html", text, begin)
 

@@ -54,14 +54,24 @@ class Side:
 
 
 def sides(facts: Facts, verdict: Verdict, read_source: ReadSource, said: Callable[[str], str]) -> list[Side]:
-    """The sides: those at fault first, then the largest. ``said`` takes secrets out of a line of source."""
+    """The sides: those at fault first, then who waits in the same group, the largest first.
+
+    ``said`` takes secrets out of a line of source.
+    """
     named = {one.rank: one for one in verdict.culprits}
     grouped: dict[tuple[bool, tuple[Frame, ...]], list[int]] = {}
     for rank in facts.ranks:
         stack = _stack_of_culprit(facts, named[rank]) if rank in named else _stack(facts, rank)
         if stack or rank in named:
             grouped.setdefault((rank in named, stack), []).append(rank)
-    ordered = sorted(grouped.items(), key=lambda item: (not item[0][0], -len(item[1]), item[1][0]))
+    waits = {rank: one.wait.group for rank, one in facts.ranks.items() if one.wait is not None}
+    theirs = {waits[rank] for rank in named if rank in waits}
+
+    def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int]:
+        (culprit, _), ranks = item
+        return not culprit, waits.get(ranks[0]) not in theirs, -len(ranks), ranks[0]
+
+    ordered = sorted(grouped.items(), key=order)
     at_fault = [item for item in ordered if item[0][0]][: MOST_SIDES - 2]
     others = [item for item in ordered if not item[0][0]][: MOST_SIDES - len(at_fault)]
     shown = [*at_fault, *others]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pages
+import incidents
 import pytest
 from evidence import in_user, job, rank
 
@@ -22,7 +22,7 @@ def trace_of(evidence: Evidence) -> list[dict[str, Any]]:
 
 
 def test_a_trace_is_what_the_trace_event_format_asks_for() -> None:
-    events = trace_of(pages.hang(4).evidence)
+    events = trace_of(incidents.hang(4).evidence)
     assert {event["ph"] for event in events} == {"M", "X"}
     for event in events:
         assert isinstance(event["pid"], int) and isinstance(event["name"], str) and event["name"]
@@ -33,7 +33,7 @@ def test_a_trace_is_what_the_trace_event_format_asks_for() -> None:
 
 
 def test_a_rank_is_a_process_and_its_pending_call_lasts_until_the_evidence_was_taken() -> None:
-    events = trace_of(pages.hang(4).evidence)
+    events = trace_of(incidents.hang(4).evidence)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {n: f"rank {n} on node1" for n in range(4)}
     last = [event for event in events if event["ph"] == "X" and event["pid"] == 0][-1]
@@ -43,12 +43,12 @@ def test_a_rank_is_a_process_and_its_pending_call_lasts_until_the_evidence_was_t
 
 def test_of_thousands_of_ranks_a_trace_has_the_newest_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exports, "MOST_EVENTS", 64 * 10)
-    calls = [event for event in trace_of(pages.hang(64).evidence) if event["ph"] == "X"]
+    calls = [event for event in trace_of(incidents.hang(64).evidence) if event["ph"] == "X"]
     assert len(calls) == 64 * 10 and {call["args"]["number"] for call in calls} == set(range(66, 76))
 
 
 def test_stacks_weigh_as_many_ranks_as_have_them() -> None:
-    document = json.loads(exports.as_json(exports.speedscope(Facts.of(pages.hang(4).evidence), "train")))
+    document = json.loads(exports.as_json(exports.speedscope(Facts.of(incidents.hang(4).evidence), "train")))
     assert document["$schema"] == exports.SPEEDSCOPE_SCHEMA
     frames = document["shared"]["frames"]
     mains, _ = document["profiles"]

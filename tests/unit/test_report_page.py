@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import browser
-import pages
+import incidents
 import pytest
 from evidence import behind, in_user, job, rank, waiting
 from msgspec.structs import replace
@@ -52,8 +52,8 @@ def show(chromium: browser.Browser, tmp_path: Path) -> Show:
 
 @cache
 def incident_page(name: str) -> dict[str, Any]:
-    one = pages.ALL[name]()
-    return page.content(one.verdict, one.evidence, one.artifacts, read_source=pages.read_source, about=one.about)
+    one = incidents.ALL[name]()
+    return page.content(one.verdict, one.evidence, one.artifacts, read_source=incidents.read_source, about=one.about)
 
 
 @cache
@@ -158,9 +158,9 @@ def test_an_exception_whose_traceback_is_lost_still_shows_a_page() -> None:
 
 
 def test_secrets_are_taken_out_of_source_lines() -> None:
-    one = pages.hang(2)
+    one = incidents.hang(2)
     said = lambda text: text.replace("all_reduce", "REDACTED")  # noqa: E731
-    made = page.content(one.verdict, one.evidence, read_source=pages.read_source, said=said)
+    made = page.content(one.verdict, one.evidence, read_source=incidents.read_source, said=said)
     assert "dist.REDACTED(loss)" in marked(made["code"][1], "here")
 
 
@@ -177,7 +177,7 @@ def test_the_issue_is_markdown_that_a_job_cannot_break_out_of() -> None:
 # --- in Chromium ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in pages.ALL if name != "hostile"])
+@pytest.mark.parametrize("name", [name for name in incidents.ALL if name != "hostile"])
 def test_every_page_is_drawn_without_an_error_and_fits_a_phone(show: Show, name: str) -> None:
     opened = show(name)
     assert opened.text("#cause") == incident_page(name)["head"]["cause"]
@@ -303,7 +303,7 @@ def test_hostile_names_stay_text(show: Show) -> None:
 
 
 def test_numbers_that_a_page_cannot_hold_are_left_out() -> None:
-    evidence = replace(pages.hang(2).evidence, stall_s=float("inf"), threshold_s=float("nan"))
+    evidence = replace(incidents.hang(2).evidence, stall_s=float("inf"), threshold_s=float("nan"))
     about = About(at_unix_s=float("inf"), nodes=(NodeFiles("a", load=(float("nan"), float("inf"))),))
     text = page.html(diagnose(evidence), evidence, about=about)
     json.loads(data_of(text), parse_constant=pytest.fail)
