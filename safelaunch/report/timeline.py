@@ -77,17 +77,17 @@ def timeline(facts: Facts, culprits: Collection[int]) -> Timeline:
         for rank, one in facts.ranks.items()
         if one.evidence.flight_record is not None and one.evidence.flight_record.entries
     }
-    labels = _labels(records)
+    rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
+    labels = _labels(records, rings)
     kinds = _Kinds(facts, labels)
     folded: dict[Hashable, list[int]] = {}
-    for rank, record in records.items():
-        ring = Entries.of(record.entries)
+    for rank, ring in rings.items():
         begin = max(0, len(ring) - MOST_CALLS)
         numbers = kinds.of(rank, ring)
         called = tuple(numbers[number] for number in ring.kind_of[begin:])
         key = (rank in culprits, called, tuple(ring.seqs[begin:]), tuple(ring.p2p_seqs[begin:]))
         folded.setdefault(key, []).append(rank)
-    lanes = [_lane(tuple(ranks), records, kinds, culprits) for ranks in folded.values()]
+    lanes = [_lane(tuple(ranks), rings[ranks[0]], kinds, culprits) for ranks in folded.values()]
     lanes.sort(key=lambda lane: (not lane.culprit, -len(lane.ranks), lane.ranks[0]))
     groups: dict[str, tuple[str, ...]] = {}
     for name, label in labels.items():
@@ -98,7 +98,7 @@ def timeline(facts: Facts, culprits: Collection[int]) -> Timeline:
 
 
 class _Kinds:
-    """Numbers the kinds of call over all ranks."""
+    """Numbers the kinds of call over all ranks. All rings outlive it: it knows their tables of kinds by their ids."""
 
     def __init__(self, facts: Facts, labels: Mapping[str, str]) -> None:
         self.all: list[Kind] = []
@@ -129,10 +129,7 @@ class _Kinds:
         return Kind(op_name(call), self._labels.get(call.group, call.group), sizes, dtypes, place, state)
 
 
-def _lane(
-    ranks: tuple[int, ...], records: Mapping[int, FlightRecord], kinds: _Kinds, culprits: Collection[int]
-) -> Lane:
-    ring = Entries.of(records[ranks[0]].entries)
+def _lane(ranks: tuple[int, ...], ring: Entries, kinds: _Kinds, culprits: Collection[int]) -> Lane:
     numbers = kinds.of(ranks[0], ring)
     begin = max(0, len(ring) - MOST_CALLS)
     calls: array[int] = ring.kind_of[begin:]
@@ -150,13 +147,13 @@ def _lane(
     )
 
 
-def _labels(records: Mapping[int, FlightRecord]) -> dict[str, str]:
+def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> dict[str, str]:
     """Group → what people call it. Groups of one purpose (the data-parallel ones of a mesh) share a label."""
     described: dict[str, str] = {}
     members: dict[str, int] = {}
     seen: set[tuple[int, int]] = set()
-    for record in records.values():
-        ring = Entries.of(record.entries)
+    for rank, record in records.items():
+        ring = rings[rank]
         for number in set(ring.kind_of):
             if (id(ring.kinds), number) not in seen:
                 seen.add((id(ring.kinds), number))

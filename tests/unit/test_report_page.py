@@ -12,7 +12,7 @@ from typing import Any
 import browser
 import incidents
 import pytest
-from evidence import behind, in_user, job, rank, waiting
+from evidence import behind, entry, in_user, job, past, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
@@ -91,6 +91,17 @@ def test_ranks_that_are_alike_are_one_lane_and_one_row() -> None:
     assert [(lane["r"], lane["c"]) for lane in lanes] == [("0", 1), ("8-63", 0), ("1-7", 0)]
     group, number = made["timeline"]["part"]
     assert (made["timeline"]["groups"][group][0], number) == ("default_pg", 75)
+
+
+def test_lanes_show_the_calls_of_their_own_ranks() -> None:
+    """Also where records are plain tuples, each of which gets a table of kinds of its own."""
+    sizes = range(1, 41)
+    entries = [record(*past(2), entry("all_reduce", 3, line=50, size=(size,))) for size in sizes]
+    evidence = job(*(waiting(rank, seq=3, flight=one) for rank, one in enumerate(entries)))
+    made = page.content(diagnose(evidence), evidence)["timeline"]
+    shown = {int(lane["r"]): [made["kinds"][kind][2] for kind in lane["k"]] for lane in made["lanes"]}
+    assert shown == {rank: ["4", "4", str(size)] for rank, size in enumerate(sizes)}
+    assert {made["kinds"][lane["k"][-1]][5] for lane in made["lanes"]} == {"waits"}
 
 
 def test_a_rank_that_never_entered_the_call_is_marked_in_its_lane() -> None:

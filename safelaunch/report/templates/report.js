@@ -429,7 +429,7 @@ function timeline() {
     h("span", { role: "group", "aria-label": "Horizontal axis", class: "bar" }, toggle("number", "by sequence"), toggle("time", "by time")), groups,
     h("span", { class: "grow" }),
     press("−", "Zoom out", () => zoom(1 / .6, middle())), press("+", "Zoom in", () => zoom(.6, middle())),
-    press("‹", "Earlier", () => pan(-.4)), press("›", "Later", () => pan(.4)), press("Hang", "Show the end", () => { reset(false); draw(); })],
+    press("‹", "Earlier", () => pan(-.4)), press("›", "Later", () => pan(.4)), press("End", "Show the end", () => { reset(false); draw(); })],
   h("div", { class: "card lanes" }, labels, canvas), said,
   h("div", { class: "legend" }, data.ops.map((op, at) => { const box = h("i", {}); box.style.background = `var(--op${Math.min(at, 7)})`; return h("span", {}, box, op); }),
     h("span", {}, "hatched: pending"), h("span", { class: "bad" }, "red: where the ranks part")), more,
