@@ -17,6 +17,7 @@ from safelaunch.diagnose.rank_state import Facts, child_views, view_of
 from safelaunch.model import Collective, Frame, format_ranks
 from safelaunch.model.entries import Entries
 from safelaunch.reading.frames import stack_of
+from safelaunch.report.overview import main_frames, without_ours
 from safelaunch.report.timeline import LONGEST_S
 from safelaunch.system.printable import clean_json
 
@@ -102,8 +103,8 @@ def speedscope(facts: Facts, name: str = "") -> dict[str, Any]:
     everything: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
     for rank, one in facts.ranks.items():
         view = view_of(one.evidence)
-        if view is not None and view.frames:
-            mains.setdefault(view.frames, []).append(rank)
+        if mine := main_frames(one.evidence):
+            mains.setdefault(mine, []).append(rank)
         for label, stack in _stacks(view, child_views(one.evidence)):
             everything.setdefault((label, stack), []).append(rank)
     numbers: dict[Frame, int] = {}
@@ -144,7 +145,7 @@ def _stacks(view: View | None, children: list[View]) -> list[tuple[str, tuple[Fr
     found = []
     for one in (view, *children):
         for thread in one.sample.threads if one is not None and one.sample is not None else ():
-            frames = one.stack_of(thread).frames if one is not None else ()
+            frames = without_ours(one.stack_of(thread).frames) if one is not None else ()
             if frames:
                 role = "main process" if one is view else one.process.role if one is not None else ""
                 found.append((role, frames))

@@ -58,6 +58,11 @@ def test_stacks_weigh_as_many_ranks_as_have_them() -> None:
     assert stacks[1][1] == "<module>" and stacks[1][-1] == "all_reduce"
 
 
+def test_a_rank_that_raised_stands_where_it_raised_without_a_frame_of_ours() -> None:
+    document = exports.as_json(exports.speedscope(Facts.of(incidents.crash().evidence)))
+    assert "_safelaunch_beacon" not in document and '"forward"' in document
+
+
 def test_without_records_or_stacks_both_are_empty_and_whole() -> None:
     for evidence in (Evidence("hang", 0, ()), job(rank(0, in_user(7), seen=False))):
         assert [event for event in trace_of(evidence) if event["ph"] == "X"] == []
