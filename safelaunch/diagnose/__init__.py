@@ -77,17 +77,18 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
     victims = [r for r in facts.ranks if r not in named and (r in finding.held_up or _is_held_up(facts, r))]
     if finding.cause == "slow-not-stuck":
         victims = []
-    doubts = {
+    doubtful = {
         Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
         Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
         and len(facts.world) > 1
         and len(named) > len(facts.world - named),
     }
+    doubts = (*finding.doubts, *those(doubtful))
     return Verdict(
         schema=SCHEMA,
         outcome=facts.evidence.outcome,
         cause=finding.cause,
-        confidence=confidence_of((*finding.doubts, *those(doubts))),
+        confidence=confidence_of(doubts),
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
@@ -96,6 +97,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         missing=(*_missing(facts), *_lost(facts, finding)),
         suggestions=advice_for(finding.cause, _signs(facts, named) | (finding.signs or {"no-sign"})),
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
+        doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
     )
 
 

@@ -246,6 +246,7 @@ class Progress(Record, frozen=True):
 
     ``step``: the user's own count if the script calls ``safelaunch.step()``, else the highest count over optimizers.
     None before the first step. ``state``: ``started`` | ``torch`` (imported) | ``exception`` | ``exited``.
+    ``history``: some of its steps as the supervisor saw them, oldest first: when each was marked, and its number.
     """
 
     rank: int
@@ -266,6 +267,7 @@ class Progress(Record, frozen=True):
     paused: bool = False
     exception_ns: int = 0
     exit_ns: int = 0
+    history: tuple[tuple[int, int], ...] = ()
 
 
 class RankException(Record, frozen=True):
@@ -618,6 +620,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
 
     ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
+    ``doubts``: why the confidence is not high, a sentence each.
     """
 
     schema: int
@@ -633,6 +636,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     suggestions: tuple[str, ...]
     bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
     nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
+    doubts: tuple[str, ...] = ()
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:

@@ -62,6 +62,7 @@ def is_pseudo(path: str) -> bool:
     return bool(_PSEUDO_FILE.match(path)) or not path
 
 
+@lru_cache(1024)
 def is_ours(path: str) -> bool:
     return any(part in normal(path) for part in _OUR_BEACON)
 
