@@ -35,7 +35,7 @@ QUESTION_FILE = "early"
 
 @dataclass
 class _Looking:
-    """A look in progress. ``second_s``: when the second one is due; ``word``: what both have found."""
+    """A look in progress. ``second_s``: when the second one is due; ``cost_s``: of both; ``word``: what they found."""
 
     spell: Spell
     begin_s: float
@@ -43,6 +43,7 @@ class _Looking:
     looks: Looks | None = None
     second_s: float | None = None
     word: Task[EarlyLook | None] | None = None
+    cost_s: float = 0.0
 
 
 class EarlyLooks:
@@ -80,11 +81,16 @@ class EarlyLooks:
             if free and self._under_way.begin_s == self._quiet.begin_s:
                 self._go_on(self._under_way, now)
             else:
-                self._left = self._under_way.word or self._under_way.task
-                self._under_way = None
+                self._leave(self._under_way)
         elif free and spell is not None and self._may_look(now) and quiet.is_due(self._quiet, spell, now):
             self._quiet = quiet.looking(self._quiet, now)
             self._under_way = _Looking(spell, self._quiet.begin_s, self._look(None))
+
+    def _leave(self, looking: _Looking) -> None:
+        """The job goes on, or others look at it."""
+        self._under_way, self._left = None, looking.word or looking.task
+        if looking.word is None:
+            self._quiet = quiet.spent(self._quiet, looking.cost_s)
 
     def _may_look(self, now: float) -> bool:
         due_s = self._watch.state.due_s
@@ -104,24 +110,31 @@ class EarlyLooks:
                 looking.second_s, looking.task = None, self._look(looking.looks)
         elif looking.task.done:
             first, looking.looks = looking.looks is None, looking.task.result()
-            self._quiet = quiet.spent(self._quiet, cost_s(looking.looks.taken[-1]))
+            looking.cost_s += cost_s(looking.looks.taken[-1])
             if first:
                 looking.second_s = now + BETWEEN_S
             else:
-                looking.word = self._word(looking.spell, looking.looks)
+                self._judge(looking, looking.looks)
 
-    def _word(self, spell: Spell, looks: Looks) -> Task[EarlyLook | None]:
-        known, alone = incident.known_of(self._watch, self._exits()), not self._watch.unseen
-        without_steps = self._watch.has_pulse_only
+    def _judge(self, looking: _Looking, looks: Looks) -> None:
+        movement, active = movement_of(looks, without_steps=self._watch.has_pulse_only)
+        alone = not self._watch.unseen
+        if movement != "still":  # a rank that stands still loses nothing by a look
+            self._quiet = quiet.spent(self._quiet, looking.cost_s)
+        if movement == "still":
+            looking.word = self._word(looking.spell, looks, None)
+        elif movement == "active" and active and alone and looking.spell.stage == "steps":
+            looking.word = self._word(looking.spell, looks, active)
+        else:
+            self._under_way = None
+
+    def _word(self, spell: Spell, looks: Looks, active: tuple[int, ...] | None) -> Task[EarlyLook | None]:
+        """Finds what to say, in a thread. ``active``: the ranks that compute, read or write; None: none moves."""
+        known, still = incident.known_of(self._watch, self._exits()), active is None
 
         def find() -> EarlyLook | None:
-            movement, active = movement_of(looks, without_steps=without_steps)
-            if movement not in ("still", "active") or (movement == "active" and not (active and alone)):
-                return None
-            evidence = incident.evidence_of("hang", looks, known, self._about, ask=movement == "still")
-            found = early_verdict.ask(
-                evidence, active if movement == "active" else None, self._about.run_dir / QUESTION_FILE
-            )
+            evidence = incident.evidence_of("hang", looks, known, self._about, ask=still)
+            found = early_verdict.ask(evidence, active, self._about.run_dir / QUESTION_FILE)
             found = without_secrets(found, self._about.redactor)
             if not found.words or (found.common and spell.stage != "steps"):
                 return None
@@ -129,7 +142,7 @@ class EarlyLooks:
                 unix_s=round(time.time(), 3),
                 quiet_s=0.0,
                 usual_s=round(spell.usual_s, 4),
-                movement=movement,
+                movement="still" if still else "active",
                 words=found.words,
                 cause=found.cause,
                 places=found.places,

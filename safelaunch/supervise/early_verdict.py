@@ -18,7 +18,7 @@ from safelaunch.cluster.evidence import condensed, received
 from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FirstWord
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0  # of a busy machine, where an interpreter alone takes seconds
 _ROOT = Path(__file__).resolve().parents[2]
 
 

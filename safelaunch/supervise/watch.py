@@ -204,7 +204,16 @@ class Watch:
         if found.before_first_step:
             return quiet.Spell(found.mark_s, "start", made=made)
         usual_s, longest_s = rhythm.usual_s(self._learned)
+        if not usual_s:
+            usual_s = longest_s = self._mean_step_s(found.ranks[0])
         return quiet.Spell(found.mark_s, "steps" if usual_s else "first steps", usual_s, longest_s, made)
+
+    def _mean_step_s(self, rank: int) -> float:
+        """Of all steps so far, which the first ones make too long; 0 while these are all."""
+        progress = self.last_progress[rank]
+        steps = progress.step or 0
+        mean_s = (progress.last_step_ns - progress.first_step_ns) / 1e9 / max(1, steps - 1)
+        return mean_s if steps > rhythm.WARM_UP else 0.0
 
     def hold(self) -> None:
         """It hangs, as all nodes have found together: nothing is suspected any more."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jobs import PROGRAMS, Job, Result
+from jobs import PATIENCE_S, PROGRAMS, Job, Result
 from torch._C import _distributed_c10d
 
 from safelaunch.capture import user_source
@@ -160,7 +160,7 @@ class Word:
     words: str
 
 
-def first_word(job: Job, patience_s: float = 90.0) -> Word | None:
+def first_word(job: Job, patience_s: float = PATIENCE_S) -> Word | None:
     """Waits for the first early look that was printed; None if none was within ``patience_s``, or the job has ended."""
     found: list[Word] = []
 

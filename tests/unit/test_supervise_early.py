@@ -123,6 +123,7 @@ def test_an_evaluation_is_told_once_and_the_command_is_not_run(job: Job) -> None
 def test_ranks_that_are_stopped_or_go_on_are_no_news(job: Job, movement: str) -> None:
     job.movement = (movement, ())
     job.wait(60)
+    assert job.looks
     assert (job.said, job.told, job.watch.early) == ([], [], ())
 
 
