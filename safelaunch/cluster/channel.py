@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.cluster.hosting import StoreHost
-from safelaunch.cluster.messages import Beat, Codec, Decision, Node
+from safelaunch.cluster.messages import Beat, Codec, Decision, Node, node_count
 from safelaunch.cluster.session import CROWD, GOODBYE_S, Crash, Seen, Session
 from safelaunch.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
@@ -219,7 +219,7 @@ class Channel:
                 or beat.doing == "suspecting"
                 or (page is not None and page.phase not in ("idle", "agreed"))
             )
-            nodes = page.nodes if page is not None else 1
+            nodes = node_count(page)
             quiet_s = CROWD_IDLE_S if nodes > CROWD else IDLE_S
             self._wake.wait(min(max(BUSY_S, BUSY_NODE_S * nodes), quiet_s) if busy else quiet_s)
             self._wake.clear()

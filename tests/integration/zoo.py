@@ -142,13 +142,32 @@ BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
 
 def start(specimen: Specimen, culprit: int, scratch: Path, *, ranks: int | None = None, configured: bool = True) -> Job:
     """Starts ``specimen`` under safelaunch in the empty directory ``scratch``. ``configured`` False: by defaults."""
+    prepare(specimen, scratch)
+    own = [*(options_of(specimen) if configured else ()), f"--nproc-per-node={ranks or specimen.ranks}"]
+    return Job([*own, *script_of(specimen, culprit, scratch)], scratch)
+
+
+def prepare(specimen: Specimen, scratch: Path) -> None:
+    """Builds what the program needs in ``scratch``."""
     if specimen.how == "disk":
         source, library = PROGRAMS / "libdisk.c", scratch / "libdisk.so"
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    own = ["--stall-timeout=2", *specimen.options] if configured else []
-    own.append(f"--nproc-per-node={ranks or specimen.ranks}")
-    mine = [f"--culprit={culprit}", f"--how={specimen.how}", f"--scratch={scratch}", *specimen.more]
-    return Job([*own, specimen.script, *mine], scratch)
+
+
+def options_of(specimen: Specimen) -> list[str]:
+    """safelaunch's options."""
+    return ["--stall-timeout=2", *specimen.options]
+
+
+def script_of(specimen: Specimen, culprit: int, scratch: Path) -> list[str | Path]:
+    """The program and its arguments."""
+    return [
+        specimen.script,
+        f"--culprit={culprit}",
+        f"--how={specimen.how}",
+        f"--scratch={scratch}",
+        *specimen.more,
+    ]
 
 
 @dataclass(frozen=True)
