@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 import netns
 import zoo
 import zoo_nodes
+from checks import SOON_S
 
 
 def main() -> int:
@@ -79,9 +80,6 @@ def _arguments() -> argparse.Namespace:
     if words.nodes > 1 and (reason := netns.cannot()):
         parser.error(reason)
     return words
-
-
-SOON_S = 15.0  # from the last progress to the right line on the screen
 
 
 def _first_words(cases: list[tuple[zoo.Specimen, int, int, int]], jobs: int, file: Path | None) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from test_watch_threshold import BOUNDS, train, watched
 
 from safelaunch.watch import quiet
 from safelaunch.watch.quiet import FORGETS_S, GROWTH, LEAST_S, MOST_S, OUTLASTS, UNKNOWN_S, Quiet, Spell, Stage
+from safelaunch.watch.rhythm import Bounds
 
 TICK_S = 0.25
 
@@ -142,3 +146,46 @@ def test_looks_cost_no_more_than_their_share_of_the_job() -> None:
         )  # no memory
     lived_s = job.now - job.quiet.job_s
     assert 0 < job.quiet.spent_s <= 0.001 * lived_s + 0.2
+
+
+# --- of a watched job -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bounds", [BOUNDS, None])
+def test_the_usual_step_is_known_under_a_fixed_threshold_too(bounds: Bounds | None) -> None:
+    watch, ranks = watched(bounds)
+    now, _ = train(watch, ranks, 100, 1.0)
+    spell = watch.spell(now + 5.0)
+    assert spell is not None and (spell.since_s, spell.stage, spell.made) == (now, "steps", True)
+    assert (spell.usual_s, spell.longest_s) == pytest.approx((1.0, 1.0), rel=0.11)
+
+
+def test_of_a_few_steps_the_mean_is_the_usual_one() -> None:
+    watch, ranks = watched()
+    train(watch, ranks, 2, 1.0)
+    spell = watch.spell(20.0)
+    assert spell is not None and (spell.stage, spell.longest_s) == ("first steps", 0.0)
+    watch, ranks = watched()
+    ranks.step(0, 5, 14.0, first_step_ns=int(10e9))
+    ranks.step(1, 5, 14.0, first_step_ns=int(10e9))
+    watch.tick(14.1)
+    spell = watch.spell(20.0)
+    assert spell is not None and (spell.stage, spell.longest_s) == ("steps", 1.0)
+
+
+def test_before_the_first_step() -> None:
+    watch, _ = watched()
+    watch.tick(10.5)
+    spell = watch.spell(20.0)
+    assert spell is not None and (spell.stage, spell.since_s, spell.made) == ("start", 10.0, False)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"paused": True}, {"phase": "eval", "phase_timeout_s": 60.0, "phase_since_ns": int(30e9)}]
+)
+def test_a_rank_that_has_said_so_may_be_quiet(fields: dict[str, Any]) -> None:
+    watch, ranks = watched()
+    now, _ = train(watch, ranks, 20, 1.0)
+    ranks.step(0, 20, now, **fields)
+    watch.tick(now + 1.0)
+    assert watch.spell(now + 20.0) is None
