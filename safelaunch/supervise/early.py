@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
 from safelaunch.bundle.onbundle import variables_of_look
-from safelaunch.capture.look import Look
+from safelaunch.capture.look import Look, Target
 from safelaunch.model import EarlyLook, RankExit
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.report import early as shown
@@ -131,6 +131,7 @@ class EarlyLooks:
     def _word(self, spell: Spell, looks: Looks, active: tuple[int, ...] | None) -> Task[EarlyLook | None]:
         """Finds what to say, in a thread. ``active``: the ranks that compute, read or write; None: none moves."""
         known, still = incident.known_of(self._watch, self._exits()), active is None
+        looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
 
         def find() -> EarlyLook | None:
             evidence = incident.evidence_of("hang", looks, known, self._about, ask=still)
@@ -176,6 +177,16 @@ class EarlyLooks:
         self._watch.early = tuple(
             one if one.lasted_s else structs.replace(one, lasted_s=lasted_s) for one in self._watch.early
         )
+
+
+def without_the_gil(target: Target, look: Look) -> Target:
+    """The same, to be asked only what needs no GIL where a thread had it: a question without an answer haunts the exit
+    of a rank, and this one may be healthy.
+    """
+    rank = look.ranks.get(target.rank)
+    sample = rank.main.stack.value if rank is not None and rank.main is not None else None
+    free = sample is not None and not any(thread.owns_gil for thread in sample.threads)
+    return target if free else replace(target, questions=None)
 
 
 def cost_s(look: Look) -> float:

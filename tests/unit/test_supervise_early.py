@@ -7,15 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from evidence import at, behind, in_user, rank, with_culprit
 
 from safelaunch.bundle.onbundle import Notifier
-from safelaunch.model import EarlyLook, FirstWord, Place
+from safelaunch.capture.look import Look, ProcessLook, Questions, RankLook, Target
+from safelaunch.capture.result import Result
+from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
 from safelaunch.supervise import early, early_verdict, incident
-from safelaunch.supervise.early import EarlyLooks
+from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.looks import Looks
 from safelaunch.watch.quiet import Spell
@@ -188,6 +190,18 @@ def test_an_error_ends_the_early_looks_and_not_the_watch(job: Job, monkeypatch: 
     monkeypatch.setattr(early, "movement_of", fails)
     job.wait(60)
     assert job.said == ["an internal error ended the early looks (RuntimeError: no); still watching"]
+
+
+def test_a_rank_whose_gil_is_taken_is_asked_nothing_that_needs_it() -> None:
+    def look(*threads: Thread) -> Look:
+        sample = Result(StackSample(7, 1.0, "py-spy", threads) if threads else None, "py-spy", 0.1)
+        return Look(1.0, 1.1, {0: RankLook(0, ProcessLook(7, None, sample))})
+
+    target = Target(0, 0, 7, 5, questions=cast(Questions, object()))
+    assert without_the_gil(target, look(Thread(()), Thread(()))) is target
+    assert without_the_gil(target, look(Thread(()), Thread((), owns_gil=True))).questions is None
+    assert without_the_gil(target, look()).questions is None
+    assert without_the_gil(target, Look(1.0, 1.1, {})).questions is None
 
 
 # --- the process that finds the words ---------------------------------------------------------------------------------
