@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 
 from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.findings import apart, by_place, ranks_do, wait_words
+from safelaunch.diagnose.findings import apart, by_place, conditions, ranks_do, summary_of, wait_words
 from safelaunch.diagnose.rank_state import Facts, view_of
 from safelaunch.model import Evidence, FirstWord, Place
 from safelaunch.reading import frames as fr
@@ -20,10 +20,23 @@ _IMPORTING = "<frozen importlib"
 def of_still(evidence: Evidence, read_source: ReadSource | None = None) -> FirstWord:
     """Of ranks of which none moves: the first sentence of a verdict on them."""
     verdict = diagnose(evidence, read_source)
+    if evidence.missing_ranks and not verdict.culprits:
+        return _of_part(evidence)
     words = _SENTENCE.split(verdict.summary, maxsplit=1)[0].rstrip(".")
     places = tuple(Place(culprit.rank, culprit.frame) for culprit in verdict.culprits)
     common = not places or any(_imports(evidence, place.rank) for place in places)
     return FirstWord(_clause(words), verdict.cause, places, common)
+
+
+def _of_part(evidence: Evidence) -> FirstWord:
+    """Of the ranks that are seen, those that don't wait for peers. Whether anybody waits for them is not seen."""
+    facts = Facts.of(evidence)
+    own, waiting = conditions(facts), [rank for rank, one in facts.ranks.items() if one.wait is not None]
+    if not own:
+        return FirstWord(_clause(apart(wait_words(facts, waiting))), common=True)
+    words, first = summary_of(own, facts, waiting).rstrip("."), next(iter(own.values()))
+    places = tuple(Place(rank, condition.frame) for rank, condition in own.items())
+    return FirstWord(_clause(words), first.cause, places, any(_imports(evidence, rank) for rank in own))
 
 
 def of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWord:

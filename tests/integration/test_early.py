@@ -52,9 +52,9 @@ def test_a_frozen_rank_is_told_of_long_before_the_threshold(tmp_path: Path) -> N
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize("how", ["evaluating", "child-evaluates"])
-def test_an_evaluation_of_each_epoch_is_told_of_once(how: str, tmp_path: Path) -> None:
-    mine = [f"--how={how}", "--steps=190", "--length=0.02", "--quiet=12", f"--scratch={tmp_path}"]
+@pytest.mark.parametrize(("how", "steps"), [("evaluating", 90), ("child-evaluates", 130)])
+def test_an_evaluation_of_each_epoch_is_told_of_once(how: str, steps: int, tmp_path: Path) -> None:
+    mine = [f"--how={how}", f"--steps={steps}", "--length=0.02", "--quiet=12", f"--scratch={tmp_path}"]
     with Job(["--nproc-per-node=2", RHYTHMS, *mine], tmp_path) as job:
         result = job.wait()
     assert result.code == 0, result.stderr

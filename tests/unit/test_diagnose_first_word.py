@@ -41,6 +41,15 @@ def test_of_ranks_that_stand_still(evidence: Evidence, words: str, ranks: list[i
     assert not ACCUSES.search(found.words) and not found.words.endswith(".")
 
 
+def test_of_one_node_of_several() -> None:
+    """Whether anybody waits for what a rank does is not seen from here; what it does is."""
+    found = of_still(job(waiting(0), BLOCKED, world=4, missing_ranks=(2, 3)))
+    assert found.words.startswith("rank 1 is blocked in I/O at train.py:41 (load)")
+    assert (found.cause, found.places, found.common) == ("blocking-io", (Place(1, at(41, "load")),), False)
+    victims = of_still(job(waiting(0), waiting(1), world=4, missing_ranks=(2, 3)))
+    assert (victims.words, victims.places) == ("ranks 0-1 wait in all_reduce at train.py:50 (train)", ())
+
+
 def test_a_start_that_imports_is_as_common_as_any() -> None:
     importing = (Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"), *in_user(3))
     assert of_still(with_culprit(rank(1, importing, "pipe"), 2)).common
