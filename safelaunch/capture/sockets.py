@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MAX_TABLE_BYTES = 4 << 20  # on a node with tens of thousands of connections, stop rather than read for seconds
@@ -36,7 +36,7 @@ def resends(pid: int) -> bool:
     if not inodes:
         return False
     wanted = {f"socket:[{inode}]" for inode in inodes}
-    return any(target in wanted for target in _targets(pid))
+    return any(target in wanted for _, target in descriptors(pid))
 
 
 def listeners(pid: int, port: int) -> dict[int, str]:
@@ -46,17 +46,40 @@ def listeners(pid: int, port: int) -> dict[int, str]:
 
 
 def has_socket(pid: int, inode: int) -> bool:
-    return f"socket:[{inode}]" in _targets(pid)
+    return any(target == f"socket:[{inode}]" for _, target in descriptors(pid))
 
 
-def _targets(pid: int) -> Iterator[str]:
-    """What the descriptors of a process point at."""
+def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
+    """The descriptors of a process, as paths below ``/proc``, each with what it points at."""
     try:
-        with os.scandir(f"/proc/{pid}/fd") as descriptors:
-            for entry in descriptors:
-                yield _target(Path(entry.path))
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                yield path, _target(path)
     except OSError:
         return
+
+
+def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
+    """The inodes of these sockets of the process → those of the sockets at the other ends, where that is on this node.
+
+    Of TCP connections only: who has the other end of a Unix one, ``/proc`` does not tell.
+    """
+    net, found = Path(f"/proc/{pid}/net"), {}
+    for name in ("tcp", "tcp6"):
+        pairs = {fields[9]: (fields[1], fields[2]) for fields in _established(_read(net / name))}
+        by_pair = {pair: inode for inode, pair in pairs.items()}
+        for inode in inodes:
+            local, remote = pairs.get(str(inode), ("", ""))
+            other = by_pair.get((remote, local))
+            if other is not None:
+                found[inode] = int(other)
+    return found
+
+
+def _established(table: str) -> Iterator[list[str]]:
+    lines = (line.split() for line in table.splitlines()[1:])
+    return (fields for fields in lines if len(fields) > 9 and fields[9] != "0")
 
 
 def _target(path: Path) -> str:

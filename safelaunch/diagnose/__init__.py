@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 import msgspec
 
 from safelaunch.diagnose import nccl_witness
-from safelaunch.diagnose.causes import Sign, advice_for
+from safelaunch.diagnose.causes import BY_ITSELF, Sign, advice_for
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
@@ -76,11 +76,17 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
     victims = [r for r in facts.ranks if r not in named and (r in finding.held_up or _is_held_up(facts, r))]
     if finding.cause == "slow-not-stuck":
         victims = []
+    doubts = {
+        Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
+        Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
+        and len(facts.world) > 1
+        and len(named) > len(facts.world - named),
+    }
     return Verdict(
         schema=SCHEMA,
         outcome=facts.evidence.outcome,
         cause=finding.cause,
-        confidence=confidence_of((*finding.doubts, *those({Doubt.DAMAGED_RECORD: bool(_damaged(facts))}))),
+        confidence=confidence_of((*finding.doubts, *those(doubts))),
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),

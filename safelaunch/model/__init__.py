@@ -75,6 +75,15 @@ class StackSample(Record, frozen=True):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
+class OtherEnd(Record, frozen=True):
+    """A process that has the other end of a pipe or a connection. Of a pipe in which a thread waits to write, that is
+    one that can read from it; and the other way round.
+    """
+
+    pid: int
+    name: str = ""
+
+
 class ThreadState(Record, frozen=True):
     """One kernel thread from ``/proc/<pid>/task/<tid>``.
 
@@ -90,6 +99,9 @@ class ThreadState(Record, frozen=True):
     - ``slices``: how often it was given a core so far; None if the kernel does not report it
     - ``ends_s``: when the call times out at the latest (CLOCK_MONOTONIC); None without a readable timeout
     - ``locked_by``: the process that holds the file lock which the call waits for; ``fd_target`` tells people as well
+    - ``inode``: of the pipe or socket behind ``fd``
+    - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
+    - ``child``: the process for whose end the call waits
     """
 
     tid: int
@@ -107,6 +119,9 @@ class ThreadState(Record, frozen=True):
     slices: int | None = None
     ends_s: float | None = None
     locked_by: int | None = None
+    inode: int | None = None
+    ends: tuple[OtherEnd, ...] | None = None
+    child: int | None = None
 
 
 class FileLock(Record, frozen=True):

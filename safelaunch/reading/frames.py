@@ -39,6 +39,8 @@ def place(frame: Frame | None) -> str:
     """``train.py:41 (log_metric)``, the way a frame is written in sentences."""
     if frame is None:
         return "a place that was not seen"
+    if is_pseudo(frame.file):
+        return f"line {frame.line} of code that is in no file"
     where = f"{basename(frame.file)}:{frame.line}"
     return where if frame.function in ("", "<module>") else f"{where} ({frame.function})"
 

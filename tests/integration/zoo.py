@@ -36,6 +36,10 @@ def with_neighbour(rank: int, world: int) -> set[int]:
     return {rank, (rank + 1) % world}
 
 
+def the_others(rank: int, world: int) -> set[int]:
+    return set(range(world)) - {rank}
+
+
 def everybody(rank: int, world: int) -> set[int]:
     return set(range(world))
 
@@ -129,6 +133,17 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("tags", "pairs", "tags", "collective-mismatch", 3, culprits=with_neighbour),
     Specimen("no-send", "pairs", "no-send", "collective-mismatch", 3, culprits=with_neighbour, line=False),
     Specimen("roots", "collectives", "roots", "collective-mismatch", 3),
+    Specimen("kept-open", "kindred", "kept-open", "blocking-io"),
+    Specimen("own-end", "kindred", "own-end", "blocking-io", 4),
+    Specimen("full-pipe", "kindred", "full-pipe", "stuck-in-user-code"),
+    Specimen("undrained", "kindred", "undrained", "stuck-in-user-code", 3),
+    Specimen("no-sentinel", "kindred", "no-sentinel", "stuck-in-user-code"),
+    Specimen("task-done", "kindred", "task-done", "lock-deadlock"),
+    Specimen("unsent", "aside", "unsent", "blocking-io", 3),
+    Specimen("unsent-asleep", "aside", "unsent-asleep", "stuck-in-user-code", 4),
+    Specimen("flag", "aside", "flag", "stuck-in-user-code", 4, culprits=the_others),
+    Specimen("polled-work", "aside", "polled-work", "stuck-in-user-code", 4, recorder=True),
+    Specimen("attempts", "aside", "attempts", "stuck-in-user-code"),
     Specimen("uneven-barrier", "uneven", "barrier", "uneven-batches", 3),
     Specimen("uneven-thread", "uneven", "thread", "uneven-batches", line=False),
     Specimen("uneven-marker", "uneven", "marker", "stuck-in-user-code"),
