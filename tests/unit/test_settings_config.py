@@ -436,6 +436,15 @@ def test_wrong_options(tmp_path: Path, cli: list[str], env: dict[str, str], mess
     assert caught.value.exit_code == 2
 
 
+def test_early_looks_from_every_place(tmp_path: Path) -> None:
+    in_file = settle(tmp_path, yaml="no-early-look: true\non-suspect: 'post \"$SAFELAUNCH_SUMMARY\"'\n")
+    assert (in_file.early_look, in_file.on_suspect) == (False, 'post "$SAFELAUNCH_SUMMARY"')
+    assert in_file.origin("no-early-look") == "safelaunch.yaml:1"
+    env = {"SAFELAUNCH_NO_EARLY_LOOK": "0", "SAFELAUNCH_RANKS": "1", "SAFELAUNCH_QUIET_S": "7"}
+    assert settle(tmp_path, env=env, yaml="no-early-look: true\n").early_look
+    assert not settle(tmp_path, "--no-early-look").early_look
+
+
 def test_what_is_kept_of_bundles_from_every_place(tmp_path: Path) -> None:
     settings = settle(
         tmp_path,
