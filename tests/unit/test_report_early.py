@@ -14,7 +14,7 @@ from test_report import EVIL
 from safelaunch.diagnose import diagnose
 from safelaunch.model import EarlyLook, Evidence, Place
 from safelaunch.postmortem import locate
-from safelaunch.report import report
+from safelaunch.report import page, report
 from safelaunch.report.early import in_status, line
 
 HERE = (Place(1, at(7, "load")),)
@@ -47,7 +47,7 @@ def test_in_the_status() -> None:
 
 def test_in_the_reports() -> None:
     evidence = quiet(LOOK, replace(LOOK, words=EVIL))
-    for text in (report.markdown(diagnose(evidence), evidence, ()), report.html(diagnose(evidence), evidence, ())):
+    for text in (report.markdown(diagnose(evidence), evidence, ()), page.html(diagnose(evidence), evidence)):
         assert "quiet for 7 s: rank 1 is asleep" in text and "UTC" in text
         assert "<script>alert" not in text and "\x1b" not in text
 
