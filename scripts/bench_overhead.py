@@ -50,12 +50,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-warm_up, steps = int(sys.argv[1]), int(sys.argv[2])
+warm_up, steps, width = map(int, sys.argv[1:4])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(32, 32))
+model = DistributedDataParallel(torch.nn.Linear(width, width))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-batch = torch.randn(16, 32)
+batch = torch.randn(width // 2, width)
 
 def train(count):
     for _ in range(count):
@@ -190,7 +190,7 @@ def throughput(pairs: int, steps: int) -> list[Figure]:
 
         def train(name: str) -> float:
             (here / "rate").unlink(missing_ok=True)
-            run([program(name), "--nproc-per-node=2", "train.py", "200", str(steps)], here)
+            run([program(name), "--nproc-per-node=2", "train.py", "200", str(steps), "32"], here)
             return float((here / "rate").read_text())
 
         train("safelaunch"), train("torchrun")
@@ -202,7 +202,12 @@ def throughput(pairs: int, steps: int) -> list[Figure]:
 
 
 def throughput_of_nodes(pairs: int, steps: int) -> list[Figure]:
-    """The same for 2 nodes of one rank, whose supervisors talk in the agents' store."""
+    """The same for 2 nodes of one rank, whose supervisors talk in the agents' store.
+
+    Each node has a core of its own, as it would elsewhere, and its steps compute: sharing cores, torchrun differs from
+    itself by half.
+    """
+    cores = sorted(os.sched_getaffinity(0))
     with workplace(train=TRAIN) as here:
 
         def train(name: str) -> float:
@@ -210,9 +215,9 @@ def throughput_of_nodes(pairs: int, steps: int) -> list[Figure]:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 meet = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
             own = [program(name), "--nnodes=2", "--rdzv-backend=c10d", meet, "--nproc-per-node=1"]
-            words, env = [*own, "train.py", "200", str(steps)], environment(GLOO_SOCKET_IFNAME="lo")
-            with started(words, here, env) as other:
-                run(words, here, env)
+            words, env = [*own, "train.py", "20", str(steps // 10), "512"], environment(GLOO_SOCKET_IFNAME="lo")
+            with started(["taskset", "-c", str(cores[-1]), *words], here, env) as other:
+                run(["taskset", "-c", str(cores[0]), *words], here, env)
                 other.wait(60)
             return float((here / "rate").read_text())
 

@@ -129,7 +129,8 @@ def read_zoo(files: Sequence[Path]) -> Found:
     ran = [row for row in rows if not row.get("not run")]
     wrong = [row for row in ran if row["wrong"]]
     classes, absent = {row["class"] for row in ran}, {row["class"] for row in rows} - {row["class"] for row in ran}
-    what = f"the hang zoo: {len(classes)} classes, the culprit on each rank in turn"
+    where = f" of {nodes} nodes" if (nodes := max(row.get("nodes", 1) for row in rows)) > 1 else ""
+    what = f"the hang zoo: {len(classes)} classes, the culprit on each rank{where} in turn"
     what += f" ({len(absent)} more cannot run here)" if absent else ""
     seen = f"{len(ran) - len(wrong)} of {len(ran)} right: cause, rank, line"
     return Found(seen, ("", "seen"), ((what, seen), *(
@@ -286,6 +287,9 @@ CHECKS = {
         {"SAFELAUNCH_EXAMPLES": "1000"},
     ),
     "zoo": _script("scripts/zoo.py", 20, read_zoo, "tests/integration/zoo.py", *_JOBS),
+    "zoo-nodes": _script(
+        "scripts/zoo.py", 30, read_zoo, "tests/integration/zoo.py", "tests/faults", *_JOBS, words=("--nodes", "2")
+    ),
     "rare": Check(
         (
             (

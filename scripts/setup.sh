@@ -19,8 +19,17 @@ fi
 if ! command -v ip >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
   { apt-get update -q && apt-get install -y -q iproute2; } || echo "without iproute2, the fault matrix for nodes is skipped" >&2
 fi
+# The tests of the report's page open it in Chromium, which comes while pip works; they are skipped where there is none.
+get_chromium() {
+  command -v chromium >/dev/null || command -v chromium-headless-shell >/dev/null && return
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q >/dev/null 2>&1 &&
+    apt-get install -y -q --no-install-recommends chromium-headless-shell fonts-dejavu-core >/dev/null 2>&1 ||
+    echo "without Chromium, the tests of the report's page are skipped" >&2
+}
+get_chromium &
 if [ ! -x "$VENV/bin/python" ]; then
   "$PYTHON" -m venv "$VENV"
 fi
 "$VENV/bin/python" -c 'import torch' 2>/dev/null || "$VENV/bin/python" -m pip install -q "$TORCH"
 "$VENV/bin/python" -m pip install -q -e '.[test,lint,docs]'
+wait

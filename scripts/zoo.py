@@ -3,6 +3,7 @@
 python scripts/zoo.py                       # the whole matrix
 python scripts/zoo.py --only asleep,gil     # some classes
 python scripts/zoo.py --ranks 4 --json zoo.json
+python scripts/zoo.py --nodes 2                 # the ranks spread over nodes, in network namespaces (root)
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 
+import netns
 import zoo
+import zoo_nodes
 
 
 def main() -> int:
@@ -38,7 +43,7 @@ def main() -> int:
             continue
         world = words.ranks or specimen.ranks
         culprits = range(world) if words.culprit is None else [words.culprit]
-        cases += [(specimen, culprit, world) for culprit in culprits]
+        cases += [(specimen, culprit, world, words.nodes) for culprit in culprits]
     print(f"{'class':<18}{'culprit':<9}{'seconds':>7}  {'cause':<24}{'confidence':<11}verdict")
     begin = time.monotonic()
     with ThreadPoolExecutor(words.jobs) as pool:
@@ -61,14 +66,18 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="CLASSES", help="comma-separated; all by default")
     parser.add_argument("--ranks", type=int, help="ranks of each job; by default what the class needs")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of each job, of at least a rank each [1]")
     parser.add_argument("--culprit", type=int, help="only this culprit; by default each rank in turn")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent jobs [2]")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--keep", metavar="DIR", help="keep bundles and output below DIR")
-    return parser.parse_args()
+    words = parser.parse_args()
+    if words.nodes > 1 and (reason := netns.cannot()):
+        parser.error(reason)
+    return words
 
 
-def _one(specimen: zoo.Specimen, culprit: int, world: int, keep: Path | None) -> dict[str, object]:
+def _one(specimen: zoo.Specimen, culprit: int, world: int, nodes: int, keep: Path | None) -> dict[str, object]:
     name = f"{specimen.name}-{culprit}of{world}"
     scratch = Path(tempfile.mkdtemp(prefix="zoo-"))
     if keep is not None:
@@ -76,20 +85,31 @@ def _one(specimen: zoo.Specimen, culprit: int, world: int, keep: Path | None) ->
         scratch = (keep / name).absolute()
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-    row: dict[str, object] = {"class": specimen.name, "culprit": culprit, "ranks": world}
+    row: dict[str, object] = {"class": specimen.name, "culprit": culprit, "ranks": world, "nodes": nodes}
+    begin = time.monotonic()
     try:
-        with zoo.start(specimen, culprit, scratch, ranks=world) as job:
-            result = job.wait()
-        verdict = result.verdict if len(result.bundles) == 1 else {}
-        wrong = zoo.judge(specimen, culprit, result, ranks=world)
-        seconds = result.seconds
+        wrong, verdict = _run(specimen, culprit, world, nodes, scratch)
     except AssertionError as error:  # the job did not end; the message contains its output
-        verdict, wrong, seconds = {}, [str(error).splitlines()[0]], job.seconds
-    row |= {"seconds": round(seconds, 1), "cause": verdict.get("cause", "-")}
+        wrong, verdict = [str(error).splitlines()[0]], {}
+    row |= {"seconds": round(time.monotonic() - begin, 1), "cause": verdict.get("cause", "-")}
     row |= {"confidence": verdict.get("confidence", "-"), "summary": verdict.get("summary", ""), "wrong": wrong}
     if keep is None:
         shutil.rmtree(scratch, ignore_errors=True)
     return row
+
+
+def _run(
+    specimen: zoo.Specimen, culprit: int, world: int, nodes: int, scratch: Path
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns what is wrong, and the verdict."""
+    if nodes == 1:
+        with zoo.start(specimen, culprit, scratch, ranks=world) as job:
+            results = [job.wait()]
+        wrong = zoo.judge(specimen, culprit, results[0], ranks=world)
+    else:
+        results = zoo_nodes.run(specimen, culprit, scratch, ranks=world, nodes=nodes)
+        wrong = zoo_nodes.judge(specimen, culprit, results, ranks=world)
+    return wrong, next((one.verdict for one in results if len(one.bundles) == 1), {})
 
 
 if __name__ == "__main__":

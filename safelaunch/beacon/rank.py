@@ -142,9 +142,19 @@ def _write_meta(base: str) -> None:
     lines = [f"executable\t{sys.executable}", f"python\t{sys.version.split()[0]}", f"cwd\t{os.getcwd()}"]
     lines += [f"argument\t{argument}" for argument in sys.orig_argv]
     lines += [f"code_root\t{root}" for root in roots]
+    lines += [f"gpu\t{_gpu()}"]
     text = "\n".join(line.replace("\n", " ") for line in lines)
     with open(base + layout.META_SUFFIX, "wb", opener=log.private) as file:
         file.write(text.encode("utf-8", "surrogateescape"))
+
+
+def _gpu() -> str:
+    """The device that ``LOCAL_RANK`` chooses among the visible ones, as scripts do; empty where it chooses none."""
+    visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    number = os.environ.get("LOCAL_RANK", "")
+    if len(visible) == 1:  # a launcher has chosen for the rank
+        return visible[0]
+    return visible[int(number)] if number.isdigit() and int(number) < len(visible) else ""
 
 
 def _after_fork() -> None:

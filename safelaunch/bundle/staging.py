@@ -90,7 +90,7 @@ class Staging:
         self._add_whole(artifact, clean_json(text).encode())
 
     def add_report(self, artifact: Artifact, text: str | None) -> None:
-        """Adds Markdown or HTML made of evidence without secrets: a search for assignments would damage it."""
+        """Adds a text made of evidence without secrets: a search for assignments would damage it."""
         content = self.redactor.markup(text).encode("utf-8", "backslashreplace") if text is not None else None
         self._put(artifact, content)
 

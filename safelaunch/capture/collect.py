@@ -47,6 +47,7 @@ class Known:
     page_name: str = ""
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
+    gpu: str = ""
     flight: FlightCapture | None = None  # read before the rank was released
 
 
@@ -121,6 +122,7 @@ def _rank(
         caught=words.caught,
         beacon=target.has_beacon,
         code_roots=known.code_roots,
+        gpu=known.gpu,
         log_tail=words.log.value or "",
     )
 
@@ -159,6 +161,7 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
         caught=words.caught,
         beacon=progress is not None,
         code_roots=known.code_roots,
+        gpu=known.gpu,
         log_tail=words.log.value or "",
     )
 

@@ -6,15 +6,15 @@ Two looks some seconds apart show what moves; both stay in the bundle.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from safelaunch.errors import CaptureError
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample
 
-from . import proc, stacks
+from . import other_ends, proc, stacks
 from .parallel import gather
 from .result import Result
 
@@ -68,6 +68,10 @@ class RankLook:
     main: ProcessLook | None
     children: tuple[ProcessLook, ...] = ()
 
+    @property
+    def processes(self) -> tuple[ProcessLook, ...]:
+        return (self.main, *self.children) if self.main is not None else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -94,14 +98,32 @@ def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None =
     ranks = {
         target.rank: result or RankLook(target.rank, None) for target, result in zip(targets, results, strict=True)
     }
+    ranks = _with_ends(ranks, table)
     return Look(begin, time.monotonic(), ranks)
+
+
+def _with_ends(ranks: dict[int, RankLook], table: Iterable[int]) -> dict[int, RankLook]:
+    """The looks with what the ranks' pipes and connections lead to, the job's own processes before all others."""
+    seen = [one.state for rank in ranks.values() for one in rank.processes if one.state is not None]
+    own = [state.pid for state in seen]
+    told = {state.pid: state for state in other_ends.with_ends(seen, [*own, *sorted(set(table) - set(own))])}
+
+    def known(one: ProcessLook) -> ProcessLook:
+        return replace(one, state=told.get(one.pid)) if one.state is not None else one
+
+    return {
+        number: replace(rank, main=known(rank.main), children=tuple(map(known, rank.children)))
+        if rank.main is not None
+        else rank
+        for number, rank in ranks.items()
+    }
 
 
 def _states(look: Look | None) -> dict[int, ProcessState]:
     found: dict[int, ProcessState] = {}
     for rank in look.ranks.values() if look else ():
-        for process in (rank.main, *rank.children):
-            if process is not None and process.state is not None:
+        for process in rank.processes:
+            if process.state is not None:
                 found[process.pid] = process.state
     return found
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG, S_IWUSR
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -221,7 +222,7 @@ def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
     name = syscalls.name_of(number) if number is not None else ""
-    fd, target, holder = _target(pid, name, arguments)
+    target = _target(pid, name, arguments)
     ends_s = syscalls.ends_s(name, arguments, lambda address, size: _memory(pid, address, size))
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
     return ThreadState(
@@ -231,23 +232,30 @@ def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
         wchan="" if wchan == "0" else wchan,
         syscall=number,
         syscall_name=name,
-        fd=fd,
-        fd_target=target,
+        fd=target.fd,
+        fd_target=target.words,
         cpu_ms=stat.cpu_ms,
         io_bytes=sum(io) if io is not None else None,
         written_bytes=io[1] if io is not None else None,
         queued_ms=scheduled[0] if scheduled is not None else None,
         slices=scheduled[1] if scheduled is not None else None,
         ends_s=ends_s,
-        locked_by=holder,
+        locked_by=target.locked_by,
+        inode=target.inode,
+        child=syscalls.child_of(name, arguments),
     )
 
 
-def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None, str, int | None]:
-    """The descriptor that a call works on, its target, and who holds the file lock that it waits for.
+class _Target(NamedTuple):
+    """What a call works on: a descriptor, or a path. ``inode``: of a pipe or socket."""
 
-    For a call that names a path: the path.
-    """
+    fd: int | None = None
+    words: str = ""
+    locked_by: int | None = None
+    inode: int | None = None
+
+
+def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
     fd: int | None = None
     if name in syscalls.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
@@ -256,18 +264,21 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> tuple[int | None
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
     elif name in syscalls.PATH_ARGUMENT:
         raw, ended, _ = _memory(pid, arguments[syscalls.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
-        return None, raw.decode("utf-8", "replace") if ended else "", None
+        return _Target(words=raw.decode("utf-8", "replace") if ended else "")
     if fd is None or not 0 <= fd < 1 << 24:
-        return None, "", None
+        return _Target()
     try:
         target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
     except OSError:
-        return fd, "", None
+        return _Target(fd)
     holder = filelocks.holder(pid, fd) if name in filelocks.CALLS else None
     if holder is not None:
         target += f", locked by pid {holder}"
-    inode = re.fullmatch(r"socket:\[(\d+)\]", target)
-    return fd, sockets.describe(pid, int(inode[1])) if inode else target, holder
+    found = re.fullmatch(r"(socket|pipe):\[(\d+)\]", target)
+    inode = int(found[2]) if found else None
+    if found and found[1] == "socket":
+        target = sockets.describe(pid, int(found[2]))
+    return _Target(fd, target, holder, inode)
 
 
 def _memory(pid: int, address: int, size: int) -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MAX_TABLE_BYTES = 4 << 20  # on a node with tens of thousands of connections, stop rather than read for seconds
@@ -36,7 +37,7 @@ def resends(pid: int) -> bool:
     if not inodes:
         return False
     wanted = {f"socket:[{inode}]" for inode in inodes}
-    return any(target in wanted for target in _targets(pid))
+    return any(target in wanted for _, target in descriptors(pid))
 
 
 def listeners(pid: int, port: int) -> dict[int, str]:
@@ -46,17 +47,72 @@ def listeners(pid: int, port: int) -> dict[int, str]:
 
 
 def has_socket(pid: int, inode: int) -> bool:
-    return f"socket:[{inode}]" in _targets(pid)
+    return any(target == f"socket:[{inode}]" for _, target in descriptors(pid))
 
 
-def _targets(pid: int) -> Iterator[str]:
-    """What the descriptors of a process point at."""
+def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
+    """The descriptors of a process, as paths below ``/proc``, each with what it points at."""
     try:
-        with os.scandir(f"/proc/{pid}/fd") as descriptors:
-            for entry in descriptors:
-                yield _target(Path(entry.path))
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                yield path, _target(path)
     except OSError:
         return
+
+
+def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
+    """The inodes of these sockets of the process → those of the sockets at the other ends, if on this node."""
+    net, found = Path(f"/proc/{pid}/net"), {}
+    for name in ("tcp", "tcp6"):
+        pairs = {fields[9]: (fields[1], fields[2]) for fields in _established(_read(net / name))}
+        by_pair = {pair: inode for inode, pair in pairs.items()}
+        for inode in inodes:
+            local, remote = pairs.get(str(inode), ("", ""))
+            other = by_pair.get((remote, local))
+            if other is not None:
+                found[inode] = int(other)
+    unix = {inode: unix_peer(inode) for inode in inodes if inode not in found}
+    return found | {inode: peer for inode, peer in unix.items() if peer is not None}
+
+
+# linux/netlink.h, linux/sock_diag.h, linux/unix_diag.h
+_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
+_ANY_STATE, _SHOW_PEER, _NO_COOKIE, _PEER = 0xFFFFFFFF, 4, 0xFFFFFFFF, 2
+_HEADER, _ASKED, _ANSWERED = struct.Struct("=IHHII"), struct.Struct("=BBHIIIII"), struct.Struct("=BBBBIII")
+
+
+def unix_peer(inode: int, *, deadline_s: float = 0.2) -> int | None:
+    """The inode of the socket to which a Unix socket is connected; None where there is none, or the kernel is silent.
+
+    ``/proc`` does not tell, so the kernel is asked as ``ss`` does (sock_diag(7)), of this process's network namespace.
+    """
+    asked = _ASKED.pack(socket.AF_UNIX, 0, 0, _ANY_STATE, inode & 0xFFFFFFFF, _SHOW_PEER, _NO_COOKIE, _NO_COOKIE)
+    request = _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0) + asked
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+            kernel.settimeout(deadline_s)
+            kernel.send(request)
+            return _peer_in(kernel.recv(4096))
+    except (OSError, struct.error):
+        return None
+
+
+def _peer_in(answer: bytes) -> int | None:
+    size, kind, *_ = _HEADER.unpack_from(answer)
+    at, end = _HEADER.size + _ANSWERED.size, min(size, len(answer))
+    while kind == _SOCK_DIAG_BY_FAMILY and at + 4 <= end:
+        length, attribute = struct.unpack_from("=HH", answer, at)
+        if attribute == _PEER and length == 8:
+            (peer,) = struct.unpack_from("=I", answer, at + 4)
+            return int(peer)
+        at += max(4, (length + 3) & ~3)
+    return None
+
+
+def _established(table: str) -> Iterator[list[str]]:
+    lines = (line.split() for line in table.splitlines()[1:])
+    return (fields for fields in lines if len(fields) > 9 and fields[9] != "0")
 
 
 def _target(path: Path) -> str:

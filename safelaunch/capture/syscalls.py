@@ -74,12 +74,24 @@ def name_of(number: int, machine: str | None = None) -> str:
     return ""
 
 
+def child_of(name: str, arguments: Sequence[int]) -> int | None:
+    """The process for whose end ``wait4`` or ``waitid`` waits; None where any child will do."""
+    if name == "wait4":
+        pid = arguments[0] & 0xFFFFFFFF
+    elif name == "waitid" and arguments[0] == _P_PID:
+        pid = arguments[1] & 0xFFFFFFFF
+    else:
+        return None
+    return pid if 0 < pid < 1 << 31 else None
+
+
 # --- time limits ------------------------------------------------------------------------------------------------------
 
 UNREADABLE_S = 0.0  # it has an unknown limit: it may end at any time
 
 Memory = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if they can't be read
 
+_P_PID = 1
 _MONOTONIC, _REALTIME = 1, 0
 _TIMER_ABSTIME = 1
 _FUTEX_COMMANDS = 0x7F

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.cluster.hosting import StoreHost
-from safelaunch.cluster.messages import Beat, Codec, Decision, Node
+from safelaunch.cluster.messages import Beat, Codec, Decision, Node, node_count
 from safelaunch.cluster.session import CROWD, GOODBYE_S, Crash, Seen, Session
 from safelaunch.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
@@ -23,7 +23,7 @@ from safelaunch.cluster.where import Meeting
 IDLE_S, CROWD_IDLE_S = 0.5, 1.0  # between rounds; in a crowd
 BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # in a crowd so much a node: the store, or what shares its cores, has other work
 GREETED_S = 0.1  # a node: a store that waits 5 s for the name of one client in 50 takes that long to greet all
-FIRST_TRIES_S = 2.0  # nothing listens there before torchrun has started
+FIRST_TRIES_S = 2.0  # the store is not there before torchrun, or the helper, has started
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
 SEE_OFF_S = 8.0  # for the others' last words, where their store ends with this node's
 
@@ -172,13 +172,16 @@ class Channel:
                 self.seen = Seen(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
                 return
             tries = 0 if met else tries + 1
-            refused = not met and "refused" in self.seen.why
-            pause_s = FIRST_TRIES_S if refused else AGAIN_S[min(tries, len(AGAIN_S) - 1)]
+            pause_s = FIRST_TRIES_S if self._begins(has_met) else AGAIN_S[min(tries, len(AGAIN_S) - 1)]
             pause_s *= random.uniform(0.5, 1.0)  # nodes that were lost together come back one by one
             until = time.monotonic() + pause_s
             while not self._closing and (left_s := until - time.monotonic()) > 0:
                 self._wake.wait(left_s)
                 self._wake.clear()
+
+    def _begins(self, has_met: bool) -> bool:
+        """Whether the store may not be there yet: nothing listens, or a helper imports torch before it answers."""
+        return "refused" in self.seen.why if self._host is None or self._host.problem else not has_met
 
     def _converse(self, session: Session) -> None:
         while True:
@@ -219,7 +222,7 @@ class Channel:
                 or beat.doing == "suspecting"
                 or (page is not None and page.phase not in ("idle", "agreed"))
             )
-            nodes = page.nodes if page is not None else 1
+            nodes = node_count(page)
             quiet_s = CROWD_IDLE_S if nodes > CROWD else IDLE_S
             self._wake.wait(min(max(BUSY_S, BUSY_NODE_S * nodes), quiet_s) if busy else quiet_s)
             self._wake.clear()

@@ -16,12 +16,13 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.cluster.messages import MOST_OF_NODE, MOST_RANKS, BadMessage, packed, unpacked
-from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, RankEvidence
+from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, Progress, RankEvidence
 from safelaunch.model.entries import Entries, Kinds
 
 MOST_ENTRIES = 4096  # of a rank
 MOST_LOG = 8 << 10  # characters
 MOST_CHILDREN = 64
+MOST_STEPS = 32  # of a rank's history
 MOST_GROUPS = 16_384  # of a node
 MOST_FILES, LARGEST_FILE = 4096, 1 << 20
 # What a file of another node may be called: nothing leads out of the bundle, and nothing there is replaced.
@@ -91,7 +92,13 @@ def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, shar
     evidence = replace(evidence, missing_ranks=())
     most = MOST_ENTRIES
     ranks = tuple(
-        replace(rank, flight_record=None, log_tail=rank.log_tail[-MOST_LOG:], children=rank.children[:MOST_CHILDREN])
+        replace(
+            rank,
+            flight_record=None,
+            log_tail=rank.log_tail[-MOST_LOG:],
+            children=rank.children[:MOST_CHILDREN],
+            progress=_thinned(rank.progress),
+        )
         for rank in evidence.ranks
     )
     carried = dict(files or {})
@@ -113,6 +120,14 @@ def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, shar
             bare = tuple(RankEvidence(rank.rank, rank.host, rank.pid, rank.local_rank) for rank in evidence.ranks)
             return packed(msgspec.msgpack.encode(_Travelling(replace(evidence, ranks=bare), {}))) or []
         most //= 4
+
+
+def _thinned(progress: Progress | None) -> Progress | None:
+    """With every so many steps of its history, the newest among them."""
+    if progress is None or len(progress.history) <= MOST_STEPS:
+        return progress
+    every = -(-len(progress.history) // MOST_STEPS)
+    return replace(progress, history=progress.history[::-1][::every][::-1])
 
 
 def expanded(chunks: list[bytes], shared: Shared | None = None) -> Evidence:

@@ -140,6 +140,11 @@ class Page(Message, frozen=True):
     anew: _Slots = ()
 
 
+def node_count(page: Page | None) -> int:
+    """How many nodes take part; 1 while there is nobody to talk to."""
+    return page.nodes if page is not None else 1
+
+
 class Members(Message, frozen=True):
     """Nodes that the leader tells all others of, by slot: those that something is to be said of first.
 

@@ -4,7 +4,8 @@ Each rule either reaches a finding or says why not; the first finding wins, and 
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
 it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
 (``with_guards``), and what ranks say of the reason themselves (``with_own_words``). Where all ranks at fault are all of
-one node, the node is named: ``with_node_behind``.
+one node, the node is named: ``with_node_behind``. The groups and GPUs of those at fault are told:
+``with_belonging``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Collection, Iterator
 import msgspec
 
 from safelaunch.diagnose import nccl_witness
-from safelaunch.diagnose.causes import Sign, advice_for
+from safelaunch.diagnose.belonging import with_belonging
+from safelaunch.diagnose.causes import BY_ITSELF, Sign, advice_for
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
@@ -45,7 +47,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
-    for explained in (with_guards, with_caught_exception, with_own_words, with_node_behind):
+    for explained in (with_guards, with_caught_exception, with_own_words, with_belonging, with_node_behind):
         finding = explained(case, finding)
     return _verdict(case, finding, ruled_out)
 
@@ -75,11 +77,18 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
     victims = [r for r in facts.ranks if r not in named and (r in finding.held_up or _is_held_up(facts, r))]
     if finding.cause == "slow-not-stuck":
         victims = []
+    doubtful = {
+        Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
+        Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
+        and len(facts.world) > 1
+        and len(named) > len(facts.world - named),
+    }
+    doubts = (*finding.doubts, *those(doubtful))
     return Verdict(
         schema=SCHEMA,
         outcome=facts.evidence.outcome,
         cause=finding.cause,
-        confidence=confidence_of((*finding.doubts, *those({Doubt.DAMAGED_RECORD: bool(_damaged(facts))}))),
+        confidence=confidence_of(doubts),
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
@@ -88,6 +97,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         missing=(*_missing(facts), *_lost(facts, finding)),
         suggestions=advice_for(finding.cause, _signs(facts, named) | (finding.signs or {"no-sign"})),
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
+        doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
     )
 
 

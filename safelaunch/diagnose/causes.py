@@ -30,6 +30,15 @@ Sign = Literal[
     "left-out",
     "sizes-differ",
     "groups-made",
+    "polls",
+    "attempts",
+    "waits-in-turn",
+    "full-pipe",
+    "own-end",
+    "inherited-end",
+    "owed",
+    "task-done",
+    "lock-file",
     "no-sign",
 ]
 
@@ -77,6 +86,20 @@ _ALL_NODES = Advice(
     only_if="nobody-named",
 )
 _OTHER_NODES = Advice(_ALL_NODES.text, only_if="ranks-unseen")
+
+# Processes of one rank that wait for each other, whatever its main thread waits in.
+_CIRCLES = (
+    Advice(
+        "Read what the other process writes before waiting for its end: `communicate()` instead of `wait()`, all of"
+        " `queue.get()` before `join()`; or let it write to a file.",
+        only_if="full-pipe",
+    ),
+    Advice(
+        "Tell the other process that nothing more will come (a sentinel, the closed end of the pipe) before waiting for"
+        " it, or end it with `terminate()`.",
+        only_if="waits-in-turn",
+    ),
+)
 
 CAUSES: dict[str, Cause] = {
     "collective-mismatch": _cause(
@@ -170,6 +193,22 @@ CAUSES: dict[str, Cause] = {
         of_node="perhaps",
     ),
     "blocking-io": _cause(
+        *_CIRCLES,
+        Advice(
+            "Close the other end of the pipe here once the child has it: while this process has it open itself, the"
+            " pipe never ends.",
+            only_if="own-end",
+        ),
+        Advice(
+            "Let only the writer have the write end: no `pass_fds` or `set_inheritable()` for other children, and after"
+            " a fork each closes the ends that it does not use. Then the reader sees the end when the writer dies.",
+            only_if="inherited-end",
+        ),
+        Advice(
+            "Compare the two ends: what one waits for, the other has to send on every path, before an early `continue`"
+            " or `return` as well; give the socket a timeout (`settimeout()`).",
+            only_if="owed",
+        ),
         "Give the call a timeout, and do rank-dependent I/O outside the training loop.",
         "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch --on-stall"
         " dump ...` keeps the job alive for that.",
@@ -186,6 +225,12 @@ CAUSES: dict[str, Cause] = {
         worker=5,
     ),
     "lock-deadlock": _cause(
+        *_CIRCLES,
+        Advice(
+            "Call `task_done()` for each item that was taken, in a `finally`: an exception or a `continue` before it"
+            " leaves `join()` waiting for ever.",
+            only_if="task-done",
+        ),
         "Take locks in one order everywhere, or one lock less; never call a collective or join a thread with a lock"
         " held.",
         "Give `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()` a timeout, so that it raises "
@@ -210,11 +255,26 @@ CAUSES: dict[str, Cause] = {
         worker=1,
     ),
     "stuck-in-user-code": _cause(
+        *_CIRCLES,
+        Advice(
+            "Bound the loop that polls and raise when its time is up; better, let whoever makes what it looks for tell"
+            " the others by a broadcast, which also shows who is missing.",
+            only_if="polls",
+        ),
+        Advice(
+            "Bound the number of attempts, and raise the last exception when they are used up, so that the job ends"
+            " with the reason.",
+            only_if="attempts",
+        ),
+        Advice(
+            "If nobody holds the lock: delete the lock file that is left, and use one that ends with its process"
+            " (`FileLock`, not `SoftFileLock`).",
+            only_if="lock-file",
+        ),
         "Give this call a timeout, or let only ranks that nobody waits for run it.",
         "If the wait is meant, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer `--stall-"
         "timeout`.",
         own=True,
-        of_node="perhaps",
         worker=2,
     ),
     "swallowed-exception": _cause(
@@ -335,6 +395,7 @@ CAUSES: dict[str, Cause] = {
 }
 
 FAILURES = tuple(name for name, cause in CAUSES.items() if cause.failure)
+BY_ITSELF = ("rank-stopped", *FAILURES)  # true of a whole process, whatever its peers do
 
 
 def advice_for(cause: str, signs: Collection[Sign] = ()) -> tuple[str, ...]:

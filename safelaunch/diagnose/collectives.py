@@ -36,6 +36,13 @@ _SAME_OUTPUT = frozenset({"scatter"})
 _DEFAULT_GROUPS = ("0", "", "default_pg")
 
 
+def label_of(entry: Collective) -> str:
+    """What people call the entry's group: the description that its maker gave it, as a DeviceMesh does; else its
+    name."""
+    given = entry.description if entry.description not in ("", "undefined", *_DEFAULT_GROUPS) else ""
+    return given or f"'{entry.group}'"
+
+
 def op_name(entry: Collective) -> str:
     """``gloo:all_reduce`` → ``all_reduce``."""
     return entry.op.rsplit(":", 1)[-1]

@@ -11,10 +11,12 @@ from functools import cached_property
 
 from safelaunch.diagnose.causes import Sign
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.model import Claim, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
+from safelaunch.model import Claim, Frame, OtherEnd, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
+from safelaunch.reading.polls import Poll, poll_at
+from safelaunch.reading.source import ReadSource
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,11 @@ class Condition:
     """A cause of the catalogue, with the clause that explains it (``is asleep in train.py:41 (load)``).
 
     ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
-    ``locked_by``: it waits for a file lock that this process holds. ``for_good``: it will not go on, whatever any other
-    process does or sends, and no time limit ends it soon. Without that, it may be waiting for a rank that nobody saw.
+    ``locks``: it waits for a lock on this file, ``locked_by`` this process, of the host ``locked_on`` where that is not
+    its own. ``ends``: who else has the other end of the pipe or
+    connection that it waits at, and ``owed_by`` the one of these that is another rank's. ``poll``: what it asks for
+    again and again. ``for_good``: it will not go on, whatever any other process does or sends, and no time limit ends
+    it soon. Without that, it may be waiting for a rank that nobody saw.
     ``doubts``: what makes it less than sure.
     """
 
@@ -35,7 +40,12 @@ class Condition:
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None
+    locks: str = ""
     locked_by: int | None = None
+    locked_on: str = ""
+    ends: tuple[OtherEnd, ...] = ()
+    owed_by: int | None = None
+    poll: Poll | None = None
     signs: frozenset[Sign] = frozenset()
     for_good: bool = False
 
@@ -58,6 +68,7 @@ class View:
     process: ProcessEvidence
     rank: RankEvidence
     other: Thread | None = None
+    read_source: ReadSource | None = None
 
     @cached_property
     def sample(self) -> StackSample | None:
@@ -99,7 +110,17 @@ class View:
 
     @cached_property
     def awaited(self) -> calls.Awaited:
-        return calls.awaited(self.stack, self.wait.kind)
+        found = calls.awaited(self.stack, self.wait.kind)
+        polls = self.poll is not None and self.poll.of == "process" and not found.processes
+        return replace(found, processes="child") if polls else found
+
+    @cached_property
+    def poll(self) -> Poll | None:
+        """What the loop of its innermost line asks for again and again: a sleep is the line's own call, or it spins."""
+        if self.read_source is None or self.stack.called or not (self.wait.again or self.wait.busy):
+            return None
+        found = poll_at(self.stack.user_frames, self.read_source, asleep=self.wait.again)
+        return found if self.wait.again or (found is not None and found.of == "work") else None
 
     @property
     def device(self) -> str:
@@ -230,11 +251,13 @@ def _polls(view: View) -> Condition | None:
     text = f"asks again and again at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}"
     claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
     doubts = () if native == "sqlite" else (Doubt.STATE_INFERRED,)
-    return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locked_by=lock.pid)
+    return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locks=lock.path, locked_by=lock.pid)
 
 
 def _io_or_sleep(view: View) -> Condition | None:
     wait, where = view.wait, view.place
+    if wait.again:
+        return _polls_at(view)
     if wait.kind == "sleep":
         for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
         return Condition("stuck-in-user-code", f"is asleep in {where}", for_good=for_good)
@@ -243,8 +266,27 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
-        return Condition("blocking-io", f"is blocked in I/O at {where}{call}", locked_by=wait.locked_by)
+        others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
+        text = f"is blocked in I/O at {where}{call}"
+        return Condition("blocking-io", text, locks=wait.wanted_lock, locked_by=wait.locked_by, ends=others)
     return None
+
+
+def _polls_at(view: View) -> Condition:
+    """It sleeps a little, over and over: for something that may still come, or for a call of its own to succeed."""
+    poll, where = view.poll, view.place
+    if poll is None:
+        does = (
+            "asks again and again for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"
+        )
+        return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
+    claim = view.stack_claim(f"the loop that it is in says {poll.words}")
+    if poll.of == "attempt":
+        text = f"tries {poll.words} again and again, asleep at {where} in between"
+        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, signs=frozenset({"attempts"}))
+    text = f"polls at {where}: {poll.words}"
+    doubts = () if poll.of == "process" else (Doubt.MAY_END,)
+    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, signs=frozenset({"polls"}))
 
 
 def _unexplained(view: View) -> Condition:

@@ -135,7 +135,8 @@ class Aligned:
         if len(self.histories) < 2:
             return None
         last = min(history.last for history in self.histories.values())
-        return first_difference(one.column.between(self._first, last) for one in self.histories.values())
+        first = self._first
+        return first_difference(one.column.between(first, last) for one in self.histories.values())
 
     @property
     def alike(self) -> bool:

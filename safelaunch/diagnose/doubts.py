@@ -13,8 +13,9 @@ from typing import Literal
 from safelaunch.model import Confidence
 
 # The parts of a finding: what the ranks at fault do; where their calls parted from their peers'; whether others may be
-# at fault; whether another explanation fits; how good the evidence is, which counts only where nothing else does.
-About = Literal["state", "calls", "others", "rival", "evidence"]
+# at fault; whether another explanation fits; how good the evidence is, and how many are named, which both count only
+# where nothing else does.
+About = Literal["state", "calls", "others", "rival", "evidence", "share"]
 
 _LEVELS: tuple[Confidence, ...] = ("high", "medium", "low")
 
@@ -66,6 +67,7 @@ class Doubt(Enum):
     SEVERAL_PLACES = "others", 1, "The ranks are in different places."
     NO_MAJORITY = "others", 1, "No side has a majority: either may be at fault."
     EITHER_SIDE = "others", 1, "Calls that meet do not fit, and any of them may be the wrong one."
+    MAY_BE_OWED = "others", 1, "What the rank waits for is a peer's to send or to make: either may be at fault."
     NO_PATTERN = (
         "others",
         2,
@@ -88,6 +90,7 @@ class Doubt(Enum):
     TRANSFER_LEFT_OUT = "rival", 1, "A peer may wait for a send or receive that the rank left out before it ended."
     ABORTED_CALL_LOST = "rival", 1, "What the aborted rank had called died with it."
 
+    MORE_NAMED = "share", 1, "More ranks are named than are left innocent: these may be at fault instead."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder holds what no torch writes."
 
 
@@ -101,8 +104,8 @@ def levels_of(doubts: Iterable[Doubt]) -> int:
     worst: dict[About, int] = {}
     for doubt in doubts:
         worst[doubt.about] = max(worst.get(doubt.about, 0), doubt.levels)
-    evidence = worst.pop("evidence", 0)
-    return min(sum(worst.values()) or evidence, len(_LEVELS) - 1)
+    at_least = max(worst.pop("evidence", 0), worst.pop("share", 0))
+    return min(sum(worst.values()) or at_least, len(_LEVELS) - 1)
 
 
 def confidence_of(doubts: Iterable[Doubt]) -> Confidence:

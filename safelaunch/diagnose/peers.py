@@ -117,6 +117,8 @@ def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
     if seen is not None and not wait.busy:
         entry = _entry_for(None, pending, view.user_frame, view.rank) if seen.kind == "collective" else None
         return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, seen), view)
+    if pending and view.poll is not None and view.poll.of == "work":
+        return _from_entry(view.rank, pending[0], view)
     if not native and wait.kind == "lock" and not view.stack.called and _batch(view):
         return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
     if not pending and wait.kind == "lock" and _backward_without_a_record(view):

@@ -1,7 +1,8 @@
 """What keeps one process where it is: the edges between its threads and its children, and what stands at their end.
 
 Each thread is followed to whom it waits for where that is one alone: into the thread that it joins, the child that it
-waits for or expects a message from, the DataLoader worker that owes it a batch.
+waits for or expects a message from, the DataLoader worker that owes it a batch, the process that has the other end of
+its pipe. Where that comes back to a process on the way, these wait for each other.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from safelaunch.diagnose.causes import CAUSES
+from safelaunch.diagnose.causes import CAUSES, Sign
 from safelaunch.diagnose.conditions import Condition, View, thread_condition
-from safelaunch.diagnose.doubts import Doubt
+from safelaunch.diagnose.doubts import Doubt, those
 from safelaunch.diagnose.graph import Edge, Graph, Kind, Node
 from safelaunch.model import Claim, Thread
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
+from safelaunch.reading.kernel import wait_words
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
@@ -36,6 +38,7 @@ class Inside:
         self._views: dict[Node, View] = {}
         self._own: dict[Node, Condition] = {}
         self._of_children: dict[int, Condition] = {}
+        self._asked: set[Node] = set()
         self._graph = Graph(self._edges())
 
     @cached_property
@@ -47,10 +50,17 @@ class Inside:
     def end(self) -> View:
         return self._views[self.path[-1].on[0]] if self.path else self.main
 
+    @cached_property
+    def circle(self) -> tuple[Edge, ...]:
+        """The part of the path in which processes wait for each other; empty where it ends at somebody."""
+        nodes = [edge.of for edge in self.path]
+        back_at = self.path[-1].on[0] if self.path else None
+        return self.path[nodes.index(back_at) :] if back_at in nodes else ()
+
     def condition(self) -> Condition:
         """What holds the process: what is the matter at the end of the path, told from its main thread on."""
-        found = self._at_the_end(self.end)
-        for edge in reversed(self.path):
+        found = self._of_a_circle() if self.circle else self._at_the_end(self.end)
+        for edge in reversed(self.path[: len(self.path) - len(self.circle)]):
             found = self._along(edge, found)
         return found
 
@@ -87,18 +97,67 @@ class Inside:
         if own.lock is not None and view.other is None:
             return self._to_thread(view, own.lock, children)
         if own.cause == "stuck-in-user-code" and view.awaited.processes == "child":
-            return self._to(view, "child", _running_users_code(children))
+            return self._to(view, "child", self._to_end(view, children))
+        if own.cause == "blocking-io" and (edge := self._to_other_end(view, own)) is not None:
+            return edge
         if own.cause == "blocking-io" and view.awaited.processes == "message":
             return self._to(view, "message", self._to_send(children))
         return None
 
-    def _to(self, view: View, kind: Kind, others: Sequence[View]) -> Edge | None:
+    def _to_end(self, view: View, children: Sequence[View]) -> Sequence[View]:
+        """Whose end is waited for? The child that the system call names; else the one that runs code of the user's.
+
+        One that runs none (a shell, an encoder) is followed where it waits for somebody in turn.
+        """
+        pid = view.wait.child
+        if pid is not None:
+            own = [one for one in self._children if one.process.pid == pid]
+        else:
+            own = _running_users_code(children) or [c for c in self._children if _parent(c) == view.process.pid]
+        return [one for one in own if one.user_frame is not None or self._leads_on(one)]
+
+    def _leads_on(self, view: View) -> bool:
+        node = self._node(view)
+        if node in self._asked:  # in no real process tree
+            return False
+        self._asked.add(node)
+        try:
+            return self._edge_of(view) is not None
+        finally:
+            self._asked.discard(node)
+
+    @property
+    def _family(self) -> tuple[View, ...]:
+        return (self.main, *self._children)
+
+    def _to_other_end(self, view: View, own: Condition) -> Edge | None:
+        """To the process of this rank that has the other end of the pipe and runs code that may come to it.
+
+        Every child that is forked inherits the ends that are open. So of several, who rests itself (it waits for a
+        message, or a lock) has nothing to do with it, and the rank's own process is the last that comes to mind. One
+        with other threads of the user's may serve it from any of these.
+        """
+        pids = {one.pid for one in own.ends}
+        if view is self.main and any(child.wait.kind == "dead" for child in self._children):
+            return None  # it may have been the one that died
+        if calls.is_loader_worker(view.frames):
+            return None  # whoever it waits for, it is what its rank waits for
+        users = (self.main, *_running_users_code(self._children))
+        may = [one for one in users if one.process.pid in pids and not one.beside()]
+        at_work = [one for one in may if one is not self.main and not self._rests(one)]
+        among = may if len(may) == 1 else at_work or [one for one in may if one is self.main]
+        return self._to(view, "pipe", among, may_end=len(pids) > 1)
+
+    def _rests(self, view: View) -> bool:
+        return view.awaited.processes == "message" or self._condition(view).lock is not None
+
+    def _to(self, view: View, kind: Kind, others: Sequence[View], *, may_end: bool = False) -> Edge | None:
         """An edge where it can be told who is waited for."""
         if not others or (len(others) > 1 and kind != "workers"):
             return None
         claims = self._condition(view).claims
         nodes = tuple(self._node(other) for other in others)
-        return Edge(self._node(view), nodes, kind, claims, may_end=kind in ("signal", "message"))
+        return Edge(self._node(view), nodes, kind, claims, may_end=may_end or kind in ("signal", "message"))
 
     def _to_thread(self, view: View, lock: calls.LockWait, children: Sequence[View]) -> Edge | None:
         """Who could end the wait?
@@ -110,10 +169,12 @@ class Inside:
         """
         others, among_peers = view.beside(), self._waiting_for_peers(view)
         if lock.on == "work":
-            edge = self._to(view, "work", others or among_peers)
+            edge = self._to(view, "work", others or among_peers or _feeding(view))
             return edge or (self._to(view, "work", _running_users_code(children)) if not others else None)
         if lock.on == "signal":
             blocked = [o for o in others if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
+            if lock.of_items and lock.by_processes:
+                blocked = [child for child in _running_users_code(children) if not _takes_items(child)]
             return self._to(view, "signal", blocked or among_peers)
         return self._to(view, "lock", among_peers) if others == among_peers else None
 
@@ -159,12 +220,32 @@ class Inside:
             return _no_worker_to_blame(view, len(_workers(children)))
         if own.lock is not None and view.other is None:
             return self._of_a_lock(view, own, own.lock)
+        kept = self._kept_open(view) if own.cause == "blocking-io" else None
         dead = [child.process.pid for child in children if child.wait.kind == "dead"]
-        if own.cause == "blocking-io" and view.awaited.processes == "message" and dead:
+        if own.cause == "blocking-io" and dead and (kept is not None or view.awaited.processes == "message"):
             words = f"its child process {dead[0]} has" if len(dead) == 1 else f"{len(dead)} child processes of its have"
             claims = tuple(view.kernel_claim(f"child process {pid}: state Z") for pid in dead[:4])
-            return replace(own, reason=f"{own.reason}; {words} ended and not been reaped", claims=own.claims + claims)
-        return own
+            own = replace(own, reason=f"{own.reason}; {words} ended and not been reaped", claims=own.claims + claims)
+        if kept is None:
+            return own
+        sign, words = kept
+        claims = (*own.claims, view.kernel_claim(words))
+        return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {sign})
+
+    def _kept_open(self, view: View) -> tuple[Sign, str] | None:
+        """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
+        ends, wait = view.wait.ends or (), view.wait
+        if not (is_pipe := wait.target.startswith("pipe:")) and "unnamed" not in wait.target:
+            return None
+        end = "other" if not is_pipe else "read" if wait.writes else "write"
+        pid, family = view.process.pid, {one.process.pid for one in self._family}
+        others = [one for one in ends if one.pid != pid and one.pid in family]
+        if ends and all(one.pid == pid for one in ends):
+            return "own-end", f"process {pid} itself alone has the {end} end open"
+        if not others or wait.writes:
+            return None
+        who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
+        return "inherited-end", f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
 
     def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
         """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
@@ -177,6 +258,11 @@ class Inside:
         claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
         for_good = own.for_good and all(c.for_good for _, c in others)
         own = replace(own, claims=claims, for_good=for_good)
+        takers = [one for one in (*view.beside(), *self._children) if _takes_items(one)] if lock.of_items else []
+        if takers:
+            who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
+            reason = f"{own.reason}; {who} for the next item at {takers[0].place}"
+            return replace(own, reason=reason, signs=own.signs | {"task-done"})
         if lock.on == "work" and waiting and len(waiting) == len(others):
             reason = "has threads that wait for each other's locks: " + ", ".join(waiting[:4])
             for_good = all(c.for_good for _, c in others)
@@ -195,14 +281,37 @@ class Inside:
         own, is_thread = self._condition(waiter), other.process is waiter.process
         who = f"its thread {other.name}" if is_thread else f"child process {other.process.pid}"
         process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
-        told = replace(
-            found, reason=f"{own.reason}; {who} {found.reason}", process=process, claims=own.claims + found.claims
-        )
+        reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
+        told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
+        if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
+            told = replace(told, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
         if edge.may_end:
             return replace(told, doubts=(Doubt.MAY_END,), for_good=False)
         # Any other thread in the user's code may be the one that is waited for.
         others = waiter.beside() if own.lock is not None else ()
         return replace(told, for_good=found.for_good and all(self._condition(o).for_good for o in others))
+
+    def _of_a_circle(self) -> Condition:
+        """Processes that wait for each other: the last one on the way for what the first one is to read, or to send."""
+        first, last = self._views[self.circle[0].of], self._views[self.circle[-1].of]
+        own, there = self._condition(first), self._condition(last)
+        whose = "this process" if first.process is self.main.process else f"process {first.process.pid}"
+        where = "" if last.user_frame is None or fr.is_pseudo(last.user_frame.file) else f" at {last.place}"
+        if last.wait.writes:
+            how = f"cannot go on writing{where}: the pipe is full, and {whose} is to read it"
+        else:
+            how = f"waits{where} for what {whose} is to send"
+        sign: Sign = "full-pipe" if last.wait.writes else "waits-in-turn"
+        ends = f"{last.process.pid}'s {wait_words(last.wait)}: the other end is process {first.process.pid}'s"
+        claims = (c for edge in self.circle for c in edge.claims)
+        return replace(
+            own,
+            reason=f"{own.reason}; child process {last.process.pid} {how}",
+            doubts=(*own.doubts, *those({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
+            claims=(*claims, *there.claims, last.kernel_claim(ends)),
+            signs=own.signs | {sign},
+            for_good=False,
+        )
 
     def _of_a_worker(self, view: View, worker: View, further: Sequence[View], found: Condition) -> Condition:
         """``data-loading``, with the worker that is stuck as the process at fault."""
@@ -237,6 +346,10 @@ def _waits_for_loader(view: View) -> Claim:
     return view.stack_claim(f"{view.words} waits for a DataLoader at {view.place}")
 
 
+def _parent(view: View) -> int:
+    return view.process.states[-1].ppid if view.process.states else 0
+
+
 def _workers(children: Sequence[View]) -> list[View]:
     return [v for v in children if v.process.role == "dataloader worker" or calls.is_loader_worker(v.frames)]
 
@@ -248,6 +361,18 @@ def _running_users_code(children: Sequence[View]) -> list[View]:
         for v in children
         if v.user_frame is not None and v.process.role not in _HELPERS and not calls.is_loader_worker(v.frames)
     ]
+
+
+def _feeding(view: View) -> list[View]:
+    """The threads that still write what was put into queues of multiprocessing: a process ends only after them."""
+    threads = view.sample.threads if view.sample else ()
+    found = [replace(view, other=thread) for thread in threads if calls.feeds_queue(thread.frames)]
+    return [one for one in found if one.wait.kind == "io"]
+
+
+def _takes_items(view: View) -> bool:
+    """It waits for the next item of a queue."""
+    return view.user_frame is not None and calls.takes_item(view.stack.called)
 
 
 _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn/", "optim/", "_tensor.py"))

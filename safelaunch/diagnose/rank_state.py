@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from safelaunch.diagnose.causes import FAILURES
+from safelaunch.diagnose.causes import BY_ITSELF
 from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
 from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
@@ -31,8 +31,6 @@ from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.source import ReadSource
 
-# What is true of all its threads.
-_WHOLE_PROCESS = ("rank-stopped", *FAILURES)
 UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
 
 
@@ -77,7 +75,8 @@ class Facts:
         if evidence.outcome == "hang":
             evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
         alignment = Alignment(evidence.ranks, evidence.world_size)
-        ranks = {r.rank: rank_facts(r, alignment) for r in sorted(evidence.ranks, key=lambda r: r.rank)}
+        ordered = sorted(evidence.ranks, key=lambda r: r.rank)
+        ranks = {r.rank: rank_facts(r, alignment, read_source) for r in ordered}
         histories = Histories(alignment)
         facts = cls(evidence, ranks, alignment, histories, read_source or (lambda path: None))
         changed = {rank: one for rank in ranks if (one := _seen_from_the_others(facts, rank)) is not None}
@@ -137,18 +136,19 @@ def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
         condition = _at_its_end(facts, one, condition)
     if condition is not None and condition.cause == "stuck-in-user-code":
         condition = _locked_by_a_peer(facts, one, condition)
-    pid = condition.locked_by if condition is not None else None
-    if condition is not None and pid is not None and (one.evidence.host, pid) not in facts.processes:
-        condition = replace(condition, reason=f"{condition.reason}, held by a process of no rank that was seen")
+    if condition is not None and condition.locks:
+        condition = _locked_elsewhere(facts, one, condition)
+    if condition is not None and condition.ends:
+        condition = _at_the_other_end(facts, one, condition)
     return replace(one, condition=condition) if condition is not one.condition else None
 
 
 def _at_its_end(facts: Facts, one: RankFacts, left: Condition) -> Condition:
     """A rank whose script has ended, and which no peer waits for: what keeps it from its end is the cause."""
-    view = view_of(one.evidence)
+    view = view_of(one.evidence, facts.read_source)
     if view is None or any(other.wait is not None for other in facts.ranks.values()):
         return left
-    own = Inside(view, child_views(one.evidence)).condition()
+    own = Inside(view, child_views(one.evidence, facts.read_source)).condition()
     if own.cause == "missing-from-collective" or own.frame is None:
         return left
     return replace(own, reason=f"has ended its script, and {own.reason}")
@@ -158,14 +158,21 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     """``filelock`` closes the file between its attempts, so the kernel tells only who holds one: where that is one
     other rank's process alone, it is what is waited for."""
     view = view_of(one.evidence)
-    if view is None or not calls.polls_file_lock(view.stack):
+    library = view is not None and calls.polls_file_lock(view.stack)
+    sqlite = view is not None and calls.native_sleep(view.process.stacks, view.os_tid) == "sqlite"
+    if not library and not sqlite:
         return own
-    others = [
-        (rank, locks) for (host, _), (rank, locks) in facts.processes.items() if host == one.evidence.host and locks
-    ]
-    if len(others) != 1 or others[0][0] == one.rank:
+    holders = [(host, rank, locks) for (host, _), (rank, locks) in facts.processes.items() if locks]
+    others = [holder for holder in holders if holder[0] == one.evidence.host] or holders  # of a file that nodes share
+    if not others and library:
+        words = (
+            "no process that was seen has a file locked: another one has it, or a dead one left its lock file behind"
+        )
+        claims = (*own.claims, Claim(words, f"ranks/{one.rank}/proc.json"))
+        return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {"lock-file"})
+    if len(others) != 1 or others[0][1] == one.rank:
         return own
-    ((rank, (lock, *_)),) = others
+    ((host, rank, (lock, *_)),) = others
     text = f"of all processes that were seen, {lock.pid} of rank {rank} alone has a file locked: {lock.path}"
     return replace(
         own,
@@ -174,7 +181,53 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
         doubts=(Doubt.STATE_INFERRED,),
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
         locked_by=lock.pid,
+        locked_on=host,
         for_good=False,
+    )
+
+
+def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition:
+    """Of a lock that no rank's process here holds: whether one of another node has locked a file of this name.
+
+    Where nodes share files, each kernel knows its own locks alone.
+    """
+    if (one.evidence.host, own.locked_by) in facts.processes:
+        return own
+    others = [
+        (host, rank, lock)
+        for (host, _), (rank, locks) in facts.processes.items()
+        for lock in locks
+        if host != one.evidence.host and lock.path == own.locks
+    ]
+    if len({rank for _, rank, _ in others}) == 1:
+        host, rank, lock = others[0]
+        claim = Claim(f"{lock.pid} of rank {rank}, on {host}, has {lock.path} locked", f"ranks/{rank}/proc.json")
+        return replace(own, locked_by=lock.pid, locked_on=host, claims=(*own.claims, claim))
+    if own.locked_by is None:
+        return own
+    return replace(own, reason=f"{own.reason}, held by a process of no rank that was seen")
+
+
+def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:
+    """Whose the other end of its pipe or connection is: another rank's, or a process's of no rank."""
+    host, folder = one.evidence.host, f"ranks/{one.rank}"
+    owners = {end.pid: facts.processes.get((host, end.pid), (None, ()))[0] for end in own.ends}
+    if len(set(owners.values())) > 1 or one.rank in owners.values():
+        return own
+    pid, owner = next(iter(owners.items()))
+    if owner is None:
+        who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in own.ends[:3])
+        words = f"the other end is process {who}, of no rank that was seen"
+        return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, Claim(words, f"{folder}/proc.json")))
+    main = facts.ranks[owner].evidence.pid  # the children that it has forked have inherited it
+    words = f"the other end is rank {owner}'s"
+    claim = Claim(f"{words}, process {main if main in owners else pid}", f"{folder}/proc.json")
+    return replace(
+        own,
+        reason=f"{own.reason}; {words}",
+        owed_by=main if main in owners else pid,
+        claims=(*own.claims, claim),
+        signs=own.signs | {"owed"},
     )
 
 
@@ -214,8 +267,8 @@ def _before_its_end(rank: RankEvidence) -> RankEvidence:
     return structs.replace(rank, main=structs.replace(rank.main, states=living), exit=None)
 
 
-def view_of(rank: RankEvidence) -> View | None:
-    return View(rank.main, rank) if rank.main else None
+def view_of(rank: RankEvidence, read_source: ReadSource | None = None) -> View | None:
+    return View(rank.main, rank, read_source=read_source) if rank.main else None
 
 
 def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
@@ -225,17 +278,17 @@ def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
     return fr.stack_of(rank, frames).user_frames
 
 
-def child_views(rank: RankEvidence) -> list[View]:
-    return [View(child, rank) for child in rank.children]
+def child_views(rank: RankEvidence, read_source: ReadSource | None = None) -> list[View]:
+    return [View(child, rank, read_source=read_source) for child in rank.children]
 
 
-def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
+def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource | None = None) -> RankFacts:
     """The surest reading first.
 
     Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its GPU;
     waiting for peers; waiting for its DataLoader; then whatever its own stack and the kernel say.
     """
-    view = view_of(rank)
+    view = view_of(rank, read_source)
     frame = view.user_frame if view else None
     condition = gone_condition(rank, view)
     condition = replace(condition, for_good=True) if condition is not None else None
@@ -250,12 +303,12 @@ def rank_facts(rank: RankEvidence, alignment: Alignment) -> RankFacts:
         wait = _raised_wait(rank) or peer_wait(rank, view, alignment)
     if condition is None and wait is None and (view is not None or not ended_by_others(rank)):
         callers = {entry.thread for entry in alignment.pending(rank.rank)} - {0}
-        inside = Inside(view, child_views(rank), callers) if view is not None else None
+        inside = Inside(view, child_views(rank, read_source), callers) if view is not None else None
         wait = through_a_thread(rank, inside, alignment) if inside is not None else None
         condition = _own(rank, inside, alignment) if wait is None else None
     if wait is not None and frame is None:
         frame = wait.frame
-    if condition is not None and condition.for_good and view is not None and condition.cause not in _WHOLE_PROCESS:
+    if condition is not None and condition.for_good and view is not None and condition.cause not in BY_ITSELF:
         condition = replace(condition, for_good=not may_train_elsewhere(view))
     return RankFacts(rank, frame, wait, condition)
 

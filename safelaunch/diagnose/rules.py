@@ -50,7 +50,14 @@ from safelaunch.diagnose.rules_state import (
     stopped_ranks,
 )
 from safelaunch.diagnose.rules_threads import threads_that_race
-from safelaunch.diagnose.rules_wait import file_locks, held_up, one_sided, other_tags, sends_and_receives, unseen_peers
+from safelaunch.diagnose.rules_wait import (
+    beside_calls,
+    held_up,
+    one_sided,
+    other_tags,
+    sends_and_receives,
+    unseen_peers,
+)
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[
@@ -120,7 +127,7 @@ RULES: tuple[Rule, ...] = (
     Rule(groups_made_apart, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(threads_that_race, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(file_locks, OWN),
+    Rule(beside_calls, OWN),
     Rule(held_up, OWN),
     Rule(node_cut_off, ("node-unreachable",), ("several nodes",)),
     Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),

@@ -28,6 +28,7 @@ from safelaunch.diagnose.findings import (
     waiting_culprits,
     waits_words,
 )
+from safelaunch.diagnose.graph import Kind
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.waits import Case, Holder, Waiters, Waits, ranks_in
 from safelaunch.model import Claim, Collective, Culprit
@@ -229,14 +230,15 @@ def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
         classes = bound
 
 
-# --- file locks between ranks -----------------------------------------------------------------------------------------
+# --- waits between ranks that no call of c10d's shows -----------------------------------------------------------------
 
-# The kernel says who holds a lock (``/proc/locks``), so these are no inferences: a rank that enters a barrier with the
-# lock held, while its peers wait for the lock to get there, is in a circle with them.
+# The kernel says who holds a lock (``/proc/locks``) or has the other end of a connection, so these are no inferences: a
+# rank that enters a barrier with the lock held, while its peers wait for the lock to get there, is in a circle with
+# them. For what a rank polls, the source alone can tell, where a condition on the rank keeps one from the loop.
 
 
-def file_locks(case: Case) -> Ruling:
-    """A rank holds the lock that others wait for: it waits for them in turn, or what it does itself is the cause.
+def beside_calls(case: Case) -> Ruling:
+    """A rank has a lock that others wait for, or owes them a message or file: it waits in turn, or is at fault itself.
 
     Only where nobody else is waited for who does something of his own: then that comes first.
     """
@@ -251,9 +253,70 @@ def file_locks(case: Case) -> Ruling:
     if len(end) == 1:
         holder = next((holder for holder in mine.values() if holder.node in end), None)
         return _held_by_one(case, mine, holder) if holder is not None else ""
-    in_files = {rank: holder for rank, holder in mine.items() if rank in end}
-    others = {holder.rank for holder in in_files.values()} - in_files.keys()
-    return _deadlock(case, mine if others else in_files, tuple(sorted(others)))
+    in_circle = {rank: holder for rank, holder in mine.items() if rank in end}
+    kinds = {holder.kind for holder in in_circle.values()}
+    if "message" in kinds:
+        return _owed(case, {rank: holder for rank, holder in in_circle.items() if holder.kind == "message"}, mine)
+    if "poll" in kinds:
+        return _polled(case, in_circle)
+    others = {holder.rank for holder in in_circle.values()} - in_circle.keys()
+    return _deadlock(case, mine if others else in_circle, tuple(sorted(others)))
+
+
+def _owed(case: Case, owed_by: Mapping[int, Holder], waiting: Mapping[int, Holder]) -> Finding:
+    """Each of these ranks waits at a connection, and who has its other end waits for it in turn: nothing will come.
+
+    Who waits is named, as its line says what it lacks; whether it should not wait, or the other one should have sent
+    something, nothing tells.
+    """
+    named = {}
+    for rank, by in owed_by.items():
+        own, there = case.ranks[rank].condition, case.ranks[by.rank]
+        assert own is not None
+        goes_on = f", which waits in {there.wait.words}" if there.wait is not None else ""
+        named[rank] = replace(own, reason=own.reason + goes_on)
+    cause = next(iter(named.values())).cause
+    doubts = (Doubt.MAY_BE_OWED, *_doubts(case, named.values()))
+    others = case.waits.waiting - {by.rank for by in owed_by.values()}
+    found = blame(case, cause, doubts, named, sorted(others))
+    return replace(found, held_up=tuple(rank for rank in waiting if rank not in named))
+
+
+def _polled(case: Case, polls: Mapping[int, Holder]) -> Ruling:
+    """Ranks poll for what one rank was to do that does not come there, by the condition on the rank around their loop;
+    and it waits for them in turn. Who is fewer is named; of two ranks, both.
+    """
+    holder = next(iter(polls.values()))
+    there = case.ranks[holder.rank].wait
+    own = {rank: condition for rank in polls if (condition := case.ranks[rank].condition) is not None}
+    first = next(iter(own.values()))
+    if there is None or first.poll is None or any(one.rank != holder.rank for one in polls.values()):
+        return ""
+    who = ranks_do(polls, "polls", "poll")
+    gone_on = f"has gone on to {there.words}"
+    text = (
+        f"{capital(who)} at {fr.place(first.frame)}: {first.poll.words}. `{holder.guard}` keeps rank {holder.rank} from"
+        f" there, which {gone_on} and may have been the one to make that come true."
+    )
+    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {who} for something.")]
+    if len(polls) == 1:
+        culprits += [culprit(case.ranks[rank], condition) for rank, condition in own.items()]
+    return Finding(
+        first.cause,
+        (Doubt.MAY_BE_OWED, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)})),
+        text,
+        tuple(culprits),
+        condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
+        held_up=tuple(polls),
+        signs=frozenset({"polls"}),
+    )
+
+
+_WHY: Mapping[Kind, str] = {
+    "file": "with a file locked that {who} {waits} for",
+    "message": "at the other end of the connection at which {who} {waits}",
+    "poll": "and may be the one to make what {who} {waits} for in a loop that polls",
+}
 
 
 def _deadlock(case: Case, held_by: Mapping[int, Holder], holders: tuple[int, ...]) -> Finding:
@@ -285,7 +348,8 @@ def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> R
         return ""
     who = ranks_word(held_by)
     verb = "waits" if len(held_by) == 1 else "wait"
-    named = {holder.rank: replace(own, reason=f"{own.reason}, with a file locked that {who} {verb} for")}
+    why = _WHY[holder.kind].format(who=who, waits=verb)
+    named = {holder.rank: replace(own, reason=f"{own.reason}, {why}")}
     told = {rank: _told(case, rank, by) for rank, by in held_by.items()}
     waiters = [rank for rank, one in case.ranks.items() if one.wait is not None]
     return Finding(
@@ -308,4 +372,6 @@ def _told(case: Case, rank: int, by: Holder) -> Condition:
     """Of a rank that waits for a lock: which rank has it."""
     condition = case.ranks[rank].condition
     assert condition is not None
+    if by.kind != "file":
+        return condition
     return replace(condition, reason=f"waits for a file lock at {fr.place(condition.frame)} that rank {by.rank} holds")

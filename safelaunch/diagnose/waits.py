@@ -2,7 +2,9 @@
 
 All ranks that wait in the same operation under the same number wait for the same peers, so the nodes are those
 classes and not the ranks; a job of thousands of ranks has a handful. A rank that is in no such operation is a node of
-its own, which may wait for a file that a process has locked; a child of a rank is one where it has locked that file.
+its own. It may wait for a file that a process has locked, for what the process at the other end of a connection is to
+send, or, in a loop that polls, for what a rank was to do that is kept from there. A child of a rank is a node where it
+has locked that file, or has that other end.
 """
 
 from __future__ import annotations
@@ -13,22 +15,27 @@ from functools import cached_property
 
 from safelaunch.diagnose.collectives import fits, signature
 from safelaunch.diagnose.conditions import Condition
-from safelaunch.diagnose.graph import Edge, Graph, Node
+from safelaunch.diagnose.graph import Edge, Graph, Kind, Node
+from safelaunch.diagnose.guarding import whereabouts
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.processes import Inside
-from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views
+from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, user_stack_of
+from safelaunch.reading.guards import guards_of
 
 Key = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a file locked: a rank, or a child process of its. ``condition``: what it does by its own doing, if
-    anything; None where it waits for peers in turn."""
+    """Whom a rank waits for: another one, or a child process of its. ``condition``: what that does by its own doing, if
+    anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a connection, or
+    it alone does not poll for what the others look for, by the condition ``guard``."""
 
     rank: int
     node: Node
     condition: Condition | None
+    kind: Kind = "file"
+    guard: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class Waiters:
 
 @dataclass(frozen=True)
 class Waits:
-    """``classes``: by their nodes in the graph. ``held_by``: rank → who has the file locked that it waits for, where
-    that is not the rank itself."""
+    """``classes``: by their nodes in the graph. ``held_by``: rank → whom it waits for outside of calls, where that is
+    not the rank itself."""
 
     classes: Mapping[Key, Waiters]
     held_by: Mapping[int, Holder]
@@ -105,7 +112,7 @@ def waits_of(facts: Facts) -> Waits:
     classes = {key: _class_of(facts, tuple(ranks)) for key, ranks in members.items()}
     nodes: dict[int, Node] = {rank: key for key, one in classes.items() for rank in one.ranks}
     held_by = dict(_holders(facts, nodes))
-    return Waits(classes, held_by, Graph((*_call_edges(classes, nodes), *_file_edges(facts, held_by))))
+    return Waits(classes, held_by, Graph((*_call_edges(classes, nodes), *_other_edges(facts, held_by))))
 
 
 def _class_of(facts: Facts, members: tuple[RankFacts, ...]) -> Waiters:
@@ -121,10 +128,10 @@ def _call_edges(classes: Mapping[Key, Waiters], nodes: Mapping[int, Node]) -> It
         yield Edge(key, others, "call", one.wait.claims)
 
 
-def _file_edges(facts: Facts, held_by: Mapping[int, Holder]) -> Iterator[Edge]:
+def _other_edges(facts: Facts, held_by: Mapping[int, Holder]) -> Iterator[Edge]:
     for rank, holder in held_by.items():
         condition = facts.ranks[rank].condition
-        yield Edge(rank, (holder.node,), "file", condition.claims if condition is not None else ())
+        yield Edge(rank, (holder.node,), holder.kind, condition.claims if condition is not None else ())
 
 
 @dataclass(frozen=True)
@@ -136,12 +143,30 @@ class _Child:
 
 
 def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Holder]]:
-    """Of the ranks that wait for a file lock: the process that the kernel names, where it is another rank's."""
+    """Of the ranks that wait for a file lock or at a connection: the process that the kernel names, where it is another
+    rank's. Of those that poll: the one rank that the source keeps from there."""
     for rank, one in facts.ranks.items():
-        pid = one.condition.locked_by if one.condition is not None else None
-        owner, _ = facts.processes.get((one.evidence.host, pid), (rank, ())) if pid is not None else (rank, ())
+        own = one.condition
+        if own is None:
+            continue
+        pid = own.locked_by if own.locked_by is not None else own.owed_by
+        host = own.locked_on or one.evidence.host
+        owner, _ = facts.processes.get((host, pid), (rank, ())) if pid is not None else (rank, ())
         if pid is not None and owner != rank:
-            yield rank, _holder(facts, owner, pid, nodes)
+            yield rank, replace(_holder(facts, owner, pid, nodes), kind="file" if own.locked_by == pid else "message")
+        elif own.poll is not None and own.poll.of in ("file", "key", "") and own.process == "main":
+            yield from ((rank, holder) for holder in _kept_from(facts, rank, nodes))
+
+
+def _kept_from(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Iterator[Holder]:
+    """The one rank that a condition on the rank keeps from the line at which ``rank`` is; none for several."""
+    for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
+        admitted = {other: guard.admits(whereabouts(facts, other)) for other in facts.world}
+        kept = [other for other, comes in admitted.items() if comes is False]
+        if admitted[rank] is True and len(kept) == 1 and kept[0] in facts.ranks:
+            other = kept[0]
+            yield Holder(other, nodes.get(other, other), facts.ranks[other].condition, "poll", guard.words)
+            return
 
 
 def _holder(facts: Facts, rank: int, pid: int, nodes: Mapping[int, Node]) -> Holder:

@@ -75,6 +75,15 @@ class StackSample(Record, frozen=True):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
+class OtherEnd(Record, frozen=True):
+    """A process that has the other end of a pipe or a connection. Of a pipe in which a thread waits to write, that is
+    one that can read from it; and the other way round.
+    """
+
+    pid: int
+    name: str = ""
+
+
 class ThreadState(Record, frozen=True):
     """One kernel thread from ``/proc/<pid>/task/<tid>``.
 
@@ -90,6 +99,9 @@ class ThreadState(Record, frozen=True):
     - ``slices``: how often it was given a core so far; None if the kernel does not report it
     - ``ends_s``: when the call times out at the latest (CLOCK_MONOTONIC); None without a readable timeout
     - ``locked_by``: the process that holds the file lock which the call waits for; ``fd_target`` tells people as well
+    - ``inode``: of the pipe or socket behind ``fd``
+    - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
+    - ``child``: the process for whose end the call waits
     """
 
     tid: int
@@ -107,6 +119,9 @@ class ThreadState(Record, frozen=True):
     slices: int | None = None
     ends_s: float | None = None
     locked_by: int | None = None
+    inode: int | None = None
+    ends: tuple[OtherEnd, ...] | None = None
+    child: int | None = None
 
 
 class FileLock(Record, frozen=True):
@@ -231,6 +246,7 @@ class Progress(Record, frozen=True):
 
     ``step``: the user's own count if the script calls ``safelaunch.step()``, else the highest count over optimizers.
     None before the first step. ``state``: ``started`` | ``torch`` (imported) | ``exception`` | ``exited``.
+    ``history``: some of its steps as the supervisor saw them, oldest first: when each was marked, and its number.
     """
 
     rank: int
@@ -251,6 +267,7 @@ class Progress(Record, frozen=True):
     paused: bool = False
     exception_ns: int = 0
     exit_ns: int = 0
+    history: tuple[tuple[int, int], ...] = ()
 
 
 class RankException(Record, frozen=True):
@@ -384,6 +401,7 @@ class RankEvidence(Record, frozen=True):
     memory_kills: MemoryKills = MemoryKills()
     beacon: bool = True  # False: the rank runs without safelaunch's sitecustomize (python -I, a cleared PYTHONPATH)
     code_roots: tuple[str, ...] = ()  # directories of the standard library and installed packages in the rank
+    gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
     log_tail: str = ""  # the end of the rank's output, decoded
 
 
@@ -399,6 +417,7 @@ class RankFile(Record, frozen=True):
     memory_kills: MemoryKills = MemoryKills()
     beacon: bool = True
     code_roots: tuple[str, ...] = ()
+    gpu: str = ""
 
     @staticmethod
     def of(rank: RankEvidence) -> RankFile:
@@ -601,6 +620,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
 
     ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
+    ``doubts``: why the confidence is not high, a sentence each.
     """
 
     schema: int
@@ -616,6 +636,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     suggestions: tuple[str, ...]
     bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
     nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
+    doubts: tuple[str, ...] = ()
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:

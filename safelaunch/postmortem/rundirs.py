@@ -66,7 +66,7 @@ def read_run(root: Path, scratch: Path) -> Found:
             known = collect.Known(pid=pid, exit=exits.get(number))
         else:
             meta = read_meta(roster.companion(page, layout.META_SUFFIX))
-            known = collect.Known(page.read(), page.pid, page.name, exits.get(number), meta.code_roots)
+            known = collect.Known(page.read(), page.pid, page.name, exits.get(number), meta.code_roots, meta.gpu)
         rank = collect.of_ended(number, known, run.pages, host, _Nowhere())
         ranks.append(msgspec.structs.replace(rank, flight_record=records.get(number)))
     worlds = [rank.progress.world_size for rank in ranks if rank.progress is not None]

@@ -145,13 +145,24 @@ class LockWait:
         """Whether another process may be the one to end the wait."""
         return self.on == "work" or "multiprocessing" in self.what
 
+    @property
+    def of_items(self) -> bool:
+        """A queue's ``join()``: it ends when ``task_done()`` was called for each item."""
+        return self.what.endswith("Queue.join)")
+
 
 _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
     ("/threading.py", frozenset({"join", "_wait_for_tstate_lock"}), LockWait("Thread.join", on="work")),
     ("/concurrent/futures/_base.py", frozenset({"result", "exception", "wait"}), LockWait("Future.result", on="work")),
     ("/concurrent/futures/thread.py", frozenset({"shutdown"}), LockWait("Executor.shutdown", on="work")),
     ("/multiprocessing/pool.py", frozenset({"wait", "get", "map", "join"}), LockWait("a pool's result", on="work")),
-    ("/queue.py", frozenset({"get", "put", "join"}), LockWait("a queue", on="signal")),
+    ("/queue.py", frozenset({"join"}), LockWait("the items of a queue (Queue.join)", on="signal")),
+    ("/queue.py", frozenset({"get", "put"}), LockWait("a queue", on="signal")),
+    (
+        "/multiprocessing/queues.py",
+        frozenset({"join"}),
+        LockWait("the items of a multiprocessing queue (JoinableQueue.join)", on="signal"),
+    ),
     ("/logging/__init__.py", frozenset({"acquire", "handle", "_acquireLock"}), LockWait("a logging lock")),
     ("/threading.py", frozenset({"wait", "wait_for"}), LockWait("an event or condition", on="signal")),
     ("/threading.py", frozenset({"acquire", "__enter__"}), LockWait("a lock or semaphore")),
@@ -189,6 +200,16 @@ def waits_for_message(inner: Sequence[Frame]) -> bool:
         and short(f.function) in ("get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait")
         for f in inner
     )
+
+
+def takes_item(inner: Sequence[Frame]) -> bool:
+    """A ``get()`` of a queue, of threads or of processes."""
+    return any(_in(f, "/queue.py", "multiprocessing/queues.py") and short(f.function) == "get" for f in inner)
+
+
+def feeds_queue(frames: Sequence[Frame]) -> bool:
+    """The thread in which ``multiprocessing`` writes what was put into a queue."""
+    return any(_in(f, "multiprocessing/queues.py") and short(f.function) == "_feed" for f in frames)
 
 
 def in_event_loop(inner: Sequence[Frame]) -> bool:

@@ -39,6 +39,8 @@ def place(frame: Frame | None) -> str:
     """``train.py:41 (log_metric)``, the way a frame is written in sentences."""
     if frame is None:
         return "a place that was not seen"
+    if is_pseudo(frame.file):
+        return f"line {frame.line} of code that is in no file"
     where = f"{basename(frame.file)}:{frame.line}"
     return where if frame.function in ("", "<module>") else f"{where} ({frame.function})"
 
@@ -60,6 +62,7 @@ def is_pseudo(path: str) -> bool:
     return bool(_PSEUDO_FILE.match(path)) or not path
 
 
+@lru_cache(1024)
 def is_ours(path: str) -> bool:
     return any(part in normal(path) for part in _OUR_BEACON)
 

@@ -87,19 +87,47 @@ def _guards_of_line(frame: Frame, read_source: ReadSource) -> list[Guard]:
     return [] if not text else _in_source(text, frame.file, frame.line)
 
 
-@lru_cache(256)
 def _in_source(text: str, file: str, line: int) -> list[Guard]:
+    return [step.guard for step in reversed(_way(text, file, line)) if step.asks_for_rank and not step.loop]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A condition or a loop that was passed before a line was reached. ``asks_for_rank``: it depends on which process
+    this is, so that ranks may part here. ``loop``: it is a loop's head.
+    """
+
+    guard: Guard
+    asks_for_rank: bool
+    loop: bool = False
+
+
+def way_to(frame: Frame, read_source: ReadSource) -> tuple[Step, ...]:
+    """All conditions and loops around the line of ``frame``, in the order of their lines, whatever they ask for."""
+    text = read_source(frame.file)
+    return _way(text, frame.file, frame.line) if text else ()
+
+
+@lru_cache(256)
+def _way(text: str, file: str, line: int) -> tuple[Step, ...]:
     tree = tree_of(text)
     if tree is None:
-        return []
+        return ()
     scope = scope_of(tree, line)
     names = _assigned(tree) | _assigned(scope)
     found = [
-        Guard(file, at, shown, taken, test, names)
+        Step(Guard(file, at, shown, taken, test, names), test is None or asks_for_the_rank(test, names))
         for at, shown, taken, test in _on_the_way(scope, line)
-        if test is None or asks_for_the_rank(test, names)
     ]
-    return found[::-1]
+    return tuple(sorted([*found, *_loops(scope, file, line, names)], key=lambda step: step.guard.line))
+
+
+def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Step]:
+    """The heads of ``for`` loops around the line: of a ``while``, the condition is on the way anyhow."""
+    for node in ast.walk(scope):
+        if isinstance(node, (ast.For, ast.AsyncFor)) and _holds(node.body, line):
+            shown = f"for {_shown(node.target)} in {_shown(node.iter)}"
+            yield Step(Guard(file, node.lineno, shown, True), asks_for_the_rank(node.iter, names), loop=True)
 
 
 _Step = tuple[int, str, bool, "ast.expr | None"]  # line, text, taken, condition

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from safelaunch.model import FileLock, ProcessEvidence, ThreadState
+from safelaunch.model import FileLock, OtherEnd, ProcessEvidence, ThreadState
 
 _SLEEP = frozenset({"nanosleep", "clock_nanosleep", "pause", "rt_sigsuspend", "rt_sigtimedwait"})
 _LOCK = frozenset({"futex", "futex_wait", "futex_waitv"})
@@ -30,6 +30,9 @@ _WCHAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )  # fmt: skip
 
+_LOCKS = frozenset({"flock", "fcntl"})
+_WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
+
 BUSY_SHARE = 0.2  # of a core, over the time between the samples; cores may be shared, waits use under 0.02
 
 
@@ -40,7 +43,8 @@ class KernelWait:
     ``call`` is the system call or wait channel as shown to people; ``target`` what a read or write is on.
     ``cpu_share``: of one core between the first and the last sample; None with a single sample. ``left_s``: how long
     after the last sample the call ends by itself; None where it has no limit. ``locked_by``: the process that holds the
-    file lock which the call waits for.
+    file lock which the call waits for. ``ends``: who has the other end of the pipe or connection that it is on, None
+    where that is not known. ``child``: the process for whose end it waits. ``again``: it sleeps, and did so before.
     """
 
     kind: str
@@ -50,6 +54,18 @@ class KernelWait:
     cpu_share: float | None = None
     left_s: float | None = None
     locked_by: int | None = None
+    ends: tuple[OtherEnd, ...] | None = None
+    child: int | None = None
+    again: bool = False
+
+    @property
+    def wanted_lock(self) -> str:
+        """The file on which it waits for a lock."""
+        return self.target.partition(", locked by pid ")[0] if self.call in _LOCKS else ""
+
+    @property
+    def writes(self) -> bool:
+        return self.call in _WRITES
 
     @property
     def busy(self) -> bool:
@@ -105,9 +121,33 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
         kind = kind_of(thread)
         if kind != "unknown":
             call = thread.syscall_name or thread.wchan
-            return KernelWait(kind, call, thread.fd_target, thread.fd, share, _left_s(samples), thread.locked_by)
+            return KernelWait(
+                kind,
+                call,
+                thread.fd_target,
+                thread.fd,
+                share,
+                _left_s(samples),
+                thread.locked_by,
+                _ends(thread, samples),
+                thread.child,
+                again=kind in ("sleep", "select") and _again(samples),
+            )
     running = bool(states) and all(state == "R" for state in states)  # in the one sample that there is
     return KernelWait("running" if running else "unknown", cpu_share=share)
+
+
+def _ends(waiting: ThreadState, samples: list[tuple[float, ThreadState]]) -> tuple[OtherEnd, ...] | None:
+    """As seen last while it waited at the same pipe or connection."""
+    same = (thread.ends for _, thread in reversed(samples) if thread.inode == waiting.inode)
+    return next((ends for ends in same if ends is not None), None)
+
+
+def _again(samples: list[tuple[float, ThreadState]]) -> bool:
+    """The sleep that one sample saw was over before a later one, which sees the thread asleep again: so it polls."""
+    asleep = [(at_s, thread.ends_s) for at_s, thread in samples if kind_of(thread) in ("sleep", "select")]
+    first = next((ends_s for _, ends_s in asleep if ends_s), None)
+    return first is not None and any(at_s > first for at_s, _ in asleep)
 
 
 def _left_s(samples: list[tuple[float, ThreadState]]) -> float | None:

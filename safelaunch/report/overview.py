@@ -9,7 +9,7 @@ from safelaunch.diagnose.conditions import View
 from safelaunch.diagnose.findings import ranks_word
 from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
-from safelaunch.reading.frames import own_part
+from safelaunch.reading.frames import is_ours, own_part
 from safelaunch.report.tree import Branch, stack_tree
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
@@ -52,16 +52,35 @@ class Overview:
 
 def overview(evidence: Evidence) -> Overview:
     facts = Facts.of(evidence)
-    rows = tuple(_row(one) for one in facts.ranks.values())
+    rows = tuple(row_of(one) for one in facts.ranks.values())
     stacks, seen = _merged(facts)
     without = set(facts.ranks) - seen | set(facts.unseen)
-    views = {rank: view_of(one.evidence) for rank, one in facts.ranks.items()}
-    mains = {rank: view.frames for rank, view in views.items() if view is not None and view.frames}
-    tree = stack_tree(mains, {*facts.ranks, *facts.unseen}) if len(mains) > 1 else ()
-    return Overview(rows, tree, stacks, format_ranks(without))
+    return Overview(rows, merged_stacks(facts), stacks, format_ranks(without))
 
 
-def _row(one: RankFacts) -> RankRow:
+def merged_stacks(facts: Facts) -> tuple[Branch, ...]:
+    """The main threads of all ranks as a tree; empty where only one rank's was seen."""
+    found = {rank: main_frames(one.evidence) for rank, one in facts.ranks.items()}
+    mains = {rank: frames for rank, frames in found.items() if frames}
+    return stack_tree(mains, {*facts.ranks, *facts.unseen}) if len(mains) > 1 else ()
+
+
+def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
+    """Where the main thread of a rank is, innermost first; where it raised, if it has: what it does since is ours."""
+    if rank.exception is not None and rank.exception.frames:
+        return rank.exception.frames
+    view = view_of(rank)
+    return without_ours(view.frames) if view is not None else ()
+
+
+def without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames without those of the beacon, which waits at the end of a rank for the supervisor."""
+    return (
+        tuple(frame for frame in frames if not is_ours(frame.file)) if any(is_ours(f.file) for f in frames) else frames
+    )
+
+
+def row_of(one: RankFacts) -> RankRow:
     doing = "ended by the launcher"
     if one.wait is not None:
         doing = f"waits in {one.wait.words}"
@@ -87,7 +106,8 @@ def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
         view = view_of(one.evidence)
         for is_main, each in ((True, view), *((False, child) for child in child_views(one.evidence))):
             if each is not None and each.frames:
-                groups.setdefault((is_main, each.process.role, each.frames), []).append((rank, each))
+                frames = main_frames(one.evidence) if is_main else each.frames
+                groups.setdefault((is_main, each.process.role, frames), []).append((rank, each))
     merged = []
     for (is_main, role, frames), members in groups.items():
         of = ranks_word(rank for rank, _ in members)
@@ -114,7 +134,7 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
     rank = next((r for r in evidence.ranks if r.rank == culprit.rank), None)
     lines: list[str] = []
     marked = False
-    for frame in _frames_of(culprit, rank)[:MAX_FRAMES]:
+    for frame in frames_at_fault(culprit, rank)[:MAX_FRAMES]:
         mark = not marked and frame == culprit.frame
         marked = marked or mark
         lines.append(f"{'→' if mark else ' '} {frame_text(frame)}")
@@ -126,15 +146,20 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
     return lines
 
 
-def _frames_of(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]:
-    """The thread with the culprit's frame in it, else the main thread; for the dead, the exception's frames."""
+def frames_at_fault(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]:
+    """The frames of the exception that ended it; else the thread with the culprit's frame in it, else the main thread;
+    for the dead, what they recorded last.
+    """
     if rank is None:
         return ()
+    raised = rank.exception.frames if rank.exception is not None else ()
+    if raised and culprit.pid == rank.pid and (culprit.frame is None or culprit.frame in raised):
+        return raised
     for view in (view_of(rank), *child_views(rank)):
         if view is not None and view.process.pid == culprit.pid and view.sample is not None:
             inside = next((t for t in view.sample.threads if culprit.frame in t.frames), view.thread)
             if inside is not None:
-                return own_part(inside.frames)
+                return without_ours(own_part(inside.frames))
     return _last_frames(rank)
 
 

@@ -1,7 +1,7 @@
-"""A verdict, shown: one screen on stderr, ``report.md``, ``report.html``.
+"""A verdict as text: one screen on stderr, ``report.md``. The page is :mod:`safelaunch.report.page`'s.
 
 Whatever comes from the job (messages, function names, paths, output) is untrusted: control and escape characters never
-reach the terminal, and Markdown and HTML are escaped.
+reach the terminal, and Markdown is escaped.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib import resources
-from typing import TYPE_CHECKING
 
 from safelaunch.model import (
     Artifact,
@@ -29,16 +26,13 @@ from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
 from safelaunch.system.printable import clean, clean_lines, is_clean
 
-if TYPE_CHECKING:
-    import jinja2
-
 MAX_LINES = 22
 _LOG_LINES = 15
 _STACK_GROUPS = 40
 _STACK_FRAMES = 40
 _NCCL_LINES = 16
 
-_OUTCOMES = {"hang": "the job hangs", "crash": "the job crashed", "dump": "a look at the job"}
+OUTCOMES = {"hang": "the job hangs", "crash": "the job crashed", "dump": "a look at the job"}
 
 
 # --- one screen ---------------------------------------------------------------------------------------------------
@@ -59,7 +53,7 @@ def screen(
     text of a source line.
     """
     room = max(width - len(PREFIX), 40)
-    title = f"{_OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})"
+    title = f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})"
     head = _wrap(clean(verdict.summary), room)[:5]
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
     if len(verdict.culprits) > 3:
@@ -178,7 +172,7 @@ def markdown(
     """``report.md``: verdict, culprits with their stacks, the ranks, merged stacks, evidence, what is missing."""
     laid_out = overview(evidence)
     parts = [
-        f"# {_md(_OUTCOMES[verdict.outcome].capitalize())}: {_md(verdict.cause)}",
+        f"# {_md(OUTCOMES[verdict.outcome].capitalize())}: {_md(verdict.cause)}",
         f"{_md(verdict.summary)}",
         f"Confidence: **{_md(verdict.confidence)}**."
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
@@ -297,47 +291,3 @@ def log_title(evidence: Evidence, rank: int) -> str:
 
 def _log(evidence: Evidence, rank: int) -> str:
     return next((one.log_tail for one in evidence.ranks if one.rank == rank), "")
-
-
-# --- report.html --------------------------------------------------------------------------------------------------
-
-
-@cache
-def template() -> jinja2.Template:
-    """The page, compiled: that takes longer than filling it in."""
-    import jinja2
-
-    text = resources.files("safelaunch.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters["clean"] = lambda value: clean(str(value))
-    return environment.from_string(text)
-
-
-def html(
-    verdict: Verdict, evidence: Evidence, artifacts: Sequence[Artifact], *, read_line: ReadLine | None = None
-) -> str:
-    """``report.html``: the same content as one page that loads nothing from elsewhere."""
-    laid_out = overview(evidence)
-    return template().render(
-        verdict=verdict,
-        outcome=_OUTCOMES[verdict.outcome],
-        victims=_ranks(verdict.victims) if verdict.victims else "",
-        nodes_at_fault=[node_words(node) for node in verdict.nodes_at_fault],
-        nodes=[(node, format_ranks(node.ranks), node_state(node)) for node in evidence.nodes],
-        nccl=nccl_lines(evidence.nccl),
-        stalled=stalled_words(evidence),
-        notes=evidence.notes,
-        culprits=[
-            (c, culprit_lines(c, evidence, read_line), log_lines(evidence, c.rank), log_title(evidence, c.rank))
-            for c in verdict.culprits
-        ],
-        named={c.rank for c in verdict.culprits},
-        rows=[(row, frame_text(row.frame)) for row in laid_out.rows],
-        tree=tree_lines(laid_out.tree),
-        stacks=[(group, stack_lines(group)) for group in laid_out.stacks[:_STACK_GROUPS]],
-        more_stacks=max(0, len(laid_out.stacks) - _STACK_GROUPS),
-        without_stack=_ranks(laid_out.without_stack) if laid_out.without_stack else "",
-        missing_artifacts=[a for a in artifacts if a.missing],
-    )

@@ -203,6 +203,7 @@ class Meta(msgspec.Struct, frozen=True):
     cwd: str = ""
     argv: tuple[str, ...] = ()
     code_roots: tuple[str, ...] = ()
+    gpu: str = ""
 
 
 def read_meta(path: Path) -> Meta:
@@ -219,6 +220,7 @@ def read_meta(path: Path) -> Meta:
         cwd=single.get("cwd", ""),
         argv=tuple(value for key, value in pairs if key == "argument"),
         code_roots=tuple(value for key, value in pairs if key == "code_root"),
+        gpu=single.get("gpu", ""),
     )
 
 

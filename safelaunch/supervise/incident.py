@@ -116,11 +116,12 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
             continue
         meta = read_meta(watch.roster.companion(page, layout.META_SUFFIX))
         found[rank] = collect.Known(
-            progress=page.read(),
+            progress=msgspec.structs.replace(page.read(), history=watch.steps_of(rank)),
             pid=page.pid,
             page_name=page.name,
             exit=exits.get(rank),
             code_roots=meta.code_roots,
+            gpu=meta.gpu,
         )
     return Known(found, watch.world_size, watch.notes)
 
@@ -238,9 +239,9 @@ def take_evidence(
 
 def prepare() -> None:
     """Imports what verdict and reports need while the job is given time to move: most runs never stall."""
-    from safelaunch.report import report
+    from safelaunch.report import exports, page, report  # noqa: F401 - for the imports
 
-    report.template()
+    page.prepare()
 
 
 def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], about: Circumstances) -> Report:
@@ -437,21 +438,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
-    from safelaunch.report import report
-
-    def read_line(path: str, number: int) -> str | None:
-        line = user_source.line(path, number)
-        return about.redactor.said(line) if line else line
-
-    begin = time.monotonic()
-    artifacts = staging.settle()
-    for path, render in (("report.md", report.markdown), ("report.html", report.html)):
-        try:
-            text: str | None = render(verdict, evidence, artifacts, read_line=read_line)
-            missing = ""
-        except Exception as error:  # noqa: BLE001 - a failed report costs only itself
-            text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
-        staging.add_report(Artifact(path, OURS, round(time.monotonic() - begin, 3), missing), text)
+    _add_reports(staging, verdict, evidence, about, timeline)
     listed = staging.settle()
     manifest = {
         "schema": 1,
@@ -470,3 +457,43 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         "missing": [artifact.path for artifact in listed if artifact.missing],
     }
     staging.finish(manifest)
+
+
+def _add_reports(
+    staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline
+) -> None:
+    """The reports, and the files for viewers, each of which costs only itself where it fails."""
+    from safelaunch.diagnose.rank_state import Facts
+    from safelaunch.postmortem import surroundings
+    from safelaunch.report import exports, page, report
+
+    said = about.redactor.said
+
+    def read_line(path: str, number: int) -> str | None:
+        line = user_source.line(path, number)
+        return said(line) if line else line
+
+    def markdown() -> str:
+        return report.markdown(verdict, evidence, staging.settle(), read_line=read_line)
+
+    def html() -> str:
+        known = surroundings.about(staging.root)
+        known = replace(known, bundle=known.bundle or about.run_name, at_unix_s=timeline.moments[-1].unix_s)
+        artifacts = staging.settle()
+        return page.html(verdict, evidence, artifacts, read_source=user_source.text, said=said, about=known)
+
+    def perfetto() -> str:
+        return exports.as_json(exports.perfetto(Facts.of(evidence), about.run_name))
+
+    def speedscope() -> str:
+        return exports.as_json(exports.speedscope(Facts.of(evidence), about.run_name))
+
+    begin = time.monotonic()
+    made = {exports.PERFETTO: perfetto, exports.SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}
+    for path, make in made.items():
+        try:
+            text: str | None = make()
+            missing = ""
+        except Exception as error:  # noqa: BLE001 - a failed report costs only itself
+            text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
+        staging.add_report(Artifact(path, OURS, round(time.monotonic() - begin, 3), missing), text)

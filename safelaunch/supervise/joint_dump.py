@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.evidence import Shared, condensed, merged, received
-from safelaunch.cluster.messages import BadMessage, Page, share_of
+from safelaunch.cluster.messages import BadMessage, Page, node_count, share_of
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.supervise.incident import Circumstances
@@ -70,8 +70,7 @@ class JointDump:
 
     @property
     def _share(self) -> int:
-        page = self._page()
-        return share_of(page.nodes if page is not None else 1)
+        return share_of(node_count(self._page()))
 
     def hand_in(self, number: int, evidence: Evidence) -> None:
         if self._channel is not None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.council import SILENT_S
-from safelaunch.cluster.messages import Node, Page
+from safelaunch.cluster.messages import Node, Page, node_count
 from safelaunch.cluster.session import Seen
 from safelaunch.cluster.where import Meeting
 from safelaunch.model import Rendezvous, format_ranks
@@ -50,7 +50,7 @@ class NodeNotices:
         """Of a rendezvous that does not complete; once, and again where more nodes have come."""
         self._begin_s = self._begin_s if self._begin_s is not None else now
         nodes = (self._channel.node, *self._channel.seen.nodes)
-        number = page.nodes if page is not None else 1
+        number = node_count(page)
         self._note(page, number, nodes, now - self._begin_s)
         if now < max(self._begin_s + RENDEZVOUS_S, self._next_s) or not self._come < number < self._meeting.nodes:
             return

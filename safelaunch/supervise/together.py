@@ -23,7 +23,7 @@ from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import condensed
 from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.keyfile import BadKeyFile, read_key
-from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote, share_of
+from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote, node_count, share_of
 from safelaunch.cluster.session import Neighbour, Seen, Word
 from safelaunch.cluster.where import Alone, Meeting, hosts_of, meeting
 from safelaunch.launch.plan import Plan
@@ -320,7 +320,7 @@ class Together:
         """
         assert self._channel is not None
         page = self._channel.seen.page
-        nodes = page.nodes if page is not None else 1
+        nodes = node_count(page)
         files = small_files(root, records=page is not None and nodes <= FEW) if root is not None else {}
         own = without_secrets(evidence, self._about.redactor)
         self._channel.hand_in(incident, condensed(own, files, share_of(nodes)))

@@ -13,6 +13,7 @@ from safelaunch.launch.process import identify
 from safelaunch.model import Progress
 from safelaunch.roster.progress import AgentEvent, Page, Roster, Worker
 from safelaunch.watch import pulse, rhythm, stall
+from safelaunch.watch.strides import Strides
 
 # Longer than this, and this many times longer than a usual step: the job was stalled.
 QUIET_S, QUIET_TIMES = 2.0, 5.0
@@ -47,6 +48,7 @@ class Watch:
         self._pulse = pulse.Pulse()
         self._learned = rhythm.Learned()
         self.last_progress: dict[int, Progress] = {}
+        self._strides: dict[int, Strides] = {}
         self.notes: tuple[str, ...] = ()  # what slows this attempt down, found by ``Health``
         self.attempt = (0, 0)  # ``roster.attempt`` and ``roster.starts``
         self._gone: dict[int, float] = {}
@@ -63,6 +65,7 @@ class Watch:
             self._gone.clear()
             self._damaged.clear()
             self.last_progress.clear()
+            self._strides.clear()
             self._learned = rhythm.Learned()
             self._pulse = pulse.Pulse()
             self.policy = replace(self.policy, startup_s=self._limits.startup_s)
@@ -76,6 +79,8 @@ class Watch:
         for rank, page in self._pages.items():
             progress = page.read()
             self.last_progress[rank] = progress
+            if progress.step is not None:
+                self._strides.setdefault(rank, Strides()).saw(progress.last_step_ns, progress.step)
             if progress.exception_ns and not page.acknowledged:
                 raised.append(rank)
             marks.append(self._mark(progress, now, heard_s))
@@ -102,6 +107,11 @@ class Watch:
     def learns(self) -> bool:
         """Whether the threshold between steps is learned, not set."""
         return self._bounds is not None
+
+    def steps_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Some of the steps that this rank has marked: when, and which."""
+        strides = self._strides.get(rank)
+        return strides.points() if strides is not None else ()
 
     def threshold(self) -> rhythm.Threshold:
         """How long the job may currently go without a step, and why."""

@@ -57,9 +57,9 @@ def run(
 
 
 def _shorter(case: soak.Healthy | soak.Frozen) -> soak.Healthy | soak.Frozen:
-    """A step over the slow link takes seconds."""
+    """A step over the slow link takes seconds. A rhythm is learned from 24 steps; before, the watch has patience."""
     if isinstance(case, soak.Frozen):
-        return replace(case, after=min(case.after, 41 if case.freeze == "loader" else 20))
+        return replace(case, after=min(case.after, 41 if case.freeze == "loader" else 30))
     return replace(case, steps=min(case.steps, 52))
 
 

@@ -25,6 +25,7 @@ class TwoNodes:
     ``ranks``: ranks per node. ``own``: options of safelaunch and torchrun, the same for both nodes. ``over``: how the
     agents meet; ``file``: in a file, so that the supervisors have no store in which to talk. ``exec``: the same, and
     safelaunch knows nothing of torchrun. ``task``: no torchrun; each node is a task of one rank, as srun starts them.
+    ``etcd``: in the etcd at ``endpoint``.
     ``late``: the second one is not started.
     """
 
@@ -36,11 +37,12 @@ class TwoNodes:
         *,
         ranks: tuple[int, ...] = (2, 2),
         nnodes: str = "2",
-        over: Literal["c10d", "static", "file", "exec", "task"] = "c10d",
+        over: Literal["c10d", "static", "file", "exec", "task", "etcd"] = "c10d",
+        endpoint: str = "",
         late: bool = False,
     ) -> None:
         self.scratch = scratch
-        self._nnodes, self._over, self._port = nnodes, over, free_port()
+        self._nnodes, self._over, self._port, self._endpoint = nnodes, over, free_port(), endpoint
         self._own = own
         self._ranks, self._words = ranks, list(words)
         self._store: Store | None = None
@@ -70,6 +72,8 @@ class TwoNodes:
     def _meet(self, number: int) -> list[str]:
         if self._over == "static":
             return [f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={self._port}"]
+        if self._over == "etcd":
+            return ["--rdzv-backend=etcd-v2", f"--rdzv-endpoint={self._endpoint}", "--local-addr=127.0.0.1"]
         if self._over in ("file", "exec"):
             endpoint = f"--rdzv-endpoint={self.scratch / 'meeting'}"
             return ["--rdzv-backend=c10d", endpoint, "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Literal
@@ -56,6 +57,29 @@ def test_a_hang_has_one_verdict(tmp_path: Path, over: Literal["exec", "task"], r
     verdict = said_the_same((whole, half))
     assert [one["rank"] for one in verdict["culprits"]] == [culprit], verdict["summary"]
     assert {path.name for path in (whole.path / "ranks").iterdir()} == {str(rank) for rank in range(sum(ranks))}
+    assert not any(result.leftovers for result in results)
+
+
+@pytest.mark.rare
+def test_a_hang_of_nodes_that_meet_in_etcd_has_one_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("etcd", reason="takes python-etcd, as torchrun does")
+    binary = shutil.which("etcd") or pytest.skip("there is no etcd server")
+    monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", binary)
+    from torch.distributed.elastic.rendezvous.etcd_server import EtcdServer
+
+    server = EtcdServer()
+    server.start(timeout=60)
+    try:
+        script = [APART, "--how=asleep", "--culprit=3", f"--once={tmp_path}/met"]
+        endpoint = server.get_endpoint()
+        with TwoNodes(tmp_path, quick(free_port()), script, over="etcd", endpoint=endpoint) as nodes:
+            met(nodes)
+            results = [job.wait() for job in nodes.jobs]
+    finally:
+        server.stop()
+    assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
+    verdict = said_the_same(whole_and_half(results))
+    assert [one["rank"] for one in verdict["culprits"]] == [3], verdict["summary"]
     assert not any(result.leftovers for result in results)
 
 

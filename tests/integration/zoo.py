@@ -34,6 +34,10 @@ def with_neighbour(rank: int, world: int) -> set[int]:
     return {rank, (rank + 1) % world}
 
 
+def the_others(rank: int, world: int) -> set[int]:
+    return set(range(world)) - {rank}
+
+
 def with_the_one_before(rank: int, world: int) -> set[int]:
     return {rank, (rank - 1) % world}
 
@@ -132,6 +136,17 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("tags", "pairs", "tags", "collective-mismatch", 3, culprits=with_neighbour),
     Specimen("no-send", "pairs", "no-send", "collective-mismatch", 3, culprits=with_neighbour, line=False),
     Specimen("roots", "collectives", "roots", "collective-mismatch", 3),
+    Specimen("kept-open", "kindred", "kept-open", "blocking-io"),
+    Specimen("own-end", "kindred", "own-end", "blocking-io", 4),
+    Specimen("full-pipe", "kindred", "full-pipe", "stuck-in-user-code"),
+    Specimen("undrained", "kindred", "undrained", "stuck-in-user-code", 3),
+    Specimen("no-sentinel", "kindred", "no-sentinel", "stuck-in-user-code"),
+    Specimen("task-done", "kindred", "task-done", "lock-deadlock"),
+    Specimen("unsent", "aside", "unsent", "blocking-io", 3),
+    Specimen("unsent-asleep", "aside", "unsent-asleep", "stuck-in-user-code", 4),
+    Specimen("flag", "aside", "flag", "stuck-in-user-code", 4, culprits=the_others),
+    Specimen("polled-work", "aside", "polled-work", "stuck-in-user-code", 4, recorder=True),
+    Specimen("attempts", "aside", "attempts", "stuck-in-user-code"),
     Specimen("uneven-barrier", "uneven", "barrier", "uneven-batches", 3),
     Specimen("uneven-thread", "uneven", "thread", "uneven-batches", line=False),
     Specimen("uneven-marker", "uneven", "marker", "stuck-in-user-code"),
@@ -155,12 +170,32 @@ BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
 
 def start(specimen: Specimen, culprit: int, scratch: Path, *, ranks: int | None = None) -> Job:
     """Starts ``specimen`` under safelaunch in the empty directory ``scratch``."""
+    prepare(specimen, scratch)
+    per_node = f"--nproc-per-node={ranks or specimen.ranks}"
+    return Job([*options_of(specimen), per_node, *script_of(specimen, culprit, scratch)], scratch)
+
+
+def prepare(specimen: Specimen, scratch: Path) -> None:
+    """Builds what the program needs in ``scratch``."""
     if specimen.how == "disk":
         source, library = PROGRAMS / "libdisk.c", scratch / "libdisk.so"
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    own = ["--stall-timeout=2", *specimen.options, f"--nproc-per-node={ranks or specimen.ranks}"]
-    mine = [f"--culprit={culprit}", f"--how={specimen.how}", f"--scratch={scratch}", *specimen.more]
-    return Job([*own, specimen.script, *mine], scratch)
+
+
+def options_of(specimen: Specimen) -> list[str]:
+    """safelaunch's options."""
+    return ["--stall-timeout=2", *specimen.options]
+
+
+def script_of(specimen: Specimen, culprit: int, scratch: Path) -> list[str | Path]:
+    """The program and its arguments."""
+    return [
+        specimen.script,
+        f"--culprit={culprit}",
+        f"--how={specimen.how}",
+        f"--scratch={scratch}",
+        *specimen.more,
+    ]
 
 
 def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None = None) -> list[str]:

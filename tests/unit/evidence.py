@@ -105,6 +105,13 @@ KERNEL: dict[str, dict[str, Any]] = {
         "fd_target": "/data/.lock, locked by pid 1010",
         "locked_by": 1010,
     },  # rank 1's
+    "flock-elsewhere": {
+        "wchan": "nlmclnt_block",
+        "syscall": 73,
+        "syscall_name": "flock",
+        "fd": 8,
+        "fd_target": "/data/cache.db",
+    },
     "fifo": {"wchan": "wait_for_partner", "syscall": 257, "syscall_name": "openat"},
     "connect": {"wchan": "inet_stream_connect", "syscall": 42, "syscall_name": "connect", "fd": 9},
     "poll": {"wchan": "poll_schedule_timeout", "syscall": 7, "syscall_name": "poll"},

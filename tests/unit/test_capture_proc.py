@@ -163,6 +163,21 @@ def test_syscall_names(machine: str, number: int, name: str) -> None:
     assert syscalls.name_of(number, machine) == name
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "child"),
+    [
+        ("wait4", (4711, 0, 0, 0, 0, 0), 4711),
+        ("wait4", (0xFFFFFFFFFFFFFFFF, 0, 0, 0, 0, 0), None),  # any child
+        ("wait4", (0, 0, 0, 0, 0, 0), None),
+        ("waitid", (1, 4711, 0, 4, 0, 0), 4711),
+        ("waitid", (0, 4711, 0, 4, 0, 0), None),
+        ("read", (7, 0, 0, 0, 0, 0), None),
+    ],
+)
+def test_the_child_whose_end_is_waited_for(name: str, arguments: tuple[int, ...], child: int | None) -> None:
+    assert syscalls.child_of(name, arguments) == child
+
+
 def test_tree_is_breadth_first_and_ends_on_a_cycle() -> None:
     table = {1: (0, 5), 2: (1, 10), 3: (1, 11), 4: (2, 12), 5: (4, 13), 9: (8, 1), 8: (9, 1)}
     assert process_tree(1, table) == [(2, 10), (3, 11), (4, 12), (5, 13)]

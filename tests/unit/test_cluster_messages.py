@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from safelaunch.cluster.evidence import MOST_LOG, Shared, aged, all_nodes, condensed, expanded, merged, received
+from safelaunch.cluster.evidence import (
+    MOST_LOG,
+    MOST_STEPS,
+    Shared,
+    aged,
+    all_nodes,
+    condensed,
+    expanded,
+    merged,
+    received,
+)
 from safelaunch.cluster.messages import (
     CHUNK_BYTES,
     LEAST_SHARE,
@@ -36,6 +46,7 @@ from safelaunch.model import (
     Frame,
     GroupStatus,
     NodeEvidence,
+    Progress,
     RankEvidence,
     RankException,
     RankExit,
@@ -220,6 +231,17 @@ def test_of_long_records_the_newest_entries_travel() -> None:
     assert found.ranks[0].flight_record is not None
     entries = found.ranks[0].flight_record.entries
     assert (len(entries), entries[0].seq, entries[-1].seq) == (4096, 9000 - 4096, 8999)
+
+
+def test_of_a_history_of_steps_some_travel_and_the_newest_with_them() -> None:
+    sent = node(0)
+    history = tuple((step * 1000, step) for step in range(1, 101))
+    paged = Progress(sent.ranks[0].rank, 0, 4, 0, 10, 5, "torch", 100, history=history)
+    ranks = (replace(sent.ranks[0], progress=paged), *sent.ranks[1:])
+    found = expanded(condensed(replace(sent, ranks=ranks))).ranks[0].progress
+    assert found is not None
+    assert len(found.history) <= MOST_STEPS and found.history[-1] == history[-1]
+    assert set(found.history) <= set(history)
 
 
 def test_the_evidence_of_all_nodes_is_one() -> None:

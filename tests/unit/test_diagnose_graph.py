@@ -27,7 +27,7 @@ from msgspec import structs
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.graph import Edge, Graph
-from safelaunch.model import FileLock, Frame, ProcessEvidence, RankEvidence, Verdict
+from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvidence, Verdict
 from safelaunch.report.overview import overview
 
 
@@ -109,7 +109,7 @@ def test_who_asks_again_and_again_for_a_lock_waits_for_its_holder(native: tuple[
 
 def test_a_database_locked_in_a_collective_that_its_peers_cannot_come_to() -> None:
     verdict = diagnose(job(asks_again(0, 1010, SQLITE), waiting(1, line=23), asks_again(2, 1010, SQLITE)))
-    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23), (2, 9)], "high")
+    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23), (2, 9)], "medium")
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_a_lock_that_a_child_of_a_waiting_rank_holds() -> None:
 def test_a_lock_held_by_a_child_that_waits_for_what_its_rank_sends() -> None:
     message = Frame(f"{STDLIB}/multiprocessing/connection.py", 250, "Connection.recv")
     verdict = diagnose(job(asks_again(0, 77, SQLITE), with_child(1, (message, *in_user(31)), "pipe")))
-    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23)], "high")
+    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23)], "medium")
 
 
 def test_ranks_that_hold_what_each_other_needs() -> None:
     verdict = diagnose(job(asks_again(0, 1010, SQLITE), asks_again(1, 1000, SQLITE), waiting(2)))
-    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 9)], "high")
+    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 9)], "medium")
 
 
 FILELOCK = (Frame(f"{SITE}/filelock/_api.py", 350, "BaseFileLock.acquire"), *in_user(9, "download"))
@@ -159,11 +159,34 @@ def test_the_library_filelock_waits_for_the_only_rank_that_holds_one() -> None:
     assert any("alone has a file locked: /hub/model.lock" in claim.claim for claim in verdict.evidence)
 
 
+def on_two_nodes(*ranks: RankEvidence) -> Evidence:
+    """The last one is on a node of its own."""
+    return job(*(structs.replace(one, host="a" if one is not ranks[-1] else "b") for one in ranks))
+
+
+@pytest.mark.parametrize("stack", [FILELOCK, in_user(9, "write")], ids=["filelock", "sqlite"])
+def test_a_lock_on_a_file_that_nodes_share_is_known_to_its_holders_node_alone(stack: tuple[Frame, ...]) -> None:
+    native = SQLITE if stack is not FILELOCK else ()
+    waiters = [rank(n, stack, "nap", flight=behind(), native=native) for n in (0, 2)]
+    verdict = diagnose(on_two_nodes(waiters[0], waiters[1], has_locked(waiting(1, "barrier", line=23))))
+    assert decided(verdict) == ("lock-deadlock", [(0, 9), (1, 23), (2, 9)], "medium")
+
+
+@pytest.mark.parametrize(("path", "named"), [(DATABASE, [1]), ("/tmp/other.db", [0, 1])])
+def test_a_lock_that_a_rank_of_another_node_has_on_a_file_of_this_name(path: str, named: list[int]) -> None:
+    waits = rank(0, in_user(9, "write"), "flock-elsewhere", flight=behind())
+    holder = has_locked(rank(1, in_user(7), "sleep", flight=behind()), path)
+    verdict = diagnose(on_two_nodes(waits, waiting(2), holder))
+    assert [one.rank for one in verdict.culprits] == named, verdict.summary
+
+
 @pytest.mark.parametrize("holders", [(), (1, 2)])
 def test_where_several_or_none_hold_a_lock_nobody_is_guessed(holders: tuple[int, ...]) -> None:
     others = [has_locked(waiting(n)) if n in holders else waiting(n) for n in (1, 2)]
     verdict = diagnose(job(rank(0, FILELOCK, "nap", flight=behind()), *others))
     assert decided(verdict)[:2] == ("stuck-in-user-code", [(0, 9)])
+    assert ("a dead one left its lock file behind" in verdict.summary) == (not holders)
+    assert any("SoftFileLock" in advice for advice in verdict.suggestions) == (not holders)
 
 
 # --- background threads -----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def named(verdict: Verdict) -> tuple[str, list[int], str]:
 
 
 def test_a_circle_of_named_peers_is_sure() -> None:
-    verdict = diagnose(job(receives(0, 1), receives(1, 2), receives(2, 0)))
+    verdict = diagnose(job(receives(0, 1), receives(1, 2), receives(2, 0), *(waiting(n) for n in (3, 4, 5))))
     assert named(verdict) == ("p2p-cycle", [0, 1, 2], "high")
     assert "rank 0 waits in recv from rank 1 at train.py:31" in verdict.summary.lower()
 

@@ -216,7 +216,7 @@ def behind_as_a_node(kernel: str, *numbers: int) -> Evidence:
     return job(*ranks)
 
 
-@pytest.mark.parametrize(("kernel", "confidence"), [("disk", "high"), ("stop", "high"), ("sleep", "medium")])
+@pytest.mark.parametrize(("kernel", "confidence"), [("disk", "high"), ("stop", "high"), ("pipe", "medium")])
 @pytest.mark.parametrize("told", [False, True], ids=["by their hosts", "as the nodes say"])
 def test_all_ranks_of_one_node_are_named_as_the_node(kernel: str, confidence: str, told: bool) -> None:
     evidence = behind_as_a_node(kernel, 2, 3)
@@ -226,6 +226,13 @@ def test_all_ranks_of_one_node_are_named_as_the_node(kernel: str, confidence: st
     assert said(verdict) == ("node-behind", confidence, ["b:2-3"])
     assert (verdict.culprits, verdict.victims) == ((), "0-1")
     assert verdict.summary.startswith("Node b is behind as a whole: ranks 2-3, and no others.")
+
+
+def test_ranks_that_their_script_puts_to_sleep_are_named_with_their_line_and_the_node_too() -> None:
+    verdict = diagnose(behind_as_a_node("sleep", 2, 3))
+    assert said(verdict) == ("stuck-in-user-code", "high", ["b:2-3"])
+    assert [(one.rank, one.frame and one.frame.line) for one in verdict.culprits] == [(2, 7), (3, 7)]
+    assert "asleep" in verdict.nodes_at_fault[0].reason
 
 
 @pytest.mark.parametrize("numbers", [(3,), (1, 3), (1, 2, 3)], ids=["one of two", "one of each", "more than the node"])

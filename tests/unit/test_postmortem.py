@@ -118,6 +118,7 @@ def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
         memory_kills=MemoryKills("Killed process 4711", 1, 2),
         beacon=False,
         code_roots=("/usr/lib/python3",),
+        gpu="GPU-1b3f",
     )
     assert {name for name in RankEvidence.__struct_fields__ if name not in RankFile.__struct_fields__} == ELSEWHERE
     defaults = RankFile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -10,8 +11,8 @@ from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.causes import CAUSES
-from safelaunch.model import Artifact, Evidence, Frame, RankException, RankExit
-from safelaunch.report import report
+from safelaunch.model import Artifact, Evidence, Frame, RankException, RankExit, Verdict
+from safelaunch.report import page, report
 from safelaunch.report.overview import culprit_lines
 
 BUNDLE = "/home/me/safelaunch-bundles/train-20261120T102233Z-hang"
@@ -143,24 +144,6 @@ def test_a_fence_cannot_be_closed_from_inside() -> None:
     assert "`````text\n```\n# injected\n````\n`````" in text
 
 
-def test_html_is_one_page_that_loads_nothing() -> None:
-    evidence = sleeping()
-    page = report.html(diagnose(evidence), evidence, [Artifact("a.txt", "cp", 0.0, missing="disk full")])
-    assert page.startswith("<!doctype html>")
-    assert "stuck-in-user-code" in page
-    assert "disk full" in page
-    assert "train.py:7" in page
-    assert not re.search(r"(?:src|href)\s*=|url\(|@import|<script", page)
-
-
-def test_html_escapes_what_comes_from_the_job() -> None:
-    evidence = hostile()
-    page = report.html(diagnose(evidence), evidence, [Artifact(EVIL, EVIL, 0.0, missing=EVIL)])
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", page)
-
-
 def test_clean() -> None:
     assert report.clean("a\x1b[31mb\x1b[0m\tc\nd") == "ab c d"
     assert report.clean(at(1).file) == "/home/me/train.py"
@@ -170,9 +153,13 @@ def test_clean() -> None:
 def test_reports_say_when_it_was_suspected_and_why() -> None:
     evidence = sleeping()
     learned = job(*evidence.ranks, threshold_s=60.0, threshold_why="the floor")
-    for render in (report.markdown, report.html):
+    for render in (report.markdown, page_data):
         assert "Nothing had moved for 30 s; suspected after 60 s" in render(diagnose(learned), learned, ())
         assert "suspected" not in render(diagnose(evidence), evidence, ())
+
+
+def page_data(verdict: Verdict, evidence: Evidence, artifacts: tuple[Artifact, ...]) -> str:
+    return json.dumps(page.content(verdict, evidence, artifacts))
 
 
 def test_a_line_that_the_rank_has_left_is_not_shown_as_part_of_its_stack() -> None:
@@ -193,6 +180,9 @@ def test_a_log_with_terminal_sequences_is_said_to_hold_them(log: str, raw: bool)
     ranks = [waiting(0), rank(1, in_user(7, "load"), "sleep", flight=behind(), more={"log_tail": log}), waiting(2)]
     evidence = job(*ranks)
     verdict = diagnose(evidence)
-    for made in (report.markdown(verdict, evidence, ()), report.html(verdict, evidence, ())):
-        assert "The end of its output" in made and "\x1b" not in made and "\x9b" not in made
-        assert ("terminal sequences raw" in made) == raw
+    made = report.markdown(verdict, evidence, ())
+    assert "The end of its output" in made and "\x1b" not in made and "\x9b" not in made
+    assert ("terminal sequences raw" in made) == raw
+    data = page.content(verdict, evidence)
+    assert [("raw" in one) for one in data["ranks"] if "log" in one] == [raw]
+    assert "\x1b" not in page.render(data) and "\x9b" not in page.render(data)

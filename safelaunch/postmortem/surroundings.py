@@ -1,0 +1,93 @@
+"""Reads what a bundle says of the job and its nodes, for reports. Its files may be a stranger's, or half written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from safelaunch.postmortem.found import Unreadable, read_limited
+from safelaunch.report.about import About, Gpu, Launch, NodeFiles
+from safelaunch.system import untrusted_paths
+
+_T = TypeVar("_T")
+MOST_BYTES = 4 << 20
+MOST_NODES = 1024
+MOST_LINES = 40
+_NO_VERSIONS = ("system", "kernel", "machine", "python_executable", "torch_git")
+
+
+class _Gpus(msgspec.Struct):
+    gpus: tuple[Gpu, ...] = ()
+    missing: str = ""
+    driver: str | None = None
+
+
+class _Resources(msgspec.Struct):
+    cpus: int | None = None
+    load: tuple[float, ...] = ()
+    memory_bytes: dict[str, int] = {}
+    disks: dict[str, dict[str, Any]] = {}
+
+
+class _Written(msgspec.Struct):
+    written_unix_s: float = 0.0
+
+
+def about(root: Path) -> About:
+    """What the bundle in ``root`` says. Never raises for its contents: what is damaged is left out."""
+    written = _json(root / "manifest.json", _Written) or _Written()
+    launch = _json(root / "launch.json", Launch) or Launch()
+    return About(root.name, written.written_unix_s, launch, tuple(_node(path) for path in _nodes(root)))
+
+
+def _nodes(root: Path) -> list[Path]:
+    try:
+        paths = sorted((root / "node").iterdir())[:MOST_NODES]
+    except OSError:
+        return []
+    return [path for path in paths if not path.is_symlink() and untrusted_paths.is_dir(path)]
+
+
+def _node(folder: Path) -> NodeFiles:
+    gpus = _json(folder / "gpus.json", _Gpus) or _Gpus()
+    resources = _json(folder / "resources.json", _Resources) or _Resources()
+    versions = _json(folder / "versions.json", dict[str, str]) or {}
+    return NodeFiles(
+        host=folder.name,
+        gpus=gpus.gpus,
+        no_gpus=gpus.missing,
+        cpus=resources.cpus or 0,
+        load=resources.load,
+        memory_total_bytes=resources.memory_bytes.get("MemTotal", 0),
+        memory_available_bytes=resources.memory_bytes.get("MemAvailable", 0),
+        disks=tuple(_used(place, disk) for place, disk in resources.disks.items() if "total_bytes" in disk),
+        versions=tuple((name, text) for name, text in versions.items() if name not in _NO_VERSIONS),
+        kernel_log=tuple(_text(folder / "kernel_log.txt").splitlines()[-MOST_LINES:]),
+    )
+
+
+def _used(place: str, disk: Mapping[str, Any]) -> tuple[str, float]:
+    total, free = disk.get("total_bytes"), disk.get("free_bytes")
+    known = isinstance(total, (int, float)) and isinstance(free, (int, float)) and total > 0
+    return place, 1 - free / total if known else 0.0  # type: ignore[operator]
+
+
+def _json(path: Path, kind: type[_T]) -> _T | None:
+    try:
+        return msgspec.json.decode(_bytes(path), type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+
+
+def _text(path: Path) -> str:
+    return _bytes(path).decode("utf-8", "replace")
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return read_limited(path, MOST_BYTES) if untrusted_paths.exists(path) else b""
+    except Unreadable:
+        return b""

@@ -1,0 +1,61 @@
+"""What a report says of a job beside its verdict and its evidence: how it was started, and the nodes it ran on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """A GPU as ``gpus.json`` has it. None: it does not report that. ``error``: why it could not be asked."""
+
+    index: int = -1
+    name: str | None = None
+    utilisation_percent: float | None = None
+    memory_used_bytes: float | None = None
+    memory_total_bytes: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    ecc_errors: float | None = None
+    error: str = ""
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """The part of ``launch.json`` that people ask for first."""
+
+    run_name: str = ""
+    host: str = ""
+    user: str = ""
+    cwd: str = ""
+    started: str = ""
+    command: tuple[str, ...] = ()
+    safelaunch: str = ""
+    torch: str = ""
+    presets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """What the files in ``node/<host>/`` say. ``no_gpus``: why they name none. ``kernel_log``: its last lines."""
+
+    host: str
+    gpus: tuple[Gpu, ...] = ()
+    no_gpus: str = ""
+    cpus: int = 0
+    load: tuple[float, ...] = ()
+    memory_total_bytes: int = 0
+    memory_available_bytes: int = 0
+    disks: tuple[tuple[str, float], ...] = ()  # place, share of it in use
+    versions: tuple[tuple[str, str], ...] = ()
+    kernel_log: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class About:
+    """``bundle``: its name. ``at_unix_s``: when the evidence was taken; 0: not known."""
+
+    bundle: str = ""
+    at_unix_s: float = 0.0
+    launch: Launch = field(default_factory=Launch)
+    nodes: tuple[NodeFiles, ...] = ()

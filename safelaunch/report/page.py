@@ -1,0 +1,310 @@
+"""``report.html``: the picture of an incident, as one file that loads nothing.
+
+:func:`content` makes the page's data out of verdict and evidence. It is pure, and folds what is alike, so that a job of
+thousands of ranks makes a page of a few hundred kilobytes. :func:`html` puts the data, escaped, into the template. The
+scripts of the page write every text of the job as text: names and messages are a stranger's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from html import escape
+from importlib import resources
+from math import isfinite
+from typing import Any
+
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
+from safelaunch.reading.source import ReadSource
+from safelaunch.report import code, ranks, steps, timeline
+from safelaunch.report.about import About
+from safelaunch.report.overview import merged_stacks
+from safelaunch.report.report import OUTCOMES, nccl_lines, node_state, node_words, stalled_words
+from safelaunch.report.tables import Frames, Paths
+from safelaunch.report.tree import Branch
+from safelaunch.system.printable import clean, clean_json
+
+MOST_COMMAND = 4000
+_MOST_BRANCHES = 3000
+_YEAR_10000 = 253_402_300_800
+_STYLE, _SCRIPT = "report.css", "report.js"
+
+
+def content(
+    verdict: Verdict,
+    evidence: Evidence,
+    artifacts: Sequence[Artifact] = (),
+    *,
+    read_source: ReadSource | None = None,
+    said: Callable[[str], str] = str,
+    about: About | None = None,
+) -> dict[str, Any]:
+    """The page's data, as JSON has it. ``said`` takes secrets out of a line of source."""
+    about = about or About()
+    facts = Facts.of(evidence, read_source)
+    culprits = {one.rank for one in verdict.culprits}
+    paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
+    frames = Frames(paths)
+    shown = ranks.ranks(facts, verdict, frames)
+    page: dict[str, Any] = {
+        "schema": 1,
+        "head": _head(verdict, evidence, about),
+        "code": [_side(side, frames) for side in code.sides(facts, verdict, facts.read_source, said)],
+        "timeline": timeline.as_page(timeline.timeline(facts, culprits), frames),
+        "steps": steps.as_page(evidence, culprits),
+        "tree": _branches(merged_stacks(facts), frames, evidence),
+        "rows": shown.rows,
+        "ranks": shown.every,
+        "logs": shown.logs,
+        "calls": shown.calls,
+        "groups": ranks.groups(facts),
+        "nodes": ranks.nodes(facts, about, _node_states(evidence), culprits),
+        "nccl": nccl_lines(evidence.nccl),
+        "claims": _claims(verdict),
+        "ruled_out": verdict.ruled_out,
+        "missing": verdict.missing,
+        "files": ranks.files(artifacts),
+        "frames": frames.rows,
+        "stacks": frames.stacks,
+    }
+    page["head"]["issue"] = issue(page, verdict)
+    return page
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def _head(verdict: Verdict, evidence: Evidence, about: About) -> dict[str, Any]:
+    return {
+        "outcome": verdict.outcome,
+        "words": OUTCOMES[verdict.outcome],
+        "cause": verdict.cause,
+        "summary": verdict.summary,
+        "more": clean(verdict.summary)[len(_first_sentence(clean(verdict.summary))) :].strip(),
+        "confidence": verdict.confidence,
+        "doubts": verdict.doubts,
+        "culprits": format_ranks([one.rank for one in verdict.culprits]),
+        "victims": verdict.victims,
+        "nodes_at_fault": [node_words(node) for node in verdict.nodes_at_fault],
+        "suggestions": verdict.suggestions,
+        "notes": evidence.notes,
+        "facts": [list(fact) for fact in _facts(verdict, evidence, about)],
+        "command": _command(about.launch.command),
+        "bundle": about.bundle,
+    }
+
+
+def _first_sentence(text: str) -> str:
+    """The title of the page; what follows stands below it."""
+    found = re.match(r".+?[.](?= [A-Z`])", text)
+    return found[0] if found is not None and len(found[0]) > 20 else text
+
+
+def _facts(verdict: Verdict, evidence: Evidence, about: About) -> Iterable[tuple[str, str]]:
+    """What people ask first, as ``(label, value)``; what is not known is left out."""
+    launch = about.launch
+    seen = [one.progress.step for one in evidence.ranks if one.progress is not None and one.progress.step is not None]
+    hosts = list(dict.fromkeys(one.host for one in evidence.ranks if one.host))
+    named = [f"{', '.join(hosts[:3])}{f' and {len(hosts) - 3} more' if len(hosts) > 3 else ''}"] if hosts else []
+    found = {
+        "run": launch.run_name,
+        "when": _when(about.at_unix_s),
+        "stood still": stalled_words(evidence).rstrip("."),
+        "step": _step(seen),
+        "world size": f"{evidence.world_size} ranks" if evidence.world_size else "",
+        "hosts" if len(hosts) > 1 else "host": named[0] if named else "",
+        "torch": launch.torch or _version(about, "torch"),
+        "safelaunch": launch.safelaunch,
+        "presets": ", ".join(launch.presets),
+        "directory": launch.cwd,
+        "held up": f"{'rank' if verdict.victims.isdigit() else 'ranks'} {verdict.victims}" if verdict.victims else "",
+    }
+    return ((label, value) for label, value in found.items() if value)
+
+
+def _when(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s)) if 0 < unix_s < _YEAR_10000 else ""
+
+
+def _step(seen: Sequence[int]) -> str:
+    if not seen:
+        return ""
+    return str(min(seen)) if min(seen) == max(seen) else f"{min(seen)} to {max(seen)}"
+
+
+def _version(about: About, package: str) -> str:
+    found = {text for node in about.nodes for name, text in node.versions if name == package}
+    return ", ".join(sorted(found)[:3])
+
+
+_PLAIN_WORD = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
+
+
+def _command(words: Sequence[str]) -> str:
+    """A command line that a shell reads as these words."""
+    quoted = [word if _PLAIN_WORD.fullmatch(word) else "'" + word.replace("'", "'\"'\"'") + "'" for word in words]
+    text = " ".join(quoted)
+    return text if len(text) <= MOST_COMMAND else f"{text[:MOST_COMMAND]} …"
+
+
+def issue(page: dict[str, Any], verdict: Verdict) -> str:
+    """What *Copy as issue* puts on the clipboard: Markdown that a tracker shows."""
+    head = page["head"]
+    lines = [f"### {head['words'].capitalize()}: {verdict.cause} (confidence: {verdict.confidence})", ""]
+    lines += [_plain(verdict.summary), ""]
+    lines += ["| | |", "|---|---|", *(f"| {label} | {_cell(value)} |" for label, value in head["facts"])]
+    lines += [f"| command | {_cell(head['command'])} |"] if head["command"] else []
+    for side in page["code"][:4]:
+        who = f"{'Rank' if side['n'] == 1 else 'Ranks'} {side['r']}{' (at fault)' if side['c'] else ''}"
+        for place in side["places"][:2]:
+            path, line, function, *_ = page["frames"][place["f"]]
+            lines += ["", f"**{who}**: {_cell(f'{path}:{line} {function}')}"]
+            body = [f"{'>' if one[2] == 'here' else ' '} {one[0]:>5}  {one[1]}" for one in place["lines"]]
+            lines += ["", *_fenced(body)] if body else []
+    if verdict.evidence:
+        lines += [
+            "",
+            "Evidence:",
+            *(f"- {_plain(claim.claim)} ({_cell(claim.file)})" for claim in verdict.evidence[:8]),
+        ]
+    if verdict.suggestions:
+        lines += ["", "Suggested:", *(f"- {_plain(item)}" for item in verdict.suggestions)]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([\\*_\[\]<>|#~])", r"\\\1", clean(text))
+
+
+def _cell(text: str) -> str:
+    return "`" + clean(text).replace("`", "'").replace("|", "¦") + "`"
+
+
+def _fenced(lines: Sequence[str]) -> list[str]:
+    ticks = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall(r"`+", line)), default=0))
+    return [f"{ticks}python", *lines, ticks]
+
+
+def _claims(verdict: Verdict) -> list[list[Any]]:
+    """Each claim once, with all files that show it."""
+    found: dict[str, list[str]] = {}
+    for claim in verdict.evidence:
+        found.setdefault(claim.claim, []).append(claim.file)
+    return [[claim, *files] for claim, files in found.items()]
+
+
+# --- code, stacks, nodes ----------------------------------------------------------------------------------------------
+
+
+def _side(side: code.Side, frames: Frames) -> dict[str, Any]:
+    return {
+        "r": format_ranks(side.ranks),
+        "n": len(side.ranks),
+        "c": int(side.culprit),
+        "does": side.does,
+        "places": [
+            {
+                "f": frames.number(place.frame),
+                "lines": [[one.number, one.text, one.mark, one.note, int(one.gap)] for one in place.lines],
+            }
+            for place in side.places
+        ],
+        "callers": [frames.number(frame) for frame in side.callers],
+    }
+
+
+def _branches(branches: Sequence[Branch], frames: Frames, evidence: Evidence) -> list[dict[str, Any]]:
+    """The merged stacks, at most ``_MOST_BRANCHES`` of their branches, breadth first."""
+    roots = next((one.code_roots for one in evidence.ranks if one.code_roots), ())
+    made: list[dict[str, Any]] = []
+    queue: list[tuple[Branch, list[dict[str, Any]]]] = [(branch, made) for branch in branches]
+    for number, (branch, into) in enumerate(queue):
+        if number >= _MOST_BRANCHES:
+            break
+        below: list[dict[str, Any]] = []
+        into.append(
+            {
+                "f": [frames.number(frame, roots) for frame in branch.frames],
+                "r": branch.ranks,
+                "n": branch.count,
+                "m": branch.missing,
+                "b": below,
+            }
+        )
+        queue += [(further, below) for further in branch.branches]
+    return made
+
+
+def _node_states(evidence: Evidence) -> dict[str, tuple[str, str]]:
+    return {node.host: (format_ranks(node.ranks), node_state(node)) for node in evidence.nodes}
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _part(name: str) -> str:
+    return resources.files("safelaunch.report").joinpath(f"templates/{name}").read_text(encoding="utf-8")
+
+
+def prepare() -> None:
+    """Reads the templates, which takes a moment on a slow disk."""
+    for name in ("report.html", _STYLE, _SCRIPT):
+        _part(name)
+
+
+def html(
+    verdict: Verdict,
+    evidence: Evidence,
+    artifacts: Sequence[Artifact] = (),
+    *,
+    read_source: ReadSource | None = None,
+    said: Callable[[str], str] = str,
+    about: About | None = None,
+) -> str:
+    """The page. See :func:`content` for the arguments."""
+    return render(content(verdict, evidence, artifacts, read_source=read_source, said=said, about=about))
+
+
+def render(page: dict[str, Any]) -> str:
+    """The page with ``page`` as its data. Nothing in it can end the block that it stands in, or be taken for markup."""
+    data = clean_json(json.dumps(_cleaned(page), ensure_ascii=False, separators=(",", ":")))
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    head = page["head"]
+    values = {
+        "title": escape(clean(f"{head['cause']}: {head['summary']}")[:200]),
+        "policy": f"default-src 'none'; style-src {_hash(_part(_STYLE))}; script-src {_hash(_part(_SCRIPT))}; "
+        "base-uri 'none'; form-action 'none'",
+        "outcome": escape(head["words"].capitalize()),
+        "cause": escape(head["cause"]),
+        "summary": escape(_first_sentence(clean(head["summary"]))),
+        "style": _part(_STYLE),
+        "data": data,
+        "script": _part(_SCRIPT),
+    }
+    return re.sub(r"\{\{ (\w+) \}\}", lambda found: values[found[1]], _part("report.html"))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _cleaned(value: Any) -> Any:
+    """The same with every text cleaned of what is not shown; spaces stay, as source is indented by them."""
+    if isinstance(value, str):
+        return value if value.isprintable() else _printable(value)
+    if isinstance(value, dict):
+        return {key: _cleaned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return value if value and all(type(item) is int for item in value) else [_cleaned(item) for item in value]
+    return value if not isinstance(value, float) or isfinite(value) else None
+
+
+def _printable(text: str) -> str:
+    return "\n".join(clean(line) for line in text.split("\n"))

@@ -1,0 +1,281 @@
+"""The ranks, the process groups and the nodes of a job for the page: what is alike is told once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from safelaunch.diagnose.collectives import describe, number_of
+from safelaunch.diagnose.conditions import View
+from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
+from safelaunch.model import Artifact, RankEvidence, Verdict, format_ranks
+from safelaunch.report.about import About, Gpu, NodeFiles
+from safelaunch.report.overview import RankRow, main_frames, row_of, without_ours
+from safelaunch.report.tables import Frames
+from safelaunch.system.printable import clean_lines, is_clean
+
+MOST_CHILDREN = 12
+MOST_THREADS = 40
+MOST_LOG_LINES = 20
+MOST_LOG_BYTES = 700_000  # of all ranks together
+MOST_LINE = 300
+MOST_GROUPS = 200
+MOST_STANDINGS = 40
+MOST_CALLS = 5
+FULL = 0.95
+
+
+@dataclass
+class Ranks:
+    """``rows``: one for each class of ranks that are alike. ``every``: each rank, with the numbers of its row, its
+    output's end in ``logs``, and its last calls in ``calls``.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    every: list[dict[str, Any]] = field(default_factory=list)
+    logs: list[list[str]] = field(default_factory=list)
+    calls: list[list[str]] = field(default_factory=list)
+
+
+def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> Ranks:
+    named = {one.rank for one in verdict.culprits}
+    made = Ranks()
+    numbers: dict[Hashable, int] = {}
+    told: dict[tuple[str, ...], int] = {}
+    for rank, one in facts.ranks.items():
+        row = row_of(one)
+        key = (rank in named, row.state, row.doing, row.frame, row.step)
+        if key not in numbers:
+            numbers[key] = len(made.rows)
+            made.rows.append(_row(row, rank in named, one, frames))
+        made.every.append({"r": rank, "row": numbers[key], **_details(one, frames)})
+        if calls := _calls(facts, rank):
+            number = told.setdefault(calls, len(made.calls))
+            made.calls += [list(calls)] if number == len(made.calls) else []
+            made.every[-1]["fr"] = number
+    members: dict[int, list[int]] = {}
+    hosts: dict[int, dict[str, None]] = {}
+    for item in made.every:
+        members.setdefault(item["row"], []).append(item["r"])
+        hosts.setdefault(item["row"], {})[facts.ranks[item["r"]].evidence.host] = None
+    for number, folded in enumerate(made.rows):
+        folded |= {"r": format_ranks(members[number]), "n": len(members[number]), "hosts": list(hosts[number])[:4]}
+        folded["more_hosts"] = max(0, len(hosts[number]) - 4)
+    _add_logs(facts, made, named)
+    return made
+
+
+def _row(row: RankRow, culprit: bool, one: RankFacts, frames: Frames) -> dict[str, Any]:
+    at = frames.number(row.frame, one.evidence.code_roots) if row.frame is not None else -1
+    return {"c": int(culprit), "state": row.state, "doing": row.doing, "at": at, "step": row.step}
+
+
+def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
+    """What one rank shows when it is unfolded; what it has not is left out."""
+    evidence = one.evidence
+    view = view_of(evidence)
+    found: dict[str, Any] = {"host": evidence.host, "pid": evidence.pid, "local": evidence.local_rank}
+    if mine := main_frames(evidence):
+        found["st"] = frames.stack(mine, evidence.code_roots)
+    if evidence.exception is not None:
+        found["raised"] = f"{evidence.exception.type}: {evidence.exception.message}"[:2000]
+        found["trace"] = _traceback(evidence)
+    if handled := [f"{one.type}: {one.message}"[:500] for one in evidence.gil.handling[:4]]:
+        found["handles"] = handled
+    if caught := [f"{one.type}: {one.message}"[:500] for one in evidence.caught[-4:]]:
+        found["caught"] = caught
+    if view is not None and view.sample is not None:
+        main = view.sample.main_thread
+        others = [thread for thread in view.sample.threads if thread is not main][:MOST_THREADS]
+        threads = [
+            [thread.name or str(thread.os_tid or ""), frames.stack(view.stack_of(thread).frames, evidence.code_roots)]
+            for thread in others
+            if without_ours(view.stack_of(thread).frames) == view.stack_of(thread).frames != ()
+        ]
+        found |= {"th": threads} if threads else {}
+    if children := [_child(child, evidence, frames) for child in child_views(evidence)[:MOST_CHILDREN]]:
+        found["ch"] = children
+    if (more := len(evidence.children) - MOST_CHILDREN) > 0:
+        found["more_children"] = more
+    progress = evidence.progress
+    if progress is not None and progress.phase:
+        found["phase"] = progress.phase
+    if evidence.main is not None and evidence.main.states and evidence.main.states[-1].rss_bytes:
+        found["mb"] = evidence.main.states[-1].rss_bytes >> 20
+    return found
+
+
+def _child(child: View, rank: RankEvidence, frames: Frames) -> list[Any]:
+    states = child.process.states
+    own = child.frames
+    return [
+        child.process.role,
+        child.process.pid,
+        f"{states[-1].state} {child.wait.call or child.wait.kind}" if states else "",
+        frames.stack(own, rank.code_roots) if own else -1,
+    ]
+
+
+def _traceback(rank: RankEvidence) -> list[str]:
+    """The traceback as it was printed."""
+    text = rank.exception.text if rank.exception is not None else ""
+    return [line[:MOST_LINE] for line in clean_lines(text)[-80:]]
+
+
+def _calls(facts: Facts, rank: int) -> tuple[str, ...]:
+    """The last calls on its record, the newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
+    record = facts.ranks[rank].evidence.flight_record
+    if record is None or not record.entries:
+        return ()
+    last = [record.entries[-number] for number in range(1, min(MOST_CALLS, len(record.entries)) + 1)]
+    state = {True: "completed", False: "pending"}
+    return tuple(f"{describe(one)} · #{number_of(one)} of group {one.group!r} · {state[one.completed]}" for one in last)
+
+
+def _add_logs(facts: Facts, made: Ranks, named: set[int]) -> None:
+    """The end of each rank's output, as far as there is room: those at fault first, then one of each class."""
+    firsts: set[int] = set()
+    order = []
+    for item in made.every:
+        is_first = item["row"] not in firsts
+        firsts.add(item["row"])
+        order.append((item["r"] not in named, not is_first, item["r"], item))
+    left = MOST_LOG_BYTES
+    numbers: dict[tuple[str, ...], int] = {}
+    for *_, item in sorted(order, key=lambda one: one[:3]):
+        text = facts.ranks[item["r"]].evidence.log_tail
+        if not text:
+            continue
+        lines = tuple(line[:MOST_LINE] for line in clean_lines(text[-16_384:])[-MOST_LOG_LINES:])
+        if lines not in numbers:
+            size = sum(map(len, lines))
+            if size > left:
+                continue
+            left -= size
+            numbers[lines] = len(made.logs)
+            made.logs.append(list(lines))
+        item["log"] = numbers[lines]
+        if not is_clean(text):
+            item["raw"] = 1
+
+
+def groups(facts: Facts) -> dict[str, Any]:
+    """The process groups: members, and which of them is how far. Those that ranks wait in come first."""
+    alignment = facts.alignment
+    waited = {one.wait.group for one in facts.ranks.values() if one.wait is not None}
+    names = {group for record in alignment.records.values() for group in (*record.groups, *record.status)}
+    names |= {group for group in alignment.groups() if group}
+    ordered = sorted(names, key=lambda name: (name not in waited, len(name), name))
+    rows = [_group(facts, name, name in waited) for name in ordered[:MOST_GROUPS]]
+    rows = [row for row in rows if row["name"] or any(last >= 0 for _, _, last, *_ in row["at"])]
+    return {"rows": rows, "left_out": max(0, len(ordered) - MOST_GROUPS)}
+
+
+def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
+    members, known = facts.alignment.members(name)
+    standings: dict[tuple[int, int, str], list[int]] = {}
+    description = ""
+    for rank in sorted(members):
+        record = facts.alignment.records.get(rank)
+        if record is None:
+            standings.setdefault((-1, -1, "no record"), []).append(rank)
+            continue
+        last = facts.alignment.last(rank, name)
+        entry = facts.alignment.entry(rank, name, last) if last >= 0 else None
+        description = description or (entry.description if entry is not None else "")
+        status = record.status.get(name)
+        completed = status.last_completed if status is not None else -1
+        if entry is not None and entry.completed:
+            completed = max(completed, last)
+        state = "" if entry is None else f"{'completed' if entry.completed else 'waits in'} {describe(entry)}"
+        standings.setdefault((last, completed, state), []).append(rank)
+    at = sorted(standings.items(), key=lambda item: (-item[0][0], item[1][0]))
+    return {
+        "name": name,
+        "what": "" if description == "undefined" else description,
+        "r": format_ranks(set(members)),
+        "n": len(members),
+        "known": int(known),
+        "waited": int(waited),
+        "at": [[format_ranks(ranks), len(ranks), *standing] for standing, ranks in at[:MOST_STANDINGS]],
+        "left_out": max(0, len(at) - MOST_STANDINGS),
+    }
+
+
+def nodes(
+    facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culprits: Set[int]
+) -> list[dict[str, Any]]:
+    """Those with ranks at fault first, then those that lack something.
+
+    ``states``: host → its ranks and what is known of it, as the verdict's evidence has it.
+    """
+    files = {one.host: one for one in about.nodes}
+    of_host: dict[str, list[int]] = {}
+    for rank, one in facts.ranks.items():
+        of_host.setdefault(one.evidence.host, []).append(rank)
+    made = []
+    for host in dict.fromkeys([*states, *files, *of_host]):
+        if host:
+            told, state = states.get(host, ("", ""))
+            node = {"host": host, "r": told or format_ranks(of_host.get(host, [])), "state": state}
+            at_fault = bool(culprits & set(of_host.get(host, ())))
+            full = host in files and _is_worth_a_look(files[host])
+            made.append(((not at_fault, not full), {**node, **(_files(files[host]) if host in files else {})}))
+    return [node for _, node in sorted(made, key=lambda item: item[0])]
+
+
+def _is_worth_a_look(node: NodeFiles) -> bool:
+    """A GPU that could not be asked or counts errors, a disk or a memory that is full."""
+    if any(gpu.error or gpu.ecc_errors for gpu in node.gpus) or any(share > FULL for _, share in node.disks):
+        return True
+    return node.memory_available_bytes < (1 - FULL) * node.memory_total_bytes
+
+
+def _files(node: NodeFiles) -> dict[str, Any]:
+    return {
+        "gpus": [_gpu(gpu) for gpu in node.gpus[:64]],
+        "no_gpus": node.no_gpus,
+        "cpus": node.cpus,
+        "load": [round(load, 1) for load in node.load[:3]],
+        "memory": [node.memory_total_bytes, node.memory_available_bytes],
+        "disks": [[place, round(share, 3)] for place, share in node.disks[:8]],
+        "versions": [list(item) for item in node.versions[:40]],
+        "log": [line[:MOST_LINE] for line in node.kernel_log],
+    }
+
+
+def _gpu(gpu: Gpu) -> dict[str, Any]:
+    names = ("name", "utilisation_percent", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_w")
+    found = {name: getattr(gpu, name) for name in (*names, "ecc_errors", "error")}
+    return {"index": gpu.index, **{name: value for name, value in found.items() if value not in (None, "")}}
+
+
+def files(artifacts: Iterable[Artifact]) -> dict[str, Any]:
+    """The bundle's files. Those that many ranks have alike are told once: ``[name, how, ranks, bytes of all]``."""
+    own: list[list[Any]] = []
+    shared: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+    missing: dict[tuple[str, str, str], list[int]] = {}
+    absent: list[list[str]] = []
+    for artifact in artifacts:
+        folder, _, name = artifact.path.rpartition("/")
+        number = folder.removeprefix("ranks/")
+        of_rank = folder.startswith("ranks/") and number.isdigit()
+        if artifact.missing and of_rank:
+            missing.setdefault((name, artifact.how, artifact.missing), []).append(int(number))
+        elif artifact.missing:
+            absent.append([artifact.path, artifact.missing, artifact.how])
+        elif of_rank:
+            found = shared.setdefault((name, artifact.how), ([], []))
+            found[0].append(int(number))
+            found[1].append(artifact.bytes)
+        elif not artifact.path.startswith("flight_recorder/"):
+            own.append([artifact.path, artifact.how, artifact.bytes, artifact.note])
+    return {
+        "own": own[:400],
+        "ranks": [[name, how, format_ranks(of), sum(sizes)] for (name, how), (of, sizes) in shared.items()],
+        "missing": [
+            *([f"ranks/{format_ranks(numbers)}/{name}", why, how] for (name, how, why), numbers in missing.items()),
+            *absent[:400],
+        ],
+    }

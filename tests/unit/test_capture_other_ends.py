@@ -1,0 +1,134 @@
+"""Who has the other end of a pipe or connection: with real processes, which wait there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from safelaunch.capture import proc, sockets
+from safelaunch.capture.other_ends import with_ends
+from safelaunch.model import OtherEnd, ProcessState, ThreadState
+
+READS = "import os, sys; os.read(int(sys.argv[1]), 1)"
+WRITES = "import os, sys; os.write(int(sys.argv[1]), bytes(1 << 20))"
+SLEEPS = "import time; time.sleep(600)"
+
+
+@contextmanager
+def started(code: str, *fds: int) -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-S", "-c", code, *map(str, fds)], pass_fds=fds)
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def waiting(pid: int, *calls: str) -> ProcessState:
+    """The process, once its thread is in one of these system calls."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        state = proc.read_process(pid)
+        thread = state.main_thread
+        if thread is not None and thread.syscall_name in calls:
+            return state
+        time.sleep(0.02)
+    raise AssertionError(f"{pid} is not in {calls}: {state}")
+
+
+def ends(state: ProcessState, *pids: int, deadline_s: float = 60.0) -> tuple[OtherEnd, ...] | None:
+    (told,) = with_ends([state], pids, deadline_s=deadline_s)
+    assert told.main_thread is not None
+    return told.main_thread.ends
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    fds = os.pipe()
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+def test_who_can_write_to_a_pipe_that_is_read(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    with started(READS, reading) as reader, started(SLEEPS, writing) as writer, started(SLEEPS, reading) as other:
+        waiting(writer, "clock_nanosleep", "select")
+        state = waiting(reader, "read")
+        found = ends(state, reader, writer, other, os.getpid())
+    assert found is not None and [one.pid for one in found] == [writer, os.getpid()]
+    assert all(one.name for one in found)
+
+
+def test_who_can_read_from_a_pipe_that_is_full(pipe: tuple[int, int]) -> None:
+    _, writing = pipe
+    with started(WRITES, writing) as writer, started(SLEEPS, writing) as other:
+        state = waiting(writer, "write")
+        found = ends(state, other, writer, os.getpid())
+    assert found is not None and [one.pid for one in found] == [os.getpid()]
+
+
+def test_who_has_the_other_end_of_a_connection() -> None:
+    code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far, started(code, near.fileno()) as reader, started(SLEEPS) as other:
+            found = ends(waiting(reader, "recvfrom"), reader, other, os.getpid())
+    assert found is not None and [one.pid for one in found] == [os.getpid()]
+
+
+def test_who_has_the_other_end_of_a_socket_pair() -> None:
+    """As ``multiprocessing.Pipe()`` makes them: of these ``/proc`` does not tell which belong together."""
+    near, far = socket.socketpair()
+    if sockets.unix_peer(os.fstat(near.fileno()).st_ino) is None:
+        pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
+    with near, far, started(READS, near.fileno()) as reader, started(SLEEPS, far.fileno()) as other:
+        waiting(other, "clock_nanosleep", "select")
+        found = ends(waiting(reader, "read"), reader, other, os.getpid())
+    assert found is not None and [one.pid for one in found] == [other, os.getpid()]
+
+
+def test_a_socket_without_an_other_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as alone:
+        assert sockets.unix_peer(os.fstat(alone.fileno()).st_ino) is None
+        assert sockets.unix_peer(os.fstat(server.fileno()).st_ino) is None
+
+
+def test_after_the_deadline_nothing_is_told(pipe: tuple[int, int]) -> None:
+    """The process that matters may be among those that were not looked at."""
+    with started(READS, pipe[0]) as reader:
+        assert ends(waiting(reader, "read"), os.getpid(), deadline_s=-1.0) is None
+
+
+def test_a_thread_that_waits_elsewhere_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(pid: int) -> Iterator[object]:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(sockets, "descriptors", search)
+    asleep = ThreadState(7, "python", "S", syscall_name="clock_nanosleep")
+    state = ProcessState(7, 1, 5, 0.0, "python", (), "S", (asleep,))
+    assert with_ends([state], [os.getpid()]) == (state,)
+
+
+TABLE = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 10 1 0 100 0 0 10 0
+   1: 0100007F:1F90 0100007F:C350 01 00000000:00000000 00:00000000 00000000     0        0 11 1 0 20 4 30 10 -1
+   2: 0100007F:C350 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 12 1 0 20 4 30 10 -1
+   3: 0100007F:C351 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 13 1 0 20 4 30 10 -1
+   4: 0100007F:1F90 0100007F:C351 06 00000000:00000000 00:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
+"""
+
+
+@pytest.mark.parametrize(("inode", "other"), [(11, {11: 12}), (12, {12: 11}), (13, {}), (99, {}), (10, {})])
+def test_the_socket_at_the_other_end(inode: int, other: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: Callable[[object], str] = lambda path: TABLE if str(path).endswith("tcp") else ""  # noqa: E731
+    monkeypatch.setattr(sockets, "_read", tables)
+    assert sockets.other_ends(os.getpid(), [inode]) == other

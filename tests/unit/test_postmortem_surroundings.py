@@ -1,0 +1,60 @@
+"""What reports say of a job and its nodes, from the files of a bundle; any of these may be damaged or a stranger's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from safelaunch.postmortem.surroundings import about
+from safelaunch.report.about import Launch
+
+
+def bundle(root: Path) -> Path:
+    (root / "node/a").mkdir(parents=True)
+    (root / "launch.json").write_text(
+        json.dumps({"run_name": "train", "command": ["torchrun", "x.py"], "torch": "2.13"})
+    )
+    (root / "manifest.json").write_text(json.dumps({"written_unix_s": 1.5e9}))
+    gpu = {"index": 0, "name": "H100", "memory_used_bytes": 5, "memory_total_bytes": 10, "utilisation_percent": None}
+    (root / "node/a/gpus.json").write_text(json.dumps({"driver": "1", "gpus": [gpu, {"index": 1, "error": "lost"}]}))
+    disks = {"/tmp": {"total_bytes": 100, "free_bytes": 25}, "/dead": {"missing": "no answer"}}
+    resources = {"cpus": 8, "load": [1.0, 2.0, 3.0], "memory_bytes": {"MemTotal": 9, "MemAvailable": 4}, "disks": disks}
+    (root / "node/a/resources.json").write_text(json.dumps(resources))
+    (root / "node/a/versions.json").write_text(json.dumps({"torch": "2.13", "kernel": "6.1"}))
+    (root / "node/a/kernel_log.txt").write_text("".join(f"line {n}\n" for n in range(100)))
+    return root
+
+
+def test_a_bundle_tells_of_the_job_and_its_nodes(tmp_path: Path) -> None:
+    found = about(bundle(tmp_path / "train-hang"))
+    assert (found.bundle, found.at_unix_s) == ("train-hang", 1.5e9)
+    assert (found.launch.run_name, found.launch.command) == ("train", ("torchrun", "x.py"))
+    (node,) = found.nodes
+    assert [gpu.name or gpu.error for gpu in node.gpus] == ["H100", "lost"]
+    assert node.disks == (("/tmp", 0.75),) and node.versions == (("torch", "2.13"),)
+    assert node.kernel_log[-1] == "line 99" and len(node.kernel_log) == 40
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"gpus": 3, "command": [1], "cpus": "x"}', b"\xff\xfe", b"[" * 99_999]
+)
+def test_what_is_damaged_is_left_out(tmp_path: Path, content: bytes) -> None:
+    root = bundle(tmp_path / "one")
+    for path in root.rglob("*.json"):
+        path.write_bytes(content)
+    found = about(root)
+    assert found.launch == Launch() and [node.host for node in found.nodes] == ["a"]
+    assert found.nodes[0].gpus == ()
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    root = bundle(tmp_path / "one")
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    (root / "node/a/kernel_log.txt").unlink()
+    (root / "node/a/kernel_log.txt").symlink_to(secret)
+    (root / "node/b").symlink_to(tmp_path)
+    found = about(root)
+    assert [node.host for node in found.nodes] == ["a"] and found.nodes[0].kernel_log == ()
