@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchlib import BenchError, Figure, figure, program, progress, run_bench, started, wait_for, workplace
 
@@ -50,7 +51,8 @@ EXIT_HUNG = 124
 class Run:
     """One hang. Times are seconds of CLOCK_MONOTONIC. ``named``: the verdict names the sleeping rank and no other.
 
-    ``whole``: how many ranks have all their files in the bundle.
+    ``whole``: how many ranks have all their files in the bundle. ``word_s``: from the stop to the first early look that
+    was printed, and ``word_named``: it names the sleeping rank alone; None and False without one.
     """
 
     stopped_s: float
@@ -59,6 +61,8 @@ class Run:
     ended_s: float
     named: bool
     whole: int
+    word_s: float | None
+    word_named: bool
 
 
 def main() -> int:
@@ -73,8 +77,8 @@ def measure_auto(runs: int) -> list[Figure]:
     """Measures with learned thresholds, for two floors: from the stop to the suspicion and to the bundle."""
     found = []
     for floor_s, suspected_s, published_s in ((5.0, 10, 20), (60.0, 90, 90)):
-        words = () if floor_s == 60.0 else ("--stall-floor", str(floor_s))
-        hangs = [hang(number * 3 % RANKS, words) for number in range(runs)]
+        options = () if floor_s == 60.0 else ("--stall-floor", str(floor_s))
+        hangs = [hang(number * 3 % RANKS, options) for number in range(runs)]
         floor = f"floor {floor_s:g} s"
         late = [run.stages["suspected"] - run.stopped_s for run in hangs]
         there = [run.published_s - run.stopped_s for run in hangs]
@@ -84,6 +88,13 @@ def measure_auto(runs: int) -> list[Figure]:
             figure(f"auto, {floor}: from the stop to the bundle", there, "s", f"<= {published_s}"),
             figure("  verdicts that name the sleeping rank alone", [named / runs], note=f"{named} of {runs}"),
         ]
+        words = [run.word_s for run in hangs if run.word_s is not None]
+        right = sum(run.word_named for run in hangs)
+        if words:  # with a floor as low as a first look, the suspicion comes before it
+            found += [
+                figure(f"auto, {floor}: from the stop to the first word", words, "s", "<= 15"),
+                figure("  first words about the sleeping rank alone", [right / runs], note=f"{right} of {runs}"),
+            ]
     return found
 
 
@@ -150,6 +161,7 @@ def _follow(process: subprocess.Popen[bytes], here: Path, sleeper: int) -> Run:
         raise BenchError(f"safelaunch ended with {code}, not {EXIT_HUNG}")
     verdict = json.loads((bundle / "verdict.json").read_text())
     manifest = json.loads((bundle / "manifest.json").read_text())
+    word = _first_word(bundle)
     incomplete = {path.split("/")[1] for path in manifest["missing"] if path.startswith("ranks/")}
     seen = sum((bundle / "ranks" / str(rank) / "stack.json").exists() for rank in range(RANKS))
     return Run(
@@ -159,7 +171,15 @@ def _follow(process: subprocess.Popen[bytes], here: Path, sleeper: int) -> Run:
         ended_s=ended_s,
         named=[culprit["rank"] for culprit in verdict["culprits"]] == [sleeper],
         whole=seen - len(incomplete),
+        word_s=word["quiet_s"] if word is not None else None,
+        word_named=word is not None and [place["rank"] for place in word.get("places", ())] == [sleeper],
     )
+
+
+def _first_word(bundle: Path) -> dict[str, Any] | None:
+    file = bundle / "early.json"
+    looks = json.loads(file.read_text()) if file.exists() else []
+    return next((look for look in looks if look.get("said")), None)
 
 
 def _bundle(here: Path) -> Path | None:

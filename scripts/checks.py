@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "figures.json"
 PRODUCT = ("safelaunch", "configs", "pyproject.toml")
 PYTHON = sys.executable
+SOON_S = 15.0  # from the last progress to the right line on the screen
 
 
 class CheckError(Exception):
@@ -136,6 +137,20 @@ def read_zoo(files: Sequence[Path]) -> Found:
     return Found(seen, ("", "seen"), ((what, seen), *(
         (f"– {row['class']}, rank {row['culprit']} of {row['ranks']}", "; ".join(row["wrong"])) for row in wrong
     )))  # fmt: skip
+
+
+def read_first_word(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    times = sorted(row["seconds"] for row in rows if not row["wrong"])
+    soon = sum(seconds <= SOON_S for seconds in times)
+    what = f"the hang zoo with nothing configured: the right ranks on the screen within {SOON_S:g} s of the stop"
+    seen = f"{soon} of {len(rows)}" + (f"; median {median(times):.1f} s" if times else "")
+    wrong = tuple(
+        (f"– {row['class']}, rank {row['culprit']} of {row['ranks']}", "; ".join(row["wrong"]) or f"{row['seconds']} s")
+        for row in rows
+        if row["wrong"] or row["seconds"] > SOON_S
+    )
+    return Found(seen, ("", "seen"), ((what, seen), *wrong))
 
 
 def read_soak(files: Sequence[Path]) -> Found:
@@ -289,6 +304,9 @@ CHECKS = {
     "zoo": _script("scripts/zoo.py", 20, read_zoo, "tests/integration/zoo.py", *_JOBS),
     "zoo-nodes": _script(
         "scripts/zoo.py", 30, read_zoo, "tests/integration/zoo.py", "tests/faults", *_JOBS, words=("--nodes", "2")
+    ),
+    "first-word": _script(
+        "scripts/zoo.py", 30, read_first_word, "tests/integration/zoo.py", *_JOBS, words=("--first-word", "--jobs", "3")
     ),
     "rare": Check(
         (

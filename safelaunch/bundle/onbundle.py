@@ -1,4 +1,4 @@
-"""``--on-bundle COMMAND``: runs the user's command for each bundle.
+"""``--on-bundle COMMAND``, ``--on-suspect COMMAND``: runs the user's command for each bundle, or early look.
 
 The watch never waits for the command; only the end of the job does. ``posix_spawn`` starts it, which unblocks the
 supervisor's signals in the child without a wrapper. It gets its own process group, so that all of it can be killed, but
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from safelaunch.model import Verdict
+from safelaunch.model import EarlyLook, Verdict
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
@@ -26,12 +26,21 @@ _REAP_S = 1.0  # for a killed command to be gone, unless it is stuck in the kern
 
 
 class Notifier:
-    """Runs ``command`` (None: nothing) in a thread for each bundle; a failure prints a line on stderr."""
+    """Runs ``command`` (None: nothing) in a thread for each bundle; a failure prints a line on stderr.
+
+    ``option``: the one that set it.
+    """
 
     def __init__(
-        self, command: str | None = None, *, deadline_s: float = DEADLINE_S, tell_user: Callable[[str], None] = say
+        self,
+        command: str | None = None,
+        *,
+        option: str = "--on-bundle",
+        deadline_s: float = DEADLINE_S,
+        tell_user: Callable[[str], None] = say,
     ) -> None:
         self._command = command
+        self._option = option
         self._deadline_s = deadline_s
         self._say = tell_user
         self._under_way: list[Task[None]] = []
@@ -48,10 +57,15 @@ class Notifier:
 
     def tell(self, verdict: Verdict, bundle: Path, run_name: str) -> None:
         """Starts the command for a bundle, in its own thread."""
+        self.start(variables(verdict, bundle, run_name))
+
+    def start(self, variables: Mapping[str, str]) -> None:
+        """Starts the command with these variables, in its own thread."""
         if self._command is None or self._ended:
             return
-        command, env = self._command, {**os.environ, **variables(verdict, bundle, run_name)}
-        self._under_way.append(Task("on-bundle", lambda: self._run(command, env)))
+        command, env = self._command, {**os.environ, **variables}
+        self._under_way = [task for task in self._under_way if not task.done]
+        self._under_way.append(Task(self._option, lambda: self._run(command, env)))
 
     def end(self) -> None:
         """Ends running commands: somebody stops the job and does not want to wait."""
@@ -65,14 +79,13 @@ class Notifier:
         except OSError as error:
             problem = f"could not be started: {error.strerror or error}"
         if problem and not self._ended:
-            self._say(f"--on-bundle {problem}")
+            self._say(f"{self._option} {problem}")
 
 
 def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
-    """The command's variables for a bundle. Text comes from the job, so NUL characters are removed."""
-    return {
-        name: value.replace("\0", "")
-        for name, value in {
+    """The command's variables for a bundle."""
+    return _usable(
+        {
             "SAFELAUNCH_BUNDLE": os.fspath(bundle),
             "SAFELAUNCH_VERDICT": os.fspath(bundle / "verdict.json"),
             "SAFELAUNCH_OUTCOME": verdict.outcome,
@@ -81,8 +94,27 @@ def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
             "SAFELAUNCH_SUMMARY": " ".join(verdict.summary.split()),
             "SAFELAUNCH_CULPRITS": ",".join(str(culprit.rank) for culprit in verdict.culprits),
             "SAFELAUNCH_RUN_NAME": run_name,
-        }.items()
-    }
+        }
+    )
+
+
+def variables_of_look(look: EarlyLook, run_name: str) -> dict[str, str]:
+    """The command's variables for an early look."""
+    return _usable(
+        {
+            "SAFELAUNCH_SUMMARY": look.words,
+            "SAFELAUNCH_CAUSE": look.cause,
+            "SAFELAUNCH_RANKS": ",".join(str(place.rank) for place in look.places),
+            "SAFELAUNCH_QUIET_S": f"{look.quiet_s:.0f}",
+            "SAFELAUNCH_USUAL_S": f"{look.usual_s:.3g}",
+            "SAFELAUNCH_RUN_NAME": run_name,
+        }
+    )
+
+
+def _usable(values: Mapping[str, str]) -> dict[str, str]:
+    """Without NUL characters: text comes from the job."""
+    return {name: value.replace("\0", "") for name, value in values.items()}
 
 
 def run(command: str, env: Mapping[str, str], *, deadline_s: float, given_up: Callable[[], bool]) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from safelaunch.control.discover import Run, describe, look, our_roots, select
 from safelaunch.control.protocol import RunStatus
 from safelaunch.errors import UsageError
+from safelaunch.report.early import in_status
 from safelaunch.system.console import redact, say, show, show_json
 from safelaunch.system.printable import clean
 
@@ -126,11 +127,13 @@ def headline(status: RunStatus, now_unix_s: float) -> str:
 
 
 def details(status: RunStatus) -> list[str]:
-    """The command, its directory, and when safelaunch would suspect a hang."""
+    """The command, its directory, when safelaunch would suspect a hang, and what it saw while the job was quiet."""
+    early = status.early
     return [
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
         f"suspects a hang after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
         *(f"note: {clean(note)}" for note in status.notes),
+        *(f"{time.strftime('%H:%M:%S', time.localtime(one.unix_s))} {clean(in_status(one))}" for one in early[-3:]),
         *([f"the other nodes are not known: {clean(status.alone)}"] if status.alone else []),
     ]
 

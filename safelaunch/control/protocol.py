@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.errors import SafelaunchError
+from safelaunch.model import EarlyLook
 
 MAX_LINE = 1 << 20
 REQUEST_DEADLINE_S = 5.0  # for a client to send its request
@@ -62,7 +63,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
 class RunStatus(msgspec.Struct, frozen=True):
     """One run. ``threshold_s``: seconds without a step before it is suspected; ``threshold_why``: its origin.
 
-    ``notes``: what slows the job down. ``nodes``: all nodes of a job of several; ``alone``: why they are not known.
+    ``notes``: what slows the job down. ``early``: the newest early looks, oldest first. ``nodes``: all nodes of a job
+    of several; ``alone``: why they are not known.
     """
 
     run: str
@@ -78,6 +80,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     threshold_why: str
     ranks: list[RankStatus]
     notes: list[str] = []
+    early: list[EarlyLook] = []
     nodes: list[NodeStatus] = []
     alone: str = ""
 

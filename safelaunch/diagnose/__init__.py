@@ -5,7 +5,7 @@ Each rule either reaches a finding or says why not; the first finding wins, and 
 it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
 (``with_guards``), and what ranks say of the reason themselves (``with_own_words``). Where all ranks at fault are all of
 one node, the node is named: ``with_node_behind``. The groups and GPUs of those at fault are told:
-``with_belonging``.
+``with_belonging``. Last, early looks that saw the same: ``with_early_looks``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_wait import stuck_for_good
+from safelaunch.diagnose.series import with_early_looks
 from safelaunch.diagnose.swallowed import with_caught_exception
 from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, Verdict, format_ranks
@@ -35,6 +36,15 @@ from safelaunch.reading.source import ReadSource
 __all__ = ["diagnose", "ranks_stuck_for_good"]
 
 SCHEMA = 1
+# What is added to a finding, in this order.
+EXPLANATIONS = (
+    with_guards,
+    with_caught_exception,
+    with_own_words,
+    with_belonging,
+    with_node_behind,
+    with_early_looks,
+)
 
 
 def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdict:
@@ -47,7 +57,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
-    for explained in (with_guards, with_caught_exception, with_own_words, with_belonging, with_node_behind):
+    for explained in EXPLANATIONS:
         finding = explained(case, finding)
     return _verdict(case, finding, ruled_out)
 

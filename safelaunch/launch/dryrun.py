@@ -36,7 +36,10 @@ def describe(plan: Plan) -> str:
             f"  startup timeout  {settings.startup_timeout_s:g} s   ({settings.origin('startup-timeout')})",
             f"  max stall        {settings.effective_max_stall_s:g} s   ({settings.max_stall_origin})",
             f"  on stall         {settings.on_stall}   ({settings.origin('on-stall')})",
+            f"  early look       {'yes' if settings.early_look else 'no'}   ({settings.origin('no-early-look')})",
         ]
+        if settings.on_suspect:
+            lines.append(f"  on suspect       {settings.on_suspect}   ({settings.origin('on-suspect')})")
     lines += ["", "environment"]
     lines += _variables(plan) or ["  nothing except safelaunch's own variables"]
     return redactor.text("\n".join(lines))

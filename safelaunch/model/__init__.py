@@ -532,13 +532,57 @@ class NcclWitness(Record, frozen=True):
     file: str = ""
 
 
+# --- early looks ------------------------------------------------------------------------------------------------------
+
+
+class Place(Record, frozen=True):
+    """Where a rank was. ``frame``: the user's own, of the process that keeps it there; None if it was not seen."""
+
+    rank: int
+    frame: Frame | None = None
+
+
+class FirstWord(Record, frozen=True):
+    """What ranks do while a job is quiet. ``words``: a clause, empty if there is nothing to say.
+
+    ``cause``: what a verdict would name; ``places``: the ranks that stand out. ``common``: many a healthy start looks
+    like this.
+    """
+
+    words: str = ""
+    cause: str = ""
+    places: tuple[Place, ...] = ()
+    common: bool = False
+
+
+class EarlyLook(Record, frozen=True):
+    """What a look at the ranks found while the job was quiet, long before the threshold.
+
+    - ``quiet_s``: since the last progress; ``usual_s``: the usual step, 0 if that was not known
+    - ``movement``: whether something computed, read or wrote between two looks
+    - ``words``: what the ranks did, in a clause; ``cause``: what a verdict would name; ``places``: the ranks it names
+    - ``said``: it was printed
+    - ``lasted_s``: how long the quiet lasted in all, if it ended by itself; 0: it lasts
+    """
+
+    unix_s: float
+    quiet_s: float
+    usual_s: float = 0.0
+    movement: Literal["still", "active"] = "still"
+    words: str = ""
+    cause: str = ""
+    places: tuple[Place, ...] = ()
+    said: bool = False
+    lasted_s: float = 0.0
+
+
 Outcome = Literal["hang", "crash", "dump"]
 
 
 class Evidence(Record, frozen=True):
     """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
 
-    ``nodes``: of a job of several nodes, as far as they are known.
+    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
     """
 
     outcome: Outcome
@@ -553,6 +597,7 @@ class Evidence(Record, frozen=True):
     nodes: tuple[NodeEvidence, ...] = ()
     nccl: NcclWitness | None = None
     rendezvous: Rendezvous | None = None
+    early: tuple[EarlyLook, ...] = ()  # the newest ones, oldest first
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from safelaunch.errors import CaptureError
 from safelaunch.model import (
     BundlePlace,
     CaughtException,
+    EarlyLook,
     Evidence,
     ExitCall,
     FlightRecord,
@@ -38,6 +39,7 @@ _T = TypeVar("_T")
 MAX_RECORD_BYTES = 64 << 20
 MAX_LOG_BYTES = 8 << 20
 MAX_NODES = 65_536
+MAX_EARLY = 64
 _RANK = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
@@ -185,6 +187,7 @@ def read_bundle(root: Path) -> Found:
         notes=manifest.notes,
         nodes=_nodes(bundle),
         nccl=_nccl(bundle),
+        early=(bundle.json("early.json", tuple[EarlyLook, ...]) or ())[:MAX_EARLY],
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
     )
     return Found("a bundle", evidence, tuple(bundle.problems))
@@ -246,6 +249,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     problems = [f"{name}/{text}" for found, name in zip(bundles, names, strict=True) for text in found.problems]
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
+    files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
     files |= {nccl.file: f"{asked}/{nccl.file}"} if nccl is not None else {}
     files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"

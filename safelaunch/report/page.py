@@ -25,7 +25,7 @@ from safelaunch.reading.source import ReadSource
 from safelaunch.report import code, ranks, steps, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import merged_stacks
-from safelaunch.report.report import OUTCOMES, nccl_lines, node_state, node_words, stalled_words
+from safelaunch.report.report import OUTCOMES, early_lines, nccl_lines, node_state, node_words, stalled_words
 from safelaunch.report.tables import Frames, Paths
 from safelaunch.report.tree import Branch
 from safelaunch.system.printable import clean, clean_json
@@ -94,6 +94,7 @@ def _head(verdict: Verdict, evidence: Evidence, about: About) -> dict[str, Any]:
         "nodes_at_fault": [node_words(node) for node in verdict.nodes_at_fault],
         "suggestions": verdict.suggestions,
         "notes": evidence.notes,
+        "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, evidence, about)],
         "command": _command(about.launch.command),
         "bundle": about.bundle,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import time
 from collections.abc import Iterable, Sequence
 
 from safelaunch.model import (
@@ -21,6 +22,7 @@ from safelaunch.model import (
     Verdict,
     format_ranks,
 )
+from safelaunch.report.early import in_status
 from safelaunch.report.overview import Overview, RankRow, ReadLine, culprit_lines, frame_text, overview, stack_lines
 from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
@@ -178,6 +180,7 @@ def markdown(
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
         _md(stalled_words(evidence)),
         _md_list("Noticed while it ran", evidence.notes),
+        _md_list("Early looks", early_lines(evidence)),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", verdict.suggestions),
@@ -275,6 +278,11 @@ def stalled_words(evidence: Evidence) -> str:
         return ""
     why = f" ({evidence.threshold_why})" if evidence.threshold_why else ""
     return f"Nothing had moved for {evidence.stall_s:.0f} s; suspected after {evidence.threshold_s:.4g} s{why}."
+
+
+def early_lines(evidence: Evidence) -> list[str]:
+    """What was seen while the job was quiet, and when."""
+    return [f"{time.strftime('%H:%M:%S', time.gmtime(one.unix_s))} UTC, {in_status(one)}" for one in evidence.early]
 
 
 def log_lines(evidence: Evidence, rank: int) -> list[str]:

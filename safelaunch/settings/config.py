@@ -57,11 +57,24 @@ INTERNAL_ENV = frozenset(
 )
 # The lease directory of a node, for tests and for nodes whose /tmp is not shared.
 PLACES_ENV = ("SAFELAUNCH_LEASE_DIR",)
-# Set for the command of --on-bundle; a run that it starts inherits them. SAFELAUNCH_RUN_NAME is also an option's.
-ON_BUNDLE_ENV = tuple(
-    f"SAFELAUNCH_{word}" for word in ("BUNDLE", "VERDICT", "OUTCOME", "CAUSE", "CONFIDENCE", "SUMMARY", "CULPRITS")
+# Set for the commands of --on-bundle and --on-suspect; a run that they start inherits them. SAFELAUNCH_RUN_NAME is also
+# an option's.
+HOOK_ENV = tuple(
+    f"SAFELAUNCH_{word}"
+    for word in [
+        "BUNDLE",
+        "VERDICT",
+        "OUTCOME",
+        "CAUSE",
+        "CONFIDENCE",
+        "SUMMARY",
+        "CULPRITS",
+        "RANKS",
+        "QUIET_S",
+        "USUAL_S",
+    ]
 )
-NOT_OPTIONS = INTERNAL_ENV | {*ON_BUNDLE_ENV, *PLACES_ENV}
+NOT_OPTIONS = INTERNAL_ENV | {*HOOK_ENV, *PLACES_ENV}
 PREFIX = "SAFELAUNCH_"
 CONFIG_FILE = "safelaunch.yaml"
 PYPROJECT = "pyproject.toml"
@@ -104,6 +117,8 @@ class Settings:
     keep_bundles: int = 0
     artifact_limit_bytes: int = DEFAULT_ARTIFACT_LIMIT_BYTES
     on_bundle: str | None = None
+    early_look: bool = True
+    on_suspect: str | None = None
     gpus: str | None = None
     wait: bool = False
     wait_timeout_s: float | None = None
@@ -190,6 +205,8 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         keep_bundles=value("keep-bundles", 0),
         artifact_limit_bytes=value("artifact-limit", DEFAULT_ARTIFACT_LIMIT_BYTES),
         on_bundle=value("on-bundle", None),
+        early_look=not value("no-early-look", False),
+        on_suspect=value("on-suspect", None),
         gpus=value("gpus", None),
         wait=value("wait", False) or value("wait-timeout", None) is not None,
         wait_timeout_s=value("wait-timeout", None),
@@ -244,12 +261,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
     values: _Values = {}
     for name in sorted(n for n in environ if n.startswith(PREFIX)):
         text = environ[name]
-        if (
-            name in INTERNAL_ENV
-            or name in ON_BUNDLE_ENV
-            or name in PLACES_ENV
-            or (name in by_variable and not text.strip())
-        ):
+        if name in INTERNAL_ENV or name in HOOK_ENV or name in PLACES_ENV or (name in by_variable and not text.strip()):
             continue
         if name not in by_variable:
             match = nearest(name, by_variable)

@@ -149,6 +149,23 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "After collecting the evidence: end the job (kill), start its ranks again, or let it run (dump) [kill].",
         _RUNS,
     ),
+    Option(
+        "no-early-look",
+        None,
+        parse_flag,
+        "1 or 0",
+        "Say nothing about a job that is quiet for longer than usual until the stall timeout.",
+        _RUNS,
+    ),
+    Option(
+        "on-suspect",
+        "COMMAND",
+        parse_command,
+        "a command",
+        "Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do "
+        "in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.",
+        _RUNS,
+    ),
     Option("no-watch", None, parse_flag, "1 or 0", "Only launch: no beacon, no watchdog, no bundle.", _RUNS),
     Option(
         "bundle-dir",

@@ -27,6 +27,7 @@ from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import (
     Artifact,
+    EarlyLook,
     Evidence,
     NodeEvidence,
     Outcome,
@@ -93,6 +94,7 @@ class Circumstances:
     artifact_limit_bytes: int = LIMIT_BYTES
     keeping: Keeping = field(default_factory=Keeping)
     notifier: Notifier = field(default_factory=Notifier)
+    suspects: Notifier = field(default_factory=Notifier)
     unfinished: Unfinished = field(default_factory=Unfinished)
 
 
@@ -103,6 +105,7 @@ class Known:
     ranks: Mapping[int, collect.Known]
     world_size: int
     notes: tuple[str, ...]
+    early: tuple[EarlyLook, ...] = ()
 
 
 def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
@@ -123,7 +126,7 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
             code_roots=meta.code_roots,
             gpu=meta.gpu,
         )
-    return Known(found, watch.world_size, watch.notes)
+    return Known(found, watch.world_size, watch.notes, watch.early)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,7 @@ def take_evidence(
     # From here on, the job's output is free of its secrets. Verdict, bundle and screen are made of this.
     known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
     known = replace(known, notes=without_secrets(known.notes, about.redactor))
+    known = replace(known, early=without_secrets(known.early, about.redactor))
 
     def ranks() -> None:
         nonlocal looks
@@ -231,7 +235,7 @@ def take_evidence(
     for side in complete:
         _add_rank(side, staging)
     evidence = _evidence(outcome, complete, known.world_size)
-    evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving, notes=known.notes)
+    evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving, notes=known.notes, early=known.early)
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
@@ -293,18 +297,23 @@ class _Nowhere:
 
 def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
     """This node's evidence of a crash as it is known at once: for the other nodes, who wait for it."""
+    found, counts = evidence_of("crash", looks, known, about, ask=False), kill_counts()
+    complete = tuple(
+        msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
+        for side in found.ranks
+    )
+    return msgspec.structs.replace(found, ranks=complete)
+
+
+def evidence_of(outcome: Outcome, looks: Looks, known: Known, about: Circumstances, *, ask: bool) -> Evidence:
+    """What the looks and the ranks themselves tell, without a bundle. ``ask`` as in ``take_evidence``."""
     nowhere, pages = _Nowhere(about.redactor), about.run_dir / "pages"
     known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
     taken = without_secrets(looks.taken, about.redactor)
-    seen = list(collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=False))
+    seen = list(collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=ask))
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
         seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, nowhere))
-    counts = kill_counts()
-    complete = [
-        msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
-        for side in seen
-    ]
-    return _evidence("crash", complete, known.world_size)
+    return _evidence(outcome, seen, known.world_size)
 
 
 def stuck_for_good(found: Collected) -> Mapping[int, int]:
@@ -436,6 +445,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
     if evidence.nodes:
         staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
+    if evidence.early:
+        staging.add_json(Artifact("early.json", OURS, 0.0), evidence.early)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
     _add_reports(staging, verdict, evidence, about, timeline)

@@ -35,6 +35,7 @@ def circumstances(job: Job) -> Circumstances:
         artifact_limit_bytes=settings.artifact_limit_bytes,
         keeping=Keeping(settings.keep_bundles, settings.bundle_archive),
         notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
+        suspects=Notifier(settings.on_suspect, option="--on-suspect", tell_user=lambda text: say(redactor.said(text))),
     )
 
 
@@ -74,6 +75,8 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "startup_timeout_s": settings.startup_timeout_s,
             "max_stall_s": settings.effective_max_stall_s,
             "on_stall": settings.on_stall,
+            "early_look": settings.early_look,
+            "on_suspect": redactor.said(settings.on_suspect or ""),
             "origins": dict(settings.origins),
         },
         "bundles": {

@@ -206,6 +206,7 @@ class Live:
                 *self._silent(),
             ],
             notes=[*self._watch.notes],
+            early=[*self._watch.early],
             nodes=self._nodes(now),
             alone=self._together.why_alone if self._watch.unseen and not self._together.is_covered else "",
         )

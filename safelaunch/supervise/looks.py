@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from safelaunch.capture.flight_recorder import newest_entry
 from safelaunch.capture.look import Look, RankLook, Target, take
@@ -76,6 +79,31 @@ def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
     calls = [partial(newest_entry, str(target.socket)) for target in asked]
     answers = gather(calls, deadline_s=ENTRIES_DEADLINE_S)
     return {target.rank: number for target, number in zip(asked, answers, strict=True) if number is not None}
+
+
+def movement_of(looks: Looks, *, without_steps: bool = False) -> tuple[Movement, tuple[int, ...]]:
+    """What moved between the last two looks (see ``movement.judge``), and the ranks that compute, read or write."""
+    from safelaunch.watch import movement
+
+    before, after = looks.taken[-2:]
+    found = movement.judge(before, after, outputs(), without_steps=without_steps)
+    if found == "still" and looks.collectives_moved:
+        return "active", ()
+    active = (rank for rank, look in after.ranks.items() if look.main is not None and look.main.state is not None)
+    if found != "active":
+        return found, ()
+    return found, tuple(
+        rank for rank in active if movement.judge_rank(before.ranks.get(rank), after.ranks[rank]) == found
+    )
+
+
+def outputs() -> frozenset[str]:
+    """The targets of our stdout and stderr, which the job inherits, if their reader can block a writer."""
+    found = []
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            found.append(os.fspath(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    return frozenset(target for target in found if target.startswith(("pipe:", "socket:", "/dev/")))
 
 
 def native_where_it_tells(looks: Looks) -> Looks:

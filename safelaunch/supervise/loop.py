@@ -21,6 +21,7 @@ from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.crash import CrashCase
+from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.incident import Report
 from safelaunch.supervise.launch_info import circumstances
 from safelaunch.supervise.live import Live
@@ -40,6 +41,7 @@ BUSY_TICK_S = 0.02
 LATE_S = 0.001  # never wakes before the moment that it waits for
 WRITE_PATIENCE_S = 90.0
 CAPTURE_PATIENCE_S = 20.0
+SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
 
 
@@ -94,10 +96,11 @@ class Supervisor:
         self._cap = GroupTimeout(self._watch) if bounds_of(settings) else None
         about = self._about = circumstances(job)
         redact.use(about.redactor.text)
-        self._notifier = about.notifier
+        self._notifier, self._suspects = about.notifier, about.suspects
         self._together = Together(job.plan, about, self._watch)
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
+        self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
         self._live = Live(job, self._watch, about, self._exits, self._together)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _Verdict | None = None
@@ -212,6 +215,8 @@ class Supervisor:
             return
         self._on_crash(glance)
         self._on_stall(glance, now)
+        if self._early is not None:
+            self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.begun))
         if self._cap is not None:
             self._cap.advance(now)
         self._health.advance(now)
@@ -372,11 +377,17 @@ class Supervisor:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
-        """Waits for --on-bundle's command, which has its own deadline, unless somebody stops the job meanwhile."""
-        deadline = time.monotonic() + self._notifier.patience_s
-        while self._notifier.busy and not self._forwarder.stop_requested and time.monotonic() < deadline:
+        """Waits for --on-bundle's command, which has its own deadline, unless somebody stops the job meanwhile.
+
+        And a moment for --on-suspect's: a job that ends well has not to wait for what was feared of it.
+        """
+        begin, longest_s = time.monotonic(), self._notifier.patience_s
+        while not self._forwarder.stop_requested and (waited_s := time.monotonic() - begin) < longest_s:
+            if not (self._notifier.busy or (self._suspects.busy and waited_s < SUSPECT_PATIENCE_S)):
+                break
             self._forwarder.wait(BUSY_TICK_S)
         self._notifier.end()
+        self._suspects.end()
 
     def _show(self, result: Report) -> None:
         from safelaunch.capture import user_source

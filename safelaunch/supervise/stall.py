@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from safelaunch.cluster.messages import Vote
 from safelaunch.model import Outcome, format_ranks
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
-from safelaunch.supervise.looks import Looks, Patience, look_at
+from safelaunch.supervise.looks import Looks, Patience, look_at, movement_of
 from safelaunch.supervise.together import OPEN_S, Together
 from safelaunch.supervise.together import Outcome as Joint
 from safelaunch.supervise.watch import Glance, Watch
@@ -435,14 +432,11 @@ class StallCase:
     # --- what is seen, and what is said -----------------------------------------------------------------------------
 
     def _movement(self, stall: Stall, looks: Looks) -> Movement:
-        from safelaunch.watch import movement
-
         if self._watch.stepped_since(stall):
             return "moving"
         # A limit that the user set for the time before the first step holds.
         without_steps = self._watch.has_pulse_only and self._watch.policy.startup_max_s is None
-        judged = movement.judge(looks.taken[-2], looks.taken[-1], _outputs(), without_steps=without_steps)
-        return "active" if judged == "still" and looks.collectives_moved else judged
+        return movement_of(looks, without_steps=without_steps)[0]
 
     def _patience(self, suspicion: _Suspicion, looks: Looks, now: float) -> Patience | None:
         from safelaunch.watch import movement
@@ -477,12 +471,3 @@ class StallCase:
 def _vote(movement: Movement, looks: Looks) -> Vote:
     """A rank whose words to another have not arrived may go on when they do: after an outage, long after nodes talk."""
     return "unknown" if movement == "elsewhere" or (movement == "still" and looks.resends) else movement
-
-
-def _outputs() -> frozenset[str]:
-    """The targets of our stdout and stderr, which the job inherits, if their reader can block a writer."""
-    found = []
-    for descriptor in (1, 2):
-        with suppress(OSError):
-            found.append(os.fspath(Path(f"/proc/self/fd/{descriptor}").readlink()))
-    return frozenset(target for target in found if target.startswith(("pipe:", "socket:", "/dev/")))

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from safelaunch.beacon import layout
 from safelaunch.capture.look import Target
 from safelaunch.launch.process import identify
-from safelaunch.model import Progress
+from safelaunch.model import EarlyLook, Progress
 from safelaunch.roster.progress import AgentEvent, Page, Roster, Worker
-from safelaunch.watch import pulse, rhythm, stall
+from safelaunch.watch import pulse, quiet, rhythm, stall
 from safelaunch.watch.strides import Strides
 
 # Longer than this, and this many times longer than a usual step: the job was stalled.
@@ -55,6 +55,8 @@ class Watch:
         self._damaged: set[int] = set()
         self._gap = (0.0, 0.0)  # the last time that this supervisor did not run itself: until when, and how long
         self._pages: dict[int, Page] = {}  # of the newest tick
+        self._marks: tuple[stall.Mark, ...] = ()
+        self.early: tuple[EarlyLook, ...] = ()  # the newest of this attempt, found by ``EarlyLooks``
 
     def tick(self, now: float) -> Glance:
         """Reads everything once. ``now``: CLOCK_MONOTONIC in seconds."""
@@ -66,6 +68,7 @@ class Watch:
             self._damaged.clear()
             self.last_progress.clear()
             self._strides.clear()
+            self.early = ()
             self._learned = rhythm.Learned()
             self._pulse = pulse.Pulse()
             self.policy = replace(self.policy, startup_s=self._limits.startup_s)
@@ -84,23 +87,24 @@ class Watch:
             if progress.exception_ns and not page.acknowledged:
                 raised.append(rank)
             marks.append(self._mark(progress, now, heard_s))
-        self._learn(tuple(marks), now)
+        self._marks = tuple(marks)
+        self._learn(self._marks, now)
         if now - self.state.last_tick_s > stall.CLOCK_GAP_S:
             self._gap = now, now - self.state.last_tick_s
-        self.state, event = stall.tick(self.state, tuple(marks), self.policy, now)
+        self.state, event = stall.tick(self.state, self._marks, self.policy, now)
         return Glance(tuple(events), event, tuple(raised), damaged)
 
     def _learn(self, marks: tuple[stall.Mark, ...], now: float) -> None:
         """Learns the job's rhythm: the time between marks of its slowest stepping rank."""
         live = [mark for mark in marks if not mark.exited]
         times = [mark.last_step_s for mark in live if mark.last_step_s is not None]
-        if self._bounds is None or not times:
+        if not times:
             return
         mark_s, step = min(times), min(mark.step or 0 for mark in live if mark.last_step_s is not None)
         excused = any(m.paused or (m.phase and m.phase_timeout_s) for m in live) or self.state.base_s > mark_s
         self._learned = rhythm.learn(self._learned, step, mark_s, now, excused=excused)
         # Below this, no threshold suspects anybody, so it need not be computed.
-        if now - mark_s >= min(self._bounds.floor_s, self.cap_s or self._bounds.floor_s):
+        if self._bounds is not None and now - mark_s >= min(self._bounds.floor_s, self.cap_s or self._bounds.floor_s):
             self._use(self.threshold())
 
     @property
@@ -202,6 +206,29 @@ class Watch:
             for worker in self.without_beacon()
         ]
         return stall.oldest(tuple(marks), self.policy, 0.0, now)
+
+    def spell(self, now: float) -> quiet.Spell | None:
+        """How long the job has been quiet; None if nobody is to be judged, or a rank has said that it will be quiet."""
+        live = [mark for mark in self._marks if not mark.exited]
+        if any(mark.paused or (mark.phase and mark.phase_timeout_s) for mark in live):
+            return None
+        found = stall.oldest(self._marks, self.policy, self.state.base_s, now)
+        if found is None:
+            return None
+        made = found.mark_s > self.state.base_s
+        if found.before_first_step:
+            return quiet.Spell(found.mark_s, "start", made=made)
+        usual_s, longest_s = rhythm.usual_s(self._learned)
+        if not usual_s:
+            usual_s = longest_s = self._mean_step_s(found.ranks[0])
+        return quiet.Spell(found.mark_s, "steps" if usual_s else "first steps", usual_s, longest_s, made)
+
+    def _mean_step_s(self, rank: int) -> float:
+        """Of all steps so far, which the first ones make too long; 0 while these are all."""
+        progress = self.last_progress[rank]
+        steps = progress.step or 0
+        mean_s = (progress.last_step_ns - progress.first_step_ns) / 1e9 / max(1, steps - 1)
+        return mean_s if steps > rhythm.WARM_UP else 0.0
 
     def hold(self) -> None:
         """It hangs, as all nodes have found together: nothing is suspected any more."""

@@ -177,6 +177,13 @@ def quantile_s(known: Learned, part: float = QUANTILE) -> float:
     return float(SHORTEST_S * RATIO**BUCKETS)
 
 
+def usual_s(known: Learned) -> tuple[float, float]:
+    """The median and the longest of the recent ordinary steps; zeros while there are too few to tell."""
+    if known.count <= WARM_UP:
+        return 0.0, 0.0
+    return quantile_s(known, 0.5), quantile_s(known)
+
+
 def _stands_out(known: Learned, seconds: float) -> bool:
     if seconds <= STANDS_OUT_S or known.count < ENOUGH:
         return False

@@ -7,6 +7,7 @@ download without a byte, which looks frozen in every respect for longer than 5 s
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,10 @@ STOPPED_S = 9.0
 
 @dataclass(frozen=True)
 class Healthy:
-    """A job that ends by itself with exit code 0. ``meanwhile``: what the test does to all of its nodes."""
+    """A job that ends by itself with exit code 0. ``meanwhile``: what the test does to all of its nodes.
+
+    ``rests``: for a while nothing moves, so an early look may say where the ranks stand.
+    """
 
     name: str
     how: str = "steady"
@@ -34,6 +38,7 @@ class Healthy:
     own: tuple[str, ...] = (f"--stall-floor={FLOOR_S}",)
     meanwhile: Callable[[Sequence[Job]], None] | None = None
     script: Path = SCRIPT
+    rests: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("pause", "pausing"),
     Healthy("one hiccup", "one-hiccup"),
     Healthy("a slow disk", "slow-disk"),
-    Healthy("a download that looks frozen", "downloading", own=DEFAULT_FLOOR),
+    Healthy("a download that looks frozen", "downloading", own=DEFAULT_FLOOR, rests=True),
     Healthy("long start", "long-start"),
     Healthy("long first step", "long-first-step"),
     Healthy("long tail", "long-tail"),
@@ -131,6 +136,17 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("stopped for a while", meanwhile=stop_the_ranks, steps=250),
     Healthy("stopped, four ranks", meanwhile=stop_the_ranks, steps=250, ranks=4),
     Healthy("suspended with the watch", meanwhile=suspend_everything, steps=250),
+    # With the default floor early looks come long before a suspicion.
+    Healthy("long evaluation", "evaluating", steps=90, more=("--quiet=12",), own=DEFAULT_FLOOR),
+    Healthy("rank 0 evaluates for long", "rank-0-evaluates", steps=110, more=("--quiet=12",), own=DEFAULT_FLOOR),
+    Healthy("a child evaluates for long", "child-evaluates", steps=130, more=("--quiet=12",), own=DEFAULT_FLOOR),
+    Healthy("rank 0 saves, by default", "rank-0-saves", own=DEFAULT_FLOOR),
+    Healthy("a slow disk, by default", "slow-disk", own=DEFAULT_FLOOR, rests=True),
+    Healthy("phase with a time-out, by default", "timed-phase", own=DEFAULT_FLOOR),
+    Healthy("pause, by default", "pausing", own=DEFAULT_FLOOR),
+    Healthy("very slow steps, by default", length=3.0, steps=30, own=DEFAULT_FLOOR),
+    Healthy("long first step, by default", "long-first-step", own=DEFAULT_FLOOR),
+    Healthy("stopped for a while, by default", meanwhile=stop_the_ranks, steps=250, own=DEFAULT_FLOOR),
 )
 
 
@@ -209,7 +225,19 @@ def wrong_with_healthy(case: Healthy, results: Sequence[Result], ranks: int) -> 
     wrong = [f"exit code {result.code}" for result in results if result.code]
     wrong += [f"{trained} of {trainers} ranks trained to the end"] if trained != trainers else []
     wrong += [f"a bundle: {bundle.path.name}" for result in results for bundle in result.bundles]
+    wrong += [problem for result in results for problem in wrong_with_words(result.stderr, rests=case.rests)]
     return wrong + [left for result in results for left in result.leftovers]
+
+
+def wrong_with_words(stderr: str, *, rests: bool) -> list[str]:
+    """What early looks must not have said of a healthy job: that it hangs, or that a rank stands still that works."""
+    found = []
+    for words in re.findall(r"^safelaunch: quiet for .*?: (.*)\.\.\. watching$", stderr, re.MULTILINE):
+        if re.search(r"\b(hangs?|hung|stuck|deadlock|fault|culprit|blamed?)\b", words):
+            found.append(f"an early word accuses: {words}")
+        elif not rests and " active at " not in words:
+            found.append(f"an early word of a job that moves: {words}")
+    return found
 
 
 def run_frozen(case: Frozen, scratch: Path) -> tuple[list[str], Result]:

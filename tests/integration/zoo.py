@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jobs import PROGRAMS, Job, Result
+from jobs import PATIENCE_S, PROGRAMS, Job, Result
 from torch._C import _distributed_c10d
 
 from safelaunch.capture import user_source
+from safelaunch.control import protocol
 from safelaunch.diagnose import diagnose
+from safelaunch.errors import SafelaunchError
 from safelaunch.postmortem import locate
 
 EXIT_HUNG = 124
@@ -168,11 +170,11 @@ SPECIMENS: tuple[Specimen, ...] = (
 BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
 
 
-def start(specimen: Specimen, culprit: int, scratch: Path, *, ranks: int | None = None) -> Job:
-    """Starts ``specimen`` under safelaunch in the empty directory ``scratch``."""
+def start(specimen: Specimen, culprit: int, scratch: Path, *, ranks: int | None = None, configured: bool = True) -> Job:
+    """Starts ``specimen`` under safelaunch in the empty directory ``scratch``. ``configured`` False: by defaults."""
     prepare(specimen, scratch)
-    per_node = f"--nproc-per-node={ranks or specimen.ranks}"
-    return Job([*options_of(specimen), per_node, *script_of(specimen, culprit, scratch)], scratch)
+    own = [*(options_of(specimen) if configured else ()), f"--nproc-per-node={ranks or specimen.ranks}"]
+    return Job([*own, *script_of(specimen, culprit, scratch)], scratch)
 
 
 def prepare(specimen: Specimen, scratch: Path) -> None:
@@ -196,6 +198,45 @@ def script_of(specimen: Specimen, culprit: int, scratch: Path) -> list[str | Pat
         f"--scratch={scratch}",
         *specimen.more,
     ]
+
+
+@dataclass(frozen=True)
+class Word:
+    """What safelaunch said first of a quiet job: ``quiet_s`` after its last progress, about ``ranks``."""
+
+    quiet_s: float
+    ranks: tuple[int, ...]
+    words: str
+
+
+def first_word(job: Job, patience_s: float = PATIENCE_S) -> Word | None:
+    """Waits for the first early look that was printed; None if none was within ``patience_s``, or the job has ended."""
+    found: list[Word] = []
+
+    def has_said() -> bool:
+        for run in protocol.runs(job.runtime / "safelaunch"):
+            try:
+                answer = json.loads(protocol.ask(run / "control", protocol.Request("status"), deadline_s=5.0))
+            except SafelaunchError:
+                continue
+            for look in answer.get("early", ()):
+                ranks = tuple(place["rank"] for place in look.get("places", ()))
+                found.extend([Word(look["quiet_s"], ranks, look["words"])] if look.get("said") else [])
+        return bool(found)
+
+    try:
+        job.until(has_said, "a first word", patience_s, every_s=0.5)
+    except AssertionError:
+        return None
+    return found[0]
+
+
+def judge_word(specimen: Specimen, culprit: int, word: Word | None, *, ranks: int | None = None) -> list[str]:
+    """Returns what is wrong with a first word: its ranks have to be those of the verdict."""
+    if word is None:
+        return ["nothing was said"]
+    expected = specimen.culprits(culprit, ranks or specimen.ranks)
+    return [] if set(word.ranks) == expected else [f"ranks {sorted(word.ranks)}, not {sorted(expected)}"]
 
 
 def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None = None) -> list[str]:

@@ -18,11 +18,11 @@ import msgspec
 import pytest
 
 from safelaunch.bundle import copier
-from safelaunch.bundle.onbundle import Notifier, variables
+from safelaunch.bundle.onbundle import Notifier, variables, variables_of_look
 from safelaunch.bundle.onbundle import run as run_command
 from safelaunch.bundle.publishing import Keeping, Published, check_directory, name_of, publish
 from safelaunch.bundle.staging import Staging, cut
-from safelaunch.model import Artifact, Culprit, Verdict
+from safelaunch.model import Artifact, Culprit, EarlyLook, Place, Verdict
 from safelaunch.redaction.redactor import Redactor
 
 NAME = "train-20260101T000000Z-hang"
@@ -733,6 +733,28 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_the_command_of_an_early_look(tmp_path: Path) -> None:
+    look = EarlyLook(1e9, 7.4, 0.048, "still", "rank 1 is asleep\0", "stuck-in-user-code", (Place(1), Place(3)))
+    said: list[str] = []
+    notifier = Notifier(
+        f"env | grep ^SAFELAUNCH_ | sort > '{tmp_path}/env'; exit 3", option="--on-suspect", tell_user=said.append
+    )
+    notifier.start(variables_of_look(look, "train"))
+    until = time.monotonic() + 120
+    while notifier.busy:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert said == ["--on-suspect failed with exit code 3"]
+    assert (tmp_path / "env").read_text().splitlines() == [
+        "SAFELAUNCH_CAUSE=stuck-in-user-code",
+        "SAFELAUNCH_QUIET_S=7",
+        "SAFELAUNCH_RANKS=1,3",
+        "SAFELAUNCH_RUN_NAME=train",
+        "SAFELAUNCH_SUMMARY=rank 1 is asleep",
+        "SAFELAUNCH_USUAL_S=0.048",
+    ]
 
 
 def test_who_stops_the_job_does_not_wait(tmp_path: Path) -> None:

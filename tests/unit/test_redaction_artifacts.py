@@ -68,6 +68,7 @@ WRITERS = {
     "postmortem.guard": "a child's answer, through a pipe",
     "postmortem.rundirs": "copies of dumps, to read them",
     "launch.process": "an errno, and a go, through pipes",
+    "supervise.early_verdict": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
     "postmortem.locate": "unpacks somebody's bundle to read it",
     "beacon.*": "inside the ranks: what they say, before anything is taken out",

@@ -13,8 +13,8 @@ from safelaunch.cli import colaunch_options, demo, dump
 from safelaunch.errors import PresetError, UsageError
 from safelaunch.settings.config import (
     BY_FLAG,
+    HOOK_ENV,
     INTERNAL_ENV,
-    ON_BUNDLE_ENV,
     OWN_OPTIONS,
     Settings,
     help_text,
@@ -74,6 +74,8 @@ def test_the_options_are_these() -> None:
         "--keep-bundles": True,
         "--artifact-limit": True,
         "--on-bundle": True,
+        "--no-early-look": False,
+        "--on-suspect": True,
         "--gpus": True,
         "--wait": False,
         "--wait-timeout": True,
@@ -177,7 +179,7 @@ def test_wrong_values(parse: object, texts: list[str]) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    settings = resolve([], {"PATH": "/bin", **dict.fromkeys([*INTERNAL_ENV, *ON_BUNDLE_ENV], "x")}, tmp_path, never)
+    settings = resolve([], {"PATH": "/bin", **dict.fromkeys([*INTERNAL_ENV, *HOOK_ENV], "x")}, tmp_path, never)
     assert settings.presets == ()
     assert settings.stall_timeout_s is None
     assert settings.effective_stall_timeout_s == 600.0
@@ -190,6 +192,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert settings.keep_bundles == 0
     assert settings.artifact_limit_bytes == 64 << 20
     assert settings.on_bundle is None
+    assert (settings.early_look, settings.on_suspect) == (True, None)
     assert settings.wait is False
     assert settings.dry_run is False
     assert settings.bundle_dir == tmp_path / "safelaunch-bundles"
@@ -431,6 +434,15 @@ def test_wrong_options(tmp_path: Path, cli: list[str], env: dict[str, str], mess
     assert message in caught.value.message
     assert fix in caught.value.fix
     assert caught.value.exit_code == 2
+
+
+def test_early_looks_from_every_place(tmp_path: Path) -> None:
+    in_file = settle(tmp_path, yaml="no-early-look: true\non-suspect: 'post \"$SAFELAUNCH_SUMMARY\"'\n")
+    assert (in_file.early_look, in_file.on_suspect) == (False, 'post "$SAFELAUNCH_SUMMARY"')
+    assert in_file.origin("no-early-look") == "safelaunch.yaml:1"
+    env = {"SAFELAUNCH_NO_EARLY_LOOK": "0", "SAFELAUNCH_RANKS": "1", "SAFELAUNCH_QUIET_S": "7"}
+    assert settle(tmp_path, env=env, yaml="no-early-look: true\n").early_look
+    assert not settle(tmp_path, "--no-early-look").early_look
 
 
 def test_what_is_kept_of_bundles_from_every_place(tmp_path: Path) -> None:

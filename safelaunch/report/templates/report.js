@@ -138,7 +138,8 @@ function head() {
     ? h("div", { class: "todo", id: "todo" }, h("h2", {}, "What to do"),
       h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text))))) : null;
   const notes = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
-    ...it.notes.map((text) => h("p", { class: "dim" }, `Noticed while it ran: ${text}`))];
+    ...it.notes.map((text) => h("p", { class: "dim" }, `Noticed while it ran: ${text}`)),
+    ...it.early.map((text) => h("p", { class: "dim" }, `Early look: ${text}`))];
   const title = document.getElementById("summary");
   title.replaceChildren(...marked(title.textContent));
   document.getElementById("head").append(

@@ -18,6 +18,7 @@ import safelaunch
 
 parser.add_argument("--freeze", default="", help="how it freezes: sleep, lock, read, mismatch, loader, spin")
 parser.add_argument("--length", type=float, default=0.1, help="duration of a normal step in seconds")
+parser.add_argument("--quiet", type=float, default=0.0, help="duration of an evaluation in seconds")
 parser.add_argument("--busy-thread", action="store_true", help="run a logger and profiler thread")
 options = parser.parse_args()
 RANK = int(os.environ["RANK"])
@@ -90,7 +91,7 @@ def curriculum(step: int) -> None:
 def evaluating(step: int) -> None:
     nothing(step)
     if step % 40 == 0:
-        compute(6.0)
+        compute(options.quiet or 6.0)
 
 
 def evaluating_aloud(step: int) -> None:
@@ -105,7 +106,7 @@ def rank_0_evaluates(step: int) -> None:
     nothing(step)
     if step % 50 == 0:
         if RANK == 0:
-            compute(7.0)
+            compute(options.quiet or 7.0)
         dist.barrier()
 
 
@@ -135,7 +136,8 @@ def compresses(step: int) -> None:
 def child_evaluates(step: int) -> None:
     nothing(step)
     if step % 60 == 0 and RANK == 0:
-        subprocess.run([sys.executable, "-c", "import time\ne=time.time()+7\nwhile time.time()<e: pass"], check=True)
+        code = f"import time\ne=time.time()+{options.quiet or 7}\nwhile time.time()<e: pass"
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def timed_phase(step: int) -> None:

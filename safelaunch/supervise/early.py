@@ -1,0 +1,195 @@
+"""Early looks: a first word within seconds of a stop, long before the threshold.
+
+Two looks at the ranks, a moment apart, and a line about what they do. Nothing is ever ended for it, and no bundle is
+written. Where the ordinary suspicion begins, it has the word.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from safelaunch.bundle.onbundle import variables_of_look
+from safelaunch.capture.look import Look, Target
+from safelaunch.model import EarlyLook, RankExit
+from safelaunch.redaction.evidence import without_secrets
+from safelaunch.report import early as shown
+from safelaunch.supervise import early_verdict, incident
+from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.looks import Looks, look_at, movement_of
+from safelaunch.supervise.watch import Watch
+from safelaunch.system.console import say
+from safelaunch.system.task import Task
+from safelaunch.watch import quiet
+from safelaunch.watch.quiet import Quiet, Spell
+from safelaunch.watch.stall import Status
+
+BETWEEN_S = 2.0
+NEARLY_DUE_S = 4.0  # so near, the ordinary suspicion is left to itself
+KEPT = 8
+QUESTION_FILE = "early"
+
+
+@dataclass
+class _Looking:
+    """A look in progress. ``second_s``: when the second one is due; ``cost_s``: of both; ``word``: what they found."""
+
+    spell: Spell
+    begin_s: float
+    task: Task[Looks]
+    looks: Looks | None = None
+    second_s: float | None = None
+    word: Task[EarlyLook | None] | None = None
+    cost_s: float = 0.0
+
+
+class EarlyLooks:
+    """Looks early at a quiet job. Call ``advance`` on every tick; it never blocks and never raises."""
+
+    def __init__(self, watch: Watch, about: Circumstances, exits: Callable[[], Mapping[int, RankExit]]) -> None:
+        self._watch = watch
+        self._about = about
+        self._exits = exits
+        self._quiet = Quiet(time.monotonic())
+        self._attempt = watch.attempt
+        self._under_way: _Looking | None = None
+        self._left: Task[Looks] | Task[EarlyLook | None] | None = None  # of a look that was given up
+        self._failed = False
+
+    def advance(self, now: float, *, free: bool) -> None:
+        """One tick. ``free`` False: the job is suspected, has failed or is being stopped."""
+        if self._failed:
+            return
+        try:
+            self._advance(now, free=free and self._watch.state.status is Status.WATCHING)
+        except Exception as error:  # noqa: BLE001 - the watch goes on without early looks
+            self._failed = True
+            say(f"an internal error ended the early looks ({type(error).__name__}: {error}); still watching")
+
+    def _advance(self, now: float, *, free: bool) -> None:
+        if self._watch.attempt != self._attempt:
+            self._attempt, self._quiet = self._watch.attempt, Quiet(now)
+        spell, before = self._watch.spell(now), self._quiet
+        self._quiet = quiet.follow(before, spell, now)
+        if before.begin_s and self._quiet.begin_s != before.begin_s:
+            end_s = self._quiet.begin_s or now
+            self._note_end(end_s - before.begin_s)
+        if self._under_way is not None:
+            if free and self._under_way.begin_s == self._quiet.begin_s:
+                self._go_on(self._under_way, now)
+            else:
+                self._leave(self._under_way)
+        elif free and spell is not None and self._may_look(now) and quiet.is_due(self._quiet, spell, now):
+            self._quiet = quiet.looking(self._quiet, now)
+            self._under_way = _Looking(spell, self._quiet.begin_s, self._look(None))
+
+    def _leave(self, looking: _Looking) -> None:
+        """The job goes on, or others look at it."""
+        self._under_way, self._left = None, looking.word or looking.task
+        if looking.word is None:
+            self._quiet = quiet.spent(self._quiet, looking.cost_s)
+
+    def _may_look(self, now: float) -> bool:
+        due_s = self._watch.state.due_s
+        return (self._left is None or self._left.done) and (not due_s or due_s - now > NEARLY_DUE_S)
+
+    def _look(self, looks: Looks | None) -> Task[Looks]:
+        targets = self._watch.targets()
+        return Task("early look", lambda: look_at(targets, looks, collectives=True))
+
+    def _go_on(self, looking: _Looking, now: float) -> None:
+        if looking.word is not None:
+            if looking.word.done:
+                self._under_way = None
+                self._tell(looking, looking.word.result(), now)
+        elif looking.second_s is not None:
+            if now >= looking.second_s:
+                looking.second_s, looking.task = None, self._look(looking.looks)
+        elif looking.task.done:
+            first, looking.looks = looking.looks is None, looking.task.result()
+            looking.cost_s += cost_s(looking.looks.taken[-1])
+            if first:
+                looking.second_s = now + BETWEEN_S
+            else:
+                self._judge(looking, looking.looks)
+
+    def _judge(self, looking: _Looking, looks: Looks) -> None:
+        movement, active = movement_of(looks, without_steps=self._watch.has_pulse_only)
+        alone = not self._watch.unseen
+        if movement != "still":  # a rank that stands still loses nothing by a look
+            self._quiet = quiet.spent(self._quiet, looking.cost_s)
+        if movement == "still":
+            looking.word = self._word(looking.spell, looks, None)
+        elif movement == "active" and active and alone and looking.spell.stage == "steps":
+            looking.word = self._word(looking.spell, looks, active)
+        else:
+            self._under_way = None
+
+    def _word(self, spell: Spell, looks: Looks, active: tuple[int, ...] | None) -> Task[EarlyLook | None]:
+        """Finds what to say, in a thread. ``active``: the ranks that compute, read or write; None: none moves."""
+        known, still = incident.known_of(self._watch, self._exits()), active is None
+        looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
+
+        def find() -> EarlyLook | None:
+            evidence = incident.evidence_of("hang", looks, known, self._about, ask=still)
+            found = early_verdict.ask(evidence, active, self._about.run_dir / QUESTION_FILE)
+            found = without_secrets(found, self._about.redactor)
+            if not found.words or (found.common and spell.stage != "steps"):
+                return None
+            return EarlyLook(
+                unix_s=round(time.time(), 3),
+                quiet_s=0.0,
+                usual_s=round(spell.usual_s, 4),
+                movement="still" if still else "active",
+                words=found.words,
+                cause=found.cause,
+                places=found.places,
+            )
+
+        return Task("early word", find)
+
+    def _tell(self, looking: _Looking, look: EarlyLook | None, now: float) -> None:
+        if look is None:
+            return
+        look = structs.replace(look, quiet_s=round(now - looking.begin_s, 1))
+        before = next((one for one in reversed(self._watch.early) if not one.lasted_s), None)
+        part = bool(self._watch.unseen)
+        said = self._is_worth_a_line(look, before, part=part)
+        self._watch.early = (*self._watch.early, structs.replace(look, said=said))[-KEPT:]
+        if said:
+            say(shown.line(look, before, part=part))
+        if said and look.movement == "still":
+            self._about.suspects.start(variables_of_look(look, self._about.run_name))
+
+    @staticmethod
+    def _is_worth_a_line(look: EarlyLook, before: EarlyLook | None, *, part: bool) -> bool:
+        """Honest work is told once. Of a node among others, only what it does itself: all the others wait as well."""
+        if look.movement == "active":
+            return before is None or before.movement != "active"
+        return bool(look.places) or not part
+
+    def _note_end(self, lasted_s: float) -> None:
+        """The quiet is over: what was found in it is no sign of a hang."""
+        lasted_s = max(0.1, round(lasted_s, 1))
+        self._watch.early = tuple(
+            one if one.lasted_s else structs.replace(one, lasted_s=lasted_s) for one in self._watch.early
+        )
+
+
+def without_the_gil(target: Target, look: Look) -> Target:
+    """The same, to be asked only what needs no GIL where a thread had it: a question without an answer haunts the exit
+    of a rank, and this one may be healthy.
+    """
+    rank = look.ranks.get(target.rank)
+    sample = rank.main.stack.value if rank is not None and rank.main is not None else None
+    free = sample is not None and not any(thread.owns_gil for thread in sample.threads)
+    return target if free else replace(target, questions=None)
+
+
+def cost_s(look: Look) -> float:
+    """The longest that a look may have kept a rank from its work: all are read at once."""
+    mains = (rank.main for rank in look.ranks.values())
+    return max((main.stack.duration_s for main in mains if main is not None), default=0.0)

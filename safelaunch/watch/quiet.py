@@ -1,0 +1,113 @@
+"""When does a quiet job deserve an early look, long before the threshold that may end it? Pure.
+
+A threshold that ends jobs has to be patient. A look ends nothing and costs a rank some milliseconds, so it comes after
+a few of the longest recent steps. Spells of quiet that ended by themselves (an evaluation, a checkpoint) are
+remembered: the next look waits for a spell that outlasts them. Looks at one spell follow at growing distances.
+
+Times are seconds of CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+LEAST_S, MOST_S = 5.0, 60.0
+TIMES_STEP = 8.0  # of the longest recent step
+UNKNOWN_S = 10.0  # before a usual step is known: imports, the first compilation
+OUTLASTS = 1.5  # of the longest spell that ended by itself
+GROWTH = 3.0  # from one look at a spell to the next
+FORGETS_S = 86_400.0
+REMEMBERED = 8
+# What looks may cost of the job's time, counted as five minutes where it is shorter.
+SHARE, COUNTED_S = 0.001, 300.0
+
+Stage = Literal["start", "first steps", "steps"]
+"""No rank has stepped; too few steps for a usual one; the usual step is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """The ranks' last sign of progress was at ``since_s``. ``made`` False: there the clock was started again instead.
+
+    ``usual_s``, ``longest_s``: the median and the longest of the recent ordinary steps; 0 before the stage ``steps``.
+    """
+
+    since_s: float
+    stage: Stage
+    usual_s: float = 0.0
+    longest_s: float = 0.0
+    made: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A spell that ended by itself at ``at_s``, after ``lasted_s``."""
+
+    at_s: float
+    lasted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """What is known of a job's quiet.
+
+    ``begin_s``: the beginning of the present spell, 0 without one. ``looks``: how long it had lasted at each look at
+    it. ``excused_s``: until then nobody was to be judged. ``spent_s``: what looks have cost so far.
+    """
+
+    job_s: float
+    stage: Stage = "start"
+    begin_s: float = 0.0
+    looks: tuple[float, ...] = ()
+    excused_s: float = 0.0
+    ended: tuple[Ended, ...] = ()
+    spent_s: float = 0.0
+
+
+def follow(known: Quiet, spell: Spell | None, now: float) -> Quiet:
+    """Takes in the present spell. None: nobody is to be judged, or a rank has said that it will be quiet."""
+    if spell is None:
+        return replace(known, begin_s=0.0, looks=(), excused_s=now)
+    if spell.stage != known.stage:  # how long a start takes says nothing about training
+        known = replace(known, stage=spell.stage, begin_s=0.0, looks=(), ended=())
+    begin_s = max(spell.since_s, known.excused_s)
+    if begin_s <= known.begin_s:
+        return known
+    if known.begin_s and spell.made and begin_s == spell.since_s:
+        known = _remembering(known, Ended(begin_s, begin_s - known.begin_s))
+    return replace(known, begin_s=begin_s, looks=())
+
+
+def _remembering(known: Quiet, ended: Ended) -> Quiet:
+    """Of many spells the longest are kept: these are what the next one has to outlast."""
+    if ended.lasted_s < LEAST_S:
+        return known
+    fresh = (one for one in (*known.ended, ended) if ended.at_s - one.at_s < FORGETS_S)
+    return replace(known, ended=tuple(sorted(fresh, key=lambda one: -one.lasted_s)[:REMEMBERED]))
+
+
+def is_due(known: Quiet, spell: Spell, now: float) -> bool:
+    """Whether to look now, at the spell that ``follow`` has taken in."""
+    after_s = GROWTH * known.looks[-1] if known.looks else first_look_s(known, spell, now)
+    affordable = known.spent_s <= SHARE * max(COUNTED_S, now - known.job_s)
+    return bool(known.begin_s) and now - known.begin_s >= after_s and affordable
+
+
+def first_look_s(known: Quiet, spell: Spell, now: float) -> float:
+    """How long a spell lasts before the first look at it."""
+    least_s = UNKNOWN_S
+    if spell.stage == "steps":
+        least_s = max(min(MOST_S, max(LEAST_S, TIMES_STEP * spell.longest_s)), OUTLASTS * spell.longest_s)
+    longest_s = max((one.lasted_s for one in known.ended if now - one.at_s < FORGETS_S), default=0.0)
+    return max(least_s, OUTLASTS * longest_s)
+
+
+def looking(known: Quiet, now: float) -> Quiet:
+    """A look at the present spell begins."""
+    return replace(known, looks=(*known.looks, now - known.begin_s))
+
+
+def spent(known: Quiet, seconds: float) -> Quiet:
+    """A look has kept a rank from its work for ``seconds``."""
+    return replace(known, spent_s=known.spent_s + seconds)

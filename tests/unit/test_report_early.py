@@ -1,0 +1,62 @@
+"""An early look as people read it: on the screen, in reports, and back from a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from evidence import at, behind, in_user, rank, waiting
+from evidence import job as job_of
+from msgspec.structs import replace
+from test_postmortem import _json, write_bundle
+from test_report import EVIL
+
+from safelaunch.diagnose import diagnose
+from safelaunch.model import EarlyLook, Evidence, Place
+from safelaunch.postmortem import locate
+from safelaunch.report import report
+from safelaunch.report.early import in_status, line
+
+HERE = (Place(1, at(7, "load")),)
+LOOK = EarlyLook(1_795_363_200.0, 7.4, 0.048, words="rank 1 is asleep in train.py:7 (load)", places=HERE)
+
+
+def quiet(*looks: EarlyLook) -> Evidence:
+    asleep = rank(1, in_user(7, "load"), "sleep", flight=behind())
+    return replace(job_of(waiting(0), asleep, waiting(2), waiting(3)), early=looks)
+
+
+@pytest.mark.parametrize(
+    ("look", "before", "part", "text"),
+    [
+        (LOOK, None, False, "quiet for 7 s (usual 0.05 s): rank 1 is"),
+        (replace(LOOK, usual_s=0.0), None, False, "quiet for 7 s (no usual step known): rank 1 is"),
+        (replace(LOOK, usual_s=4.21), None, True, "quiet for 7 s (usual 4.2 s), on this node: rank 1 is"),
+        (replace(LOOK, quiet_s=21.0), LOOK, False, "quiet for 21 s (usual 0.05 s), as after 7 s: rank 1 is"),
+        (replace(LOOK, quiet_s=21.0), replace(LOOK, places=()), False, "quiet for 21 s (usual 0.05 s): rank 1 is"),
+    ],
+)
+def test_the_line(look: EarlyLook, before: EarlyLook | None, part: bool, text: str) -> None:
+    assert line(look, before, part=part) == f"{text} asleep in train.py:7 (load)... watching"
+
+
+def test_in_the_status() -> None:
+    assert in_status(LOOK) == "quiet for 7 s: rank 1 is asleep in train.py:7 (load)"
+    assert in_status(replace(LOOK, lasted_s=30.0)).startswith("quiet for 7 s (over after 30 s): rank 1")
+
+
+def test_in_the_reports() -> None:
+    evidence = quiet(LOOK, replace(LOOK, words=EVIL))
+    for text in (report.markdown(diagnose(evidence), evidence, ()), report.html(diagnose(evidence), evidence, ())):
+        assert "quiet for 7 s: rank 1 is asleep" in text and "UTC" in text
+        assert "<script>alert" not in text and "\x1b" not in text
+
+
+def test_it_comes_back_from_a_bundle(tmp_path: Path) -> None:
+    evidence = quiet(LOOK, replace(LOOK, quiet_s=21.0, movement="active", lasted_s=30.0, said=True))
+    root = write_bundle(tmp_path / "b", evidence)
+    _json(root / "early.json", evidence.early)
+    assert locate.read(root).evidence == evidence
+    (root / "early.json").write_text("{}")
+    damaged = locate.read(root)
+    assert damaged.evidence.early == () and damaged.problems

@@ -1,0 +1,228 @@
+"""An early look's way from a quiet job to its line, without a job: the watch is played, and so are the looks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from evidence import at, behind, in_user, rank, with_culprit
+
+from safelaunch.bundle.onbundle import Notifier
+from safelaunch.capture.look import Look, ProcessLook, Questions, RankLook, Target
+from safelaunch.capture.result import Result
+from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
+from safelaunch.supervise import early, early_verdict, incident
+from safelaunch.supervise.early import EarlyLooks, without_the_gil
+from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.looks import Looks
+from safelaunch.watch.quiet import Spell
+from safelaunch.watch.stall import Status
+
+ASLEEP = FirstWord("rank 1 is asleep in train.py:7 (load)", "stuck-in-user-code", (Place(1, at(7, "load")),))
+COMPUTES = FirstWord("rank 0 is active at train.py:33 (evaluate)", "", (Place(0, at(33, "evaluate")),), common=True)
+NOBODY = FirstWord("all ranks wait in all_reduce at train.py:9", "no-rank-stands-out", (), common=True)
+
+
+@dataclass
+class Watch:
+    """A job whose last progress the test sets."""
+
+    mark_s: float = 100.0
+    stage: Any = "steps"
+    judged: bool = True
+    attempt: tuple[int, int] = (0, 1)
+    unseen: tuple[int, ...] = ()
+    early: tuple[EarlyLook, ...] = ()
+    has_pulse_only: bool = False
+    state: Any = field(default_factory=lambda: SimpleNamespace(status=Status.WATCHING, due_s=10_000.0))
+
+    def spell(self, now: float) -> Spell | None:
+        usual_s = 0.05 if self.stage == "steps" else 0.0
+        return Spell(self.mark_s, self.stage, usual_s, usual_s) if self.judged else None
+
+    def targets(self) -> tuple[()]:
+        return ()
+
+
+class Job:
+    """``movement`` and ``word``: what the looks find."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.watch, self.said, self.told = Watch(), list[str](), list[dict[str, str]]()
+        self.movement: Any = ("still", ())
+        self.word, self.looks, self.asked = ASLEEP, 0, list[bool]()
+        job = self
+
+        class Suspects(Notifier):
+            def start(self, variables: Any) -> None:
+                job.told.append(dict(variables))
+
+        def look_at(targets: Any, looks: Looks | None, **_: Any) -> Looks:
+            job.looks += 1
+            return Looks((), taken=(SimpleNamespace(ranks={}),))  # type: ignore[arg-type]
+
+        def evidence_of(*_: Any, ask: bool) -> None:
+            job.asked.append(ask)
+
+        monkeypatch.setattr(early, "look_at", look_at)
+        monkeypatch.setattr(early, "movement_of", lambda looks, **_: self.movement)
+        monkeypatch.setattr(early, "say", self.said.append)
+        monkeypatch.setattr(incident, "known_of", lambda *_: None)
+        monkeypatch.setattr(incident, "evidence_of", evidence_of)
+        monkeypatch.setattr(early_verdict, "ask", lambda *_: self.word)
+        about = Circumstances("train", tmp_path, tmp_path, tmp_path, {}, host="here", suspects=Suspects())
+        self.early = EarlyLooks(self.watch, about, dict)  # type: ignore[arg-type]
+        self.now = self.watch.mark_s
+        self.free = True
+
+    def wait(self, seconds: float, until: Callable[[], object] = lambda: False) -> None:
+        """Ticks, and gives each thread the time that it takes."""
+        end_s = self.now + seconds
+        while self.now < end_s and not until():
+            self.now += 0.25
+            self.early.advance(self.now, free=self.free)
+            under_way = self.early._under_way
+            for task in (under_way.task, under_way.word) if under_way is not None else ():
+                assert task is None or task.wait(30)
+
+    def step(self) -> None:
+        self.watch.mark_s = self.now
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(tmp_path, monkeypatch)
+
+
+def test_a_rank_that_stands_still_is_told_within_seconds_and_again_at_growing_distances(job: Job) -> None:
+    job.wait(60)
+    assert len(job.said) == 3 and job.looks == 6
+    assert job.said[0] == "quiet for 8 s (usual 0.05 s): rank 1 is asleep in train.py:7 (load)... watching"
+    assert "(usual 0.05 s), as after 8 s: rank 1" in job.said[1]
+    assert [one["SAFELAUNCH_RANKS"] for one in job.told] == ["1"] * 3
+    assert job.told[0]["SAFELAUNCH_CAUSE"] == "stuck-in-user-code"
+    assert [(one.said, one.lasted_s, one.places) for one in job.watch.early] == [(True, 0.0, ASLEEP.places)] * 3
+    assert job.asked == [True] * 3
+
+
+def test_an_evaluation_is_told_once_and_the_command_is_not_run(job: Job) -> None:
+    job.movement, job.word = ("active", (0,)), COMPUTES
+    for _ in range(4):
+        job.wait(30)
+        job.step()
+    assert job.said == ["quiet for 8 s (usual 0.05 s): rank 0 is active at train.py:33 (evaluate)... watching"]
+    assert job.told == []
+    assert [one.lasted_s for one in job.watch.early] == [30.0, 30.0]
+    assert job.asked == [False] * 2, "a rank that computes is not asked for anything"
+
+
+@pytest.mark.parametrize("movement", ["stopped", "moving"])
+def test_ranks_that_are_stopped_or_go_on_are_no_news(job: Job, movement: str) -> None:
+    job.movement = (movement, ())
+    job.wait(60)
+    assert job.looks
+    assert (job.said, job.told, job.watch.early) == ([], [], ())
+
+
+def test_work_that_no_rank_of_this_job_does_is_no_news(job: Job) -> None:
+    job.movement = ("active", ())
+    job.wait(60)
+    assert job.said == []
+
+
+@pytest.mark.parametrize(("word", "lines"), [(ASLEEP, 2), (NOBODY, 0), (FirstWord(common=True), 0)])
+def test_before_the_usual_step_is_known_only_who_stands_out_is_told(job: Job, word: FirstWord, lines: int) -> None:
+    job.watch.stage, job.word = "start", word
+    job.wait(60)
+    assert len(job.said) == lines
+    assert not lines or job.said[0].startswith("quiet for 13 s (no usual step known): rank 1 is asleep")
+
+
+@pytest.mark.parametrize(("word", "lines"), [(ASLEEP, 3), (NOBODY, 0)])
+def test_a_node_among_others_tells_of_what_its_own_ranks_do(job: Job, word: FirstWord, lines: int) -> None:
+    job.watch.unseen, job.word = (2, 3), word
+    job.wait(60)
+    assert len(job.said) == lines and len(job.watch.early) == 3
+    assert all(", on this node: rank 1" in line for line in job.said)
+
+
+def test_on_a_node_among_others_work_is_no_news(job: Job) -> None:
+    job.watch.unseen, job.movement, job.word = (2, 3), ("active", (0,)), COMPUTES
+    job.wait(60)
+    assert job.said == []
+
+
+def test_a_step_drops_the_look(job: Job) -> None:
+    job.wait(60, until=lambda: job.looks)
+    job.step()
+    job.wait(4)
+    assert (job.looks, job.said) == (1, [])
+
+
+@pytest.mark.parametrize("why", ["not free", "suspected", "due soon", "not judged"])
+def test_nothing_is_looked_at_early_where_others_look_or_nobody_is_judged(job: Job, why: str) -> None:
+    job.free = why != "not free"
+    job.watch.judged = why != "not judged"
+    job.watch.state.status = Status.UNDECIDED if why == "suspected" else Status.WATCHING
+    if why == "due soon":
+        job.watch.state.due_s = job.watch.mark_s + 8.0
+    job.wait(6.0 if why == "due soon" else 60)
+    assert (job.looks, job.said) == (0, [])
+
+
+def test_another_attempt_begins_anew(job: Job) -> None:
+    job.wait(60, until=lambda: job.said)
+    job.watch.attempt, job.watch.early = (1, 2), ()
+    job.step()
+    job.wait(10)
+    assert len(job.said) == 2 and ", as after" not in job.said[1]
+
+
+def test_an_error_ends_the_early_looks_and_not_the_watch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(early, "movement_of", fails)
+    job.wait(60)
+    assert job.said == ["an internal error ended the early looks (RuntimeError: no); still watching"]
+
+
+def test_a_rank_whose_gil_is_taken_is_asked_nothing_that_needs_it() -> None:
+    def look(*threads: Thread) -> Look:
+        sample = Result(StackSample(7, 1.0, "py-spy", threads) if threads else None, "py-spy", 0.1)
+        return Look(1.0, 1.1, {0: RankLook(0, ProcessLook(7, None, sample))})
+
+    target = Target(0, 0, 7, 5, questions=cast(Questions, object()))
+    assert without_the_gil(target, look(Thread(()), Thread(()))) is target
+    assert without_the_gil(target, look(Thread(()), Thread((), owns_gil=True))).questions is None
+    assert without_the_gil(target, look()).questions is None
+    assert without_the_gil(target, Look(1.0, 1.1, {})).questions is None
+
+
+# --- the process that finds the words ---------------------------------------------------------------------------------
+
+
+def test_another_process_finds_the_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in the working directory is nobody's to run."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path)
+    evidence = with_culprit(rank(1, in_user(7, "load"), "sleep", flight=behind()), 3)
+    found = early_verdict.ask(evidence, None, tmp_path / "question")
+    assert found.words.startswith("rank 1 is asleep in train.py:7 (load), while ranks 0,2 wait in all_reduce")
+    assert (found.cause, found.places) == ("stuck-in-user-code", (Place(1, at(7, "load")),))
+    computing = with_culprit(rank(1, in_user(33, "evaluate"), "run", flight=behind()), 3)
+    assert early_verdict.ask(computing, [1], tmp_path / "question").words.startswith("rank 1 is active at train.py:33")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["msgspec.py"]
+
+
+def test_a_process_that_fails_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_verdict, "DEADLINE_S", 0.01)
+    begin = time.monotonic()
+    assert early_verdict.ask(with_culprit(rank(1), 2), None, tmp_path / "question").words == ""
+    assert time.monotonic() - begin < 60
+    assert early_verdict.ask(with_culprit(rank(1), 2), None, tmp_path / "no" / "question").words == ""
