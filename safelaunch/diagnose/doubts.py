@@ -73,6 +73,11 @@ class Doubt(Enum):
         2,
         "Several ranks went another way, and nothing sets them apart: each may have drawn for itself.",
     )
+    PATTERN_BY_CHANCE = (
+        "others",
+        1,
+        "Few ranks went another way: what sets them apart may be chance, if each drew for itself.",
+    )
     NO_WAIT_SHOWN = "others", 2, "Nothing shows that the other ranks wait for it."
 
     SAME_MOMENT = "others", 1, "Ranks of another node failed at the same moment, as far as clocks of two nodes tell."

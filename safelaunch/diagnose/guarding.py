@@ -8,8 +8,9 @@ them apart, it makes it less sure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from math import comb
 
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.findings import Finding, capital, ranks_do, ranks_word
@@ -45,8 +46,8 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
     if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
         finding = replace(finding, cause="collective-mismatch")  # they are there by this, not as a loop has ended
     told = [one for one in found if one.kept][:_MOST]
-    if not told and finding.cause == "collective-mismatch" and _is_without_pattern(facts, finding):
-        finding = replace(finding, doubts=(*finding.doubts, Doubt.NO_PATTERN))
+    if not told and finding.cause == "collective-mismatch" and "groups-made" not in finding.signs:
+        finding = replace(finding, doubts=(*finding.doubts, *_drawn(facts, finding)))
     claims, more = (tuple(_claim(one) for one in found if (one in told) is known) for known in (False, True))
     return replace(
         finding,
@@ -56,37 +57,48 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
     )
 
 
-def _is_without_pattern(facts: Facts, finding: Finding) -> bool:
-    """Several ranks at fault on one side, that are no group's, no node's, and in no order among all ranks.
+CHANCE = 0.01  # that ranks which draw for themselves make a pattern
 
-    A decision that each rank takes for itself (a draw, its own data) parts ranks so, and then no rank is wrong.
+
+def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
+    """Whether several ranks at fault on one side may have drawn for themselves, or decided by data of their own.
+
+    Then no rank is wrong. A decision by the rank parts those of a group, of a node, or in an order among all ranks; of
+    few ranks a draw may do so as well.
     """
     sides: dict[tuple[str, int], set[int]] = {}
     for one in finding.culprits:
         sides.setdefault((one.frame.file, one.frame.line) if one.frame else ("", 0), set()).add(one.rank)
     if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
-        return False
-    return any(not has_pattern(facts, side) for side in sides.values())
+        return ()
+    chances = [_chance(facts, side) for side in sides.values()]
+    if 1.0 in chances:
+        return (Doubt.NO_PATTERN,)
+    return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
 
 
-def has_pattern(facts: Facts, ranks: Set[int]) -> bool:
-    """Whether ``ranks`` or all others are one rank, the first or last ones, every k-th, a group's or a node's."""
-    world = facts.world
-    return any(len(side) < 2 or _is_set_apart(facts, side) for side in (ranks, world - ranks))
+def _chance(facts: Facts, ranks: Set[int]) -> float:
+    """How many of all sets of so many ranks make a pattern; 1.0 where ``ranks`` make none, nor do all the others."""
+    sides = [set(side) for side in (ranks, facts.world - ranks)]
+    if any(len(side) < 2 for side in sides):
+        return 0.0
+    patterns = {frozenset(one) for side in sides for one in _patterns(facts, len(side))}
+    if not any(frozenset(side) in patterns for side in sides):
+        return 1.0
+    return len(patterns) / comb(len(facts.world), len(ranks))
 
 
-def _is_set_apart(facts: Facts, ranks: Set[int]) -> bool:
-    first, last = min(ranks), max(ranks)
-    if last - first == len(ranks) - 1 and (first == 0 or last == max(facts.world)):
-        return True
-    step = (last - first) // (len(ranks) - 1)
-    if step > 1 and ranks == set(range(first % step, max(facts.world) + 1, step)):
-        return True
-    hosts = {facts.ranks[rank].evidence.host for rank in ranks if rank in facts.ranks} - {""}
-    groups = (record.groups.values() for record in facts.alignment.records.values())
-    return bool(hosts and ranks == {r for r, one in facts.ranks.items() if one.evidence.host in hosts}) or any(
-        ranks == set(members) for mine in groups for members in mine
-    )
+def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
+    """The sets of ``size`` ranks that are the first or last ones, every k-th, a group's or a node's."""
+    world = sorted(facts.world)
+    yield from (world[:size], world[-size:])
+    for step in range(2, len(world) // size + 2):
+        yield from (found for first in range(step) if len(found := world[first::step]) == size)
+    hosts: dict[str, list[int]] = {}
+    for rank, one in facts.ranks.items():
+        hosts.setdefault(one.evidence.host, []).append(rank)
+    groups = (members for record in facts.alignment.records.values() for members in record.groups.values())
+    yield from (found for found in (*hosts.values(), *set(groups)) if len(found) == size)
 
 
 def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from evidence import C10D, SCRIPT, at, in_c10d, job, rank, waiting
+from evidence import C10D, SCRIPT, at, entry, in_c10d, job, past, rank, record, waiting
 
 from safelaunch.diagnose import diagnose
 from safelaunch.model import Frame, RankException, RankExit, Verdict
@@ -85,3 +85,47 @@ def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() 
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [1])
     assert (sure.confidence, verdict.confidence) == ("high", "medium")
     assert any("if rank == 0 (train.py:40)" in text and "runner-up" in text for text in verdict.ruled_out)
+
+
+# --- several ranks, and what sets them apart --------------------------------------------------------------------------
+
+
+def confidence_of_odd(odd: set[int], world: int = 8, groups: dict[str, tuple[int, ...]] | None = None) -> str:
+    """Of a job in which ``odd`` ranks wait in an all_gather, the others in an all_reduce."""
+    flights = [
+        record(
+            *past(3), entry("all_gather" if n in odd else "all_reduce", 4, line=41 if n in odd else 50), groups=groups
+        )
+        for n in range(world)
+    ]
+    ranks = [
+        rank(n, in_c10d("all_gather" if n in odd else "all_reduce", 41 if n in odd else 50), flight=flight)
+        for n, flight in enumerate(flights)
+    ]
+    verdict = diagnose(job(*ranks))
+    assert [one.rank for one in verdict.culprits] == sorted(odd)
+    return verdict.confidence
+
+
+@pytest.mark.parametrize(
+    ("odd", "world", "expected"),
+    [
+        ({3}, 8, "high"),
+        ({1, 4, 6}, 8, "low"),
+        ({1, 4, 6, 9}, 64, "low"),
+        ({0, 1}, 8, "medium"),
+        (set(range(8)), 64, "high"),
+        (set(range(3, 64, 4)), 64, "high"),
+        ({5, 6, 7, 8}, 64, "low"),
+    ],
+)
+def test_several_ranks_are_surely_at_fault_only_in_a_pattern(odd: set[int], world: int, expected: str) -> None:
+    """Ranks that draw for themselves, or decide by data of their own, seldom make one."""
+    assert confidence_of_odd(odd, world) == expected
+
+
+def test_the_members_of_a_group_are_a_pattern() -> None:
+    ranks = {5, 22, 40, 61}
+    assert confidence_of_odd(ranks, 64) == "low"
+    groups = {"0": tuple(range(64)), "7": tuple(sorted(ranks))}
+    assert confidence_of_odd(ranks, 64, groups) == "high"
