@@ -145,7 +145,8 @@ def _is_held_up(facts: Facts, rank: int) -> bool:
 
 
 def _distinct(claims: tuple[Claim, ...], limit: int = 24) -> tuple[Claim, ...]:
-    return tuple(dict.fromkeys(claims))[:limit]
+    """Each claim once, with the file that shows it first."""
+    return tuple({claim.claim: claim for claim in reversed(claims)}.values())[::-1][:limit]
 
 
 def _missing(facts: Facts) -> Iterator[str]:

@@ -108,9 +108,16 @@ def by_place(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:
 
 
 def apart(words: Mapping[int, str], limit: int = 3) -> str:
-    """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``."""
-    parts = [f"{ranks_do(ranks, 'waits', 'wait')} in {place}" for place, ranks in by_place(words)]
-    return " while ".join(parts[:limit])
+    """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``; three or more
+    places as a list."""
+    places = by_place(words)
+    parts = [f"{ranks_do(ranks, 'waits', 'wait')} in {place}" for place, ranks in places[:2]]
+    if len(places) < 3:
+        return " while ".join(parts)
+    parts = [parts[0], *(f"{ranks_word(ranks)} in {place}" for place, ranks in places[1:limit])]
+    if len(places) > limit:
+        parts.append(f"others in {len(places) - limit} more {'place' if len(places) == limit + 1 else 'places'}")
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:

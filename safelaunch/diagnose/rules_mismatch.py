@@ -33,7 +33,8 @@ from safelaunch.diagnose.findings import (
 )
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.rank_state import Facts, RankFacts, view_of
-from safelaunch.diagnose.rules_history import shifted
+from safelaunch.diagnose.rules_history import left_its_role, shifted
+from safelaunch.diagnose.sides import Sides, sides_without_majority
 from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
@@ -84,11 +85,21 @@ def mismatch(case: Case) -> Ruling:
         lowest = min(numbered, key=lambda w: w.seq or 0)
         found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
         if found is not None:
-            return _of_record(case, found)
+            return _by_its_role(case, found) or _of_record(case, found)
     meeting = _by_stacks(case, case.waits.in_circle)
     if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # some ranks send and others do not, by design
         meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), majority=False)
     return _finding(case, meeting)
+
+
+def _by_its_role(case: Case, found: Mismatch) -> Ruling:
+    """Where no majority decides: the one member that did not call there what all others of its role did, be they
+    members or not. The group beside it, of other replicas, makes the same calls.
+    """
+    one = None if found.majority else case.histories.parting_of_one(found.odd)
+    if one is None or (one.call.group, number_of(one.call)) != (found.group, found.seq):
+        return ""
+    return left_its_role(case)
 
 
 def mispaired(case: Case) -> Ruling:
@@ -206,7 +217,37 @@ def _of_record(facts: Facts, found: Mismatch) -> Finding:
     shift = facts.histories.shift_in(found.group)
     if shift is not None and shift.number < found.seq:
         return shifted(facts, shift, meeting.words, meeting.claims)
-    return _finding(facts, meeting)
+    sides = sides_without_majority(facts, found)
+    return _finding(facts, meeting) if sides is None else _of_sides(facts, found, meeting, sides)
+
+
+_MOST_SIDES = 4
+_MOST_CALLS = 3
+
+
+def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sides) -> Finding:
+    """No side outvotes the others, so nobody is named: what each calls is told, and where their ways part."""
+    which = f"from number {found.seq} of group {found.group!r} on"
+    alone = all(len(side) == 1 for side in sides.ranks)
+    text = "Each rank makes these calls in an order of its own"
+    text = text if alone else f"The ranks go {len(sides.ranks)} different ways, and no majority goes one"
+    told = [f"{ranks_word(side)} {_next_calls(facts, found, side)}" for side in sides.ranks[:_MOST_SIDES]]
+    more = len(sides.ranks) - _MOST_SIDES
+    told += [f"{more} more ways"] if more > 0 else []
+    return Finding(
+        "collective-mismatch",
+        (*meeting.doubts, Doubt.OWN_WAYS),
+        f"{text}, {which}: {'; '.join(told)}. {sides.says}".rstrip(),
+        claims=meeting.claims + wait_claims(facts, meeting.words),
+    )
+
+
+def _next_calls(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> str:
+    """``broadcast at train.py:9, then all_gather at train.py:12``: of the one that came furthest."""
+    rank = max(ranks, key=lambda one: (facts.alignment.last(one, found.group), -one))
+    entries = (facts.alignment.entry(rank, found.group, found.seq + n) for n in range(_MOST_CALLS))
+    calls = (f"{op_name(one)}{fr.at(_user_stack(facts, rank, one.frames)[0])}" for one in entries if one is not None)
+    return ", then ".join(calls)
 
 
 def _recorded(facts: Facts, found: Mismatch) -> Meeting:
@@ -222,7 +263,7 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
         made[rank] = Call(f"{name} at {fr.place(site)}" if site else f"{name} (number {entry.seq})", site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
     text = f"number {found.seq} of group {found.group!r} is {', '.join(parts)}"
-    claims = [record_claim(members[0], text) for members in found.classes.values()]
+    claims = [record_claim((found.odd or ranks)[0], text)]
     parted = facts.histories.in_group(found.group).parted_before(ranks, found.seq)
     if parted is not None:
         number, sites_then = parted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.diagnose.collectives import Alignment, op_name
@@ -10,10 +10,12 @@ from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.findings import Finding, Ruling, capital, ranks_word, wait_claims
 from safelaunch.diagnose.history import UNKNOWN, Identity, identity_of
 from safelaunch.diagnose.waits import Case
-from safelaunch.model import Collective
+from safelaunch.model import Collective, Frame
 from safelaunch.reading import frames as fr
 
 _MOST = 256  # calls of one rank: a race shows at the newest ones
+
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py", "/multiprocessing/pool.py")
 
 Thread = tuple[str, str] | int  # where its code begins, or its number
 
@@ -46,8 +48,9 @@ def threads_that_race(case: Case) -> Ruling:
         return ""
     places: dict[str, list[int]] = {}
     for rank, entry in found.calls.items():
-        site = case.alignment.stack(rank, entry).user_frame
-        places.setdefault(f"{op_name(entry)}{fr.at(site)}", []).append(rank)
+        site, begin = case.alignment.stack(rank, entry).user_frame, _begin(entry)
+        where = f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
+        places.setdefault(f"{op_name(entry)}{where}", []).append(rank)
     which = f"number {found.number} of group {found.group!r}"
     parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
     text = f"Two threads of each rank call collectives of group {found.group!r}, in no fixed order: {which} is {parts}."
@@ -82,9 +85,26 @@ def race_in(alignment: Alignment, group: str) -> Race | None:
         return None
     numbers = sorted(set().union(*late.values()))
     apart = next((n for n in numbers if len({(c[n].thread, c[n].call) for c in late.values() if n in c}) > 1), None)
-    if apart is None:
+    if apart is None or not all(_are_of_several_threads(calls, late.values(), apart) for calls in late.values()):
         return None
     return Race(group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls})
+
+
+def _are_of_several_threads(
+    mine: Mapping[int, _Made], everybody: Iterable[Mapping[int, _Made]], number: int
+) -> bool:
+    """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
+    with itself, wherever its calls begin.
+    """
+    raced = {(calls[number].thread, calls[number].call) for calls in everybody if number in calls}
+    made = {(mine[n].thread, mine[n].call): mine[n].entry.thread for n in sorted(mine, reverse=True) if n >= number}
+    threads = [thread for call, thread in made.items() if call in raced]
+    return len(set(threads)) == len(threads)
+
+
+def _begin(entry: Collective) -> Frame | None:
+    """Where the code of a thread begins that runs nothing of the user's: behind what starts threads."""
+    return next((one for one in reversed(entry.frames) if not fr.normal(one.file).endswith(_STARTERS)), None)
 
 
 def _by_thread(calls: Mapping[int, _Made]) -> frozenset[tuple[Thread, tuple[Identity, ...]]]:
@@ -104,7 +124,7 @@ def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _Made]:
         call = identity_of(entry, alignment.stack(rank, entry)) if entry is not None else UNKNOWN
         if entry is None or call == UNKNOWN:
             return {}
-        outer = alignment.stack(rank, entry).user_frames[-1:]
-        thread: Thread = (outer[0].file, fr.short(outer[0].function)) if outer else entry.thread
+        outer = next(reversed(alignment.stack(rank, entry).user_frames), None) or _begin(entry)
+        thread: Thread = (outer.file, fr.short(outer.function)) if outer is not None else entry.thread
         found[number] = _Made(thread, call, entry)
     return found
