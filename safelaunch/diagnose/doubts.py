@@ -66,7 +66,7 @@ class Doubt(Enum):
     SEVERAL_CAUSES = "others", 1, "Ranks hold up their peers in different ways."
     SEVERAL_PLACES = "others", 1, "The ranks are in different places."
     NO_MAJORITY = "others", 1, "No side has a majority: either may be at fault."
-    OWN_WAYS = "others", 1, "Ranks that made the same call part from one another as well: no side has a majority."
+    OWN_WAYS = "others", 1, "The ranks go three or more different ways: no side has a majority."
     EITHER_SIDE = "others", 1, "Calls that meet do not fit, and any of them may be the wrong one."
     MAY_BE_OWED = "others", 1, "What the rank waits for is a peer's to send or to make: either may be at fault."
     NO_PATTERN = (

@@ -227,27 +227,40 @@ _MOST_CALLS = 3
 
 def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sides) -> Finding:
     """No side outvotes the others, so nobody is named: what each calls is told, and where their ways part."""
-    which = f"from number {found.seq} of group {found.group!r} on"
-    alone = all(len(side) == 1 for side in sides.ranks)
-    text = "Each rank makes these calls in an order of its own"
-    text = text if alone else f"The ranks go {len(sides.ranks)} different ways, and no majority goes one"
-    told = [f"{ranks_word(side)} {_next_calls(facts, found, side)}" for side in sides.ranks[:_MOST_SIDES]]
-    more = len(sides.ranks) - _MOST_SIDES
+    below = f" below {fr.place(sides.under)}" if sides.under is not None else ""
+    text = f"From number {found.seq} of group {found.group!r} on, "
+    if all(len(side) == 1 for side in sides.ranks):
+        text += f"each rank makes its calls in an order of its own{below}"
+    else:
+        text += f"the ranks go {len(sides.ranks)} different ways{below}, and no majority goes one of them"
+    told = [f"{ranks_word(side)} {words}" for side, words in _next_calls(facts, found, sides).items()]
+    more = len(sides.ranks) - len(told)
     told += [f"{more} more ways"] if more > 0 else []
+    once_more = sides.once_more
+    why = ""
+    if once_more is not None and sides.condition:
+        why = f" Some called from {fr.place(once_more)} once more than others, behind `{sides.condition}`."
     return Finding(
         "collective-mismatch",
         (*meeting.doubts, Doubt.OWN_WAYS),
-        f"{text}, {which}: {'; '.join(told)}. {sides.says}".rstrip(),
+        f"{text}: {'; '.join(told)}.{why}",
         claims=meeting.claims + wait_claims(facts, meeting.words),
     )
 
 
-def _next_calls(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> str:
-    """``broadcast at train.py:9, then all_gather at train.py:12``: of the one that came furthest."""
-    rank = max(ranks, key=lambda one: (facts.alignment.last(one, found.group), -one))
-    entries = (facts.alignment.entry(rank, found.group, found.seq + n) for n in range(_MOST_CALLS))
-    calls = (f"{op_name(one)}{fr.at(_user_stack(facts, rank, one.frames)[0])}" for one in entries if one is not None)
-    return ", then ".join(calls)
+def _next_calls(facts: Facts, found: Mismatch, sides: Sides) -> dict[tuple[int, ...], str]:
+    """The side → its next calls, as ``broadcast, all_gather``; with their lines where operations do not tell the sides
+    apart.
+    """
+    calls: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for side in sides.ranks[:_MOST_SIDES]:
+        rank = max(side, key=lambda one: (facts.alignment.last(one, found.group), -one))  # who came furthest
+        made = (facts.alignment.entry(rank, found.group, found.seq + n) for n in range(_MOST_CALLS))
+        calls[side] = [(op_name(e), fr.at(_user_stack(facts, rank, e.frames)[0])) for e in made if e is not None]
+    by_op = {side: ", ".join(op for op, _ in mine) for side, mine in calls.items()}
+    if len(set(by_op.values())) == len(by_op):
+        return by_op
+    return {side: ", ".join(op + at for op, at in mine) for side, mine in calls.items()}
 
 
 def _recorded(facts: Facts, found: Mismatch) -> Meeting:

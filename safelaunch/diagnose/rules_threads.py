@@ -90,9 +90,7 @@ def race_in(alignment: Alignment, group: str) -> Race | None:
     return Race(group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls})
 
 
-def _are_of_several_threads(
-    mine: Mapping[int, _Made], everybody: Iterable[Mapping[int, _Made]], number: int
-) -> bool:
+def _are_of_several_threads(mine: Mapping[int, _Made], everybody: Iterable[Mapping[int, _Made]], number: int) -> bool:
     """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
     with itself, wherever its calls begin.
     """

@@ -13,7 +13,6 @@ from itertools import takewhile
 from safelaunch.diagnose.collectives import Mismatch, fits, op_name, signature, vote
 from safelaunch.diagnose.rank_state import Facts, user_stack_of
 from safelaunch.model import Frame
-from safelaunch.reading import frames as fr
 from safelaunch.reading.guards import way_to
 
 _NEXT = 3  # calls after the one that does not fit
@@ -33,13 +32,6 @@ class Sides:
     under: Frame | None = None
     once_more: Frame | None = None
     condition: str = ""
-
-    @property
-    def says(self) -> str:
-        """Where their ways part."""
-        if self.once_more is not None and self.condition:
-            return f"Some called once more than others from {fr.place(self.once_more)}, behind `{self.condition}`."
-        return f"Their ways part below {fr.place(self.under)}." if self.under is not None else ""
 
 
 def sides_without_majority(facts: Facts, found: Mismatch) -> Sides | None:
@@ -141,11 +133,12 @@ def _by_next_calls(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[
 
 def _shared(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> Frame | None:
     """The innermost user frame that the stacks of all have in common; None for the script's outermost line, which
-    tells nothing."""
+    tells nothing. A comprehension counts as the function that it stands in.
+    """
     stacks = [tuple(reversed(_user_frames(facts, found, rank))) for rank in ranks]
     level = zip(*stacks, strict=False)
     shared = [frames[0] for frames in takewhile(lambda f: len({(one.file, one.line) for one in f}) == 1, level)]
-    return shared[-1] if len(shared) > 1 else None
+    return next((frame for frame in reversed(shared[1:]) if not frame.function.endswith(">")), None)
 
 
 def _once_more(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> tuple[Frame | None, str]:

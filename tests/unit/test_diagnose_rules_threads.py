@@ -90,6 +90,39 @@ def test_without_frames_the_threads_cannot_be_told() -> None:
     assert "in no fixed order" not in diagnose(job(*plain)).summary
 
 
+EXECUTOR = Frame("/usr/lib/python3.11/concurrent/futures/thread.py", 58, "run")
+STARTED = Frame("/usr/lib/python3.11/threading.py", 1002, "_bootstrap")
+
+
+def of_library(one: Collective, begin: str, thread: int) -> Collective:
+    """Called by a thread that runs nothing of the user's: it begins in a function of torch's."""
+    saver = Frame("/env/lib/python3.11/site-packages/torch/distributed/checkpoint/saver.py", 30, begin)
+    return msgspec.structs.replace(one, frames=(*one.frames[:2], saver, EXECUTOR, STARTED), thread=thread)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize(
+    ("one_thread", "races"),
+    [(False, True), (True, False)],  # a single thread that calls in another order is no race
+)
+def test_a_thread_of_a_library_races_with_the_main_thread(backend: str, one_thread: bool, races: bool) -> None:
+    """Threads have another number on each rank, and each checkpoint a thread of its own."""
+    ranks = []
+    for number, order in enumerate(["a50 b9 a50 b9* a50*", "a50 b9 a50 a50* b9*", "a50 b9 a50 b9* a50*"]):
+        entries = []
+        for count, one in enumerate(made(order)):
+            call = msgspec.structs.replace(one, op=f"{backend}:all_reduce")
+            if one.thread == OTHER:
+                call = of_library(call, "save", MAIN if one_thread and count > 2 else 9000 + 10 * number + count)
+            entries.append(call)
+        ranks.append(rank(number, in_c10d("all_reduce", 50), flight=record(*entries)))
+    verdict = diagnose(job(*ranks))
+    assert ("in no fixed order" in verdict.summary) is races
+    if races:
+        assert (verdict.culprits, verdict.confidence) == ((), "high")
+        assert "number 4 of group '0' is all_reduce called from saver.py:30 (save) on ranks 0,2" in verdict.summary
+
+
 def test_the_main_thread_is_not_given_the_call_of_another() -> None:
     """It rests in its own code; a metrics thread beside it waits in a broadcast of line 9."""
     engine = Frame("/env/lib/python3.11/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward")
