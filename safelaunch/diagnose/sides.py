@@ -63,7 +63,8 @@ def _by_place(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[
     places: dict[Place, list[int]] = {}
     unknown = []
     for rank in ranks:
-        stack = _user_frames(facts, found, rank)
+        entry = facts.alignment.entry(rank, found.group, found.seq)
+        stack = _user_frames(facts, found, rank) or (entry.frames if entry is not None else ())
         if stack:
             places.setdefault(tuple((frame.file, frame.line) for frame in stack), []).append(rank)
         else:
@@ -82,13 +83,15 @@ def _by_place(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[
 
 
 def _user_frames(facts: Facts, found: Mismatch, rank: int) -> tuple[Frame, ...]:
-    """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in
-    it. A backward pass calls from a thread that runs nothing of the user's.
+    """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it.
+
+    Behind a device's queue the main thread runs ahead, and waits wherever it needs a result.
     """
     entry = facts.alignment.entry(rank, found.group, found.seq)
     recorded = facts.alignment.stack(rank, entry).user_frames if entry is not None else ()
     wait = facts.ranks[rank].wait
-    is_there = wait is not None and (wait.group, wait.seq) == (found.group, found.seq)
+    is_queued = entry is not None and entry.started is not None
+    is_there = wait is not None and not is_queued and (wait.group, wait.seq) == (found.group, found.seq)
     return recorded or (tuple(user_stack_of(facts.ranks[rank].evidence)) if is_there else ())
 
 
@@ -104,6 +107,8 @@ def _met_before(facts: Facts, found: Mismatch, rank: int, other: int) -> bool:
         return False
     mine, its = histories[rank].column, histories[other].column
     wanted = mine.at(found.seq), its.at(found.seq)
+    if wanted[0] == wanted[1]:  # then it is their stacks that differ
+        return False
     numbers = range(max(mine.numbers[0], its.numbers[0]), found.seq)
     met = next((number for number in numbers if (mine.at(number), its.at(number)) == wanted), None)
     return met is not None and any(mine.at(number) == its.at(number) for number in range(met, found.seq))

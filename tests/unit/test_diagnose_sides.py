@@ -111,20 +111,30 @@ def test_the_condition_that_parted_them_is_told(backend: str) -> None:
     assert "train.py:30 (of_30) once more than others, behind `if training and random() < drop" in verdict.summary
 
 
+ENGINE = Frame("/opt/venv/lib/python3.11/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward")
+
+
+def in_hook(number: int, op: str, line: int, *, queued: bool) -> RankEvidence:
+    """It made the call in a hook of a backward pass, and its main thread is at ``line``."""
+    hook = Frame("/opt/venv/lib/python3.11/site-packages/torch/distributed/fsdp/hooks.py", 60, op)
+    own = [entry("all_gather", 3, done=True), entry(op, 4)]  # it has gathered there before
+    own = [msgspec.structs.replace(one, frames=(hook,), started=True if queued else None) for one in own]
+    return rank(number, (ENGINE, at(line), MODULE), flight=record(*past(2), *own))
+
+
 def test_by_the_stacks_where_the_call_came_from_a_thread_of_the_backward_pass() -> None:
-    """Entries of such a thread have no user frames: the main thread's stack says where the rank is."""
-    engine = "/opt/venv/lib/python3.11/site-packages/torch/autograd/graph.py"
-
-    def one(number: int, op: str, line: int) -> RankEvidence:
-        call = msgspec.structs.replace(entry(f"nccl:{op}", 4), frames=(Frame(engine, 1, op),))
-        return rank(
-            number, (Frame(engine, 979, "_engine_run_backward"), at(line), MODULE), flight=record(*past(3), call)
-        )
-
-    apart = verdict_of([one(0, "all_gather", 30), one(1, "all_gather", 62), one(2, "all_reduce", 62)])
-    assert (named(apart), apart.confidence) == ([], "medium")
-    together = verdict_of([one(0, "all_gather", 62), one(1, "all_gather", 62), one(2, "all_reduce", 62)])
-    assert (named(together), together.confidence) == ([2], "high")
+    """Entries of such a thread have no user frames: where calls block, the main thread's stack says where the rank is.
+    Behind a device's queue it may be anywhere.
+    """
+    apart, together = (("all_gather", 30), ("all_gather", 62)), (("all_gather", 62), ("all_gather", 62))
+    odd = in_hook(2, "all_reduce", 62, queued=False)
+    blocked = verdict_of([*(in_hook(n, op, line, queued=False) for n, (op, line) in enumerate(apart)), odd])
+    assert (named(blocked), blocked.confidence) == ([], "medium")
+    agreed = verdict_of([*(in_hook(n, op, line, queued=False) for n, (op, line) in enumerate(together)), odd])
+    assert (named(agreed), agreed.confidence) == ([2], "high")
+    odd = in_hook(2, "all_reduce", 62, queued=True)
+    queued = verdict_of([*(in_hook(n, op, line, queued=True) for n, (op, line) in enumerate(apart)), odd])
+    assert (named(queued), queued.confidence) == ([2], "high")
 
 
 @BACKENDS
