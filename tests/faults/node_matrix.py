@@ -251,6 +251,7 @@ def _others() -> list[NodeRow]:
                 NodeRow("partition, healed", moment, healed, part(number, PARTED_S), where),
                 NodeRow("partition", moment, lasting, part(number, None), where, max_stall_s=SOON_S),
             ]
+    skewed = {"arrange": _wall_clock_ahead, "static": True}
     slow = {"slow": (0.2, 0.05), "own": ("--stall-timeout=15",), "max_stall_s": 90.0, "where": WHERE[OTHER]}
     late = {"own": ("--rdzv-conf=last_call_timeout=3",), "nnodes": "2:3", "where": "a third node"}
     rows += [
@@ -258,8 +259,8 @@ def _others() -> list[NodeRow]:
         NodeRow("200 ms delay, 5 % loss", "suspicion", NAMED, nothing, **slow),  # type: ignore[arg-type]
         NodeRow("uptime 10 min ahead", "training", TRAINS, train_on(20.0), WHERE[OTHER], skew_s=600),
         NodeRow("uptime 10 min ahead", "suspicion", NAMED, nothing, WHERE[OTHER], skew_s=600),
-        NodeRow("wall clock 10 min ahead", "training", TRAINS, train_on(20.0), WHERE[OTHER], arrange=_wall_clock_ahead),
-        NodeRow("wall clock 10 min ahead", "suspicion", NAMED, nothing, WHERE[OTHER], arrange=_wall_clock_ahead),
+        NodeRow("wall clock 10 min ahead", "training", TRAINS, train_on(20.0), WHERE[OTHER], **skewed),  # type: ignore[arg-type]
+        NodeRow("wall clock 10 min ahead", "suspicion", NAMED, nothing, WHERE[OTHER], **skewed),  # type: ignore[arg-type]
         *(_full(number) for number in WHERE),
         *(NodeRow("node joins", moment, NAMED, join, **late) for moment in ("suspicion", "capture")),  # type: ignore[arg-type]
     ]

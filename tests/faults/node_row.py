@@ -81,7 +81,8 @@ class NodeRow:
     """One row. ``inject`` is the fault at ``moment``, on the node ``where`` where it hits one.
 
     ``own``: further options on all nodes. ``loading``: with DataLoader workers. ``nodes``: how many start; a row may
-    start more. ``skew_s``, ``slow``: of the node 1, its clocks and its link. ``arrange``: a context around each node.
+    start more. ``skew_s``, ``slow``: of the node 1, its clocks and its link. ``static``: the agents meet without
+    c10d's rendezvous, which compares wall clocks. ``arrange``: a context around each node.
     """
 
     fault: str
@@ -95,6 +96,7 @@ class NodeRow:
     nodes: int = 2
     nnodes: str = "2"
     skew_s: int = 0
+    static: bool = False
     slow: tuple[float, float] | None = None
     arrange: Callable[[int, Setting], AbstractContextManager[object]] = field(default=lambda number, _: nullcontext())
 
@@ -136,8 +138,7 @@ class Nodes:
             f"--max-stall={row.max_stall_s:g}",
             *(["--startup-timeout=20", "--rdzv-conf=join_timeout=30,read_timeout=20"] if early else []),
             f"--nnodes={row.nnodes}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={netns.address(0)}:{PORT}",
+            *self._meet(number),
             "--nproc-per-node=1",
             *row.own,
             os.fspath(STEERED),
@@ -150,6 +151,11 @@ class Nodes:
         self._stack.enter_context(scene.job)
         self.scenes.append(scene)
         return scene
+
+    def _meet(self, number: int) -> list[str]:
+        if self.row.static:
+            return [f"--node-rank={number}", f"--master-addr={netns.address(0)}", f"--master-port={PORT}"]
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={netns.address(0)}:{PORT}"]
 
     def _is_registered(self) -> bool:
         """Whether a safelaunch has counted itself in the store of the agents."""
