@@ -442,7 +442,7 @@ def test_a_single_rank_is_its_own_culprit() -> None:
 
 def test_a_dump_of_a_moving_job_accuses_nobody() -> None:
     ranks = (rank(0, in_user(7), "run"), waiting(1))
-    verdict = diagnose(job(*ranks, outcome="dump", moving=True))
+    verdict = diagnose(job(*ranks, outcome="dump", moving=True, stall_s=0.5))
     assert (verdict.cause, verdict.culprits, verdict.victims) == ("slow-not-stuck", (), "")
     stuck = diagnose(job(rank(0, in_user(7), "sleep", flight=behind()), waiting(1), outcome="dump"))
     assert (stuck.cause, [c.rank for c in stuck.culprits]) == ("stuck-in-user-code", [0])
