@@ -121,10 +121,12 @@ def _signs(facts: Facts, named: Collection[int]) -> set[Sign]:
     for one in (facts.ranks[rank] for rank in named):
         if one.condition is not None:
             found |= one.condition.signs
-            found |= {"lock"} if one.condition.lock is not None and one.condition.lock.on == "lock" else set()
         if one.wait is not None and one.wait.kind == "p2p":
             found.add("transfer")
             ops |= {word for word in ("send", "recv") if word in one.wait.op}
+            found.add("receives" if one.wait.op == "recv" else "may-send")
+    if "may-send" in found:
+        found.discard("receives")
     if len(ops) > 1:
         found.add("send-and-receive")
     found.add("somebody-named" if named else "nobody-named")

@@ -466,3 +466,68 @@ def test_who_was_killed_while_it_waited_is_no_cause() -> None:
     assert verdict.victims == "0"
     crashed = diagnose(job(victim, rank(1, in_user(7, "load"), "sleep"), outcome="crash"))
     assert (crashed.cause, [c.rank for c in crashed.culprits]) == ("rank-killed", [0])
+
+
+# --- advice that fits -------------------------------------------------------------------------------------------------
+
+LOCKS = "Take locks in one order"
+FUTURE = (Frame(f"{STDLIB}/threading.py", 327, "wait"), Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "result"))
+LOOP = (
+    Frame(f"{STDLIB}/asyncio/events.py", 80, "Handle._run"),
+    Frame(f"{STDLIB}/asyncio/base_events.py", 1922, "BaseEventLoop._run_once"),
+    Frame(f"{STDLIB}/asyncio/base_events.py", 607, "BaseEventLoop.run_forever"),
+)
+
+
+def test_the_order_of_locks_is_advice_for_locks_alone() -> None:
+    locked = diagnose(with_culprit(rank(1, in_user(7), "futex", flight=behind()), 3))
+    assert any(one.startswith(LOCKS) for one in locked.suggestions)
+    future = diagnose(with_culprit(rank(1, (*FUTURE, *in_user(7)), "futex", flight=behind()), 3))
+    assert future.cause == "lock-deadlock"
+    assert not any(one.startswith(LOCKS) for one in future.suggestions)
+    assert "event loop" not in future.summary
+
+
+def test_a_future_that_is_awaited_on_the_thread_of_a_loop() -> None:
+    on_loop = (*FUTURE, at(14, "call"), *LOOP, Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
+    waits = rank(1, (*FUTURE, *in_user(7)), "futex", flight=behind(), threads=[("loop", on_loop, "futex")])
+    verdict = diagnose(with_culprit(waits, 3))
+    assert "its thread 'loop' waits for Future.result at train.py:14 (call), on the thread of an event loop" in (
+        verdict.summary
+    )
+    assert verdict.suggestions[0].startswith("`await` the coroutine")
+
+
+def test_a_signal_handler_that_waits_for_the_lock_of_the_code_below() -> None:
+    source = (
+        "import signal\nsignal.signal(signal.SIGTERM, on_notice)\ndef train():\n    with lock:\n        step()\n"
+        "def on_notice(number, frame):\n    with lock:\n        save()\n"
+    )
+    frames = (at(7, "on_notice"), at(5, "train"), MODULE)
+    waits = with_culprit(rank(1, frames, "futex", flight=behind()), 3)
+    verdict = diagnose(waits, lambda path: source)
+    assert (
+        "its signal handler on_notice waits for a lock that the code it interrupted, at train.py:5 (train), may hold"
+        in (verdict.summary)
+    )
+    assert "flag" in verdict.suggestions[0] and not any(one.startswith(LOCKS) for one in verdict.suggestions)
+    assert "signal handler" not in diagnose(waits).summary, "without the source nothing is said"
+
+
+def test_a_thread_that_keeps_a_rank_from_its_end() -> None:
+    queue = (
+        Frame(f"{STDLIB}/threading.py", 327, "wait"),
+        Frame(f"{STDLIB}/queue.py", 171, "Queue.get"),
+        at(18, "upload"),
+    )
+    shutdown = (Frame(f"{STDLIB}/threading.py", 1590, "_shutdown"),)
+    kept = rank(1, shutdown, "futex", threads=[("upload", queue, "futex")])
+    gone = rank(0, seen=False, more={"exit": RankExit(0, 90.0)})
+    verdict = diagnose(job(gone, kept))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("stuck-in-user-code", [1])
+    assert verdict.summary.startswith(
+        "Rank 1 has ended its script, and its thread 'upload' keeps it from exiting: it waits for a queue at train.py:18"
+    )
+    assert verdict.suggestions[0].startswith("Make the thread a daemon")
+    waited_for = diagnose(with_culprit(structs.replace(kept, flight_record=behind()), 3))
+    assert waited_for.cause == "uneven-batches", "its peers wait for it in a collective"
