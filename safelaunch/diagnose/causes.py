@@ -43,6 +43,7 @@ Sign = Literal[
     "own-loop",
     "pool",
     "connection",
+    "store-key",
     "outlives",
     "receives",
     "may-send",
@@ -224,6 +225,11 @@ CAUSES: dict[str, Cause] = {
             " or `return` as well; give the socket a timeout (`settimeout()`).",
             only_if="owed",
         ),
+        Advice(
+            "Find who is to set this key, and under which condition: it has to be set on every path. Give the wait a"
+            " time limit: `store.wait([key], timedelta(seconds=60))`.",
+            only_if="store-key",
+        ),
         "Give the call a timeout, and do rank-dependent I/O outside the training loop.",
         Advice(
             "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch"
@@ -303,8 +309,8 @@ CAUSES: dict[str, Cause] = {
         ),
         Advice(
             "A `multiprocessing.Pool` replaces a worker that died and never returns its task: use"
-            " `concurrent.futures.ProcessPoolExecutor`, which raises, or `map_async(...).get(timeout)`; the kernel log"
-            " (`node/<host>/kernel_log.txt`) may say why a worker died.",
+            " `concurrent.futures.ProcessPoolExecutor`, which raises, or `map_async(...).get(timeout)`. Why it died:"
+            " `node/<host>/kernel_log.txt`.",
             only_if="pool",
         ),
         Advice(

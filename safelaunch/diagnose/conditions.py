@@ -16,7 +16,7 @@ from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.handlers import Interruption, interruption
 from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
-from safelaunch.reading.polls import Poll, poll_at
+from safelaunch.reading.polls import Poll, poll_at, store_key_at
 from safelaunch.reading.source import ReadSource
 
 
@@ -291,6 +291,10 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
+        key = _store_key(view) if wait.target.startswith("tcp") else None
+        if key is not None:
+            text = f"waits at {where} for the key `{key}` of the store"
+            return Condition("blocking-io", text, signs=frozenset({"store-key"}))
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
         signs: frozenset[Sign] = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({"connection"})
@@ -298,6 +302,13 @@ def _io_or_sleep(view: View) -> Condition | None:
             "blocking-io", text, locks=wait.wanted_lock, locked_by=wait.locked_by, ends=others, signs=signs
         )
     return None
+
+
+def _store_key(view: View) -> str | None:
+    """A store's call has no Python frames: the user's own line is the innermost."""
+    if view.read_source is None or view.user_frame is None or view.stack.called:
+        return None
+    return store_key_at(view.user_frame, view.read_source)
 
 
 def _polls_at(view: View) -> Condition:

@@ -506,12 +506,27 @@ def test_a_signal_handler_that_waits_for_the_lock_of_the_code_below() -> None:
     frames = (at(7, "on_notice"), at(5, "train"), MODULE)
     waits = with_culprit(rank(1, frames, "futex", flight=behind()), 3)
     verdict = diagnose(waits, lambda path: source)
-    assert (
-        "its signal handler on_notice waits for a lock that the code it interrupted, at train.py:5 (train), may hold"
-        in (verdict.summary)
-    )
+    told = "its signal handler on_notice waits for a lock that the code it interrupted, at train.py:5 (train), may hold"
+    assert told in verdict.summary
     assert "flag" in verdict.suggestions[0] and not any(one.startswith(LOCKS) for one in verdict.suggestions)
     assert "signal handler" not in diagnose(waits).summary, "without the source nothing is said"
+
+
+def test_a_key_of_the_store_that_nobody_sets() -> None:
+    one = rank(1, in_user(2, "wait"), "poll", flight=behind())
+    assert one.main is not None
+    states = []
+    for state in one.main.states:
+        polls = structs.replace(state.threads[0], fd=3, fd_target="tcp6 [::1]:36420 -> [::1]:41283 (established)")
+        states.append(structs.replace(state, threads=(polls, *state.threads[1:])))
+    one = structs.replace(one, main=structs.replace(one.main, states=tuple(states)))
+    waits = with_culprit(one, 3)
+    source = "def wait(store, step):\n    return store.get(f'export/{step}')\n"
+    verdict = diagnose(waits, lambda path: source)
+    assert verdict.cause == "blocking-io"
+    assert verdict.summary.startswith("Rank 1 waits at train.py:2 (wait) for the key `f'export/{step}'` of the store")
+    assert "who is to set this key" in verdict.suggestions[0]
+    assert "is blocked in I/O" in diagnose(waits, lambda path: "def wait(x):\n    return x.recv(4)\n").summary
 
 
 def test_a_thread_that_keeps_a_rank_from_its_end() -> None:
@@ -526,7 +541,7 @@ def test_a_thread_that_keeps_a_rank_from_its_end() -> None:
     verdict = diagnose(job(gone, kept))
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("stuck-in-user-code", [1])
     assert verdict.summary.startswith(
-        "Rank 1 has ended its script, and its thread 'upload' keeps it from exiting: it waits for a queue at train.py:18"
+        "Rank 1 has ended its script, and its thread 'upload' keeps it from exiting: it waits for a queue at train.py"
     )
     assert verdict.suggestions[0].startswith("Make the thread a daemon")
     waited_for = diagnose(with_culprit(structs.replace(kept, flight_record=behind()), 3))
