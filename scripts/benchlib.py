@@ -225,11 +225,13 @@ def workplace(**files: str) -> Iterator[Path]:
         yield Path(name)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], what: str, *, timeout_s: float) -> None:
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes] | None, what: str, *, timeout_s: float
+) -> None:
     """Polls until ``condition``. Raises BenchError if ``process`` ends first or after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        if process.poll() is not None:
+        if process is not None and process.poll() is not None:
             raise BenchError(f"the job ended with {process.returncode} before: {what}")
         if time.monotonic() > deadline:
             raise BenchError(f"waited {timeout_s:g} s for: {what}")

@@ -293,6 +293,7 @@ CHECKS = {
     "colaunch": _bench("colaunch", 1),
     "leases": _bench("leases", 1),
     "nodes": _bench("nodes", 4),
+    "detect-nodes": _bench("detect_nodes", 6),
     "rhythm": _script("scripts/bench_rhythm.py", 1, read_rhythm, "tests/unit/histories.py"),
     "paper": Check(
         ((PYTHON, "-m", "pytest", "-q", "-n", "2", "tests/unit/test_diagnose_synthetic.py", "--junitxml", "{out}"),),

@@ -6,6 +6,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import msgspec
 
@@ -57,7 +58,8 @@ class Staging:
     """A bundle in progress: writes every file as soon as it arrives, and lists every artifact.
 
     Everything written goes through ``redactor``, and nothing else writes. An artifact of more than ``limit_bytes`` is
-    cut if it is text (a log keeps its end, other text its beginning), and left out if a part of it is useless.
+    cut if it is text (a log keeps its end, other text its beginning), and left out if a part of it is useless. What a
+    thread brings after ``close``, because it missed its deadline, is dropped.
     """
 
     def __init__(self, root: Path, redactor: Redactor | None = None, *, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -65,6 +67,7 @@ class Staging:
         self.artifacts: list[Artifact] = []
         self.redactor = redactor or Redactor()
         self._limit = limit_bytes
+        self._closed, self._writing = False, Lock()
         with suppress(OSError):
             make_private(root)  # otherwise each file reports it; the action on the job does not depend on it
 
@@ -148,6 +151,16 @@ class Staging:
 
     def settle(self) -> tuple[Artifact, ...]:
         """Lists every artifact once, by path; a file that was removed since counts as missing."""
+        with self._writing:
+            return self._settled()
+
+    def close(self) -> tuple[Artifact, ...]:
+        """As ``settle``, for the manifest, which alone may follow."""
+        with self._writing:
+            self._closed = True
+            return self._settled()
+
+    def _settled(self) -> tuple[Artifact, ...]:
         by_path = {artifact.path: self._checked(artifact) for artifact in self.artifacts}
         self.artifacts = [by_path[path] for path in sorted(by_path)]
         return tuple(self.artifacts)
@@ -165,11 +178,14 @@ class Staging:
 
     def _put(self, artifact: Artifact, content: bytes | None) -> None:
         artifact = msgspec.structs.replace(artifact, path=self.redactor.text(artifact.path))  # the job names its files
-        if content is not None:
-            problem = self._write(artifact.path, content)
-            size = 0 if problem else len(content)
-            artifact = msgspec.structs.replace(artifact, bytes=size, missing=artifact.missing or problem)
-        self.artifacts.append(self._listed(artifact))
+        with self._writing:  # a file that is written is listed
+            if self._closed:
+                return
+            if content is not None:
+                problem = self._write(artifact.path, content)
+                size = 0 if problem else len(content)
+                artifact = msgspec.structs.replace(artifact, bytes=size, missing=artifact.missing or problem)
+            self.artifacts.append(self._listed(artifact))
 
     def _listed(self, artifact: Artifact) -> Artifact:
         """Its manifest entry, redacted: the reason for a missing artifact may quote anything."""

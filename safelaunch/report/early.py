@@ -25,5 +25,7 @@ def in_status(look: EarlyLook) -> str:
 
 
 def _seconds(value: float) -> str:
-    """``0.05 s``, ``1.2 s``, ``70 s``."""
+    """``2 ms``, ``0.05 s``, ``1.2 s``, ``70 s``."""
+    if value < 0.01:
+        return f"{max(1.0, 1000 * value):.0f} ms"
     return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"

@@ -450,7 +450,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
     _add_reports(staging, verdict, evidence, about, timeline)
-    listed = staging.settle()
+    listed = staging.close()
     manifest = {
         "schema": 1,
         "host": about.host,

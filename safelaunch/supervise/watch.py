@@ -102,10 +102,19 @@ class Watch:
             return
         mark_s, step = min(times), min(mark.step or 0 for mark in live if mark.last_step_s is not None)
         excused = any(m.paused or (m.phase and m.phase_timeout_s) for m in live) or self.state.base_s > mark_s
+        if self._learned.last_step is None and not excused:
+            self._learned = self._begun(mark_s)
         self._learned = rhythm.learn(self._learned, step, mark_s, now, excused=excused)
         # Below this, no threshold suspects anybody, so it need not be computed.
         if self._bounds is not None and now - mark_s >= min(self._bounds.floor_s, self.cap_s or self._bounds.floor_s):
             self._use(self.threshold())
+
+    def _begun(self, mark_s: float) -> rhythm.Learned:
+        """What the first step tells, which the pages keep: a quick job has made many before it is seen first."""
+        stepping = [p for p in self.last_progress.values() if p.step is not None and not p.exit_ns and p.first_step_ns]
+        first_s = max((p.first_step_ns / 1e9 for p in stepping), default=0.0)
+        known = rhythm.Learned()
+        return rhythm.learn(known, 1, first_s, first_s) if 0.0 < first_s < mark_s else known
 
     @property
     def learns(self) -> bool:

@@ -803,3 +803,14 @@ def test_what_is_in_the_way_of_the_bundle_directory_is_named_with_the_next_step(
     published = publish(staged(tmp_path / "s"), tmp_path / "b" / below, NAME, tmp_path / "fallback", deadline_s=20.0)
     assert f"{tmp_path}/b {says}" in published.problem and "File exists" not in published.problem
     assert published.path.parent == tmp_path / "fallback"
+
+
+def test_what_comes_after_the_manifest_was_made_is_dropped(tmp_path: Path) -> None:
+    """A thread that was stopped with the supervisor goes on when nobody waits for it any more."""
+    staging = Staging(tmp_path / "b")
+    staging.add(Artifact("early.txt", "a test", 0.0), "early")
+    listed = staging.close()
+    staging.add(Artifact("late.txt", "a test", 0.0), "late")
+    staging.finish({"artifacts": listed})
+    assert [artifact.path for artifact in listed] == ["early.txt"]
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"early.txt", "manifest.json"}

@@ -16,6 +16,7 @@ from safelaunch.capture.flight_dump import merged, parse_json, parse_pickle, to_
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.collectives import Alignment
 from safelaunch.diagnose.comparable import Block, settled
+from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import RankEvidence, Verdict
 from safelaunch.postmortem import locate
 
@@ -343,7 +344,8 @@ def test_opposite_orders_are_sure_only_where_the_places_of_all_calls_are_known(
         one.collective(state="started", group=order[0], line=50 + int(order[0]))
     verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
     assert named(verdict) == ("group-order", [0, 1])
-    assert verdict.confidence == ("medium" if as_json else "high")
+    assert verdict.confidence == "medium"  # both of two ranks are named
+    assert (verdict.doubts == (Doubt.MORE_NAMED.why,)) is not as_json
 
 
 # --- sends and receives -----------------------------------------------------------------------------------------------

@@ -87,6 +87,23 @@ def test_a_freeze_of_quick_steps_is_suspected_at_the_floor() -> None:
     assert "floor" in watch.threshold().why
 
 
+def test_steps_that_were_made_before_the_first_look_count() -> None:
+    """A quick job makes a hundred in the time between two looks."""
+    watch, ranks = watched()
+    for rank in (0, 1):
+        ranks.step(rank, 100, 10.4, first_step_ns=int(10.1e9))
+    delay_s, event = next(wait(watch, 10.4, 700))
+    assert (event.kind, 4.9 <= delay_s <= 5.6) == ("suspect", True)
+
+
+def test_of_a_job_that_was_excused_they_do_not_count() -> None:
+    watch, ranks = watched()
+    for rank in (0, 1):
+        ranks.step(rank, 100, 10.4, first_step_ns=int(10.1e9), paused=True)
+    watch.tick(10.5)
+    assert not watch._learned.knows_enough
+
+
 def test_before_enough_steps_it_waits_for_ten_minutes() -> None:
     watch, ranks = watched()
     now, _ = train(watch, ranks, 10)
