@@ -308,9 +308,8 @@ CAUSES: dict[str, Cause] = {
             only_if="lock-file",
         ),
         Advice(
-            "A `multiprocessing.Pool` replaces a worker that died and never returns its task: use"
-            " `concurrent.futures.ProcessPoolExecutor`, which raises, or `map_async(...).get(timeout)`. Why it died:"
-            " `node/<host>/kernel_log.txt`.",
+            "A `multiprocessing.Pool` never returns the task of a worker that died: use `ProcessPoolExecutor`, which"
+            " raises, or `map_async(...).get(timeout)`. Why it died: `node/<host>/kernel_log.txt`.",
             only_if="pool",
         ),
         Advice(

@@ -7,6 +7,7 @@ its pipe. Where that comes back to a process on the way, these wait for each oth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from safelaunch.reading.kernel import wait_words
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
 CLOCK_TICKS = 100  # a second: USER_HZ, which is what /proc counts in
+_DETAILS = re.compile(r" at [0-9a-f]+ | ip:| total-vm:")  # of a line of the kernel's, from there on
 _FORK_NOTE = "; a lock that another thread held when the worker was forked is never released in it"
 
 
@@ -292,8 +294,12 @@ class Inside:
             *own.claims,
             *(one.stack_claim(f"process {one.process.pid}: forked by Pool._maintain_pool") for one in late[:3]),
         )
-        lost = "if it died, its task never returns" if len(late) == 1 else "of those that died, the tasks never return"
-        return replace(own, reason=f"{own.reason}; {words}{since}: {lost}", claims=claims)
+        rank = self.main.rank
+        claims += tuple(Claim(f"the kernel log: {line}", f"node/{rank.host}/kernel_log.txt") for line in rank.deaths)
+        if rank.deaths:
+            since += f", and the kernel log says: {_DETAILS.split(rank.deaths[-1])[0]}"
+        lost = "a pool never returns the task of a worker that died"
+        return replace(own, reason=f"{own.reason}; {words}{since}; {lost}", claims=claims)
 
     def _along(self, edge: Edge, found: Condition) -> Condition:
         """``found`` is at the end of ``edge``: told from where the edge begins."""

@@ -229,10 +229,21 @@ def test_a_worker_that_took_the_place_of_one_that_ended() -> None:
     assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
     assert verdict.summary.startswith(
         "Rank 1 waits for a pool's result at train.py:7 (train); worker 71 took the place of one that ended, 11 s after"
-        " the first of the pool: if it died, its task never returns"
+        " the first of the pool; a pool never returns the task of a worker that died"
     )
     assert "ProcessPoolExecutor" in verdict.suggestions[0]
     assert not any("Take locks" in one for one in verdict.suggestions)
+
+
+def test_the_kernel_says_how_a_worker_died() -> None:
+    first = process(70, (*WORKER, pool_frames("Pool.__init__"), *in_user(3)), "pipe", role="child")
+    second = process(75, (*WORKER, pool_frames("Pool._maintain_pool")), "futex", role="child")
+    line = "2026-11-22 16:49:22 python[73]: segfault at 65a16c621cc0 ip 00007f1ec918b809 sp 00007ffe3da7e3a8 error 4"
+    children = (below(first, RANK), below(second, RANK))
+    culprit = rank(1, flight=behind(), children=children, more={"deaths": (line,)})
+    verdict = diagnose(with_culprit(structs.replace(culprit, main=process(RANK, RESULT, "futex")), 4))
+    assert "and the kernel log says: 2026-11-22 16:49:22 python[73]: segfault; a pool never" in verdict.summary
+    assert any(one.claim.endswith(line) and one.file == "node/node1/kernel_log.txt" for one in verdict.evidence)
 
 
 def test_a_pool_with_all_of_its_first_workers() -> None:
