@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from safelaunch.model import MemoryKills
 from . import cgroups
 
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_DEATH = re.compile(
+    r"\[(\d+)\]:? (?:segfault|general protection|trap )|Killed process (\d+)\b|oom-kill:.*\bpid=(\d+)\b"
+)
+_MOST_LINE = 200
 VMSTAT = Path("/proc/vmstat")
 
 
@@ -53,6 +58,22 @@ def kills_of(pid: int, before: KillCounts, now: KillCounts, kernel_log: str) -> 
     named = re.compile(rf"Killed process {pid}\b|oom-kill:.*\bpid={pid}\b")
     line = next((line for line in reversed(kernel_log.splitlines()) if named.search(line)), "")
     return MemoryKills(line.strip(), _more(before.cgroup, now.cgroup), _more(before.node, now.node))
+
+
+def deaths_between(
+    first: int, last: int, living: Collection[int], kernel_log: str, *, most: int = 4
+) -> tuple[str, ...]:
+    """The lines on processes with numbers between these that a fault or the out-of-memory killer has ended.
+
+    A worker that is gone leaves its number alone, between its parent's and that of the worker which took its place.
+    """
+    found = {}
+    for line in kernel_log.splitlines():
+        named = _DEATH.search(line)
+        pid = int(named[1] or named[2] or named[3]) if named else 0
+        if first < pid < last and pid not in living:
+            found[pid] = line.strip()[:_MOST_LINE]
+    return tuple(found[pid] for pid in sorted(found)[-most:])
 
 
 def _more(before: int | None, now: int | None) -> int | None:

@@ -16,6 +16,9 @@ BEHIND_STEPS = 2
 # As a share of the threshold. Below this, an old step is normal: every job has pauses.
 LATE = 0.5
 
+# No step for longer than this many usual ones, and this long, is worth a word.
+FEW_STEPS, FEW_S = 5, 5.0
+
 Mood = Literal["good", "behind", "late", "quiet"]
 
 _WATCH = {
@@ -92,13 +95,25 @@ def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[
 
 
 def told(status: RunStatus) -> str:
-    """The watch's state in words, and which ranks are behind."""
-    words = _WATCH.get(status.watch, clean(status.watch))
+    """The watch's state in words, whether no rank makes a step, and which ranks are behind."""
+    words = _WATCH.get(status.watch, clean(status.watch)) + _standing(status)
     slow = stragglers(status.ranks)
     if not slow:
         return words
     names = ", ".join(str(rank) for rank in slow[:8]) + (", ..." if len(slow) > 8 else "")
     return f"{words}; behind the others: rank {names}"
+
+
+def _standing(status: RunStatus) -> str:
+    """A job that is merely watched may still stand: its threshold is not over yet."""
+    ages = [
+        one.age_s for one in status.ranks if one.step is not None and one.state != "exited" and one.age_s is not None
+    ]
+    if status.watch != "watching" or not ages or any(one.state == "paused" or one.phase for one in status.ranks):
+        return ""
+    if not status.usual_step_s or min(ages) <= max(FEW_S, FEW_STEPS * status.usual_step_s):
+        return ""
+    return f"; no step for {since(min(ages))} (usual {status.usual_step_s:.2g} s)"
 
 
 def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:

@@ -63,8 +63,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
 class RunStatus(msgspec.Struct, frozen=True):
     """One run. ``threshold_s``: seconds without a step before it is suspected; ``threshold_why``: its origin.
 
-    ``notes``: what slows the job down. ``early``: the newest early looks, oldest first. ``nodes``: all nodes of a job
-    of several; ``alone``: why they are not known.
+    ``usual_step_s``: 0 while it is not known. ``notes``: what slows the job down. ``early``: the newest early looks,
+    oldest first. ``nodes``: all nodes of a job of several; ``alone``: why they are not known.
     """
 
     run: str
@@ -83,6 +83,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     early: list[EarlyLook] = []
     nodes: list[NodeStatus] = []
     alone: str = ""
+    usual_step_s: float = 0.0
 
 
 class DumpAnswer(msgspec.Struct, frozen=True):

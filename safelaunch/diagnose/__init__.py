@@ -5,7 +5,8 @@ Each rule either reaches a finding or says why not; the first finding wins, and 
 it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
 (``with_guards``), and what ranks say of the reason themselves (``with_own_words``). Where all ranks at fault are all of
 one node, the node is named: ``with_node_behind``. The groups and GPUs of those at fault are told:
-``with_belonging``. Last, early looks that saw the same: ``with_early_looks``.
+``with_belonging``. Then early looks that saw the same: ``with_early_looks``. Last, how long a job that somebody looks
+at stands: ``with_the_time_without_a_step``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_wait import stuck_for_good
 from safelaunch.diagnose.series import with_early_looks
+from safelaunch.diagnose.standing import with_the_time_without_a_step
 from safelaunch.diagnose.swallowed import with_caught_exception
 from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, Verdict, format_ranks
@@ -44,6 +46,7 @@ EXPLANATIONS = (
     with_belonging,
     with_node_behind,
     with_early_looks,
+    with_the_time_without_a_step,
 )
 
 
@@ -118,10 +121,12 @@ def _signs(facts: Facts, named: Collection[int]) -> set[Sign]:
     for one in (facts.ranks[rank] for rank in named):
         if one.condition is not None:
             found |= one.condition.signs
-            found |= {"lock"} if one.condition.lock is not None and one.condition.lock.on == "lock" else set()
         if one.wait is not None and one.wait.kind == "p2p":
             found.add("transfer")
             ops |= {word for word in ("send", "recv") if word in one.wait.op}
+            found.add("receives" if one.wait.op == "recv" else "may-send")
+    if "may-send" in found:
+        found.discard("receives")
     if len(ops) > 1:
         found.add("send-and-receive")
     found.add("somebody-named" if named else "nobody-named")

@@ -39,6 +39,14 @@ Sign = Literal[
     "owed",
     "task-done",
     "lock-file",
+    "handler",
+    "own-loop",
+    "pool",
+    "connection",
+    "store-key",
+    "outlives",
+    "receives",
+    "may-send",
     "no-sign",
 ]
 
@@ -158,8 +166,16 @@ CAUSES: dict[str, Cause] = {
         "Create groups with `new_group()` on every rank, in the same order, also on ranks that are not members.",
     ),
     "p2p-cycle": _cause(
-        "Post one side first: even ranks send then receive, odd ranks receive then send; or use "
-        "`batch_isend_irecv()` for the exchange.",
+        Advice(
+            "Post one side first: even ranks send then receive, odd ranks receive then send; or use "
+            "`batch_isend_irecv()` for the exchange.",
+            only_if="may-send",
+        ),
+        Advice(
+            "Where all of them wait in `recv`: count the sends and receives that each makes in a round, and compare"
+            " their order. A send was left out or comes after the receive, or one receive is too many.",
+            only_if="receives",
+        ),
         Advice(
             "Where one sends and another receives, and both wait: compare peer, tag and group of the two calls.",
             only_if="send-and-receive",
@@ -209,9 +225,17 @@ CAUSES: dict[str, Cause] = {
             " or `return` as well; give the socket a timeout (`settimeout()`).",
             only_if="owed",
         ),
+        Advice(
+            "Find who is to set this key, and under which condition: it has to be set on every path. Give the wait a"
+            " time limit: `store.wait([key], timedelta(seconds=60))`.",
+            only_if="store-key",
+        ),
         "Give the call a timeout, and do rank-dependent I/O outside the training loop.",
-        "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch --on-stall"
-        " dump ...` keeps the job alive for that.",
+        Advice(
+            "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch"
+            " --on-stall dump ...` keeps the job alive for that.",
+            only_if="connection",
+        ),
         own=True,
         of_node="perhaps",
         worker=3,
@@ -231,8 +255,20 @@ CAUSES: dict[str, Cause] = {
             " leaves `join()` waiting for ever.",
             only_if="task-done",
         ),
-        "Take locks in one order everywhere, or one lock less; never call a collective or join a thread with a lock"
-        " held.",
+        Advice(
+            "Only set a flag in a signal handler, and do the work in the training loop; or make the lock an `RLock`.",
+            only_if="handler",
+        ),
+        Advice(
+            "`await` the coroutine on the thread of its loop; code that has to block there goes to"
+            " `asyncio.to_thread()`.",
+            only_if="own-loop",
+        ),
+        Advice(
+            "Take locks in one order everywhere, or one lock less; never call a collective or join a thread with a lock"
+            " held.",
+            only_if="lock",
+        ),
         "Give `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()` a timeout, so that it raises "
         "where it waits.",
         own=True,
@@ -270,6 +306,15 @@ CAUSES: dict[str, Cause] = {
             "If nobody holds the lock: delete the lock file that is left, and use one that ends with its process"
             " (`FileLock`, not `SoftFileLock`).",
             only_if="lock-file",
+        ),
+        Advice(
+            "A `multiprocessing.Pool` never returns the task of a worker that died: use `ProcessPoolExecutor`, which"
+            " raises, or `map_async(...).get(timeout)`. Why it died: `node/<host>/kernel_log.txt`.",
+            only_if="pool",
+        ),
+        Advice(
+            "Make the thread a daemon (`daemon=True`), or stop and join it before the script ends.",
+            only_if="outlives",
         ),
         "Give this call a timeout, or let only ranks that nobody waits for run it.",
         "If the wait is meant, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer `--stall-"

@@ -14,8 +14,9 @@ from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import Claim, Frame, OtherEnd, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
+from safelaunch.reading.handlers import Interruption, interruption
 from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
-from safelaunch.reading.polls import Poll, poll_at
+from safelaunch.reading.polls import Poll, poll_at, store_key_at
 from safelaunch.reading.source import ReadSource
 
 
@@ -91,6 +92,12 @@ class View:
     @property
     def frames(self) -> tuple[Frame, ...]:
         return self.stack.frames
+
+    @property
+    def all_frames(self) -> tuple[Frame, ...]:
+        """Of all its threads: those of a forked child go on into what its parent did."""
+        threads = self.sample.threads if self.sample else ()
+        return tuple(frame for thread in threads for frame in thread.frames)
 
     @property
     def user_frame(self) -> Frame | None:
@@ -233,9 +240,27 @@ def _lock(view: View) -> Condition | None:
     lock = known or calls.LockWait("a lock")
     doubts = () if known or native == "lock" else (Doubt.STATE_INFERRED,)
     text = f"waits for {lock.what} at {view.place}"
+    if lock.of_pool:  # its workers are to end that, and no lock is held
+        return Condition("stuck-in-user-code", text, lock=lock, signs=frozenset({"pool"}))
+    signs: frozenset[Sign] = frozenset({"lock"}) if lock.on == "lock" else frozenset()
+    if lock.what == "Future.result" and calls.runs_event_loop(view.stack.frames):
+        text += ", on the thread of an event loop, which stands meanwhile"
+        signs = frozenset({"own-loop"})
+    handler = _in_handler(view) if lock.on == "lock" else None
+    if handler is not None:
+        name, held = fr.short(handler.handler.function), fr.place(handler.holder)
+        text += f": its signal handler {name} waits for a lock that the code it interrupted, at {held}, may hold"
+        signs = frozenset({"handler"})
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
-    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, for_good=for_good)
+    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, signs=signs, for_good=for_good)
+
+
+def _in_handler(view: View) -> Interruption | None:
+    """Handlers run in the main thread alone."""
+    if view.read_source is None or view.other is not None:
+        return None
+    return interruption(view.stack.user_frames, view.read_source)
 
 
 def _polls(view: View) -> Condition | None:
@@ -266,10 +291,24 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
+        key = _store_key(view) if wait.target.startswith("tcp") else None
+        if key is not None:
+            text = f"waits at {where} for the key `{key}` of the store"
+            return Condition("blocking-io", text, signs=frozenset({"store-key"}))
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
-        return Condition("blocking-io", text, locks=wait.wanted_lock, locked_by=wait.locked_by, ends=others)
+        signs: frozenset[Sign] = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({"connection"})
+        return Condition(
+            "blocking-io", text, locks=wait.wanted_lock, locked_by=wait.locked_by, ends=others, signs=signs
+        )
     return None
+
+
+def _store_key(view: View) -> str | None:
+    """A store's call has no Python frames: the user's own line is the innermost."""
+    if view.read_source is None or view.user_frame is None or view.stack.called:
+        return None
+    return store_key_at(view.user_frame, view.read_source)
 
 
 def _polls_at(view: View) -> Condition:

@@ -37,6 +37,7 @@ class Doubt(Enum):
     STATE_UNKNOWN = "state", 2, "No stack and no record says what the rank does."
     STATUS_UNKNOWN = "state", 1, "The rank has ended, and nobody knows its exit status."
     ABORTED_IN_COLLECTIVE = "state", 1, "Its communication library aborted the rank; what a peer sent may be why."
+    ONE_LOOK = "state", 1, "Somebody computes, and one look cannot tell slow from endless."
     BY_EXCLUSION = "state", 1, "Nothing shows what holds the ranks up: it is what remains when the rest is ruled out."
 
     BRIEFLY_SILENT = "state", 1, "Nothing had been heard from the node for a few seconds only."

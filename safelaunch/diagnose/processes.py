@@ -7,6 +7,7 @@ its pipe. Where that comes back to a process on the way, these wait for each oth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,6 +23,8 @@ from safelaunch.reading.kernel import wait_words
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
+CLOCK_TICKS = 100  # a second: USER_HZ, which is what /proc counts in
+_DETAILS = re.compile(r" at [0-9a-f]+ | ip:| total-vm:")  # of a line of the kernel's, from there on
 _FORK_NOTE = "; a lock that another thread held when the worker was forked is never released in it"
 
 
@@ -263,6 +266,8 @@ class Inside:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
             reason = f"{own.reason}; {who} for the next item at {takers[0].place}"
             return replace(own, reason=reason, signs=own.signs | {"task-done"})
+        if lock.of_pool:
+            return self._of_a_pool(own)
         if lock.on == "work" and waiting and len(waiting) == len(others):
             reason = "has threads that wait for each other's locks: " + ", ".join(waiting[:4])
             for_good = all(c.for_good for _, c in others)
@@ -272,6 +277,29 @@ class Inside:
         if waiting:
             return replace(own, reason=f"{own.reason} while {', '.join(waiting[:4])}", doubts=())
         return own
+
+    def _of_a_pool(self, own: Condition) -> Condition:
+        """A worker that was put in place of another one: what the dead one was to return will not come."""
+        workers = [one for one in self._children if _parent(one) == self.main.process.pid]
+        late = [one for one in workers if calls.put_in_place(one.all_frames)]
+        if not late:
+            return own
+        pids = ", ".join(str(one.process.pid) for one in late[:3])
+        words = (
+            f"worker{'s' * (len(late) > 1)} {pids} took the place of {'one' if len(late) == 1 else 'those'} that ended"
+        )
+        after_s = (_started(late[0]) - min(map(_started, workers))) / CLOCK_TICKS
+        since = f", {after_s:.0f} s after the first of the pool" if after_s >= 1 else ""
+        claims = (
+            *own.claims,
+            *(one.stack_claim(f"process {one.process.pid}: forked by Pool._maintain_pool") for one in late[:3]),
+        )
+        rank = self.main.rank
+        claims += tuple(Claim(f"the kernel log: {line}", f"node/{rank.host}/kernel_log.txt") for line in rank.deaths)
+        if rank.deaths:
+            since += f", and the kernel log says: {_DETAILS.split(rank.deaths[-1])[0]}"
+        lost = "a pool never returns the task of a worker that died"
+        return replace(own, reason=f"{own.reason}; {words}{since}; {lost}", claims=claims)
 
     def _along(self, edge: Edge, found: Condition) -> Condition:
         """``found`` is at the end of ``edge``: told from where the edge begins."""
@@ -283,6 +311,8 @@ class Inside:
         process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
         reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
         told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
+        if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
+            told = replace(told, signs=told.signs | {"full-pipe"})
         if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
             told = replace(told, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
         if edge.may_end:
@@ -348,6 +378,10 @@ def _waits_for_loader(view: View) -> Claim:
 
 def _parent(view: View) -> int:
     return view.process.states[-1].ppid if view.process.states else 0
+
+
+def _started(view: View) -> int:
+    return view.process.states[-1].start_ticks if view.process.states else 0
 
 
 def _workers(children: Sequence[View]) -> list[View]:

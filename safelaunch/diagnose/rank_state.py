@@ -149,6 +149,13 @@ def _at_its_end(facts: Facts, one: RankFacts, left: Condition) -> Condition:
     if view is None or any(other.wait is not None for other in facts.ranks.values()):
         return left
     own = Inside(view, child_views(one.evidence, facts.read_source)).condition()
+    threads = view.beside()
+    if own.frame is None and threads and calls.leaving(view.thread.frames if view.thread else ()):
+        thread = threads[0]
+        does = thread_condition(thread)
+        reason = f"has ended its script, and its thread {thread.name} keeps it from exiting: it {does.reason}"
+        claims = left.claims + does.claims
+        return replace(does, cause="stuck-in-user-code", reason=reason, claims=claims, signs=frozenset({"outlives"}))
     if own.cause == "missing-from-collective" or own.frame is None:
         return left
     return replace(own, reason=f"has ended its script, and {own.reason}")
@@ -205,7 +212,7 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
         return replace(own, locked_by=lock.pid, locked_on=host, claims=(*own.claims, claim))
     if own.locked_by is None:
         return own
-    return replace(own, reason=f"{own.reason}, held by a process of no rank that was seen")
+    return replace(own, reason=f"{own.reason}, a process of no rank that was seen")
 
 
 def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:

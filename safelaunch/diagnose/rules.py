@@ -58,6 +58,7 @@ from safelaunch.diagnose.rules_wait import (
     sends_and_receives,
     unseen_peers,
 )
+from safelaunch.diagnose.standing import stands
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[
@@ -73,7 +74,9 @@ Need = Literal[
 ]
 
 _MET: Mapping[Need, Callable[[Case], bool]] = {
-    "a live job that moves": lambda case: case.evidence.outcome == "dump" and case.evidence.moving,
+    "a live job that moves": lambda case: (
+        case.evidence.outcome == "dump" and case.evidence.moving and not stands(case.evidence)
+    ),
     "a crash": lambda case: case.evidence.outcome == "crash",
     "several nodes": lambda case: len(case.evidence.nodes) > 1,
     "every rank seen": lambda case: not case.unseen,

@@ -35,7 +35,8 @@ CLOCKS_S = 2.0
 def slow_not_stuck(facts: Facts) -> Ruling:
     """The job still makes progress: a dump of it accuses nobody.
 
-    Only for ``dump``: in a hang the watchdog has confirmed that nothing moves, and a crash is not a matter of speed.
+    Steps or collectives advanced between two looks, or the last ones are no more than a few usual steps ago. Only for
+    ``dump``: in a hang the watchdog has confirmed that nothing moves, and a crash is not a matter of speed.
     """
     steps = [f"rank {r.rank} at step {r.step}" for r in facts.ranks.values() if r.step is not None]
     where = f" ({', '.join(steps[:4])})" if steps else ""

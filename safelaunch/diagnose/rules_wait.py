@@ -339,6 +339,7 @@ def _deadlock(case: Case, held_by: Mapping[int, Holder], holders: tuple[int, ...
         f"{text} None of them can go on.",
         tuple(culprits),
         condition_claims(named) + wait_claims(case, holders),
+        signs=frozenset({"lock"}),
     )
 
 

@@ -146,6 +146,10 @@ class LockWait:
         return self.on == "work" or "multiprocessing" in self.what
 
     @property
+    def of_pool(self) -> bool:
+        return self.what == "a pool's result"
+
+    @property
     def of_items(self) -> bool:
         """A queue's ``join()``: it ends when ``task_done()`` was called for each item."""
         return self.what.endswith("Queue.join)")
@@ -187,6 +191,11 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
     return None
 
 
+def put_in_place(frames: Sequence[Frame]) -> bool:
+    """A worker that ``multiprocessing.Pool`` has forked in place of one that had ended."""
+    return any(_in(f, "multiprocessing/pool.py") and short(f.function) == "_maintain_pool" for f in frames)
+
+
 def waits_for_child(inner: Sequence[Frame]) -> bool:
     return any(
         _in(f, "/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py") for f in inner
@@ -214,6 +223,11 @@ def feeds_queue(frames: Sequence[Frame]) -> bool:
 
 def in_event_loop(inner: Sequence[Frame]) -> bool:
     return any("/asyncio/" in normal(f.file) for f in inner)
+
+
+def runs_event_loop(frames: Sequence[Frame]) -> bool:
+    """A thread that runs a loop of asyncio, and is in one of its callbacks or coroutines."""
+    return any(_in(f, "/asyncio/base_events.py") and short(f.function) == "_run_once" for f in frames)
 
 
 def serves(frames: Sequence[Frame]) -> bool:

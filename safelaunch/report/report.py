@@ -104,15 +104,16 @@ def node_words(node: NodeAtFault) -> str:
 
 
 def _claims(claims: Sequence[Claim], room: int, space: int) -> list[str]:
-    """At most ``space`` lines: whole claims as long as the others still have a line each, then shortened ones."""
+    """At most ``space`` lines: as many of the first five claims as fit whole; the first one alone may be shortened."""
     picked = _spread(claims, min(5, space - 1))
     lines: list[str] = []
-    for index, claim in enumerate(picked):
+    for claim in picked:
         text = f"{clean(claim.claim)}  [{clean(claim.file)}]"
         whole = _wrap(text, room, "    ")
-        to_come = len(picked) - index - 1
-        short = _shorten(f"    {text}", room, keep=len(clean(claim.file)) + 4)
-        lines += whole if len(lines) + len(whole) + to_come < space else [short]
+        lines += whole if len(lines) + len(whole) < space else []
+    if picked and not lines:
+        file = clean(picked[0].file)
+        lines.append(_shorten(f"    {clean(picked[0].claim)}  [{file}]", room, keep=len(file) + 4))
     return ["  evidence:", *lines] if lines else []
 
 

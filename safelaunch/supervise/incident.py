@@ -21,7 +21,7 @@ from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
 from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
 from safelaunch.capture import collect, user_source
-from safelaunch.capture.memory import KillCounts, kill_counts, kills_of
+from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
 from safelaunch.capture.parallel import gather
 from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
@@ -229,6 +229,7 @@ def take_evidence(
         msgspec.structs.replace(
             side,
             memory_kills=without_secrets(kills_of(side.pid, about.kills_at_start, kills, kernel_log), about.redactor),
+            deaths=without_secrets(_deaths_of(side, kernel_log), about.redactor),
         )
         for side in seen
     ]
@@ -239,6 +240,11 @@ def take_evidence(
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
+    living = {state.pid for child in rank.children for state in child.states}
+    return deaths_between(rank.pid, max(living), living, kernel_log) if living else ()
 
 
 def prepare() -> None:

@@ -156,10 +156,12 @@ class Live:
         looks = look_at(targets, None, collectives=True)
         time.sleep(BETWEEN_LOOKS_S)
         looks = look_at(targets, looks, collectives=True)
-        moving = self._moved(before) or looks.collectives_moved or _computes(looks)
+        advanced = self._moved(before) or looks.collectives_moved
         known = incident.known_of(self._watch, self._exits())
         pages = [item.progress for item in known.ranks.values() if item.progress]
-        stalled_s = max((self._age_s(page, time.monotonic()) for page in pages), default=0.0)
+        ages = [self._age_s(page, time.monotonic()) for page in pages]
+        stalled_s = 0.0 if advanced else max(ages, default=0.0)
+        moving = advanced or _computes(looks)
         return incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving)
 
     def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
@@ -201,6 +203,7 @@ class Live:
             watch=self._watch.state.status.value,
             threshold_s=threshold_s,
             threshold_why=why,
+            usual_step_s=round(self._watch.usual_step_s, 4),
             ranks=[
                 *(self._rank(rank, p, now) for rank, p in sorted(self._watch.last_progress.items())),
                 *self._silent(),

@@ -133,6 +133,11 @@ class Watch:
         return rhythm.threshold(self._learned, self._bounds, cap_s=self.cap_s)
 
     @property
+    def usual_step_s(self) -> float:
+        """The median of the recent ordinary steps; 0 while too few are known."""
+        return rhythm.usual_s(self._learned)[0]
+
+    @property
     def has_pulse_only(self) -> bool:
         """Whether collectives are the only visible progress: no rank has marked a step."""
         return bool(self.last_progress) and all(p.step is None for p in self.last_progress.values())

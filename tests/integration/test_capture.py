@@ -140,7 +140,7 @@ BLOCKED = {
         "if os.fork() == 0: fcntl.flock(held, 2); os.write(w, b'x'); time.sleep(1000)\n"
         "os.close(held); os.read(r, 1); fcntl.flock(mine, 2)",
         "flock",
-        r"/.*/program0\.py, locked by pid \d+",
+        r"/.*/program0\.py, locked by pid \d+ \(python.*\)",
     ),
     "open of a fifo": (
         "import os, sys; path = sys.argv[0] + '.fifo'; os.mkfifo(path); os.open(path, os.O_RDONLY)",
@@ -159,7 +159,7 @@ def test_what_a_blocked_call_waits_for(start: Start, case: str) -> None:
     main = state.main_thread
     assert main is not None
     assert re.fullmatch(target, main.fd_target), main
-    told = re.search(r"locked by pid (\d+)$", main.fd_target)
+    told = re.search(r"locked by pid (\d+) \(python\S* program0\.py\)$", main.fd_target)
     assert main.locked_by == (int(told[1]) if told else None)
 
 

@@ -294,7 +294,7 @@ def behind(seq: int = 4) -> FlightRecord:
 def job(*ranks: RankEvidence, outcome: Any = "hang", world: int = 0, **fields: Any) -> Evidence:
     missing = fields.pop("missing_ranks", ())
     size = world or len(ranks) + len(missing)
-    return Evidence(outcome, size, tuple(ranks), missing_ranks=missing, stall_s=30.0, **fields)
+    return Evidence(outcome, size, tuple(ranks), missing_ranks=missing, **{"stall_s": 30.0, **fields})
 
 
 def with_culprit(culprit: RankEvidence, world: int, peer: Any = waiting) -> Evidence:

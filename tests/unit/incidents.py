@@ -219,7 +219,7 @@ def dump() -> Incident:
     inside = (Frame(f"{SITE}/torch/nn/modules/linear.py", 134, "forward"), at(21, "train"), *_END)
     ranks = [rank(n, inside, "run", more={"code_roots": (SITE,)}) for n in range(4)]
     ranks = [_late(replace(one, progress=_progress(one.rank, 4, 300 + one.rank, stopped_s=999.8))) for one in ranks]
-    return Incident(job(*ranks, outcome="dump", moving=True), (), _about(["node1"], 4))
+    return Incident(job(*ranks, outcome="dump", moving=True, stall_s=0.2), (), _about(["node1"], 4))
 
 
 def nothing() -> Incident:

@@ -13,7 +13,7 @@ import safelaunch
 from safelaunch.beacon.caught_exceptions import SLOT_BYTES
 from safelaunch.capture.cgroups import nearest
 from safelaunch.capture.last_words import parse_caught, parse_exit_call, parse_fatal, read
-from safelaunch.capture.memory import KillCounts, count_in, kill_counts, kills_of
+from safelaunch.capture.memory import KillCounts, count_in, deaths_between, kill_counts, kills_of
 from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, MemoryKills
 
 TWO_THREADS = """Fatal Python error: Segmentation fault
@@ -202,3 +202,20 @@ def test_a_damaged_slot_is_left_out(slot: bytes) -> None:
     size = SLOT_BYTES
     (one,) = parse_caught(slot.ljust(size, b"\0") + good.ljust(size, b"\0"))
     assert one == CaughtException("E", "m", 1.5, Frame("F", 2, "f"), Frame("G", 3, "g"))
+
+
+def test_the_deaths_of_processes_between_two_numbers() -> None:
+    log = (
+        "2026-11-22 16:00:00 python[99]: segfault at 0 ip 00007f\n"
+        "2026-11-22 16:00:01 python[120]: segfault at 65a16c621cc0 ip 00007f1ec918b809\n"
+        "2026-11-22 16:00:02 traps: python[130] general protection fault ip:7f1e sp:7ffe error:0 in libc.so.6\n"
+        "2026-11-22 16:00:03 Out of memory: Killed process 140 (python) total-vm:1kB\n"
+        "2026-11-22 16:00:04 python[150]: segfault at 0 ip 00007f\n"
+        "2026-11-22 16:00:05 usb 1-1: new device [145]: high-speed\n"
+        "2026-11-22 16:00:06 python[200]: segfault at 0 ip 00007f\n"
+    )
+    found = deaths_between(100, 200, {150}, log)
+    assert [line.split()[1] for line in found] == ["16:00:01", "16:00:02", "16:00:03"], "150 lives: it is another one"
+    assert deaths_between(100, 200, (), "") == ()
+    assert len(deaths_between(0, 10**6, (), log, most=2)) == 2
+    assert all(len(line) <= 200 for line in deaths_between(0, 10, (), "python[5]: segfault at " + "x" * 999))

@@ -140,6 +140,13 @@ def test_stragglers_are_named_in_the_first_line() -> None:
     ranks = (rank(0), rank(1, step=30), rank(2, step=20, state="exited"), rank(3, step=None))
     assert stragglers(ranks) == (1,)
     assert told(run_status(*ranks)) == "watching; behind the others: rank 1"
+    quiet = [rank(number, age_s=41.0 + number) for number in range(2)]
+    assert told(run_status(*quiet, usual_step_s=0.1)) == "watching; no step for 41s (usual 0.1 s)"
+    assert told(run_status(*quiet)) == "watching", "the usual step is not known"
+    assert told(run_status(*quiet, usual_step_s=10.0)) == "watching", "a few usual steps"
+    assert told(run_status(*quiet, rank(2), usual_step_s=0.1)) == "watching", "one still makes steps"
+    announced = rank(2, age_s=41.0, phase="eval")
+    assert told(run_status(*quiet, announced, usual_step_s=0.1)) == "watching"
     assert told(run_status(rank(0), rank(1), watch="undecided")).startswith("undecided: no step")
     many = [rank(number, step=0 if number else 60) for number in range(12)]
     assert told(run_status(*many)).endswith("1, 2, 3, 4, 5, 6, 7, 8, ...")

@@ -188,3 +188,10 @@ def test_a_batch_without_c_frames() -> None:
 def test_batches_that_wait_for_each_other(native: Frame | None) -> None:
     ranks = [in_batch(n, native, Posted(77, sends=False, peer=(n + 1) % 3)) for n in range(3)]
     assert named(diagnose(job(*ranks)))[:2] == ("p2p-cycle", [0, 1, 2])
+
+
+def test_advice_on_a_circle_fits_its_sends_and_receives() -> None:
+    receive = diagnose(job(receives(0, 1), receives(1, 0))).suggestions
+    send = diagnose(job(sends(0, 1), sends(1, 0))).suggestions
+    assert "count the sends and receives" in receive[0] and not any("even ranks" in one for one in receive)
+    assert "even ranks" in send[0] and not any("count the sends" in one for one in send)

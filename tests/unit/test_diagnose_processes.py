@@ -205,3 +205,60 @@ def test_a_worker_that_is_at_an_item_holds_up_the_queue() -> None:
     verdict = parent(process(RANK, joins, "futex"), process(70, takes, "pipe", role="child"), at_work)
     assert named(verdict) == ("blocking-io", 1, 23, "child (pid 71)")
     assert verdict.confidence == "medium"
+
+
+# --- a pool whose worker has ended ------------------------------------------------------------------------------------
+
+
+def pool_frames(function: str) -> Frame:
+    return Frame(f"{STDLIB}/multiprocessing/pool.py", 340, function)
+
+
+WORKER = (RECV, Frame(QUEUES, 365, "SimpleQueue.get"), pool_frames("worker"), BOOTSTRAP)
+RESULT = (Frame(f"{STDLIB}/threading.py", 327, "Condition.wait"), pool_frames("ApplyResult.get"), *in_user(7))
+
+
+def later(one: ProcessEvidence, ticks: int) -> ProcessEvidence:
+    return structs.replace(one, states=tuple(structs.replace(state, start_ticks=ticks) for state in one.states))
+
+
+def test_a_worker_that_took_the_place_of_one_that_ended() -> None:
+    first = process(70, (*WORKER, pool_frames("Pool.__init__"), *in_user(3)), "pipe", role="child")
+    second = process(71, (*WORKER, pool_frames("Pool._maintain_pool")), "futex", role="child")
+    verdict = parent(process(RANK, RESULT, "futex"), below(first, RANK), later(below(second, RANK), 1105))
+    assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
+    assert verdict.summary.startswith(
+        "Rank 1 waits for a pool's result at train.py:7 (train); worker 71 took the place of one that ended, 11 s after"
+        " the first of the pool; a pool never returns the task of a worker that died"
+    )
+    assert "ProcessPoolExecutor" in verdict.suggestions[0]
+    assert not any("Take locks" in one for one in verdict.suggestions)
+
+
+def test_the_kernel_says_how_a_worker_died() -> None:
+    first = process(70, (*WORKER, pool_frames("Pool.__init__"), *in_user(3)), "pipe", role="child")
+    second = process(75, (*WORKER, pool_frames("Pool._maintain_pool")), "futex", role="child")
+    line = "2026-11-22 16:49:22 python[73]: segfault at 65a16c621cc0 ip 00007f1ec918b809 sp 00007ffe3da7e3a8 error 4"
+    children = (below(first, RANK), below(second, RANK))
+    culprit = rank(1, flight=behind(), children=children, more={"deaths": (line,)})
+    verdict = diagnose(with_culprit(structs.replace(culprit, main=process(RANK, RESULT, "futex")), 4))
+    assert "and the kernel log says: 2026-11-22 16:49:22 python[73]: segfault; a pool never" in verdict.summary
+    assert any(one.claim.endswith(line) and one.file == "node/node1/kernel_log.txt" for one in verdict.evidence)
+
+
+def test_a_pool_with_all_of_its_first_workers() -> None:
+    workers = [process(pid, (*WORKER, pool_frames("Pool.__init__"), *in_user(3)), "pipe") for pid in (70, 71)]
+    verdict = parent(process(RANK, RESULT, "futex"), *(below(one, RANK) for one in workers))
+    assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
+    assert "took the place" not in verdict.summary
+
+
+# --- advice that fits -------------------------------------------------------------------------------------------------
+
+
+def test_a_child_that_writes_into_a_pipe_of_which_nothing_more_is_known() -> None:
+    child = process(70, (SERVES, MODULE), "pipe", role="child")
+    unknown = parent(waits_for(70, POPEN), beside(child, call="write"))
+    assert "communicate()" in unknown.suggestions[0]
+    elsewhere = parent(waits_for(70, POPEN), beside(child, 4711, call="write"))
+    assert not any("communicate()" in one for one in elsewhere.suggestions)

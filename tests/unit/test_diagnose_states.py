@@ -442,7 +442,7 @@ def test_a_single_rank_is_its_own_culprit() -> None:
 
 def test_a_dump_of_a_moving_job_accuses_nobody() -> None:
     ranks = (rank(0, in_user(7), "run"), waiting(1))
-    verdict = diagnose(job(*ranks, outcome="dump", moving=True))
+    verdict = diagnose(job(*ranks, outcome="dump", moving=True, stall_s=0.5))
     assert (verdict.cause, verdict.culprits, verdict.victims) == ("slow-not-stuck", (), "")
     stuck = diagnose(job(rank(0, in_user(7), "sleep", flight=behind()), waiting(1), outcome="dump"))
     assert (stuck.cause, [c.rank for c in stuck.culprits]) == ("stuck-in-user-code", [0])
@@ -466,3 +466,83 @@ def test_who_was_killed_while_it_waited_is_no_cause() -> None:
     assert verdict.victims == "0"
     crashed = diagnose(job(victim, rank(1, in_user(7, "load"), "sleep"), outcome="crash"))
     assert (crashed.cause, [c.rank for c in crashed.culprits]) == ("rank-killed", [0])
+
+
+# --- advice that fits -------------------------------------------------------------------------------------------------
+
+LOCKS = "Take locks in one order"
+FUTURE = (Frame(f"{STDLIB}/threading.py", 327, "wait"), Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "result"))
+LOOP = (
+    Frame(f"{STDLIB}/asyncio/events.py", 80, "Handle._run"),
+    Frame(f"{STDLIB}/asyncio/base_events.py", 1922, "BaseEventLoop._run_once"),
+    Frame(f"{STDLIB}/asyncio/base_events.py", 607, "BaseEventLoop.run_forever"),
+)
+
+
+def test_the_order_of_locks_is_advice_for_locks_alone() -> None:
+    locked = diagnose(with_culprit(rank(1, in_user(7), "futex", flight=behind()), 3))
+    assert any(one.startswith(LOCKS) for one in locked.suggestions)
+    future = diagnose(with_culprit(rank(1, (*FUTURE, *in_user(7)), "futex", flight=behind()), 3))
+    assert future.cause == "lock-deadlock"
+    assert not any(one.startswith(LOCKS) for one in future.suggestions)
+    assert "event loop" not in future.summary
+
+
+def test_a_future_that_is_awaited_on_the_thread_of_a_loop() -> None:
+    on_loop = (*FUTURE, at(14, "call"), *LOOP, Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
+    waits = rank(1, (*FUTURE, *in_user(7)), "futex", flight=behind(), threads=[("loop", on_loop, "futex")])
+    verdict = diagnose(with_culprit(waits, 3))
+    assert "its thread 'loop' waits for Future.result at train.py:14 (call), on the thread of an event loop" in (
+        verdict.summary
+    )
+    assert verdict.suggestions[0].startswith("`await` the coroutine")
+
+
+def test_a_signal_handler_that_waits_for_the_lock_of_the_code_below() -> None:
+    source = (
+        "import signal\nsignal.signal(signal.SIGTERM, on_notice)\ndef train():\n    with lock:\n        step()\n"
+        "def on_notice(number, frame):\n    with lock:\n        save()\n"
+    )
+    frames = (at(7, "on_notice"), at(5, "train"), MODULE)
+    waits = with_culprit(rank(1, frames, "futex", flight=behind()), 3)
+    verdict = diagnose(waits, lambda path: source)
+    told = "its signal handler on_notice waits for a lock that the code it interrupted, at train.py:5 (train), may hold"
+    assert told in verdict.summary
+    assert "flag" in verdict.suggestions[0] and not any(one.startswith(LOCKS) for one in verdict.suggestions)
+    assert "signal handler" not in diagnose(waits).summary, "without the source nothing is said"
+
+
+def test_a_key_of_the_store_that_nobody_sets() -> None:
+    one = rank(1, in_user(2, "wait"), "poll", flight=behind())
+    assert one.main is not None
+    states = []
+    for state in one.main.states:
+        polls = structs.replace(state.threads[0], fd=3, fd_target="tcp6 [::1]:36420 -> [::1]:41283 (established)")
+        states.append(structs.replace(state, threads=(polls, *state.threads[1:])))
+    one = structs.replace(one, main=structs.replace(one.main, states=tuple(states)))
+    waits = with_culprit(one, 3)
+    source = "def wait(store, step):\n    return store.get(f'export/{step}')\n"
+    verdict = diagnose(waits, lambda path: source)
+    assert verdict.cause == "blocking-io"
+    assert verdict.summary.startswith("Rank 1 waits at train.py:2 (wait) for the key `f'export/{step}'` of the store")
+    assert "who is to set this key" in verdict.suggestions[0]
+    assert "is blocked in I/O" in diagnose(waits, lambda path: "def wait(x):\n    return x.recv(4)\n").summary
+
+
+def test_a_thread_that_keeps_a_rank_from_its_end() -> None:
+    queue = (
+        Frame(f"{STDLIB}/threading.py", 327, "wait"),
+        Frame(f"{STDLIB}/queue.py", 171, "Queue.get"),
+        at(18, "upload"),
+    )
+    shutdown = (Frame(f"{STDLIB}/threading.py", 1590, "_shutdown"),)
+    kept = rank(1, shutdown, "futex", threads=[("upload", queue, "futex")])
+    gone = rank(0, seen=False, more={"exit": RankExit(0, 90.0)})
+    verdict = diagnose(job(gone, kept))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("stuck-in-user-code", [1])
+    assert verdict.summary.startswith(
+        "Rank 1 has ended its script, and its thread 'upload' keeps it from exiting: it waits for a queue at train.py"
+    )
+    assert verdict.suggestions[0].startswith("Make the thread a daemon")
+    waited_for = diagnose(with_culprit(structs.replace(kept, flight_record=behind()), 3))
+    assert waited_for.cause == "uneven-batches", "its peers wait for it in a collective"

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.causes import CAUSES
-from safelaunch.model import Artifact, Evidence, Frame, RankException, RankExit, Verdict
+from safelaunch.model import Artifact, Claim, Evidence, Frame, RankException, RankExit, Verdict
 from safelaunch.report import page, report
 from safelaunch.report.overview import culprit_lines
 
@@ -81,6 +81,26 @@ def test_claims_are_whole_where_there_is_room() -> None:
     assert "…" not in text
     flat = " ".join(line.removeprefix("safelaunch: ").strip() for line in text.splitlines())
     assert all(f"{c.claim} [{c.file}]" in " ".join(flat.split()) for c in diagnose(sleeping()).evidence[:2])
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_claims_are_left_out_rather_than_cut(width: int) -> None:
+    """Half a file name says nothing, and report.md has them all."""
+    function = "a_rather_long_function_name"
+    asleep = [rank(n, in_user(7, function), "sleep", flight=behind()) for n in range(2)]
+    verdict = diagnose(job(*asleep, waiting(2)))
+    lines = report.screen(verdict, bundle_path=BUNDLE, width=width).splitlines()
+    flat = [line.removeprefix("safelaunch: ").strip() for line in lines]
+    shown = flat[flat.index("evidence:") + 1 : next(n for n, line in enumerate(flat) if line.startswith("held up"))]
+    assert shown and not any("…" in line for line in shown)
+    told = " ".join(shown)
+    assert sum(f"{one.claim} [{one.file}]" in " ".join(told.split()) for one in verdict.evidence) >= 1
+
+
+def test_a_single_claim_is_shortened_where_it_does_not_fit() -> None:
+    verdict = replace(diagnose(sleeping()), evidence=(Claim("x " * 1000, "ranks/1/stack.txt"),))
+    lines = report.screen(verdict, bundle_path=BUNDLE, width=80).splitlines()
+    assert any("…" in line and line.endswith("[ranks/1/stack.txt]") for line in lines)
 
 
 def test_screen_without_a_culprit() -> None:
