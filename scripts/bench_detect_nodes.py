@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench_detect import EXIT_HUNG, HANG
-from benchlib import BenchError, Figure, environment, figure, program, progress, run_bench, started, wait_for, workplace
+from benchlib import (
+    BenchError,
+    Figure,
+    environment,
+    figure,
+    of_nodes,
+    program,
+    progress,
+    run_bench,
+    started,
+    wait_for,
+    workplace,
+)
 
 PER_NODE = 2
 WAIT_S = 180.0
@@ -67,10 +78,8 @@ def hang(nodes: int, threshold_s: float) -> Run:
     """Runs the job once until its supervisors end it. Raises BenchError if it ends any other way."""
     progress(f"a job of {nodes} nodes will hang")
     with workplace(hang=HANG) as here, ExitStack() as stack:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            meet = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
-        own = [program("safelaunch"), f"--stall-timeout={threshold_s}", "--startup-timeout=120", f"--nnodes={nodes}"]
-        own += ["--rdzv-backend=c10d", meet, f"--nproc-per-node={PER_NODE}"]
+        own = [program("safelaunch"), f"--stall-timeout={threshold_s}", "--startup-timeout=120"]
+        own += of_nodes(nodes, PER_NODE)
         script = ["hang.py", str(nodes * PER_NODE - 1)]
         env = environment(GLOO_SOCKET_IFNAME="lo")
         stderr = [stack.enter_context((here / f"stderr-{number}").open("wb")) for number in range(nodes)]

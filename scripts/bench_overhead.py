@@ -13,7 +13,6 @@ import compileall
 import json
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from benchlib import (
     environment,
     figure,
     interleave,
+    of_nodes,
     program,
     progress,
     ratios,
@@ -212,9 +212,7 @@ def throughput_of_nodes(pairs: int, steps: int) -> list[Figure]:
 
         def train(name: str) -> float:
             (here / "rate").unlink(missing_ok=True)
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                meet = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
-            own = [program(name), "--nnodes=2", "--rdzv-backend=c10d", meet, "--nproc-per-node=1"]
+            own = [program(name), *of_nodes(2, 1)]
             words, env = [*own, "train.py", "20", str(steps // 10), "512"], environment(GLOO_SOCKET_IFNAME="lo")
             with started(["taskset", "-c", str(cores[-1]), *words], here, env) as other:
                 run(["taskset", "-c", str(cores[0]), *words], here, env)

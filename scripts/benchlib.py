@@ -10,6 +10,7 @@ import platform
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -223,6 +224,13 @@ def workplace(**files: str) -> Iterator[Path]:
         for stem, source in files.items():
             (Path(name) / f"{stem}.py").write_text(source)
         yield Path(name)
+
+
+def of_nodes(nodes: int, ranks: int) -> list[str]:
+    """torchrun's options of a job of so many nodes on this machine, with ``ranks`` each; the same for all of them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
+    return [f"--nnodes={nodes}", "--rdzv-backend=c10d", endpoint, f"--nproc-per-node={ranks}"]
 
 
 def wait_for(
