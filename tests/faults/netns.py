@@ -49,6 +49,16 @@ def host(number: int) -> str:
     return f"node{number}"
 
 
+def meeting(number: int, port: int, *, static: bool = False) -> list[str]:
+    """torchrun's options with which the agent of this node meets the others, at node 0.
+
+    ``static``: without c10d's rendezvous, which compares wall clocks and numbers the nodes as it likes.
+    """
+    if static:
+        return [f"--node-rank={number}", f"--master-addr={address(0)}", f"--master-port={port}"]
+    return ["--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{port}"]
+
+
 class Network:
     """``with Network(2, scratch) as network: Popen([*network.enter(0), "torchrun", ...])``
 

@@ -138,7 +138,7 @@ class Nodes:
             f"--max-stall={row.max_stall_s:g}",
             *(["--startup-timeout=20", "--rdzv-conf=join_timeout=30,read_timeout=20"] if early else []),
             f"--nnodes={row.nnodes}",
-            *self._meet(number),
+            *netns.meeting(number, PORT, static=row.static),
             "--nproc-per-node=1",
             *row.own,
             os.fspath(STEERED),
@@ -151,11 +151,6 @@ class Nodes:
         self._stack.enter_context(scene.job)
         self.scenes.append(scene)
         return scene
-
-    def _meet(self, number: int) -> list[str]:
-        if self.row.static:
-            return [f"--node-rank={number}", f"--master-addr={netns.address(0)}", f"--master-port={PORT}"]
-        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={netns.address(0)}:{PORT}"]
 
     def _is_registered(self) -> bool:
         """Whether a safelaunch has counted itself in the store of the agents."""

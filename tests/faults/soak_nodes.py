@@ -72,17 +72,10 @@ def _start(
     env: dict[str, str | None] = {"GLOO_SOCKET_IFNAME": netns.DEVICE}
     env |= _clock(place) if skewed else {}
     own = case.own if isinstance(case, soak.Healthy) else (f"--stall-floor={soak.FLOOR_S}",)
-    torchrun = [f"--nnodes={network.nodes}", *_meet(number, trouble)]
+    torchrun = [f"--nnodes={network.nodes}", *netns.meeting(number, PORT, static=trouble == "clocks")]
     words = [*own, *torchrun, f"--nproc-per-node={ranks}", soak.SCRIPT, *soak.script_of(case), f"--scratch={scratch}"]
     entering = network.enter(number, ahead_s=AHEAD_S if skewed else 0)
     return Job(words, place, env=env, interpreter=(*entering, sys.executable, "-m", "safelaunch"))
-
-
-def _meet(number: int, trouble: Trouble) -> list[str]:
-    """torchrun's own c10d rendezvous compares the clocks of the nodes; its static one does not."""
-    if trouble == "clocks":
-        return [f"--node-rank={number}", f"--master-addr={netns.address(0)}", f"--master-port={PORT}"]
-    return ["--rdzv-backend=c10d", f"--rdzv-endpoint={netns.address(0)}:{PORT}"]
 
 
 def _clock(place: Path) -> dict[str, str | None]:

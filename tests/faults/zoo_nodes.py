@@ -13,7 +13,6 @@ from jobs import Job, Result
 
 PORT = 29500
 PATIENCE_S = 150.0
-MEET = (f"--master-addr={netns.address(0)}", f"--master-port={PORT}")
 ENV = {"GLOO_SOCKET_IFNAME": netns.DEVICE}
 
 
@@ -26,7 +25,7 @@ def run(specimen: zoo.Specimen, culprit: int, scratch: Path, *, ranks: int, node
         for number, mine in enumerate(shares(ranks, nodes)):
             place = scratch / netns.host(number)
             place.mkdir()
-            meet = [f"--nnodes={nodes}", f"--node-rank={number}", *MEET]
+            meet = [f"--nnodes={nodes}", *netns.meeting(number, PORT, static=True)]
             words = [*zoo.options_of(specimen), *meet, f"--nproc-per-node={mine}"]
             words += zoo.script_of(specimen, culprit, scratch)
             command = [*network.enter(number), sys.executable, "-m", "safelaunch"]
