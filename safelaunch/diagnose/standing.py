@@ -50,9 +50,8 @@ def _rhythm(page: Progress) -> Rhythm:
     taken = sorted((after[0] - before[0]) / (after[1] - before[1]) for before, after in pairs if after[1] > before[1])
     if taken:
         return Rhythm(taken[len(taken) // 2], taken[-1])
-    steps = max(page.optimizer_steps, default=0) - 1  # the script's own count may go on from a checkpoint's
-    whole_s = (page.last_step_ns - page.first_step_ns) / 1e9
-    return Rhythm(whole_s / steps if steps > 0 and whole_s > 0 else 0.0, 0.0)
+    steps = max(page.optimizer_steps, default=0)
+    return Rhythm(max(0.0, page.mean_step_s(steps)) if steps > 1 else 0.0, 0.0)
 
 
 def with_the_time_without_a_step(facts: Facts, finding: Finding) -> Finding:

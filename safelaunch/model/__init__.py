@@ -269,6 +269,10 @@ class Progress(Record, frozen=True):
     exit_ns: int = 0
     history: tuple[tuple[int, int], ...] = ()
 
+    def mean_step_s(self, steps: int) -> float:
+        """The seconds of each of the first ``steps`` but the very first, with which the clock begins."""
+        return (self.last_step_ns - self.first_step_ns) / 1e9 / max(1, steps - 1)
+
 
 class RankException(Record, frozen=True):
     """The first uncaught exception of a rank, recorded by its beacon.

@@ -241,8 +241,7 @@ class Watch:
         """Of all steps so far, which the first ones make too long; 0 while these are all."""
         progress = self.last_progress[rank]
         steps = progress.step or 0
-        mean_s = (progress.last_step_ns - progress.first_step_ns) / 1e9 / max(1, steps - 1)
-        return mean_s if steps > rhythm.WARM_UP else 0.0
+        return progress.mean_step_s(steps) if steps > rhythm.WARM_UP else 0.0
 
     def hold(self) -> None:
         """It hangs, as all nodes have found together: nothing is suspected any more."""
@@ -310,7 +309,7 @@ class Watch:
         slowest = min(stepping, key=lambda progress: progress.last_step_ns, default=None)
         if slowest is None:
             return 0.0
-        usual_s = (slowest.last_step_ns - slowest.first_step_ns) / 1e9 / max(1, (slowest.step or 1) - 1)
+        usual_s = slowest.mean_step_s(slowest.step or 1)
         waited_s = now - slowest.last_step_ns / 1e9
         return waited_s if waited_s > max(QUIET_S, QUIET_TIMES * usual_s) else 0.0
 
