@@ -9,7 +9,8 @@ from functools import partial
 
 import msgspec
 
-from safelaunch.capture.flight_dump import merged, parse_json, parse_pickle, to_json
+from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
+from safelaunch.capture.flight_records import merged
 from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.worker_server import names, post
 from safelaunch.model import FlightRecord

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.capture import flight_dump
+from safelaunch.capture import flight_dump, flight_records
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
@@ -84,7 +84,7 @@ def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
             data = read_limited(path)
             parse = flight_dump.parse_json if data[:1] == b"{" else flight_dump.parse_pickle
             record = parse(data, shared)
-            yield CONTRADICTS if flight_dump.contradicts_itself(record) else record
+            yield CONTRADICTS if flight_records.contradicts_itself(record) else record
         except (Unreadable, CaptureError) as error:
             yield error.message
 
@@ -103,7 +103,7 @@ class _Dump:
     @property
     def backends(self) -> frozenset[str]:
         kinds = Entries.of(self.record.entries).used().values()
-        return frozenset(flight_dump.backend_of(kind.op) for kind in kinds) - {""}
+        return frozenset(flight_records.backend_of(kind.op) for kind in kinds) - {""}
 
 
 CONTRADICTS = "its collectives are not numbered as torch does: some have no number, or that of an earlier one"
@@ -145,7 +145,7 @@ def _of_other_backends(one: _Dump, other: _Dump) -> bool:
 
 
 def _together(one: _Dump, other: _Dump) -> _Dump:
-    return _Dump(one.name, flight_dump.merged([one.record, other.record]), one.modified)
+    return _Dump(one.name, flight_records.merged([one.record, other.record]), one.modified)
 
 
 def _modified(path: Path) -> float:

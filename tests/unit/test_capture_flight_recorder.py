@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from nccl_formats import FORMATS, Format, Hooked, Recorder
 
-from safelaunch.capture import flight_dump, flight_recorder
+from safelaunch.capture import flight_dump, flight_recorder, flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.capture.worker_server import Unanswered
@@ -249,7 +249,7 @@ def test_a_rank_with_a_recorder_of_gloo_and_one_of_nccl(monkeypatch: pytest.Monk
         served(monkeypatch, answers)
         capture = flight_record_of("/run/s", ask_python=python)
         assert capture.record.value is not None and capture.json.value is not None
-        assert sorted(flight_dump.backend_of(entry.op) for entry in capture.record.value.entries) == ops
+        assert sorted(flight_records.backend_of(entry.op) for entry in capture.record.value.entries) == ops
         assert len(parse_json(capture.json.value).entries) == len(ops)
         assert flight_recorder.newest_entry("/run/s") == (7 if gloo is GLOO else 1)
         assert flight_recorder.smallest_timeout_s("/run/s") == 600.0

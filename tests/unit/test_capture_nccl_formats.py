@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Recorder, State, TorchComms, write
 
-from safelaunch.capture.flight_dump import merged, parse_json, parse_pickle, to_json
+from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
+from safelaunch.capture.flight_records import merged
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.collectives import Alignment
 from safelaunch.diagnose.comparable import Block, settled
