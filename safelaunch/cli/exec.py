@@ -42,4 +42,6 @@ def main(words: list[str]) -> int:
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version if torch else None)
     check(settings)
     given = gather(replace(command, program=program), settings, environ, None)
-    return start(build_exec(command.script, program, settings, torch, surroundings(environ, given)), given)
+    return start(
+        build_exec(command.script, program, settings, torch, surroundings(environ, given, ["exec", *words])), given
+    )

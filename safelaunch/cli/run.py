@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     given = resources.gather(command, settings, environ, torch)
 
     def planned(given: Resources) -> Plan:
-        return build(given.command, settings, torch, surroundings(environ, given))
+        return build(given.command, settings, torch, surroundings(environ, given, words))
 
     def again(given: Resources) -> tuple[Plan, Resources]:
         other = resources.with_another_port(given, settings, environ)
@@ -52,10 +52,13 @@ def misplaced(script: Sequence[str]) -> list[str]:
     return sorted({word.partition("=")[0] for word in script[1:]} & ours)
 
 
-def surroundings(environ: dict[str, str], given: Resources) -> Surroundings:
-    """The plan's inputs besides the command line: the job's resources, and the path of its run directory."""
+def surroundings(environ: dict[str, str], given: Resources, typed: Sequence[str]) -> Surroundings:
+    """The plan's inputs besides the command line: the job's resources, and the path of its run directory.
+
+    ``typed``: the words behind ``safelaunch``.
+    """
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
-    return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
+    return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note, tuple(typed))
 
 
 def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan, Resources]] | None = None) -> int:

@@ -585,10 +585,23 @@ class EarlyLook(Record, frozen=True):
 Outcome = Literal["hang", "crash", "dump"]
 
 
+class Launched(Record, frozen=True):
+    """How safelaunch started a job. ``typed``: what the user typed behind ``safelaunch``, without secrets.
+
+    ``presets``: those in force, wherever they were named; ``torch``: its version. Empty: not known.
+    """
+
+    typed: tuple[str, ...] = ()
+    presets: tuple[str, ...] = ()
+    torch: str = ""
+
+
 class Evidence(Record, frozen=True):
     """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
 
-    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
+    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node. ``launched``: None for
+    a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped before the others were
+    looked at.
     """
 
     outcome: Outcome
@@ -604,6 +617,8 @@ class Evidence(Record, frozen=True):
     nccl: NcclWitness | None = None
     rendezvous: Rendezvous | None = None
     early: tuple[EarlyLook, ...] = ()  # the newest ones, oldest first
+    launched: Launched | None = None
+    stopped: tuple[int, ...] = ()
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------
@@ -656,6 +671,13 @@ class NodeAtFault(Record, frozen=True, omit_defaults=False):
     reason: str
 
 
+class NextStep(Record, frozen=True, omit_defaults=False):
+    """A command that can be pasted as it stands, and what for."""
+
+    why: str
+    command: str
+
+
 class BundlePlace(Record, frozen=True, omit_defaults=False):
     """Where the bundle is from which the verdict of several nodes was reached: the claims point at its files.
 
@@ -671,7 +693,8 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
 
     ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
-    ``doubts``: why the confidence is not high, a sentence each.
+    ``doubts``: why the confidence is not high, a sentence each. ``next``: None where the run's command line is not
+    known.
     """
 
     schema: int
@@ -688,6 +711,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
     nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
     doubts: tuple[str, ...] = ()
+    next: NextStep | None = None
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:
