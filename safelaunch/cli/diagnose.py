@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from safelaunch.launch.paths import working_directory
 from safelaunch.model import Claim, Verdict
 from safelaunch.postmortem.found import Found, Unreadable
 from safelaunch.report import report
-from safelaunch.system.console import PREFIX, json_text, say, terminal_safe
+from safelaunch.system.console import PREFIX, Display, display, json_text, say, terminal_safe
 from safelaunch.system.printable import clean
 
 REACHED, NOT_ENOUGH = 0, 1
@@ -89,7 +90,8 @@ def _read(folder: Path, scratch: Path, path: Path, *, as_json: bool) -> _Told:
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if as_json:
         return _Told(code, json_text(msgspec.to_builtins(verdict)))
-    return _Told(code, terminal_safe(_screen(verdict, path)), tuple(_notes(found)))
+    on = display(1, os.environ)
+    return _Told(code, terminal_safe(_screen(verdict, path, on), color=on.color), tuple(_notes(found)))
 
 
 def was_reached(verdict: Verdict) -> bool:
@@ -131,8 +133,15 @@ def _notes(found: Found) -> list[str]:
     return [read, *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 
 
-def _screen(verdict: Verdict, path: Path) -> str:
+def _screen(verdict: Verdict, path: Path, on: Display) -> str:
     from safelaunch.capture import user_source
 
-    text = report.screen(verdict, bundle_path=str(path), place="read from", read_line=user_source.line_for_stranger)
+    text = report.screen(
+        verdict,
+        bundle_path=str(path),
+        place="read from",
+        width=on.width + len(PREFIX),
+        color=on.color,
+        read_line=user_source.line_for_stranger,
+    )
     return "\n".join(line.removeprefix(PREFIX) for line in text.splitlines())

@@ -123,10 +123,10 @@ def described(entry: Collective) -> str:
 
 
 def _tensor(size: tuple[int, ...], dtype: str) -> str:
-    """``float32[4, 5]``, ``float32 scalar``."""
+    """``float32[4,5]``, ``float32 scalar``."""
     if not size:
         return f"{dtype} scalar".strip()
-    return f"{dtype}[{', '.join(map(str, size))}]" if dtype else f"({', '.join(map(str, size))})"
+    return f"{dtype}[{','.join(map(str, size))}]" if dtype else f"({', '.join(map(str, size))})"
 
 
 class Alignment:

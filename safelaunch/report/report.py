@@ -81,8 +81,9 @@ def screen(
     ``read_line`` gives the text of a source line.
     """
     room = max(width - len(PREFIX), 28)
-    title = f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})"
-    head = [Line(text) for text in _wrap(clean(verdict.summary), room)[:_SUMMARY_LINES]]
+    title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})", room)
+    summary = _wrap(clean(verdict.summary), room)[:_SUMMARY_LINES]
+    head = list(map(Line, _quoted(summary) if color else summary))
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
     if len(verdict.culprits) > 3:
         more = len(verdict.culprits) - 3
@@ -91,11 +92,16 @@ def screen(
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
     tail = _tail(verdict, room)
     command = _command(verdict.next)
-    space = MAX_LINES - len(head) - len(who) - len(tail) - len(command) - 2
-    lines = [Line(_shorten(title, room), "title"), *head, *who, *_claims(verdict, room, max(space, 0)), *tail]
+    space = MAX_LINES - len(title) - len(head) - len(who) - len(tail) - len(command) - 2
+    lines = [
+        *(Line(text, "title") for text in title),
+        *head,
+        *who,
+        *_claims(verdict, room, max(space, 0)),
+        *tail,
+    ]
     lines = [*lines[: MAX_LINES - 1 - len(command)], *command, Line(f"{place}: {clean(bundle_path)}", whole=True)]
     texts = [line.shown(color) for line in lines]
-    texts[1 : 1 + len(head)] = _quoted(texts[1 : 1 + len(head)]) if color else texts[1 : 1 + len(head)]
     return "".join(f"{PREFIX}{text}\n" for text in texts)
 
 
@@ -155,6 +161,11 @@ def node_words(node: NodeAtFault) -> str:
     return clean(f"node {node.host}{ranks}: {node.reason}")
 
 
+def _files(files: Sequence[str], most: int = 3) -> str:
+    more = [f"and {len(files) - most} more"] if len(files) > most else []
+    return ", ".join([*map(_unbroken, files[:most]), *more])
+
+
 _OF_RANK = re.compile(r"rank (\d+): ")
 
 
@@ -163,11 +174,11 @@ def _claims(verdict: Verdict, room: int, space: int) -> list[Line]:
     picked = _spread(merged_claims(verdict.evidence, clean(verdict.summary)), min(5, space - 1))
     lines: list[str] = []
     for text, files in picked:
-        whole = _wrap(f"{text}  [{', '.join(map(_unbroken, files))}]", room, "    ")
+        whole = _wrap(f"{text}  [{_files(files)}]", room, "    ")
         lines += whole if len(lines) + len(whole) < space else []
     if picked and not lines:
         text, (file, *_) = picked[0]
-        lines.append(_shorten(f"    {text}  [{clean(file)}]", room, keep=len(clean(file)) + 4))
+        lines.append(_shorten(f"    {text}", room - len(file) - 4) + f"  [{file}]")
     return [Line("  evidence:"), *map(Line, lines)] if lines else []
 
 
@@ -188,7 +199,7 @@ def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tu
 
 def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
     ranks = {rank for of in files.values() for rank in of}
-    return f"{_ranks(format_ranks(ranks))}: {text}" if ranks else text
+    return f"{'each of ' if len(ranks) > 1 else ''}{_ranks(format_ranks(ranks))}: {text}" if ranks else text
 
 
 def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[tuple[str, tuple[str, ...]]]:
@@ -227,12 +238,8 @@ def _ranks(ranges: str) -> str:
     return f"rank {ranges}" if ranges.isdigit() else f"ranks {ranges}"
 
 
-def _shorten(text: str, room: int, keep: int = 0) -> str:
-    """Cut at the end, or before its last ``keep`` characters: a file name there stays, up to half of ``room``."""
-    if len(text) <= room:
-        return text
-    keep = min(keep, room // 2)
-    return text[: room - keep - 1] + "…" + (text[-keep:] if keep else "")
+def _shorten(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"
 
 
 # --- report.md ----------------------------------------------------------------------------------------------------
