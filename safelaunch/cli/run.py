@@ -80,8 +80,10 @@ def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan,
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError, before anything starts, for what would fail later."""
+    """Raises UsageError, before anything starts, for what would fail later; tells of presets without an effect."""
     _check_key(settings)
+    for name in settings.idle_presets:
+        say(f"preset {name} sets nothing of its own with the installed torch: safelaunch presets show {name}")
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle.publishing import check_directory
 
