@@ -14,7 +14,7 @@ from functools import cached_property
 
 from safelaunch.diagnose.causes import Advice, Sign, advice_for
 from safelaunch.diagnose.doubts import confidence_of
-from safelaunch.diagnose.exits import has_lost_a_peer
+from safelaunch.diagnose.exits import aborted_in, has_lost_a_peer
 from safelaunch.diagnose.findings import Finding
 from safelaunch.diagnose.rank_state import Facts, view_of
 from safelaunch.model import Launched, NextStep
@@ -23,7 +23,9 @@ from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 
 # The same call on other ranks is part of training.
-_TRAINING: frozenset[calls.Purpose] = frozenset({"gradients", "ddp-forward", "fsdp-forward", "sync-batchnorm"})
+_TRAINING: frozenset[calls.Purpose] = frozenset(
+    {"gradients", "ddp-forward", "fsdp-forward", "fsdp-backward", "sync-batchnorm"}
+)
 _UNUSED = re.compile("expected to have finished reduction in the prior iteration", re.IGNORECASE)
 _GPU_MEMORY = re.compile("(?:cuda|hip) out of memory", re.IGNORECASE)
 _GPU_ASSERT = re.compile("device-side assert|illegal memory access|cudaErrorAssert", re.IGNORECASE)
@@ -48,9 +50,10 @@ class Scene:
 
     @cached_property
     def purposes(self) -> dict[int, calls.Purpose]:
-        """rank → what torch makes the call for that it waits in."""
-        waiting = (rank for rank, one in self.facts.ranks.items() if one.wait is not None)
-        return {rank: self._purpose(rank) for rank in waiting}
+        """rank → what torch makes the call for that it waits in, or was aborted in."""
+        aborted = {rank: stack for rank in self.named if (stack := aborted_in(self.facts.ranks[rank].evidence))}
+        waiting = {rank: self._purpose(rank) for rank, one in self.facts.ranks.items() if one.wait is not None}
+        return {**waiting, **{rank: calls.purpose(stack) for rank, stack in aborted.items()}}
 
     def _purpose(self, rank: int) -> calls.Purpose:
         one, alignment = self.facts.ranks[rank], self.facts.alignment

@@ -204,6 +204,7 @@ CAUSES: dict[str, Cause] = {
         Advice(
             "Give the call the same size and type on every rank: pad, or exchange the sizes first.",
             only_if="sizes-differ",
+            unless=_MODELS,
         ),
         Advice(
             "Let all ranks make the same calls in one order: compare what leads to the lines above.",
