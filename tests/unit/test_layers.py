@@ -63,6 +63,8 @@ PURE = {
     "report.tree",
     "model",
     "model.entries",
+    "model.evidence",
+    "model.verdict",
     "diagnose.*",
     "watch.movement",
     "doctor.check",
