@@ -244,6 +244,7 @@ class Progress(Record, frozen=True):
 
     ``step``: the user's own count if the script calls ``safelaunch.step()``, else the highest count over optimizers.
     None before the first step. ``state``: ``started`` | ``torch`` (imported) | ``exception`` | ``exited``.
+    ``returned_ns``: its function returned, and the process lives on to hand over the result (``safelaunch.launch``).
     ``history``: some of its steps as the supervisor saw them, oldest first: when each was marked, and its number.
     """
 
@@ -265,6 +266,7 @@ class Progress(Record, frozen=True):
     paused: bool = False
     exception_ns: int = 0
     exit_ns: int = 0
+    returned_ns: int = 0
     history: tuple[tuple[int, int], ...] = ()
 
     def mean_step_s(self, steps: int) -> float:
