@@ -88,8 +88,7 @@ class Launch(Generic[T]):
         failed = True
         try:
             with _environment(beside.env), beside.reported_to(workers):
-                watched = ranks.Watched(self._entrypoint) if callable(self._entrypoint) else self._entrypoint
-                results = self._run(watched, args)
+                results = self._run(beside.watched(self._entrypoint), args)
             failed = False
             return results
         except BaseException as error:
@@ -123,9 +122,7 @@ def _cause(error: BaseException) -> BaseException | None:
 def launch(config: LaunchConfig, entrypoint: Callable[..., T], **options: Unpack[Options]) -> Launch[T]: ...
 @overload
 def launch(config: LaunchConfig, entrypoint: str | None, **options: Unpack[Options]) -> Launch[None]: ...
-def launch(
-    config: LaunchConfig, entrypoint: Callable[..., T] | str | None, **options: Unpack[Options]
-) -> Launch[Any]:
+def launch(config: LaunchConfig, entrypoint: Callable[..., T] | str | None, **options: Unpack[Options]) -> Launch[Any]:
     """Launches ``entrypoint`` on every rank, watched: use it in place of torch's ``elastic_launch``.
 
     ``results = safelaunch.launch(config, train)(arguments)`` takes torch's own ``LaunchConfig``, returns the same
@@ -245,6 +242,10 @@ class _Supervisor:
             raise kind(answer.message, answer.fix)
         say(f"cannot watch this job: its supervisor ended with {process.returncode}")
         return None
+
+    def watched(self, entrypoint: Callable[..., T] | str | None) -> Callable[..., T] | str | None:
+        """What the ranks are to run: a program has the beacon by its environment."""
+        return ranks.Watched(entrypoint, self.env) if self._run_dir and callable(entrypoint) else entrypoint
 
     @contextmanager
     def reported_to(self, workers: Any) -> Iterator[None]:

@@ -50,6 +50,7 @@ class CallersProcesses(JobProcesses):
                 self._status = int(message.failed) << 8
         if self._status is None and not (self._line.is_open and self.agent.is_alive()):
             self._status = signal.SIGKILL
+            self._forwarder.stop_requested = True  # what its ranks do now says nothing about them
         return self._status
 
     def ranks(self) -> tuple[ProcessId, ...]:

@@ -12,7 +12,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -29,19 +29,23 @@ def module(name: str) -> Any:
 
 
 class Watched:
-    """Calls ``function`` in a rank, and records how it ends. It has the function's name, which torch shows."""
+    """Calls ``function`` in a rank, and records how it ends. It has the function's name, which torch shows.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    ``env``: the variables of this launch. A fork server started by an earlier launch has those of that one.
+    """
+
+    def __init__(self, function: Callable[..., Any], env: Mapping[str, str]) -> None:
         self._function = function
+        self._env = {name: value for name, value in env.items() if name != "PYTHONPATH"}
         functools.update_wrapper(self, function, updated=())
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__qualname__ = getattr(function, "__qualname__", self.__name__)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Watched, (self._function,)
+        return Watched, (self._function, self._env)
 
     def __call__(self, *args: Any) -> Any:
-        _start_beacon()
+        _start_beacon(self._env)
         try:
             result = self._function(*args)
         except Exception as error:
@@ -51,12 +55,13 @@ class Watched:
         return result
 
 
-def _start_beacon() -> None:
+def _start_beacon(launch: Mapping[str, str]) -> None:
     """Starts the beacon in a forked rank, and gives it the caller's own PYTHONPATH back."""
-    env = os.environ
-    run_dir = env.get("SAFELAUNCH_RUN_DIR", "")
-    if not run_dir or not os.path.isdir(run_dir) or module("rank").is_claimed():
+    run_dir = launch.get("SAFELAUNCH_RUN_DIR", "")
+    if not os.path.isdir(run_dir) or module("rank").is_claimed():
         return
+    env = os.environ
+    env.update(launch)
     own = env.pop("SAFELAUNCH_PYTHONPATH", None)
     if own is not None:
         env["PYTHONPATH"] = own
