@@ -72,6 +72,10 @@ def _api(name: str) -> _Any:
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _api(name)
+    if name == "schemas":
+        from importlib import import_module
+
+        return import_module("safelaunch.schemas")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

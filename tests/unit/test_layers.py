@@ -20,6 +20,7 @@ PACKAGE = Path(safelaunch.__file__).parent
 LAYERS = (
     ("beacon", "what runs inside the ranks and the torchrun agent"),
     ("safelaunch", "the public package: version, step(), phase(), pause(); the names of the API"),
+    ("schemas", "the JSON Schemas of documents that programs read"),
     ("errors", "what the command line turns into a message and an exit code"),
     ("system", "processes, NVML, the console, threads, deadlines"),
     ("model", "records that travel between the packages"),
@@ -108,6 +109,7 @@ THIRD_PARTY = {
         "watch.stall",
         "watch.rhythm",
         "api.*",
+        "colaunch.summary",
         "cli.*",
         "report.about",
     },
@@ -204,7 +206,9 @@ def test_every_package_has_its_layer() -> None:
 
 
 def test_the_arrows_point_down() -> None:
-    upward = [(i.by, i.module) for i in IMPORTS if i.ours and layer(i.module) > layer(i.by)]
+    # The public package names the API for type checkers; at run time it is imported when it is first used.
+    named = {("safelaunch", "api")}
+    upward = {(i.by, i.module) for i in IMPORTS if i.ours and layer(i.module) > layer(i.by)} - named
     assert not upward
 
 
