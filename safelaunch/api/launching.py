@@ -1,8 +1,8 @@
 """``safelaunch.launch``: torch's ``elastic_launch`` with the watchdog beside it.
 
-The caller stays what it is under ``elastic_launch``: torch's agent, the parent of the ranks. The supervisor is a process
-beside it (``safelaunch.api.supervisor``). For the time of the call, variables in ``os.environ``, which the ranks
-inherit, start the beacon in them; in a rank that is no new interpreter, ``beacon.entrypoint`` does.
+The caller stays what it is under ``elastic_launch``: torch's agent, the parent of the ranks. The supervisor is another
+process beside it (``safelaunch.api.supervisor``). During the call, variables in ``os.environ`` start the beacon in the
+ranks, which inherit them; in a rank that is no new interpreter, ``beacon.entrypoint`` does.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ PURE = {
     "watch.stragglers",
     "watch.strides",
     "report.code",
+    "report.contract",
     "report.exports",
     "report.overview",
     "report.ranks",

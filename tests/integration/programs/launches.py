@@ -121,7 +121,7 @@ def main():
         told("plain", elastic_launch(config("fork"), fail))
         told("failed", watched(fail, "fork"))
         told("refused", watched(train, "fork", on_stall="explode"), 10, 20)
-        told("hung", watched(hang, "spawn"))
+        told("hung", watched(hang, "fork"))
     else:
         told(scenario, watched(globals()[scenario], method))
 
