@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,27 +96,29 @@ def parser() -> Parser:
     add = calls.add_argument
     add("-j", "--calls", action="store_true", help="print the Flight Recorders' calls as a table, not the verdict")
     add("--ranks", type=_ranks, metavar="RANKS", help="of these ranks only: 0,4-7 (implies --calls)")
-    add("--groups", metavar="NAMES", help="of these process groups only, by name or description: 0,tp (implies --calls)")
+    add(
+        "--groups", metavar="NAMES", help="of these process groups only, by name or description: 0,tp (implies --calls)"
+    )
     add("--last", type=_count, metavar="N", help=f"the last N calls of each rank [{LAST}]; 0: all (implies --calls)")
     return found
 
 
 def _ranks(text: str) -> frozenset[int]:
     found: set[int] = set()
-    for part in text.replace(" ", ",").split(","):
-        first, dash, last = part.partition("-")
-        numbers = range(int(first), int(last if dash else first) + 1)
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part.strip(), re.ASCII)
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not numbers or numbers[-1] >= MAX_RANKS:
-            raise ValueError(text)
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 0,4-7")
         found |= set(numbers)
     return frozenset(found)
 
 
 def _count(text: str) -> int:
-    return parse_count(text)
-
-
-_ranks.__name__, _count.__name__ = "ranks such as 0,4-7", "number"  # argparse: "invalid number value: 'x'"
+    try:
+        return parse_count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of calls (0: all)") from None
 
 
 def _selection(words: argparse.Namespace) -> Selection | None:
@@ -150,9 +153,8 @@ def check_targets(path: Path, targets: Iterable[Sequence[Path]]) -> None:
         inside = next((one for one in (real, *real.parents) if one == evidence or is_bundle(one)), None)
         if inside is not None:
             raise UsageError(
-                f"diagnose: {clean(os.fspath(target))} is in the evidence ({clean(os.fspath(inside))}), which safelaunch "
-                "leaves as it is.",
-                "Name a place outside.",
+                f"diagnose: {clean(os.fspath(target))} is within {clean(os.fspath(inside))}.",
+                "Name a place outside: evidence stays as it was collected.",
             )
         if target.is_dir():
             raise UsageError(f"diagnose: {clean(os.fspath(target))} is a directory.", "Name a file, or use -o DIR.")
@@ -166,9 +168,9 @@ def _write(target: Path, text: str) -> None:
         try:
             with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
-            os.replace(made, target)
+            os.replace(made, target)  # noqa: PTH105 - text, as mkstemp gives it
         except BaseException:
-            os.unlink(made)  # noqa: PTH108 - as mkstemp gave it
+            os.unlink(made)  # noqa: PTH108
             raise
     except OSError as error:
         why = error.strerror or error
@@ -204,7 +206,7 @@ def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     files = _files(verdict, found, wanted.files)
     verdict = _pointing_at(verdict, found)
     document = json_text(msgspec.to_builtins(verdict))
-    files |= {VERDICT: document} if VERDICT in wanted.files else {}
+    files |= {VERDICT: f"{document}\n"} if VERDICT in wanted.files else {}
     if wanted.table is not None:
         return replace(_calls(found, wanted.table, as_json=wanted.as_json), files=files)
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
@@ -226,7 +228,7 @@ def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
         known = f" (groups: {', '.join(clean(name) for name in shown.groups)})" if shown.groups else ""
         notes.append(f"no recorded call matches{known}")
     if shown.more:
-        notes.append(f"these are the last {chosen.last} calls of each rank; --last 0 shows all")
+        notes.append(f"only the newest calls of each rank are shown (--last {chosen.last}); --last 0 shows all")
     if as_json:
         return _Told(code, json_text(calls.document(shown)), tuple(notes))
     table = "\n".join(calls.lines(shown)) if shown.rows else ""

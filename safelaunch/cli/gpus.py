@@ -18,8 +18,8 @@ from safelaunch.leases.users import User, look
 from safelaunch.settings.values import parse_size
 from safelaunch.system.console import redact, say, show, show_json
 
-from .parsing import Parser
 from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, document, rows, waiting_line
+from .parsing import Parser
 
 LEAST = 12  # characters of a command or name on the narrowest terminal
 

@@ -21,7 +21,7 @@ ABOUT = (
     "ends a hung job, restarts it, or lets it run."
 )
 USAGE = (
-    "safelaunch [safelaunch options] [torchrun options] script.py [script args...]",
+    "safelaunch [options] [torchrun options] script.py [script args...]",
     "safelaunch SUBCOMMAND ...",
 )
 TORCHRUN = (

@@ -59,9 +59,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def parser() -> Parser:
     """The command line of ``safelaunch presets``."""
-    found = Parser(
-        "presets", usage=_USAGE, description="Lists the presets, or shows what one of them sets and why."
-    )
+    found = Parser("presets", usage=_USAGE, description="Lists the presets, or shows what one of them sets and why.")
     found.add_argument("words", nargs="*", metavar="show NAME|FILE", help="a shipped preset, or a file of your own")
     found.add_argument("--json", action="store_true", help="print JSON")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from safelaunch.cli import COMMANDS
 from safelaunch.errors import UsageError
@@ -22,8 +23,8 @@ from safelaunch.system.console import say, show
 
 HELP_TORCHRUN = "--help-torchrun"
 NO_RESTARTS = (
-    "--on-stall restart can restart nothing, because torchrun's --max-restarts is 0: a hang ends the job. To have its "
-    "ranks started again, add --max-restarts 3."
+    "on-stall restart: torchrun starts no rank again, because its --max-restarts is 0. A hang will end the job, as with "
+    "--on-stall kill. To have the ranks started again, add --max-restarts 3."
 )
 
 
@@ -46,17 +47,7 @@ def main(words: list[str]) -> int:
         from safelaunch.cli.help import main as show_help
 
         return show_help([])
-    settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
-    check(settings)
-    why = _check_script(command, options, environ, torch) if options is not None else ""
-    if why and not settings.dry_run:
-        raise UsageError(why)
-    if why:
-        say(why)
-    for option in misplaced(command.script):
-        say(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
-    if settings.on_stall == "restart" and not _restarts(command, environ):
-        say(NO_RESTARTS)
+    settings = _settings(command, options, environ, torch)
     given = resources.gather(command, settings, environ, torch)
 
     def planned(given: Resources) -> Plan:
@@ -67,6 +58,26 @@ def main(words: list[str]) -> int:
         return planned(other), other
 
     return start(planned(given), given, again)
+
+
+def _settings(
+    command: CommandLine, options: Collection[str] | None, environ: Mapping[str, str], torch: Torch
+) -> Settings:
+    """The settings of the run. Raises UsageError if nothing could be started; prints what the user may not expect."""
+    settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
+    check(settings)
+    why = _why_no_script(command, options, environ, torch) if options is not None else ""
+    if why and not settings.dry_run:
+        raise UsageError(why)
+    notes = [why] if why else []
+    for option in misplaced(command.script):
+        notes.append(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
+    if settings.on_stall == "restart" and not _restarts(command, environ):
+        notes.append(NO_RESTARTS)
+        settings = replace(settings, on_stall="kill")
+    for note in notes:
+        say(note)
+    return settings
 
 
 def help_torchrun() -> int:
@@ -94,7 +105,7 @@ def _understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] |
     return None if unknown else {name for meant in meanings.values() for name in meant}
 
 
-def _check_script(command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: Torch) -> str:
+def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: Torch) -> str:
     """Why there is nothing to run, in one line; empty if there is."""
     if not command.script:
         return "the script is missing (usage: safelaunch [options] script.py [script args...])"

@@ -114,7 +114,7 @@ def options_given(words: Sequence[str], takes_value: Mapping[str, bool]) -> list
 def _meanings(word: str, takes_value: Mapping[str, bool]) -> list[str]:
     if word.startswith("--") or word.partition("=")[0] in takes_value:
         return _matches(word.partition("=")[0], takes_value)
-    meant = []
+    meant: list[str] = []
     for letter in word[1:]:
         if f"-{letter}" not in takes_value:
             return meant

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from safelaunch.diagnose.collectives import describe, op_name
@@ -69,10 +70,12 @@ def table(facts: Facts, chosen: Selection) -> Table:
         ring = Entries.of(record.entries)
         numbers = kinds.of(rank, ring, chosen)
         at = [position for position, kind in enumerate(ring.kind_of) if kind in numbers]
-        more = more or bool(chosen.last) and len(at) > chosen.last
+        more = more or (bool(chosen.last) and len(at) > chosen.last)
         at = at[-chosen.last :]
         called = [numbers[ring.kind_of[position]] for position in at]
-        seqs = [ring.p2p_seqs[n] if kinds.all[kind][0].is_p2p else ring.seqs[n] for n, kind in zip(at, called, strict=True)]
+        seqs = [
+            ring.p2p_seqs[n] if kinds.all[kind][0].is_p2p else ring.seqs[n] for n, kind in zip(at, called, strict=True)
+        ]
         key = (tuple(called), tuple(seqs))
         if key not in folded:
             folded[key] = (kinds.slots(called, seqs), called, [ring.created_ns[n] for n in at], [])
@@ -165,7 +168,7 @@ def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> li
     before: dict[Slot, int] = dict.fromkeys(at_ns, 0)
     after: dict[Slot, set[Slot]] = {slot: set() for slot in at_ns}
     for column in columns:
-        for one, other in zip(column, column[1:], strict=False):
+        for one, other in pairwise(column):
             if other not in after[one]:
                 after[one].add(other)
                 before[other] += 1
@@ -195,7 +198,9 @@ def lines(shown: Table) -> list[str]:
     cells = [("group", "number", "call", "ranks", "state", "at")]
     for row in shown.rows:
         group, is_p2p, number, _ = row.slot
-        label = next((f"{group} {one.description}".strip() for one, _ in map(shown.kinds.__getitem__, row.kinds)), group)
+        label = next(
+            (f"{group} {one.description}".strip() for one, _ in map(shown.kinds.__getitem__, row.kinds)), group
+        )
         head = (label, f"{'p2p ' if is_p2p else ''}{number}")
         for kind, ranks in sorted(row.kinds.items(), key=lambda item: min(item[1])):
             call, where = shown.kinds[kind]
@@ -233,5 +238,3 @@ def document(shown: Table) -> list[dict[str, Any]]:
 def state(call: Collective) -> str:
     """The state of a call in a word."""
     return "completed" if call.completed else "queued" if call.started is False else "pending"
-
-

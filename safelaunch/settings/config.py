@@ -1,10 +1,10 @@
 """The settings of one run, resolved from every place that can set them, each with its origin.
 
 Precedence: command line > ``SAFELAUNCH_*`` environment > configuration file > presets > defaults. The
-configuration file is ``--config FILE`` (YAML, or TOML if its name ends in ``.toml``), else ``./safelaunch.yaml``, else
-``[tool.safelaunch]`` of ``./pyproject.toml``. Only the highest level that names presets counts: ``--preset`` replaces the configuration
-file's list. Paths on the command line and in the environment, and ``bundle-dir`` everywhere, are relative to the
-working directory. Presets in a configuration file are relative to that file.
+configuration file is ``--config FILE`` (TOML if its name ends in ``.toml``, else YAML), else ``./safelaunch.yaml``,
+else ``[tool.safelaunch]`` of ``./pyproject.toml``. Only the highest level that names presets counts: ``--preset``
+replaces the configuration file's list. Paths on the command line and in the environment, and ``bundle-dir``
+everywhere, are relative to the working directory. Presets in a configuration file are relative to that file.
 
 A configuration file can set variables such as LD_PRELOAD. One that safelaunch only finds in the working directory is
 read if it belongs to this user or to root and nobody else may write it.
