@@ -30,7 +30,7 @@ get_chromium() {
 get_shells() {
   command -v zsh >/dev/null && command -v fish >/dev/null && command -v groff >/dev/null && return
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
-    apt-get install -y -q --no-install-recommends zsh fish groff >/dev/null 2>&1 ||
+    apt-get update -q >/dev/null 2>&1 && apt-get install -y -q --no-install-recommends zsh fish groff >/dev/null 2>&1 ||
     echo "without zsh, fish or groff, their tests are skipped" >&2
 }
 { get_chromium; get_shells; } &

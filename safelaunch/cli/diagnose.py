@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
             gc.enable()
     for note in told.notes:
         say(note)
-    put(told.out)
+    if told.out:
+        put(told.out)
     for name, text in told.files.items():
         for target in targets[name]:
             _write(target, text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 from safelaunch.cli import COMMANDS
@@ -96,5 +97,6 @@ def show_usage() -> int:
 
     torchrun does so too: a script whose command came out empty must not take that for a job that succeeded.
     """
-    print(f"{short_text(width())}\n\nAll options, exit codes and examples: safelaunch --help", file=sys.stderr)
+    with suppress(OSError):  # nobody reads it
+        print(f"{short_text(width())}\n\nAll options, exit codes and examples: safelaunch --help", file=sys.stderr)
     return 2

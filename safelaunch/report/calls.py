@@ -93,7 +93,7 @@ def table(facts: Facts, chosen: Selection) -> Table:
         tuple(kinds.all),
         tuple(sorted(records)),
         tuple(sorted({*(chosen.ranks or facts.ranks), *wanted} - set(records))),
-        tuple(dict.fromkeys(f"{one.group} {one.description}".strip() for one, _ in kinds.every)),
+        tuple(dict.fromkeys(_label(one) for one, _ in kinds.every)),
         more,
     )
 
@@ -198,9 +198,7 @@ def lines(shown: Table) -> list[str]:
     cells = [("group", "number", "call", "ranks", "state", "at")]
     for row in shown.rows:
         group, is_p2p, number, _ = row.slot
-        label = next(
-            (f"{group} {one.description}".strip() for one, _ in map(shown.kinds.__getitem__, row.kinds)), group
-        )
+        label = next((_label(shown.kinds[kind][0]) for kind in row.kinds), group)
         head = (label, f"{'p2p ' if is_p2p else ''}{number}")
         for kind, ranks in sorted(row.kinds.items(), key=lambda item: min(item[1])):
             call, where = shown.kinds[kind]
@@ -210,6 +208,10 @@ def lines(shown: Table) -> list[str]:
     shown_cells = [[cell if cell.isprintable() else clean(cell) for cell in line] for line in cells]
     widths = [max(map(len, column)) for column in zip(*shown_cells, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in shown_cells]
+
+
+def _label(call: Collective) -> str:
+    return call.group if call.description in ("", "undefined") else f"{call.group} {call.description}"
 
 
 def document(shown: Table) -> list[dict[str, Any]]:
