@@ -23,8 +23,8 @@ from safelaunch.system.console import say, show
 
 HELP_TORCHRUN = "--help-torchrun"
 NO_RESTARTS = (
-    "on-stall restart: torchrun starts no rank again, because its --max-restarts is 0. A hang will end the job, as with "
-    "--on-stall kill. To have the ranks started again, add --max-restarts 3."
+    "on-stall restart: torchrun starts no rank again, because its --max-restarts is 0. A hang will end the job, as "
+    "with --on-stall kill. To have the ranks started again, add --max-restarts 3."
 )
 
 

@@ -16,7 +16,7 @@ from safelaunch.cli import COMMANDS, completion, main
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from generate import MAN_PAGE, generated
+from generate import MAN_PAGE, generated  # noqa: E402
 
 PRESETS = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
 CASES = [
