@@ -273,7 +273,8 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
         assert entry is not None  # mismatch_at counts entries
         names[rank] = name = describe(entry) if sizes_differ else op_name(entry)
         site, stack = _user_stack(facts, rank, entry.frames)
-        made[rank] = Call(f"{name} at {fr.place(site)}" if site else f"{name} #{entry.seq}", site, stack)
+        numbered = f"{op_name(entry)} #{entry.seq}{name.removeprefix(op_name(entry))}"
+        made[rank] = Call(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
     text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
     claims = [record_claim((found.odd or ranks)[0], text)]

@@ -234,7 +234,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text = _seen_apart(facts, sorted(apart), [r for r in waits if r not in apart])
     elif lost and not own:
         text = f"{capital(ranks_word(lost))} lost the connection to a peer: {waits_words(facts, waits)}."
-        text += " What ended first was not seen."
+        text += " None of them failed by itself: what ended the connection was not seen."
     elif alike and own and facts.unseen:
         who = "them" if len(own) > 1 else "it"
         text = summary_of(own, facts, [])

@@ -51,7 +51,7 @@ def named(verdict: Verdict) -> tuple[str, list[int]]:
 def tells(verdict: Verdict, number: int, group: str = "0") -> bool:
     """Whether it says which collective it is about."""
     texts = (verdict.summary, *(culprit.reason for culprit in verdict.culprits), *(c.claim for c in verdict.evidence))
-    return any(f"number {number} of group {group!r}" in text for text in texts)
+    return any(f"#{number} of group {group!r}" in text for text in texts)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def test_operations_sizes_and_types_that_differ(
     assert (verdict.cause, named(verdict)) == ("collective-mismatch", [odd])
     assert any("#3 of group '0'" in claim.claim for claim in verdict.evidence)
     if "op" not in other:
-        assert ("of (5) Float" if "size" in other else "of (4) Half") in verdict.summary  # in what they differ
+        assert ("of float32[5]" if "size" in other else "of float16[4]") in verdict.summary  # in what they differ
 
 
 @pytest.mark.parametrize("odd", range(4))
