@@ -30,12 +30,14 @@ Sign = Literal[
     "left-out",
     "sizes-differ",
     "groups-made",
+    "drawn",
     "polls",
     "attempts",
     "waits-in-turn",
     "full-pipe",
     "own-end",
     "inherited-end",
+    "dead-child",
     "owed",
     "task-done",
     "lock-file",
@@ -132,6 +134,11 @@ CAUSES: dict[str, Cause] = {
             only_if="left-out",
         ),
         Advice(
+            "Let all ranks decide alike: `all_reduce` the condition or draw on one rank and broadcast it before the"
+            " branch, or give the generator that it draws from the same seed on every rank.",
+            only_if="drawn",
+        ),
+        Advice(
             "Call `new_group()` on every rank, in one order, also for groups that a rank is not in.",
             only_if="groups-made",
         ),
@@ -210,6 +217,12 @@ CAUSES: dict[str, Cause] = {
     ),
     "blocking-io": _cause(
         *_CIRCLES,
+        Advice(
+            "Find out why the child ended that was to send this (its output, `node/<host>/kernel_log.txt`), and let the"
+            " wait see such an end: `get(timeout=...)` in a loop that checks `is_alive()`, or a `ProcessPoolExecutor`,"
+            " which raises.",
+            only_if="dead-child",
+        ),
         Advice(
             "Close the other end of the pipe here once the child has it: while this process has it open itself, the"
             " pipe never ends.",

@@ -114,6 +114,8 @@ def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
     wait = view.wait
     native = calls.native_wait(view.process.stacks, view.os_tid)
     seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
+    if seen is not None and seen.kind == "store" and view.store_key is not None and view.store_key.set_at:
+        return None  # it waits for whoever is to set that, and not for all
     if seen is not None and not wait.busy:
         entry = _entry_for(None, pending, view.user_frame, view.rank) if seen.kind == "collective" else None
         return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, seen), view)

@@ -108,7 +108,9 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("input", "blocked", "input", "stuck-in-user-code"),
     Specimen("print", "blocked", "print", "blocking-io"),
     Specimen("child", "blocked", "child", "stuck-in-user-code", process="child"),
-    Specimen("two-asleep", "blocked", "two", "stuck-in-user-code", 3, culprits=with_neighbour),
+    Specimen(
+        "two-asleep", "blocked", "asleep", "stuck-in-user-code", 3, culprits=with_neighbour, more=("--culprits=2",)
+    ),
     Specimen("disk", "blocked", "disk", "uninterruptible-io", needs="gcc"),
     Specimen("checkpoint", "blocked", "checkpoint", "blocking-io"),
     Specimen("busy-python", "busy", "python", "busy-loop", options=_BUSY),

@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 
-from training import Training, parser
+from training import parser, train_until
 
 options = parser.parse_args()
 forked = multiprocessing.get_context("fork")
@@ -110,14 +110,5 @@ CALLS = {
     "task-done": flush,
 }
 
-
-def main() -> None:
-    with Training(options) as job:
-        for step, batch in job.batches():
-            job.train(batch)
-            if job.misbehaves(step):
-                CALLS[options.how]()
-
-
 if __name__ == "__main__":
-    main()
+    train_until(options, CALLS)
