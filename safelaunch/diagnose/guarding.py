@@ -99,6 +99,11 @@ _DRAWN = (
 )
 
 
+def is_scattered(facts: Facts, ranks: Set[int]) -> bool:
+    """Neither these ranks nor all the others are a pattern, and both are several."""
+    return _chance(facts, ranks) == 1.0
+
+
 def _chance(facts: Facts, ranks: Set[int]) -> float:
     """How many of all sets of so many ranks make a pattern; 1.0 where ``ranks`` make none, nor do all the others."""
     sides = [set(side) for side in (ranks, facts.world - ranks)]

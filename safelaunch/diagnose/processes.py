@@ -27,7 +27,7 @@ _CANNOT_RUN = ("stopped", "dead", "disk")
 CLOCK_TICKS = 100  # a second: USER_HZ, which is what /proc counts in
 _DETAILS = re.compile(r" at [0-9a-f]+ | ip:| total-vm:")  # of a line of the kernel's, from there on
 _FORK_NOTE = "; a lock that another thread held when the worker was forked is never released in it"
-_SHARED_NOTE = "; processes share that, and one that ended with it held has never released it"
+_SHARED_NOTE = "; processes share it, and one that ends while it holds it never releases it"
 
 
 class Inside:

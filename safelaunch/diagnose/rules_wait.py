@@ -303,7 +303,7 @@ def _to_make(case: Case, waiting: Mapping[int, Holder]) -> Ruling:
         key = first.key.words if first.key is not None else ""
         what = f"{ranks_do(waiting, 'waits', 'wait')} for the key {key} of the store"
         does, may = what.replace(" for ", f" at {fr.place(first.frame)} for ", 1), gone_on
-    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {what}.")]
+    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {what}.", holder.site)]
     if len(waiting) == 1:
         culprits += [culprit(case.ranks[rank], condition) for rank, condition in own.items()]
     return Finding(

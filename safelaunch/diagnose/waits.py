@@ -20,8 +20,9 @@ from safelaunch.diagnose.guarding import whereabouts
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.processes import Inside
 from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, user_stack_of
+from safelaunch.model import Frame
 from safelaunch.reading import frames as fr
-from safelaunch.reading.guards import guards_of, way_to
+from safelaunch.reading.guards import Guard, guards_of, way_to
 
 Key = tuple[Hashable, ...]
 
@@ -30,13 +31,15 @@ Key = tuple[Hashable, ...]
 class Holder:
     """Whom a rank waits for: another one, or a child process of its. ``condition``: what that does by its own doing, if
     anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a connection,
-    alone does not poll for what the others look for, or alone sets the key that they wait for: ``words`` say why."""
+    alone does not poll for what the others look for, or alone sets the key that they wait for, at ``site``. ``words``
+    say why, of the last two."""
 
     rank: int
     node: Node
     condition: Condition | None
     kind: Kind = "file"
     words: str = ""
+    site: Frame | None = None
 
 
 @dataclass(frozen=True)
@@ -178,13 +181,24 @@ def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) ->
     """Of a rank that waits for a key of the store: the one other rank that comes to the line that sets it."""
     for line in own.key.set_at if own.key is not None else ():
         guards = guards_of((line,), facts.read_source)
-        kept = {other for guard in guards for other in facts.world if guard.admits(whereabouts(facts, other)) is False}
+        kept = {other for other in facts.world if any(_is_kept(facts, other, guard) for guard in guards)}
         may = facts.world - kept
         if len(may) == 1 and rank in kept and (other := next(iter(may))) in facts.ranks:
             behind = [f"`{step.guard.words}`" for step in way_to(line, facts.read_source) if not step.loop]
             words = f"rank {other} alone sets it, at {fr.place(line)}, behind {' and '.join(behind)}"
-            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "key", words)
+            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "key", words, line)
     return None
+
+
+def _is_kept(facts: Facts, rank: int, guard: Guard) -> bool:
+    """By its number, or as it is where the same condition sends those that it does not admit."""
+    if guard.admits(whereabouts(facts, rank)) is False:
+        return True
+    stack = user_stack_of(facts.ranks[rank].evidence) if rank in facts.ranks else ()
+    return any(
+        (here.file, here.line) == (guard.file, guard.line) and here.taken is not guard.taken
+        for here in guards_of(stack, facts.read_source)
+    )
 
 
 def _holder(facts: Facts, rank: int, pid: int, nodes: Mapping[int, Node]) -> Holder:

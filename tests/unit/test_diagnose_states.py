@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from evidence import (
     MODULE,
+    SCRIPT,
     SITE,
     STDLIB,
     WORKER_IDLE,
@@ -550,11 +551,14 @@ def share(store, step, resumed):
     evidence = job(gone_on, at_store(1, 6, step="15"), at_store(2, 6, step="15"))
     verdict = diagnose(evidence, lambda path: source)
     assert (verdict.cause, [one.rank for one in verdict.culprits], verdict.victims) == ("blocking-io", [0], "1-2")
+    assert verdict.culprits[0].frame == Frame(SCRIPT, 4, "")
     assert verdict.summary == (
         "Ranks 1-2 wait at train.py:6 (wait) for the key `f'run/{step}'` (run/15) of the store. Rank 0 alone sets it,"
         " at train.py:4, behind `if rank == 0 (train.py:2)` and `if not resumed (train.py:3)`, and it has gone on to"
         " all_reduce at train.py:50 (train)."
     )
+    unknown = diagnose(evidence, lambda path: source.replace("rank == 0", "rank == options.publisher"))
+    assert [one.rank for one in unknown.culprits] == [0], "the others are on the other side of the same condition"
     asleep = job(rank(0, in_user(9), "sleep"), at_store(1, 6), at_store(2, 6))
     verdict = diagnose(asleep, lambda path: source)
     assert [one.rank for one in verdict.culprits] == [0]
