@@ -41,6 +41,7 @@ Sign = Literal[
     "owed",
     "task-done",
     "lock-file",
+    "foreign-lock",
     "handler",
     "own-loop",
     "pool",
@@ -237,6 +238,11 @@ CAUSES: dict[str, Cause] = {
             "Compare the two ends: what one waits for, the other has to send on every path, before an early `continue`"
             " or `return` as well; give the socket a timeout (`settimeout()`).",
             only_if="owed",
+        ),
+        Advice(
+            "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): let it end, end it, or give this"
+            " job a file or cache of its own; and give the lock a timeout.",
+            only_if="foreign-lock",
         ),
         Advice(
             "Find who is to set this key, and under which condition: it has to be set on every path. Give the wait a"
