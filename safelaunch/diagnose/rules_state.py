@@ -212,8 +212,10 @@ def alone(facts: Facts) -> Ruling:
         return blame(facts, first.cause, first.doubts, named)
     if len(places) == 1 or 2 * len(most) <= len(named):
         return ""
-    elsewhere = [ranks for ranks in places.values() if ranks is not most and not is_scattered(facts, set(ranks))]
-    odd = {r: named[r] for r in sorted(r for ranks in elsewhere for r in ranks)}
+    odd = {r: c for r, c in named.items() if r not in most}
+    if is_scattered(facts, odd.keys()):
+        alike = [ranks for ranks in places.values() if is_scattered(facts, set(ranks))]
+        odd = {r: c for r, c in odd.items() if not any(r in ranks for ranks in alike)}
     if not odd:
         return "ranks rest in several places, and nothing sets those apart that are in each"
     rest = f"{capital(each_of(most))} {first.reason}; nothing shows that they wait for each other."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from evidence import C10D, SCRIPT, at, entry, in_c10d, job, past, rank, record, waiting
+from evidence import C10D, SCRIPT, at, entry, in_c10d, in_user, job, past, rank, record, waiting
 from msgspec import structs
 
 from safelaunch.diagnose import diagnose
@@ -161,3 +161,12 @@ def test_ranks_that_say_themselves_why_are_named_without_a_pattern() -> None:
     verdict = verdict_of_odd({1, 4, 6}, handling="ValueError")
     assert [one.rank for one in verdict.culprits] == [1, 4, 6]
     assert "ValueError: a bad batch" in verdict.summary
+
+
+@pytest.mark.parametrize(("odd", "named"), [({3}, [3]), ({0, 1}, [0, 1]), ({1, 4, 6}, [])])
+def test_of_ranks_that_rest_in_two_places_several_are_named_only_in_a_pattern(odd: set[int], named: list[int]) -> None:
+    """No peer waits for them, as far as anything shows."""
+    ranks = [rank(n, in_user(41 if n in odd else 50), "sleep", flight=None) for n in range(8)]
+    verdict = diagnose(job(*ranks))
+    assert [one.rank for one in verdict.culprits] == named
+    assert verdict.confidence == "low"
