@@ -538,7 +538,10 @@ FAILURES = {
 }
 
 
-RARE_FAILURES = ("an exception that is no Exception", "sys.exit with a text", "os._exit", "a segmentation fault")
+RARE_FAILURES = (
+    "an exception that is no Exception", "sys.exit with a text", "sys.exit with a code", "os._exit",
+    "a segmentation fault",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("how", some_rare(FAILURES, RARE_FAILURES))
@@ -572,7 +575,9 @@ ERRORS = {
 }
 
 
-RARE_ERRORS = ("an unknown option", "no arguments", "a bad --nproc-per-node", "a module that is not there")
+RARE_ERRORS = (
+    "an unknown option", "no arguments", "a bad --nproc-per-node", "a module that is not there", "a syntax error",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("what", some_rare(ERRORS, RARE_ERRORS))
@@ -661,7 +666,7 @@ def both_up(runs: Sequence[Run]) -> None:
     "signum",
     [
         signal.SIGTERM,
-        signal.SIGINT,
+        pytest.param(signal.SIGINT, marks=pytest.mark.rare),  # a terminal's is tested below
         pytest.param(signal.SIGHUP, marks=pytest.mark.rare),
         pytest.param(signal.SIGQUIT, marks=pytest.mark.rare),
     ],
