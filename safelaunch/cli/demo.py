@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +16,11 @@ import msgspec
 from safelaunch.bundle.publishing import check_directory
 from safelaunch.cli import program
 from safelaunch.errors import UsageError
+from safelaunch.launch import process
+from safelaunch.launch.job import Forwarder
 from safelaunch.model import Verdict
 from safelaunch.system.console import say
+from safelaunch.system.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ DEMOS = {
     )
 }
 STALL_TIMEOUT_S = "3"
+FOLLOW_S = 0.5
 
 
 def main(argv: list[str]) -> int:
@@ -81,17 +86,44 @@ def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
     say(f"demo {demo.name}: {demo.about}")
     say(f"running {script} on {demo.ranks} ranks; it hangs after a few steps")
     begin = time.monotonic()
-    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stderr=subprocess.PIPE)
-    bundle = _follow(process)
-    code = process.wait()
-    return _judge(demo, code, bundle, time.monotonic() - begin)
+    run = _run_to_its_end(command)
+    if run.stopped:
+        return run.code
+    return _judge(demo, run.code, run.bundle, time.monotonic() - begin)
 
 
-def _follow(process: subprocess.Popen[bytes]) -> Path | None:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """How the run has ended. ``stopped``: somebody asked it to."""
+
+    code: int
+    bundle: Path | None
+    stopped: bool
+
+
+def _run_to_its_end(command: list[str]) -> _Run:
+    """Runs it and shows its stderr. A key pressed in the terminal reaches it anyway; other signals are passed on."""
+    mask = process.block_signals()
+    child = subprocess.Popen(
+        command,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask) and None,
+    )
+    following = Task("demo", lambda: _follow(child))
+    forwarder = Forwarder(child.pid)
+    while child.poll() is None:
+        forwarder.wait(FOLLOW_S)
+    bundle = following.joined()
+    code = child.returncode
+    return _Run(128 - code if code < 0 else code, bundle, forwarder.stop_requested)
+
+
+def _follow(child: subprocess.Popen[bytes]) -> Path | None:
     """Shows the run's stderr as it arrives; returns the bundle that its last lines name."""
-    assert process.stderr is not None
+    assert child.stderr is not None
     bundle = None
-    for line in process.stderr:
+    for line in child.stderr:
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()
         for word in line.decode("utf-8", "replace").split():

@@ -47,16 +47,18 @@ def rows(status: RunStatus) -> tuple[Row, ...]:
 
 def nodes(status: RunStatus) -> tuple[tuple[str, ...], ...]:
     """The cells of each node of a job of several, below ``NODE_COLUMNS``."""
-    return tuple(
-        (
-            clean(node.host),
-            clean(node.ranks) or "-",
-            "-" if node.step is None else str(node.step),
-            clean(node.state),
-            clean(node.doing) if node.state == "heard" else "-",
-            ", ".join(_about(node)) or "-",
-        )
-        for node in status.nodes
+    return tuple(node_cells(node) for node in status.nodes)
+
+
+def node_cells(node: NodeStatus) -> tuple[str, ...]:
+    """The same of one node."""
+    return (
+        clean(node.host),
+        clean(node.ranks) or "-",
+        "-" if node.step is None else str(node.step),
+        clean(node.state),
+        clean(node.doing) if node.state == "heard" else "-",
+        ", ".join(_about(node)) or "-",
     )
 
 

@@ -59,6 +59,11 @@ class EarlyLooks:
         self._left: Task[Looks] | Task[EarlyLook | None] | None = None  # of a look that was given up
         self._failed = False
 
+    @property
+    def quiet(self) -> Quiet:
+        """What earlier spells of quiet tell."""
+        return self._quiet
+
     def advance(self, now: float, *, free: bool) -> None:
         """One tick. ``free`` False: the job is suspected, has failed or is being stopped."""
         if self._failed:
