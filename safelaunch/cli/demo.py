@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from safelaunch.errors import UsageError
 from safelaunch.launch import process
 from safelaunch.launch.job import Forwarder
 from safelaunch.model import Verdict
-from safelaunch.system.console import say
+from safelaunch.system.console import PREFIX, say
 from safelaunch.system.task import Task
 
 
@@ -46,6 +47,7 @@ DEMOS = {
 }
 STALL_TIMEOUT_S = "3"
 FOLLOW_S = 0.5
+INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:
@@ -88,7 +90,8 @@ def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
     begin = time.monotonic()
     run = _run_to_its_end(command)
     if run.stopped:
-        return run.code
+        say(f"the demo was stopped after {time.monotonic() - begin:.0f} s")
+        return INTERRUPTED
     return _judge(demo, run.code, run.bundle, time.monotonic() - begin)
 
 
@@ -102,28 +105,30 @@ class _Run:
 
 
 def _run_to_its_end(command: list[str]) -> _Run:
-    """Runs it and shows its stderr. A key pressed in the terminal reaches it anyway; other signals are passed on."""
+    """Runs it and shows its stderr; passes signals on. Once it is asked to stop, only safelaunch has a say."""
     mask = process.block_signals()
-    child = subprocess.Popen(
-        command,
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask) and None,
-    )
-    following = Task("demo", lambda: _follow(child))
-    forwarder = Forwarder(child.pid)
+
+    def become() -> None:
+        os.setpgid(0, 0)  # so that a key reaches it through us, after we know
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    child = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, preexec_fn=become)
+    forwarder = Forwarder(child.pid, on_quit=lambda: say("a run outside the demo takes a bundle here, and goes on"))
+    following = Task("demo", lambda: _follow(child, lambda: forwarder.stop_requested))
     while child.poll() is None:
         forwarder.wait(FOLLOW_S)
     bundle = following.joined()
-    code = child.returncode
-    return _Run(128 - code if code < 0 else code, bundle, forwarder.stop_requested)
+    return _Run(child.returncode, bundle, forwarder.stop_requested)
 
 
-def _follow(child: subprocess.Popen[bytes]) -> Path | None:
+def _follow(child: subprocess.Popen[bytes], stopped: Callable[[], bool]) -> Path | None:
     """Shows the run's stderr as it arrives; returns the bundle that its last lines name."""
     assert child.stderr is not None
     bundle = None
     for line in child.stderr:
+        if stopped() and not line.startswith(PREFIX.encode()):
+            continue
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()
         for word in line.decode("utf-8", "replace").split():
