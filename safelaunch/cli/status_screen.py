@@ -138,14 +138,16 @@ def _runs(view: View, width: int, room: int, glyphs: Glyphs) -> list[Line]:
             mine = kept[run.id]
             lines += [Line(line.text if at else f"  {line.text}", line.style) for at, line in enumerate(mine)]
     if hidden:
-        lines.append(Line(f"  and {hidden} more run{'s' * (hidden != 1)}: tab shows the next", "dim"))
+        strange = sum(short[run.id][0].style != "title" for run in others)
+        word = f", {strange} of which need{'s' * (strange == 1)} a look" if strange else ""
+        lines.append(Line(f"  and {hidden} more run{'s' * (hidden != 1)}{word}: tab shows the next", "dim"))
     return lines
 
 
 def _short(run: Run, width: int, glyphs: Glyphs) -> list[Line]:
     if run.status is None:
         return [Line(f"{run.id}  {clean(run.problem)}", "warn")]
-    return [title(run.status, 0.0, width, glyphs, short=True), *_progress(run.status, width, glyphs)[:1]]
+    return [title(run.status, 0.0, width, glyphs, short=True), *_progress(run.status, width, glyphs)[1:2]]
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -182,6 +184,9 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
         words, style = f"watching; behind the others: {_ranks_word(slow)}", "warn"
     count = str(there) if there == status.world_size else f"{there} of {status.world_size}"
     parts = [words, f"{count} rank{'s' * (count != '1')}"]
+    stepping = _stepping(status)
+    if short and stepping:
+        parts += [f"step {min(one.step or 0 for one in stepping):,}", _pace(status)]
     if not short:
         parts += [f"attempt {status.attempt}"] * bool(status.attempt)
         parts += [f"up {since(max(0.0, now_unix_s - status.started_unix_s))}", f"pid {status.supervisor_pid}"]
@@ -221,19 +226,23 @@ def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[Line]:
         what = "no rank has started yet" if not status.ranks else "no step yet"
         return [Line(f"  {what}; suspected after {status.threshold_s:g} s ({clean(status.threshold_why)})", "dim")]
     step = min(one.step or 0 for one in stepping)
-    rates = [one.steps_per_s for one in stepping if one.steps_per_s is not None]
     standing = standing_s(status)
-    pace = "0/s" if standing else rate(min(rates)) if rates else "-"
     bars = spark(course(status.history), glyphs) if width >= 60 else ""
-    first = f"  step {step:,}  {pace}  {bars}".rstrip()
+    first = f"  step {step:,}  {_pace(status)}  {bars}".rstrip()
     quiet, usual = quiet_s(status) or 0.0, status.usual_step_s
     times = f", {quiet / usual:,.0f} x usual ({_seconds(usual)})" if standing else ""
     usually = f"; usual {_seconds(usual)}" if usual and not standing else ""
-    said = f"quiet for {_seconds(quiet)}{times}" if standing else f"last step {since(quiet)} ago{usually}"
+    said = f"quiet for {_seconds(quiet)}{times}" if standing else f"last step {_seconds(quiet)} ago{usually}"
     second = f"  {said}; suspected after {status.threshold_s:g} s"
     if len(second) + len(clean(status.threshold_why)) + 3 <= width:
         second += f" ({clean(status.threshold_why)})"
     return [Line(first, "alarm" if standing else "bold"), Line(second, "alarm" if standing else "dim")]
+
+
+def _pace(status: RunStatus) -> str:
+    """The rate of the slowest rank. One that was measured before the job froze is none."""
+    rates = [one.steps_per_s for one in _stepping(status) if one.steps_per_s is not None]
+    return "0/s" if standing_s(status) else rate(min(rates)) if rates else "-"
 
 
 def _seconds(value: float) -> str:
