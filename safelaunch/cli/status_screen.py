@@ -186,7 +186,10 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
     parts = [words, f"{count} rank{'s' * (count != '1')}"]
     stepping = _stepping(status)
     if short and stepping:
-        parts += [f"step {min(one.step or 0 for one in stepping):,}", _pace(status)]
+        parts += [
+            f"step {min(one.step or 0 for one in stepping):,}",
+            *([pace] if (pace := _pace(status)) != "-" else []),
+        ]
     if not short:
         parts += [f"attempt {status.attempt}"] * bool(status.attempt)
         parts += [f"up {since(max(0.0, now_unix_s - status.started_unix_s))}", f"pid {status.supervisor_pid}"]

@@ -24,6 +24,7 @@ COLORS: Mapping[str, str] = {
     "good": "\x1b[32m",
 }
 WITHOUT_COLOR: Mapping[str, str] = {"bold": "\x1b[1m", "alarm": "\x1b[1m", "title": "\x1b[1m", "warn": "\x1b[1m"}
+LONGEST_KEY = 8
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -92,13 +93,21 @@ class Terminal:
         if not self.has_keys:
             time.sleep(patience_s)
             return ""
-        ready, _, _ = select.select([sys.stdin.fileno()], [], [], patience_s)
-        if not ready:
+        if not self._is_typed(patience_s):
             return ""
-        data = os.read(sys.stdin.fileno(), 16)
+        data = os.read(sys.stdin.fileno(), 1)
         if not data:
             self.has_keys = False  # the other end is closed
+        while data.startswith(b"\x1b") and len(data) < LONGEST_KEY and self._is_typed(0.0):
+            data += os.read(sys.stdin.fileno(), 1)
+            if data[-1:].isalpha() or data[-1:] == b"~":
+                break
         return data.decode("ascii", "replace")
+
+    @staticmethod
+    def _is_typed(patience_s: float) -> bool:
+        ready, _, _ = select.select([sys.stdin.fileno()], [], [], patience_s)
+        return bool(ready)
 
     def _take(self) -> None:
         if self.has_keys:

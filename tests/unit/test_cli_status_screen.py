@@ -131,11 +131,12 @@ with Terminal() as terminal:
     if key == "x":
         raise ValueError("on purpose")
     while key != "q":
+        print(repr(key), end=" ", flush=True)
         key = terminal.key(60)
 """
 
 
-@pytest.mark.parametrize("ending", ["q", "x", "\x03", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("ending", ["j\x1b[A\x1b[Zq", "x", "\x03", "SIGTERM", "SIGHUP"])
 def test_the_terminal_is_as_it_was_however_it_ends(ending: str) -> None:
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
@@ -156,7 +157,8 @@ def test_the_terminal_is_as_it_was_however_it_ends(ending: str) -> None:
     os.close(master)
     assert after == before
     assert b"\x1b[?1049h\x1b[?25l" in shown and b"r\xe9sum\xe9 ?" in shown and b"\x1b[?25h\x1b[?1049l" in shown
-    assert process.returncode == {"q": 0, "x": 1, "\x03": -2, "SIGTERM": 143, "SIGHUP": 129}[ending]
+    assert b"'j' '\\x1b[A' '\\x1b[Z' " in shown or not ending.endswith("q"), "keys that come at once"
+    assert process.returncode == {"j\x1b[A\x1b[Zq": 0, "x": 1, "\x03": -2, "SIGTERM": 143, "SIGHUP": 129}[ending]
 
 
 def until_shown(master: int, wanted: bytes) -> bytes:
