@@ -15,8 +15,6 @@ from typing import Literal
 
 from safelaunch.cli.status_rows import (
     BEHIND_STEPS,
-    FEW_S,
-    FEW_STEPS,
     Mood,
     Row,
     node_cells,
@@ -30,6 +28,7 @@ from safelaunch.control.protocol import NodeStatus, RankStatus, RunStatus, Stack
 from safelaunch.model import EarlyLook, format_ranks
 from safelaunch.reading.frames import is_library, place
 from safelaunch.system.printable import clean
+from safelaunch.watch.quiet import is_quiet
 
 Style = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
@@ -217,9 +216,9 @@ def standing_s(status: RunStatus) -> float:
     """The same if that is far longer than usual, and no rank has said that it would be; else 0."""
     quiet = quiet_s(status)
     announced = any(one.state == "paused" or one.phase for one in status.ranks)
-    if quiet is None or announced or not status.usual_step_s:
+    if quiet is None or announced or not is_quiet(quiet, status.usual_step_s):
         return 0.0
-    return quiet if quiet > max(FEW_S, FEW_STEPS * status.usual_step_s) else 0.0
+    return quiet
 
 
 def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[Line]:
@@ -360,9 +359,8 @@ def _cells(group: _Group, usual_s: float) -> tuple[str, ...]:
     ages = [one.age_s for one in ranks if one.age_s is not None]
     memory = max(one.rss_bytes for one in ranks)
     times = max(ages) / usual_s if ages and usual_s and steps else 0.0
-    age = (
-        f"{since(max(ages))}{f' ({times:,.0f} x)' if times >= FEW_STEPS and max(ages) > FEW_S else ''}" if ages else "-"
-    )
+    age = since(max(ages)) if ages else "-"
+    age += f" ({times:,.0f} x)" if times and is_quiet(max(ages), usual_s) else ""
     note = group.row.cells[7]
     doing = ", ".join(part for part in (group.doing, "" if note == "-" else note) if part)
     return (

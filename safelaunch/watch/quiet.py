@@ -19,6 +19,8 @@ OUTLASTS = 1.5  # of the longest spell that ended by itself
 GROWTH = 3.0  # from one look at a spell to the next
 # So long without a step, a job counts as frozen for whoever stops it, and wants to know why.
 FROZEN_TIMES, FROZEN_S = 10.0, 2.0
+# No step for longer than this many usual ones, and this long, is worth a word.
+FEW_STEPS, FEW_S = 5, 5.0
 FORGETS_S = 86_400.0
 REMEMBERED = 8
 # What looks may cost of the job's time, counted as five minutes where it is shorter.
@@ -87,6 +89,11 @@ def _remembering(known: Quiet, ended: Ended) -> Quiet:
         return known
     fresh = (one for one in (*known.ended, ended) if ended.at_s - one.at_s < FORGETS_S)
     return replace(known, ended=tuple(sorted(fresh, key=lambda one: -one.lasted_s)[:REMEMBERED]))
+
+
+def is_quiet(age_s: float, usual_s: float) -> bool:
+    """Whether ``age_s`` without a step is worth a word, where a step usually takes ``usual_s``; never if that is 0."""
+    return bool(usual_s) and age_s > max(FEW_S, FEW_STEPS * usual_s)
 
 
 def is_due(known: Quiet, spell: Spell, now: float) -> bool:
