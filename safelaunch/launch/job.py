@@ -77,9 +77,13 @@ class JobProcesses:
         kill = group.kill if group is not None else lambda: None
         return process.end_all(self.agent, self.all, grace_s=GRACE_S, kill=kill)
 
+    def ranks(self) -> tuple[ProcessId, ...]:
+        """The processes below the agent."""
+        return process.descendants([self.agent.pid])
+
     def end_ranks(self) -> tuple[ProcessId, ...]:
         """Ends the processes below the agent, but none that it starts afterwards: it restarts the ranks."""
-        ranks = process.descendants([self.agent.pid])
+        ranks = self.ranks()
         for rank in ranks:
             rank.send(signal.SIGTERM)
         deadline = time.monotonic() + RANK_GRACE_S
@@ -102,11 +106,12 @@ class Forwarder:
 
     ``stops``: how often the job was asked to stop. ``hold``: asked at the first SIGINT, whether the evidence is to be
     taken first; then the signal goes out with ``release``, after ``HOLD_S``, or when the next one comes. ``on_quit``:
-    what Ctrl-\\ does instead of ending the job.
+    what Ctrl-\\ does instead of ending the job. ``pid`` None: nothing is forwarded, because the job's first process
+    gets its own signals.
     """
 
     def __init__(
-        self, pid: int, *, hold: Callable[[], bool] | None = None, on_quit: Callable[[], None] | None = None
+        self, pid: int | None, *, hold: Callable[[], bool] | None = None, on_quit: Callable[[], None] | None = None
     ) -> None:
         self._pid = pid
         self._hold = hold
@@ -118,6 +123,10 @@ class Forwarder:
     @property
     def stop_requested(self) -> bool:
         return self.stops > 0
+
+    def note_stop(self) -> None:
+        """The job was asked to stop by other means than a signal to us."""
+        self.stops = max(self.stops, 1)
 
     @property
     def holding(self) -> bool:
@@ -158,6 +167,8 @@ class Forwarder:
             self._send(*held)
 
     def _send(self, signum: int, by_terminal: bool) -> None:
+        if self._pid is None:
+            return
         # Under torchrun, a signal from the terminal reaches the whole foreground group, so forward it to the group.
         send = os.killpg if by_terminal else os.kill
         try:
