@@ -178,9 +178,14 @@ def take_evidence(
     threshold: Threshold | None = None,
     moving: bool = False,
     ask: bool = True,
+    native: bool = True,
+    ranks_seen: Callable[[], object] = lambda: None,
     timeline: Timeline | None = None,
 ) -> Collected:
-    """Collects what the looks don't have yet. ``ask`` False: the ranks are gone."""
+    """Collects what the looks don't have yet. ``ask`` False: the ranks are gone. ``native`` False: there is no time.
+
+    ``ranks_seen`` is called once the ranks may end.
+    """
     timeline = timeline or Timeline()
     # Outside the run directory if there is room elsewhere: a cleaner that removes that directory must not remove the
     # bundle with it, and $XDG_RUNTIME_DIR may be small.
@@ -200,9 +205,10 @@ def take_evidence(
 
     def ranks() -> None:
         nonlocal looks
-        looks = native_where_it_tells(looks) if ask else looks
+        looks = native_where_it_tells(looks) if ask and native else looks
         looks = replace(looks, taken=without_secrets(looks.taken, about.redactor))
         seen.extend(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
+        ranks_seen()
 
     roots = next((item.code_roots for item in known.ranks.values() if item.code_roots), ())
 
