@@ -169,8 +169,7 @@ function code() {
   section("code", page.head.outcome === "crash" ? "Where it failed" : "The code at each side", "",
     h("div", { class: "sides" }, page.code.map((side) => h("article", { class: `card side${side.c ? " culprit" : ""}` },
       h("header", {},
-        h("p", {}, h("strong", {}, capital(ranksWord(side.r, side.n))),
-          side.c ? h("span", { class: "skip" }, " (at fault)") : ""),
+        h("h3", {}, capital(ranksWord(side.r, side.n)), side.c ? h("span", { class: "skip" }, " (at fault)") : ""),
         side.does ? h("p", { class: "dim" }, marked(side.does)) : ""),
       side.places.map((place, at) => [
         h("div", { class: "place", title: frameTitle(place.f) }, `${at ? "called from " : ""}${frameText(place.f)}`),
@@ -261,7 +260,7 @@ function timeline() {
   function colours(print) {
     const css = getComputedStyle(document.documentElement);
     const get = (name) => css.getPropertyValue(`--${name}`).trim();
-    paint = { ops: data.ops.map((_, at) => get(`op${Math.min(at, 7)}`)), bad: get("bad"), soft: get("bad-soft"), ink: get("ink"),
+    paint = { ops: data.ops.map((_, at) => get(`op${Math.min(at, 7)}`)), bad: get("bad"), soft: get("bad-soft"), ink: get("ink"), onOp: get("on-op"),
       dim: get("dim"), line: get("line"), card: get("card"), focus: get("focus"), hatch: new Map(), print };
   }
   function hatch(context, colour) {
@@ -325,7 +324,7 @@ function timeline() {
       if (shown) {
         const wide = pen.measureText(shown).width;
         if (waits) { pen.fillStyle = paint.card; pen.globalAlpha = .93; pen.fillRect(left + 3, top + 5, wide + 4, ROW - 10); pen.globalAlpha = 1; }
-        pen.fillStyle = paint.ink; pen.fillText(shown, left + 5, top + ROW / 2 + .5);
+        pen.fillStyle = waits ? paint.ink : paint.onOp; pen.fillText(shown, left + 5, top + ROW / 2 + .5);
       }
       if (rows[state.lane] === row && state.call === cell.at) { pen.strokeStyle = paint.focus; pen.lineWidth = 2; pen.strokeRect(left - 1, top + 1, right - left + 2, ROW - 2); }
     }
@@ -551,6 +550,41 @@ function stacks() {
   drawFlame();
 }
 
+// --- tables whose rows unfold --------------------------------------------------------------------------------------
+
+// A row, and the one below it that its button shows. `cells`: [label, content, class].
+let unfolding = 0;
+function foldingRows(name, count, culprit, cells, unfold) {
+  const id = `fold${unfolding += 1}`;
+  const detail = h("tr", { class: "detail", hidden: true, id }, h("td", { colspan: cells.length + 1 }));
+  const button = h("button", { type: "button", class: "plain who", "aria-expanded": "false", "aria-controls": id, onclick: () => {
+    const open = detail.hidden;
+    detail.hidden = !open; button.setAttribute("aria-expanded", String(open));
+    if (open && !detail.firstChild.childNodes.length) unfold(detail.firstChild);
+  } }, name);
+  return [h("tr", { class: culprit ? "culprit" : null }, h("td", {}, button, culprit ? h("span", { class: "skip" }, " (at fault)") : "", count > 1 ? h("span", { class: "dim" }, ` ${count}`) : ""),
+    cells.map(([label, content, kind]) => h("td", { "data-label": label, class: kind }, content))), detail];
+}
+
+// One of `items` at a time, each behind a button with its name.
+function chooser(target, items, title, name, panel) {
+  const place = h("div", {}, panel(items[0]));
+  if (items.length > 1) {
+    const chips = h("div", { class: "chips", role: "group", "aria-label": title });
+    const add = (from) => {
+      chips.append(...items.slice(from, from + 128).map((item, at) => h("button", { type: "button", "aria-pressed": from + at === 0, onclick: (event) => {
+        for (const one of chips.children) if (one.hasAttribute("aria-pressed")) one.setAttribute("aria-pressed", String(one === event.target));
+        place.replaceChildren(panel(item));
+      } }, name(item))));
+      if (items.length > from + 128) { const more = h("button", { type: "button", onclick: () => { more.remove(); add(from + 128); } }, `… ${items.length - from - 128} more`); chips.append(more); }
+    };
+    add(0);
+    target.append(chips);
+  }
+  target.append(place);
+}
+const columns = (names) => h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name))));
+
 // --- the ranks -----------------------------------------------------------------------------------------------------
 
 function rankPanel(rank) {
@@ -587,7 +621,7 @@ function ranks() {
   const only = h("select", { "aria-label": "Which ranks", id: "only" }, ["all ranks", "at fault", "waiting", "not waiting"].map((word) => h("option", {}, word)));
   const count = h("span", { class: "dim", role: "status", "aria-live": "polite", id: "count" });
   const body = h("tbody", {});
-  const texts = page.rows.map((row, at) => [row.state, row.doing, frameText(row.at), row.hosts.join(" "), row.step === null ? "" : `step ${row.step}`].join(" ").toLowerCase());
+  const texts = page.rows.map((row) => [row.state, row.doing, frameText(row.at), row.step && `step ${row.step}`].join(" ").toLowerCase());
   const said = (rank) => [rank.host, rank.raised || "", rank.log === undefined ? "" : page.logs[rank.log].join(" "), rank.st === undefined ? "" : page.stacks[rank.st].map((number) => page.frames[number].slice(0, 3).join(" ")).join(" ")].join(" ").toLowerCase();
   function found(row, text, numbers) {
     if (numbers !== null) return members[row].filter((rank) => inRanges(rank.r, numbers));
@@ -596,32 +630,10 @@ function ranks() {
   }
   function entry(row, shown) {
     const it = page.rows[row], all = shown.length === members[row].length;
-    const detail = h("tr", { class: "detail", hidden: true }, h("td", { colspan: 6 }));
-    const button = h("button", { type: "button", class: "plain who", "aria-expanded": "false", onclick: () => {
-      const open = detail.hidden;
-      detail.hidden = !open; button.setAttribute("aria-expanded", String(open));
-      if (open && !detail.firstChild.childNodes.length) unfold(detail.firstChild, shown);
-    } }, all ? ranksWord(it.r, it.n) : ranksWord(shown.slice(0, 6).map((rank) => rank.r).join(",") + (shown.length > 6 ? ",…" : ""), shown.length));
-    const cell = (label, content, kind) => h("td", { "data-label": label, class: kind }, content);
-    return [h("tr", { class: it.c ? "culprit" : null }, h("td", {}, button, shown.length > 1 ? h("span", { class: "dim" }, ` ${shown.length}`) : ""),
-      cell("step", it.step === null ? "" : it.step, "num"), cell("state", it.state), cell("", it.doing), cell("at", h("span", { title: frameTitle(it.at) }, frameText(it.at)), "mono"),
-      cell("host", it.hosts.join(", ") + (it.more_hosts ? ` and ${it.more_hosts} more` : ""))), detail];
-  }
-  function unfold(target, shown) {
-    const place = h("div", {}, rankPanel(shown[0]));
-    if (shown.length > 1) {
-      const chips = h("div", { class: "chips", role: "group", "aria-label": "Ranks of this row" });
-      const add = (from) => {
-        chips.append(...shown.slice(from, from + 128).map((rank, at) => h("button", { type: "button", "aria-pressed": from + at === 0, onclick: (event) => {
-          for (const one of chips.children) if (one.hasAttribute("aria-pressed")) one.setAttribute("aria-pressed", String(one === event.target));
-          place.replaceChildren(rankPanel(rank));
-        } }, rank.r)));
-        if (shown.length > from + 128) { const more = h("button", { type: "button", onclick: () => { more.remove(); add(from + 128); } }, `… ${shown.length - from - 128} more`); chips.append(more); }
-      };
-      add(0);
-      target.append(chips);
-    }
-    target.append(place);
+    const name = all ? ranksWord(it.r, it.n) : ranksWord(shown.slice(0, 6).map((rank) => rank.r).join(",") + (shown.length > 6 ? ",…" : ""), shown.length);
+    return foldingRows(name, shown.length, it.c, [["step", it.step, "num"], ["state", it.state], ["", it.doing],
+      ["at", h("span", { title: frameTitle(it.at) }, frameText(it.at)), "mono"], ["host", it.hosts]],
+    (target) => chooser(target, shown, "Ranks of this row", (rank) => rank.r, rankPanel));
   }
   const MOST = 60;
   function show(most) {
@@ -635,7 +647,7 @@ function ranks() {
   }
   search.addEventListener("input", () => show(MOST)); only.addEventListener("change", () => show(MOST));
   section("ranks", "Ranks", [search, only, count],
-    h("div", { class: "card scroll" }, h("table", { class: "stack" }, h("thead", {}, h("tr", {}, ["ranks", "step", "state", "doing", "at", "host"].map((name) => h("th", { scope: "col" }, name)))), body)));
+    h("div", { class: "card scroll" }, h("table", { class: "stack" }, columns(["ranks", "step", "state", "doing", "at", "host"]), body)));
   show(MOST);
 }
 
@@ -645,7 +657,7 @@ function groups() {
   const { rows, left_out: more } = page.groups;
   if (!rows.length) return;
   section("groups", "Process groups", "", h("div", { class: "card scroll" }, h("table", { class: "stack" },
-    h("thead", {}, h("tr", {}, ["group", "members", "who is where", "last entered", "last completed"].map((name) => h("th", { scope: "col" }, name)))),
+    columns(["group", "members", "who is where", "last entered", "last completed"]),
     h("tbody", {}, rows.map((row) => row.at.map(([ranges, count, last, completed, state], at) => h("tr", {},
       at ? h("td", {}) : h("td", {}, h("b", {}, row.name || "default"), row.what ? h("span", { class: "dim" }, ` ${row.what}`) : "", row.waited ? h("span", { class: "dim" }, " · waited in") : ""),
       at ? h("td", {}) : h("td", { "data-label": "members" }, `${row.n === 1 ? "rank" : "ranks"} ${row.r}${row.known ? "" : " (as far as seen)"}`),
@@ -659,33 +671,42 @@ function meter(share, label) {
   fillNode.style.width = `${Math.round(Math.min(1, Math.max(0, share)) * 100)}%`;
   return [h("span", { class: `meter${share > .95 ? " full" : ""}`, role: "img", "aria-label": label }, fillNode), h("span", {}, ` ${label}`)];
 }
+function span([low, high], unit) {
+  if (low === undefined) return "";
+  const [from, to] = [low, high].map((value) => (value < 10 ? value : Math.round(value)));
+  return `${from === to ? from : `${from}–${to}`}${unit}`;
+}
 function nodes() {
-  if (!page.nodes.length) return;
-  const gpu = (one) => h("tr", {}, h("td", { class: "num" }, one.index), h("td", {}, one.name || ""), one.error ? h("td", { class: "bad", colspan: 3 }, one.error) : [
-    h("td", {}, one.utilisation_percent === undefined ? "" : meter(one.utilisation_percent / 100, `${one.utilisation_percent} %`)),
-    h("td", {}, one.memory_total_bytes ? meter((one.memory_used_bytes || 0) / one.memory_total_bytes, `${bytes(one.memory_used_bytes || 0)} of ${bytes(one.memory_total_bytes)}`) : ""),
-    h("td", { class: "dim" }, [one.temperature_c !== undefined && `${one.temperature_c} °C`, one.power_w !== undefined && `${Math.round(one.power_w)} W`, one.ecc_errors > 0 && `${one.ecc_errors} ECC errors`].filter(Boolean).join(", "))]);
-  const node = (one, open) => h("details", { class: "card tree", open },
-    h("summary", {}, h("b", {}, one.host), h("span", { class: "dim" }, ` ${[one.r && `ranks ${one.r}`, one.state, one.gpus && one.gpus.length && plural(one.gpus.length, "GPU")].filter(Boolean).join(" · ")}`)),
-    one.memory ? h("div", { class: "two" },
-      h("dl", { class: "facts" }, h("dt", {}, "CPUs"), h("dd", {}, `${one.cpus}, load ${one.load.join(" ")}`),
-        one.memory[0] ? [h("dt", {}, "Memory"), h("dd", {}, meter(1 - one.memory[1] / one.memory[0], `${bytes(one.memory[0] - one.memory[1])} of ${bytes(one.memory[0])} in use`))] : "",
-        one.disks.map(([place, share]) => [h("dt", {}, place), h("dd", {}, meter(share, `${Math.round(share * 100)} % in use`))]),
-        one.no_gpus ? [h("dt", {}, "GPUs"), h("dd", {}, one.no_gpus)] : ""),
-      h("dl", { class: "facts" }, one.versions.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]))) : "",
-    one.gpus && one.gpus.length ? h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, one.gpus.map(gpu)))) : "",
-    one.log && one.log.length ? h("details", {}, h("summary", {}, "The end of the kernel log"), h("pre", { tabindex: "0" }, one.log.join("\n"))) : "");
-  const list = h("div", { class: "nodes" });
-  const show = (from, most) => {
-    list.append(...page.nodes.slice(from, from + most).map((one) => node(one, page.nodes.length === 1)));
-    const left = page.nodes.length - from - most;
-    if (left > 0) {
-      const more = h("button", { type: "button", onclick: () => { more.remove(); show(from + most, 64); } }, `Show ${Math.min(64, left)} of ${left} more`);
-      list.append(more);
-    }
-  };
-  show(0, 8);
-  section("nodes", page.nodes.length > 1 ? `${page.nodes.length} nodes` : "Node", "", list,
+  const { rows, every, names, versions, environments, logs } = page.nodes;
+  if (!every.length) return;
+  const cell = (label, content, kind) => h("td", { "data-label": label, class: kind }, content);
+  const gpu = ([index, name, busy, used, total, celsius, watts, ecc, error]) => h("tr", {}, cell("GPU", index, "num"), cell("", names[name] || ""),
+    error ? h("td", { class: "bad", colspan: 3 }, error) : [cell("busy", busy === null ? "" : meter(busy / 100, `${busy} %`)),
+      cell("memory", total ? meter((used || 0) / total, `${bytes(used || 0)} of ${bytes(total)}`) : ""),
+      cell("", [celsius !== null && `${celsius} °C`, watts !== null && `${watts} W`].filter(Boolean).join(", "), "dim"),
+      cell("", ecc ? `${ecc} ECC errors` : "", "bad")]);
+  const list = (pairs) => h("dl", { class: "facts" }, pairs.map(([label, value]) => [h("dt", {}, label), h("dd", {}, value)]));
+  const more = (title, pairs) => (pairs && pairs.length ? h("details", {}, h("summary", {}, title), list(pairs)) : "");
+  const panel = (one) => h("div", { class: "panel node", "data-host": one.host },
+    h("div", {}, h("h3", {}, one.host), list([one.r && ["Ranks", one.r], one.state && ["State", one.state],
+      one.cpus && ["CPUs", `${one.cpus}, load ${one.load.join(" ")}`],
+      one.memory && one.memory[0] && ["Memory", meter(1 - one.memory[1] / one.memory[0], `${bytes(one.memory[0] - one.memory[1])} of ${bytes(one.memory[0])} in use`)],
+      ...(one.disks || []).map(([place, share]) => [place, meter(share, `${Math.round(share * 100)} % in use`)]),
+      ...(one.links || []).map(([name, state, speed, errors]) => [name, [state, speed && `, ${speed}`, errors && h("span", { class: "bad" }, `, ${errors}`)]]),
+      one.no_gpus && ["GPUs", one.no_gpus]].filter(Boolean)),
+    more("Versions", versions[one.v]), more("Variables", environments[one.e])),
+    one.gpus && one.gpus.length ? h("div", { class: "scroll" }, h("h3", {}, "GPUs"), h("table", { class: "stack" }, columns(["GPU", "name", "busy", "memory", "heat, power", "errors"]), h("tbody", {}, one.gpus.map(gpu)))) : "",
+    one.log !== undefined ? h("div", {}, h("h3", {}, "The end of the kernel log"), h("pre", { tabindex: "0" }, logs[one.log].join("\n"))) : "");
+  const members = rows.map(() => []);
+  for (const one of every) members[one.row].push(one);
+  const row = (it, at) => foldingRows(it.hosts, it.n, it.c, [["ranks", it.r], ["state", it.state],
+    ["GPUs", [it.gpus, [it.busy.length && `${span(it.busy, " %")} busy`, it.gpu_memory.length && `${span(it.gpu_memory, " %")} of memory`].filter(Boolean).map((text) => h("span", { class: "dim" }, ` · ${text}`))]],
+    ["memory", span(it.memory, " %"), "num"], ["load", span(it.load, ""), "num"], ["network", it.network], ["", it.notes.join("; ")]],
+  (target) => chooser(target, members[at], "Nodes of this row", (one) => one.host, panel));
+  section("nodes", every.length > 1 ? `${every.length} nodes` : "Node", "",
+    every.length > 1
+      ? h("div", { class: "card scroll" }, h("table", { class: "stack" }, columns(["nodes", "ranks", "state", "GPUs", "memory", "load", "network", "stands out"]), h("tbody", {}, rows.map(row))))
+      : h("div", { class: "card tree" }, panel(every[0])),
     page.nccl.length ? h("div", { class: "note" }, h("h3", {}, "What NCCL says"), h("ul", { class: "list" }, page.nccl.map((line) => h("li", {}, line)))) : "");
 }
 
