@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from safelaunch.diagnose.guarding import whereabouts
-from safelaunch.diagnose.rank_state import Facts, user_stack_of
+from safelaunch.diagnose.rank_state import Facts, user_stack_of, view_of
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, format_ranks
 from safelaunch.reading.frames import stack_of
 from safelaunch.reading.guards import Step, way_to
-from safelaunch.reading.source import ReadSource
 from safelaunch.report.overview import frames_at_fault
 
 MOST_SIDES = 6
 MOST_PLACES = 3  # of one side, with source: its line and the callers that lead to it
 BEFORE, AFTER, GAP = 5, 3, 3
 MOST_COLUMNS = 240
+MOST_BESIDE = 3
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Place:
-    """A frame with its source; no ``lines`` where that cannot be read."""
+    """A frame with its source; no ``lines`` where that cannot be read. ``whose``: another thread or process of the
+    rank, in words, where the frame is not of the one at fault.
+    """
 
     frame: Frame
     lines: tuple[Line, ...]
+    whose: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Side:
     callers: tuple[Frame, ...]
 
 
-def sides(facts: Facts, verdict: Verdict, read_source: ReadSource, said: Callable[[str], str]) -> list[Side]:
+def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Side]:
     """The sides: those at fault first, then who waits in the same group, the largest first.
 
     ``said`` takes secrets out of a line of source.
@@ -67,21 +70,63 @@ def sides(facts: Facts, verdict: Verdict, read_source: ReadSource, said: Callabl
     waits = {rank: one.wait.group for rank, one in facts.ranks.items() if one.wait is not None}
     theirs = {waits[rank] for rank in named if rank in waits}
 
-    def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int]:
+    def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int, int]:
+        """After those at fault who waits in their group, and who waits for them in the smallest group."""
         (culprit, _), ranks = item
-        return not culprit, waits.get(ranks[0]) not in theirs, -len(ranks), ranks[0]
+        members, known = facts.alignment.members(waits.get(ranks[0]) or "")
+        among = len(members) if known and members & set(named) else len(facts.world)
+        return not culprit, waits.get(ranks[0]) not in theirs, among, -len(ranks), ranks[0]
 
     ordered = sorted(grouped.items(), key=order)
     at_fault = [item for item in ordered if item[0][0]][: MOST_SIDES - 2]
     others = [item for item in ordered if not item[0][0]][: MOST_SIDES - len(at_fault)]
     shown = [*at_fault, *others]
-    found = []
+    reader = _Reader(facts, said)
+    found: list[Side] = []
     for (culprit, stack), ranks in shown:
-        elsewhere = [other for (_, other), _ in shown if other != stack]
-        does = named[ranks[0]].reason if culprit else _does(facts, ranks)
-        does = " ".join([does, *_handled(facts, ranks[0])])
-        found.append(_side(facts, tuple(ranks), culprit, does, stack, elsewhere, read_source, said))
+        reasons = dict.fromkeys(named[rank].reason for rank in ranks[:3]) if culprit else [_does(facts, ranks)]
+        does = " ".join([*(_groups_waited_in(ranks, waits) or reasons), *_handled(facts, ranks[0])])
+        stacks = [other for (_, other), _ in shown]
+        if stack in stacks[: len(found)]:  # the callers were shown there
+            places, callers = [reader.place(frame) for frame in stack[:1]], stack[1:]
+        else:
+            places, callers = reader.places(
+                stack, [other for other in stacks if other != stack], stacks.count(stack) > 1
+            )
+        beside = _beside(facts, named[ranks[0]], stack) if culprit else {}
+        places += [replace(reader.place(frame), whose=whose) for frame, whose in beside.items()]
+        found.append(Side(tuple(ranks), culprit, does, tuple(places), callers))
     return found
+
+
+def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
+    """Frame → whose it is: of the rank itself, while a thread or a child is at fault, and of threads in the reason."""
+    rank = facts.ranks[culprit.rank].evidence
+    view = view_of(rank)
+    if view is None or view.sample is None or rank.exception is not None:
+        return {}
+    found: dict[Frame, str] = {}
+    main = view.sample.main_thread
+    past = culprit.process == "main" and not any(culprit.frame in thread.frames for thread in view.sample.threads)
+    for thread in view.sample.threads:
+        frame = view.stack_of(thread).user_frame
+        named = bool(thread.name) and f"'{thread.name}'" in culprit.reason
+        if frame is not None and frame not in stack and (thread is main or named):
+            whose = "now" if past else "its main thread"
+            found.setdefault(frame, whose if thread is main else f"its thread '{thread.name}'")
+    return dict(list(found.items())[:MOST_BESIDE])
+
+
+def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> list[str]:
+    """Where ranks at one line wait in several groups, which of them in which."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        if waits.get(rank) is not None:
+            groups.setdefault(waits[rank] or "", []).append(rank)
+    if len(groups) < 2:
+        return []
+    words = [f"group {group!r} ({_ranks(members)})" for group, members in list(groups.items())[:4]]
+    return [f"They wait in {' and '.join(words)}."]
 
 
 def _stack(facts: Facts, rank: int) -> tuple[Frame, ...]:
@@ -129,56 +174,80 @@ def _handled(facts: Facts, rank: int) -> list[str]:
     return [f"It is handling {one.type}{f': {one.message[:200]}' if one.message else ''}." for one in handled]
 
 
-def _side(
-    facts: Facts,
-    ranks: tuple[int, ...],
-    culprit: bool,
-    does: str,
-    stack: tuple[Frame, ...],
-    elsewhere: Sequence[Sequence[Frame]],
-    read_source: ReadSource,
-    said: Callable[[str], str],
-) -> Side:
-    places: list[Place] = []
-    callers: list[Frame] = []
-    for number, frame in enumerate(stack):
-        steps = way_to(frame, read_source)
-        # A caller tells something where the other sides did not come by it, or where ranks may part there.
-        tells = any(step.asks_for_rank for step in steps) or any(frame not in other for other in elsewhere)
-        if len(places) < MOST_PLACES and (number == 0 or tells):
-            places.append(Place(frame, _lines(facts, frame, steps, read_source, said)))
-        else:
-            callers.append(frame)
-    return Side(ranks, culprit, does, tuple(places), tuple(callers))
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the source around frames."""
+
+    facts: Facts
+    said: Callable[[str], str]
+
+    def places(
+        self, stack: Sequence[Frame], elsewhere: Sequence[Sequence[Frame]], alike: bool
+    ) -> tuple[list[Place], tuple[Frame, ...]]:
+        """The frames of a stack whose source tells something, and the other callers.
+
+        A caller tells something where the other sides did not come by it, or where ranks may part there; or where
+        others came by the same lines (``alike``): then they differ in what they handed on.
+        """
+        places: list[Place] = []
+        callers: list[Frame] = []
+        for number, frame in enumerate(stack):
+            asks = any(step.asks_for_rank for step in way_to(frame, self.facts.read_source))
+            tells = frame.function != "<module>" and (alike or any(frame not in other for other in elsewhere))
+            if len(places) < MOST_PLACES and (number == 0 or asks or tells):
+                places.append(self.place(frame))
+            else:
+                callers.append(frame)
+        return places, tuple(callers)
+
+    def place(self, frame: Frame) -> Place:
+        text = self.facts.read_source(frame.file)
+        source = text.splitlines() if text else []
+        if not 0 < frame.line <= len(source):
+            return Place(frame, ())
+        steps = way_to(frame, self.facts.read_source)
+        marked = {step.guard.line: step for step in steps if "__name__" not in step.guard.text}
+        return Place(
+            frame, tuple(self._lines(source, frame.line, marked, _wanted(source, frame.line, steps, set(marked))))
+        )
+
+    def _lines(self, source: Sequence[str], here: int, marked: Mapping[int, Step], wanted: Sequence[int]) -> list[Line]:
+        made: list[Line] = []
+        for number in wanted:
+            mark, note = "", ""
+            if number in marked:
+                mark, note = ("guard" if marked[number].asks_for_rank else "way"), _note(self.facts, marked[number])
+            if number == here:
+                mark = "here"
+            shown = self.said(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
+            made.append(Line(number, shown, mark, note, gap=bool(made) and made[-1].number != number - 1))
+        return made
 
 
-def _lines(
-    facts: Facts, frame: Frame, steps: Sequence[Step], read_source: ReadSource, said: Callable[[str], str]
-) -> tuple[Line, ...]:
-    text = read_source(frame.file)
-    source = text.splitlines() if text else []
-    if not 0 < frame.line <= len(source):
-        return ()
-    marked = {step.guard.line: step for step in steps if "__name__" not in step.guard.text}
-    wanted = set(range(max(1, frame.line - BEFORE), min(len(source), frame.line + AFTER) + 1)) | set(marked)
-    wanted |= set(_headed(source, steps))
+def _wanted(source: Sequence[str], here: int, steps: Sequence[Step], marked: Set[int]) -> list[int]:
+    """The numbers of the lines to show: around ``here`` in its function, and what is marked."""
+    first, last = _function_around(source, here)
+    wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
     for number in sorted(wanted):  # a few lines more instead of a gap of a few lines
         following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
         wanted |= set(range(number, following))
-    made: list[Line] = []
-    for number in sorted(wanted):
-        if not 0 < number <= len(source):
-            continue
-        mark, note = "", ""
-        if number in marked:
-            mark, note = ("guard" if marked[number].asks_for_rank else "way"), _note(facts, marked[number])
-        if number == frame.line:
-            mark = "here"
-        shown = said(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
-        made.append(Line(number, shown, mark, note, gap=bool(made) and made[-1].number != number - 1))
-    while made and not made[-1].text and not made[-1].mark:
-        made.pop()
-    return tuple(made)
+    numbers = [number for number in sorted(wanted) if 0 < number <= len(source)]
+    filled = [number for number in numbers if source[number - 1].strip()]
+    return [number for number in numbers if filled and filled[0] <= number <= filled[-1]]
+
+
+def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
+    """The first and the last line of the function that line ``here`` is in, by indentation; of the file outside any."""
+    least = _indent(source[here - 1])
+    for number in range(here - 1, 0, -1):
+        indent = _indent(source[number - 1])
+        if 0 <= indent < least:
+            least = indent
+            if source[number - 1].lstrip().startswith(("def ", "async def ")):
+                below = range(here + 1, len(source) + 1)
+                end = next((other for other in below if 0 <= _indent(source[other - 1]) <= indent), len(source) + 1)
+                return number, end - 1
+    return 1, len(source)
 
 
 def _headed(source: Sequence[str], steps: Sequence[Step]) -> list[int]:

@@ -59,7 +59,7 @@ def content(
     page: dict[str, Any] = {
         "schema": 1,
         "head": _head(verdict, facts, evidence, about),
-        "code": [_side(side, frames) for side in code.sides(facts, verdict, facts.read_source, said)],
+        "code": [_side(side, frames) for side in code.sides(facts, verdict, said)],
         "timeline": timeline.as_page(timeline.timeline(facts, culprits), frames),
         "steps": steps.as_page(evidence, culprits),
         "tree": _branches(merged_stacks(facts), frames, evidence),
@@ -210,6 +210,7 @@ def _side(side: code.Side, frames: Frames) -> dict[str, Any]:
         "places": [
             {
                 "f": frames.number(place.frame),
+                "whose": place.whose,
                 "lines": [[one.number, one.text, one.mark, one.note, int(one.gap)] for one in place.lines],
             }
             for place in side.places

@@ -158,9 +158,18 @@ function head() {
 
 // --- the code ------------------------------------------------------------------------------------------------------
 
+// A line of source that wraps below its own begin.
+function wrapping(text) {
+  const indent = text.length - text.trimStart().length;
+  const node = h("span", { class: "t" }, text.slice(0, indent), h("u", {}, text.trimStart() || " "));
+  const hang = Math.min(indent + 4, 24);
+  node.style.paddingLeft = `${hang}ch`;
+  node.style.textIndent = `-${hang}ch`;
+  return node;
+}
 function sourceLine([number, text, mark, note, gap]) {
   return h("div", { class: [mark, gap ? "gap" : ""].join(" ").trim() || null },
-    h("span", { class: "n" }, number), h("span", { class: "t" }, text.slice(0, text.length - text.trimStart().length), h("u", {}, text.trimStart() || " ")),
+    h("span", { class: "n" }, number), wrapping(text),
     mark === "here" ? h("span", { class: "skip" }, "this line") : null,
     note ? h("span", { class: "what" }, note) : null);
 }
@@ -172,7 +181,7 @@ function code() {
         h("h3", {}, capital(ranksWord(side.r, side.n)), side.c ? h("span", { class: "skip" }, " (at fault)") : ""),
         side.does ? h("p", { class: "dim" }, marked(side.does)) : ""),
       side.places.map((place, at) => [
-        h("div", { class: "place", title: frameTitle(place.f) }, `${at ? "called from " : ""}${frameText(place.f)}`),
+        h("div", { class: "place", title: frameTitle(place.f) }, `${place.whose ? `${place.whose} at ` : at ? "called from " : ""}${frameText(place.f)}`),
         place.lines.length
           ? h("div", { class: "source", tabindex: "0", role: "group", "aria-label": frameText(place.f) }, place.lines.map(sourceLine))
           : h("p", { class: "none" }, "The source is not readable from here.")]),
@@ -201,7 +210,7 @@ function timeline() {
   const own = data.lanes.map((lane, number) => ({ ...lane, number }));
   const single = data.groups.length <= 1;
   const state = { by: "number", group: single ? 0 : -1, all: false, from: 0, to: 1, lane: 0, call: -1 };
-  if (!single && data.part) state.group = data.part[0];
+  if (!single && data.part && !data.mixed) state.group = data.part[0];
   const canvas = h("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-describedby": "timeline-said", "aria-label":
     `Timeline of the last calls of ${plural(data.recorded, "rank")} in ${plural(own.length, "lane")}. `
     + "Arrow keys choose a call, plus and minus zoom, 0 shows all, Home and End go to the first and last call." });
@@ -231,7 +240,7 @@ function timeline() {
     && !["send", "recv"].includes(data.ops[cell.kind[0]]);
   let rows = [];
   function arrange() {
-    rows = own.map((lane) => ({ lane, cells: cells(lane) })).filter((row) => row.cells.length || (row.lane.a && data.part && state.group === data.part[0]));
+    rows = own.map((lane) => ({ lane, cells: cells(lane) })).filter((row) => row.cells.length || !row.lane.k.length || (row.lane.a && data.part && state.group === data.part[0]));
     if (!state.all) rows = rows.slice(0, MOST_ROWS);
     labels.replaceChildren(...rows.map(({ lane }) => h("div", { class: lane.c ? "culprit" : null, "data-lane": lane.r,
       title: `${ranksWord(lane.r, lane.n)}${lane.n > 1 ? ` (${lane.n})` : ""}` }, ranksWord(lane.r, lane.n))));
@@ -248,7 +257,7 @@ function timeline() {
     const [low, high] = extent();
     const room = Math.max(200, canvas.clientWidth || 900);
     if (state.by === "number") {
-      const most = whole ? high - low : Math.min(high - low, Math.max(8, Math.floor(room / 34)));
+      const most = whole ? high - low : Math.min(high - low, Math.max(8, Math.floor(room / (state.group < 0 && data.groups.length > 1 ? 96 : 34))));
       state.from = high - most - .5; state.to = high + 1;
     } else {
       state.from = low - (high - low) * .02; state.to = high + (high - low) * .3 + 1;
@@ -304,6 +313,7 @@ function timeline() {
     }
   }
   function lane(pen, row, top, width) {
+    if (!row.lane.k.length) { pen.fillStyle = paint.dim; pen.fillText("no record of its calls", 10, top + ROW / 2 + .5); }
     for (const cell of row.cells) {
       const waits = cell.kind[5] !== "done";
       let left = place(cell.x), right = place(cell.end);
@@ -318,9 +328,10 @@ function timeline() {
         pen.fillStyle = hatch(pen, colour);
       }
       pen.fillRect(left, top + 3, right - left, ROW - 6);
-      if (cell.part || (waits && row.lane.c)) { pen.strokeStyle = paint.bad; pen.lineWidth = 2; pen.strokeRect(left + 1, top + 3, right - left - 2, ROW - 6); }
+      if (cell.part || (data.mixed && waits && row.lane.c)) { pen.strokeStyle = paint.bad; pen.lineWidth = 2; pen.strokeRect(left + 1, top + 3, right - left - 2, ROW - 6); }
       const text = data.ops[cell.kind[0]];
-      const shown = [text, SHORT[text] || text.slice(0, 3)].find((word) => pen.measureText(word).width < right - left - 8);
+      const group = state.group < 0 && data.groups.length > 1 && cell.kind[1] >= 0 ? `${text} · ${data.groups[cell.kind[1]][0]}` : text;
+      const shown = [group, text, SHORT[text] || text.slice(0, 3)].find((word) => pen.measureText(word).width < right - left - 8);
       if (shown) {
         const wide = pen.measureText(shown).width;
         if (waits) { pen.fillStyle = paint.card; pen.globalAlpha = .93; pen.fillRect(left + 3, top + 5, wide + 4, ROW - 10); pen.globalAlpha = 1; }
@@ -432,7 +443,7 @@ function timeline() {
     press("‹", "Earlier", () => pan(-.4)), press("›", "Later", () => pan(.4)), press("End", "Show the end", () => { reset(false); draw(); })],
   h("div", { class: "card lanes" }, labels, canvas), said,
   h("div", { class: "legend" }, data.ops.map((op, at) => { const box = h("i", {}); box.style.background = `var(--op${Math.min(at, 7)})`; return h("span", {}, box, op); }),
-    h("span", {}, "hatched: pending"), h("span", { class: "bad" }, "red: where the ranks part")), more,
+    data.kinds.some((kind) => kind[5] !== "done") ? h("span", {}, "hatched: pending") : "", data.part ? h("span", { class: "bad" }, "red: where the ranks part") : ""), more,
   data.left_out[0] ? h("p", { class: "dim" }, `${plural(data.left_out[0], "more lane")} (${plural(data.left_out[1], "rank")}) in timeline.perfetto.json`) : "");
   colours(); again();
   new ResizeObserver(() => draw()).observe(canvas);
@@ -460,23 +471,29 @@ function drawSteps(data, width) {
   const begin = Math.min(...points.map((p) => p[0])), low = Math.min(...points.map((p) => p[1])), high = Math.max(...points.map((p) => p[1]), low + 1);
   const last = Math.max(...points.map((p) => p[0]));
   const end = Math.max(0, last), span = Math.max(end - begin, .001);
-  const x = (at) => left + (at - begin) / span * (width - left - right), y = (step) => height - bottom - (step - low) / (high - low) * (height - top - bottom);
+  // The steps keep half of the width, however long nothing has moved since.
+  const room = width - left - right, share = last <= begin ? 0 : end <= last ? 1 : Math.max((last - begin) / span, .5);
+  const x = (at) => left + room * (at <= last ? (last > begin ? (at - begin) / (last - begin) : 1) * share : share + (at - last) / (end - last) * (1 - share));
+  const y = (step) => height - bottom - (step - low) / (high - low) * (height - top - bottom);
   const clock = (seconds) => (Math.abs(seconds) < 120 ? `${Math.abs(seconds).toFixed(span < 20 ? 1 : 0)} s` : `${(Math.abs(seconds) / 60).toFixed(1)} min`);
   const drawing = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": data.lines.map((line) =>
     `${ranksWord(line.r, line.n)}: last step ${line.step}${line.rate ? `, ${line.rate.toPrecision(3)} steps a second` : ""}`).join("; ") });
   if (end > last) drawing.append(s("rect", { class: "quiet", x: x(last), y: top, width: x(end) - x(last), height: height - top - bottom }));
-  const parts = width > 560 ? 3 : 2;
+  const parts = Math.min(width > 560 ? 3 : 2, high - low);
   for (let n = 0; n <= parts; n += 1) {
-    const step = low + (high - low) * n / parts, at = begin + span * n / parts;
+    const step = low + Math.round((high - low) * n / parts);
     drawing.append(s("line", { class: "axis", x1: left, x2: width - right, y1: y(step), y2: y(step) }),
-      s("text", { x: left - 8, y: y(step) + 4, "text-anchor": "end" }, Math.round(step).toLocaleString("en")),
-      s("text", { x: x(at), y: height - 9, "text-anchor": n === 0 ? "start" : n === parts ? "end" : "middle" }, at >= -0.05 ? "evidence taken" : `${clock(at)} before`));
+      s("text", { x: left - 8, y: y(step) + 4, "text-anchor": "end" }, step.toLocaleString("en")));
   }
+  const below = (at, words, anchor) => drawing.append(s("text", { x: x(at), y: height - 9, "text-anchor": anchor }, words));
+  below(begin, `${clock(begin)} before`, "start");
+  if (share > .35 && begin < last && width > 560) below(begin + (last - begin) / 2, `${clock(begin + (last - begin) / 2)} before`, "middle");
+  below(end, "evidence taken", "end");
   const mark = (at, words, anchor, up) => drawing.append(s("line", { class: "mark", x1: x(at), x2: x(at), y1: top, y2: height - bottom }),
     s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: height - bottom - 7 - up, "text-anchor": anchor }, words));
   const close = last + (data.threshold_s || 0);
-  mark(last, `last step, ${clock(last)} before`, (last - begin) / span > .5 ? "end" : "start", 0);
-  if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, (close - begin) / span > .75 ? "end" : "start", 15);
+  mark(last, `last step, ${clock(last)} before`, share >= .5 ? "end" : "start", 0);
+  if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, x(close) > left + room * .75 ? "end" : "start", 15);
   let lowest = -1e9;
   [...data.lines].sort((one, other) => other.step - one.step).forEach((line) => {
     const kind = line.c ? " culprit" : "";
