@@ -84,8 +84,8 @@ def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Si
     reader = _Reader(facts, said)
     found: list[Side] = []
     for (culprit, stack), ranks in shown:
-        reasons = dict.fromkeys(named[rank].reason for rank in ranks[:3]) if culprit else [_does(facts, ranks)]
-        does = " ".join([*(_groups_waited_in(ranks, waits) or reasons), *_handled(facts, ranks[0])])
+        reasons = _reasons(ranks, named) if culprit else [_does(facts, ranks)]
+        does = " ".join([*reasons, *_groups_waited_in(ranks, waits), *_handled(facts, ranks[0])])
         stacks = [other for (_, other), _ in shown]
         if stack in stacks[: len(found)]:  # the callers were shown there
             places, callers = [reader.place(frame) for frame in stack[:1]], stack[1:]
@@ -107,14 +107,25 @@ def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Fram
         return {}
     found: dict[Frame, str] = {}
     main = view.sample.main_thread
-    past = culprit.process == "main" and not any(culprit.frame in thread.frames for thread in view.sample.threads)
+    shown = {(frame.file, frame.line) for frame in stack}
+    everywhere = [frame for thread in view.sample.threads for frame in thread.frames]
+    past = culprit.process == "main" and not any(_same_line(frame, culprit.frame) for frame in everywhere)
     for thread in view.sample.threads:
         frame = view.stack_of(thread).user_frame
         named = bool(thread.name) and f"'{thread.name}'" in culprit.reason
-        if frame is not None and frame not in stack and (thread is main or named):
+        if frame is not None and (frame.file, frame.line) not in shown and (thread is main or named):
             whose = "now" if past else "its main thread"
             found.setdefault(frame, whose if thread is main else f"its thread '{thread.name}'")
     return dict(list(found.items())[:MOST_BESIDE])
+
+
+def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
+    """Why ranks are at fault; once where it is the same of each."""
+    starts = [f"Rank {rank} " for rank in ranks]
+    alike = {named[rank].reason.removeprefix(start) for rank, start in zip(ranks, starts, strict=True)}
+    if len(ranks) > 1 and len(alike) == 1 and named[ranks[0]].reason.startswith(starts[0]):
+        return [f"Each of {_ranks(ranks)} {alike.pop()}"]
+    return list(dict.fromkeys(named[rank].reason for rank in ranks[:3]))
 
 
 def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> list[str]:
@@ -125,8 +136,9 @@ def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> 
             groups.setdefault(waits[rank] or "", []).append(rank)
     if len(groups) < 2:
         return []
-    words = [f"group {group!r} ({_ranks(members)})" for group, members in list(groups.items())[:4]]
-    return [f"They wait in {' and '.join(words)}."]
+    words = [f"in group {group!r} {_ranks(members)}" for group, members in list(groups.items())[:4]]
+    text = f"{'; '.join(words)}{'; and more' * (len(groups) > 4)}."
+    return [text[:1].upper() + text[1:]]
 
 
 def _stack(facts: Facts, rank: int) -> tuple[Frame, ...]:
@@ -143,9 +155,13 @@ def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
         return stack or _recorded(facts, culprit)
-    if culprit.frame in stack:
-        return stack[stack.index(culprit.frame) :]
-    return _recorded(facts, culprit) or (culprit.frame,)
+    at = next((number for number, frame in enumerate(stack) if _same_line(frame, culprit.frame)), None)
+    return stack[at:] if at is not None else _recorded(facts, culprit) or (culprit.frame,)
+
+
+def _same_line(one: Frame | None, other: Frame | None) -> bool:
+    """A recorded frame has the name of a function without that of its class."""
+    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
 
 
 def _recorded(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
@@ -154,7 +170,7 @@ def _recorded(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
     record = evidence.flight_record
     for entry in reversed(record.entries if record is not None else ()):
         stack = stack_of(evidence, entry.frames).user_frames
-        if stack and (culprit.frame is None or stack[0] == culprit.frame):
+        if stack and (culprit.frame is None or _same_line(stack[0], culprit.frame)):
             return stack
     return ()
 
@@ -193,7 +209,7 @@ class _Reader:
         callers: list[Frame] = []
         for number, frame in enumerate(stack):
             asks = any(step.asks_for_rank for step in way_to(frame, self.facts.read_source))
-            tells = frame.function != "<module>" and (alike or any(frame not in other for other in elsewhere))
+            tells = alike or any(_went_elsewhere(frame, other) for other in elsewhere)
             if len(places) < MOST_PLACES and (number == 0 or asks or tells):
                 places.append(self.place(frame))
             else:
@@ -222,6 +238,13 @@ class _Reader:
             shown = self.said(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
             made.append(Line(number, shown, mark, note, gap=bool(made) and made[-1].number != number - 1))
         return made
+
+
+def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
+    """Whether ``other`` did not come by ``frame``. Of a script's own lines it has to have come by another one."""
+    if frame.function != "<module>":
+        return frame not in other
+    return frame not in other and any(one.function == "<module>" for one in other)
 
 
 def _wanted(source: Sequence[str], here: int, steps: Sequence[Step], marked: Set[int]) -> list[int]:
@@ -277,10 +300,10 @@ def _note(facts: Facts, step: Step) -> str:
     for rank in facts.ranks:
         admitted.setdefault(step.guard.admits(whereabouts(facts, rank)), []).append(rank)
     if not admitted.get(True) and not admitted.get(False):
-        return "asks for the rank"
+        return "depends on the rank"
     parts = [f"leads {_ranks(admitted[True])} here"] if admitted.get(True) else []
     parts += [f"keeps {_ranks(admitted[False])} from here"] if admitted.get(False) else []
-    parts += [f"asks for more than the rank on {_ranks(admitted[None])}"] if admitted.get(None) else []
+    parts += [f"lets {_ranks(admitted[None])} pass if the rest holds"] if admitted.get(None) else []
     return "; ".join(parts)
 
 

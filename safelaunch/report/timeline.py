@@ -242,9 +242,9 @@ def _met(facts: Facts, culprits: Set[int]) -> tuple[str, int] | None:
 
 
 def _waited_in(facts: Facts) -> list[str]:
-    """The groups that ranks wait in."""
-    groups = {one.wait.group for one in facts.ranks.values() if one.wait is not None and one.wait.group is not None}
-    return sorted(groups)[:64]
+    """The groups that ranks wait in; where none is known to wait, as after a crash, those of calls that are pending."""
+    groups = _groups_of(facts, facts.ranks)
+    return sorted(groups or {call.group for rank in facts.ranks for call in facts.alignment.pending(rank)})[:64]
 
 
 def _groups_of(facts: Facts, ranks: Collection[int]) -> set[str]:

@@ -149,7 +149,7 @@ function head() {
       h("dl", { class: "facts" }, it.facts.map(([label, value]) => [h("dt", {}, capital(label)), h("dd", {}, value)]))),
     it.command ? h("div", { class: "command" }, h("code", { tabindex: "0", "aria-label": "command" }, it.command),
       copyButton("Copy command", it.command)) : "",
-    h("div", { class: "command" }, copyButton("Copy as issue", it.issue),
+    h("div", { class: "bar links" }, copyButton("Copy as issue", it.issue),
       ["verdict.json", "report.md", "launch.json", "timeline.perfetto.json", "stacks.speedscope.json"]
         .filter((name) => it.bundle && (name !== "launch.json" || it.command))
         .map((name) => h("span", {}, link(name)))),
@@ -330,8 +330,8 @@ function timeline() {
       pen.fillRect(left, top + 3, right - left, ROW - 6);
       if (cell.part || (data.mixed && waits && row.lane.c)) { pen.strokeStyle = paint.bad; pen.lineWidth = 2; pen.strokeRect(left + 1, top + 3, right - left - 2, ROW - 6); }
       const text = data.ops[cell.kind[0]];
-      const group = state.group < 0 && data.groups.length > 1 && cell.kind[1] >= 0 ? `${text} · ${data.groups[cell.kind[1]][0]}` : text;
-      const shown = [group, text, SHORT[text] || text.slice(0, 3)].find((word) => pen.measureText(word).width < right - left - 8);
+      const group = state.group < 0 && data.groups.length > 1 && cell.kind[1] >= 0 ? ` · ${data.groups[cell.kind[1]][0]}` : "";
+      const shown = [text + group, (SHORT[text] || text) + group, text, SHORT[text] || text.slice(0, 3)].find((word) => pen.measureText(word).width < right - left - 8);
       if (shown) {
         const wide = pen.measureText(shown).width;
         if (waits) { pen.fillStyle = paint.card; pen.globalAlpha = .93; pen.fillRect(left + 3, top + 5, wide + 4, ROW - 10); pen.globalAlpha = 1; }
@@ -460,6 +460,10 @@ function steps() {
   const box = h("div", { class: "card chart" });
   const rates = data.lines.map((line) => line.rate).filter(Boolean);
   section("steps", "Steps over time", rates.length ? h("span", { class: "dim" }, `${Math.max(...rates).toPrecision(3)} steps a second ${page.head.outcome === "dump" ? "lately" : "before it stopped"}`) : "", box);
+  if (new Set(data.lines.flatMap((line) => line.p.map(([, step]) => step))).size < 2) {
+    box.append(...data.lines.map((line) => h("p", {}, `${capital(ranksWord(line.r, line.n))}: step ${line.step}, ${duration(Math.max(0, -line.p[line.p.length - 1][0]) * 1e6)} before the evidence was taken. The steps before it were too fast to be seen.`)));
+    return;
+  }
   const draw = () => box.replaceChildren(drawSteps(data, Math.max(280, box.clientWidth - 26)));
   draw();
   let drawn = box.clientWidth;
@@ -479,9 +483,8 @@ function drawSteps(data, width) {
   const drawing = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": data.lines.map((line) =>
     `${ranksWord(line.r, line.n)}: last step ${line.step}${line.rate ? `, ${line.rate.toPrecision(3)} steps a second` : ""}`).join("; ") });
   if (end > last) drawing.append(s("rect", { class: "quiet", x: x(last), y: top, width: x(end) - x(last), height: height - top - bottom }));
-  const parts = Math.min(width > 560 ? 3 : 2, high - low);
-  for (let n = 0; n <= parts; n += 1) {
-    const step = low + Math.round((high - low) * n / parts);
+  const stride = Math.max(1, Math.ceil((high - low) / (width > 560 ? 4 : 2)));
+  for (let step = low; step <= high; step += stride) {
     drawing.append(s("line", { class: "axis", x1: left, x2: width - right, y1: y(step), y2: y(step) }),
       s("text", { x: left - 8, y: y(step) + 4, "text-anchor": "end" }, step.toLocaleString("en")));
   }
