@@ -11,7 +11,7 @@ from typing import Any
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import format_ranks
 from safelaunch.report.about import About, Gpu, Link, NodeFiles
-from safelaunch.system.printable import clean
+from safelaunch.report.tables import hosts_word
 
 FULL = 0.95
 MOST_LINE = 300
@@ -19,7 +19,6 @@ MOST_GPUS = 64
 MOST_LINKS = 24
 MOST_LOG_BYTES = 400_000  # of all nodes together
 _UP = ("up", "active", "unknown", "")  # "unknown" is what a virtual interface says
-_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 @dataclass
@@ -195,23 +194,6 @@ def _gpu(gpu: Gpu, names: _Table) -> list[Any]:
     numbers = (gpu.utilisation_percent, gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.temperature_c, gpu.power_w)
     rounded = [None if number is None else round(number) for number in numbers]
     return [gpu.index, names.number(gpu.name or "", gpu.name or ""), *rounded, gpu.ecc_errors or 0, gpu.error]
-
-
-def hosts_word(hosts: Sequence[str]) -> str:
-    """``node[2-512]``, as Slurm writes lists of hosts."""
-    runs: dict[tuple[str, str, int], list[int]] = {}
-    whole = []
-    for host in hosts:
-        found = _NUMBERED.fullmatch(clean(host))
-        if found is None or len(found[2]) > 12:
-            whole.append(clean(host))
-            continue
-        width = len(found[2]) if found[2].startswith("0") else 0
-        runs.setdefault((found[1], found[3], width), []).append(int(found[2]))
-    for (begin, end, width), numbers in runs.items():
-        padded = re.sub(r"\d+", lambda one, width=width: one[0].zfill(width), format_ranks(numbers))  # type: ignore[misc]
-        whole.append(f"{begin}[{padded}]{end}" if len(numbers) > 1 else f"{begin}{padded}{end}")
-    return ", ".join(whole[:6]) + (f" and {len(whole) - 6} more" if len(whole) > 6 else "")
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from safelaunch.diagnose.findings import ranks_word
 from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
 from safelaunch.reading.frames import is_ours, own_part
+from safelaunch.report.tables import hosts_word
 from safelaunch.report.tree import Branch, stack_tree
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
@@ -125,9 +126,8 @@ def _alike(rows: list[RankRow], culprit: bool) -> Alike:
     first = rows[0]
     steps = [row.step for row in rows if row.step is not None]
     doing = first.doing if all(row.doing == first.doing for row in rows) else _masked(first.doing)
-    hosts = list(dict.fromkeys(row.host for row in rows if row.host))
-    named = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
-    return Alike(tuple(row.rank for row in rows), culprit, first, range_of(steps), _states(rows), doing, named)
+    hosts = hosts_word(list(dict.fromkeys(row.host for row in rows if row.host)))
+    return Alike(tuple(row.rank for row in rows), culprit, first, range_of(steps), _states(rows), doing, hosts)
 
 
 def _masked(doing: str) -> str:

@@ -26,7 +26,7 @@ from safelaunch.report import code, nodes, ranks, steps, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import merged_stacks, range_of
 from safelaunch.report.report import OUTCOMES, early_lines, nccl_lines, node_state, node_words, stalled_words
-from safelaunch.report.tables import Frames, Paths
+from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
 from safelaunch.system.printable import clean, clean_json
 
@@ -123,7 +123,7 @@ def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> 
         "step": range_of(seen),
         "world size": f"{evidence.world_size} ranks" if evidence.world_size else "",
         "devices": nodes.devices(facts, about),
-        "hosts" if len(hosts) > 1 else "host": nodes.hosts_word(hosts),
+        "hosts" if len(hosts) > 1 else "host": hosts_word(hosts),
         "torch": launch.torch or _version(about, "torch"),
         "safelaunch": launch.safelaunch,
         "presets": ", ".join(launch.presets),

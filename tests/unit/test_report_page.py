@@ -14,15 +14,15 @@ from typing import Any
 import browser
 import incidents
 import pytest
-from evidence import behind, entry, in_user, job, past, rank, record, waiting
+from evidence import behind, entry, in_user, job, past, progress, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Frame, RankException, RankExit
+from safelaunch.model import Culprit, Frame, RankException, RankExit
 from safelaunch.report import page
 from safelaunch.report.about import About, Gpu, GpuProcess, NodeFiles
-from safelaunch.report.nodes import hosts_word
 from safelaunch.report.overview import RankRow, alike
+from safelaunch.report.tables import hosts_word
 
 pytestmark = pytest.mark.xdist_group("chromium")  # one Chromium, and each page made once
 
@@ -113,6 +113,46 @@ def test_a_rank_that_never_entered_the_call_is_marked_in_its_lane() -> None:
     made = page.content(diagnose(evidence), evidence)["timeline"]
     assert made["part"] == [0, 4]
     assert [(lane["r"], lane["a"]) for lane in made["lanes"]] == [("1", 1), ("0,2", 0)]
+
+
+def test_a_rank_at_fault_without_a_record_keeps_its_lane() -> None:
+    evidence = job(waiting(0), rank(1, in_user(7), "stop"), waiting(2))
+    made = page.content(diagnose(evidence), evidence)["timeline"]
+    assert [(lane["r"], lane["c"], len(lane["k"])) for lane in made["lanes"]] == [("1", 1, 0), ("0,2", 0, 4)]
+
+
+def test_those_at_fault_in_several_groups_are_parted_in_theirs_and_not_in_the_group_of_all() -> None:
+    groups = {"0": (0, 1, 2), "1": (1, 2), "2": (1, 2)}
+    mine = {n: entry("all_reduce", 1, done=False, group=str(n)) for n in (1, 2)}
+    ranks = [waiting(0, flight=record(*past(3), entry("all_reduce", 4), groups=groups))]
+    ranks += [waiting(n, flight=record(*past(3), mine[n], groups=groups)) for n in (1, 2)]
+    evidence = job(*ranks)
+    verdict = diagnose(evidence)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("group-order", [1, 2])
+    made = page.content(verdict, evidence)["timeline"]
+    assert made["mixed"] == 1 and made["groups"][made["part"][0]][0] != "default_pg"
+
+
+def test_ranks_that_differ_in_an_argument_alone_part_at_the_call_they_share() -> None:
+    ranks = [waiting(n, "broadcast", flight=record(*past(3), entry("broadcast", 4, done=False))) for n in range(3)]
+    evidence = job(*ranks)
+    verdict = diagnose(evidence)
+    frame = in_user(50)[0]
+    named = replace(
+        verdict, culprits=(Culprit(0, "node1", 1000, "main", frame, 60, "Rank 0 names rank 1 as the root."),)
+    )
+    assert page.content(named, evidence)["timeline"]["part"] == [0, 4]
+
+
+def test_a_job_that_was_seen_at_one_step_says_so_in_words(chromium: browser.Browser, tmp_path: Path) -> None:
+    one = progress(0, 5)
+    ranks = [replace(rank(0, in_user(7), "sleep"), progress=replace(one, last_step_ns=10**9)), waiting(1)]
+    evidence = job(*ranks, threshold_s=2.0)
+    path = tmp_path / "one.html"
+    path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+    chromium.open(path)
+    assert "Rank 0: step 5" in chromium.text("#steps") and not chromium.texts("#steps svg")
+    assert chromium.errors == []
 
 
 def test_thousands_of_ranks_make_a_small_page() -> None:
