@@ -1,4 +1,4 @@
-"""The nodes of a job for the page, those that are alike folded into one row, and which rank is on which device."""
+"""The nodes of a job for the page, those that are alike folded into one row, and ranks on a GPU that is not theirs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import format_ranks
 from safelaunch.report.about import About, Gpu, Link, NodeFiles
 from safelaunch.report.tables import hosts_word
+from safelaunch.system.printable import clean
 
 FULL = 0.95
 MOST_LINE = 300
@@ -199,39 +200,29 @@ def _gpu(gpu: Gpu, names: _Table) -> list[Any]:
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def devices(facts: Facts, about: About) -> str:
-    """``local rank 0-7 → GPU 0-7``, by the memory that processes hold, else by what they were given.
+def misplaced(facts: Facts, about: About) -> str:
+    """Ranks whose memory is on a GPU that another rank uses, or on another one than they were given; by NVML.
 
-    Ranks that hold memory of the same GPU are named: ``ranks 0-1 share GPU 0 of a``.
+    ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.
     """
-    holders: dict[tuple[str, int], set[str]] = {}
+    held: dict[tuple[str, int], list[str]] = {}
     for node in about.nodes:
         for gpu in node.gpus:
             for process in gpu.processes or ():
-                holders.setdefault((node.host, process.pid), set()).add(str(gpu.index))
-    places: dict[int, set[str]] = {}
-    sharing: dict[tuple[str, str], list[int]] = {}
+                held.setdefault((node.host, process.pid), []).append(str(gpu.index))
+    users: dict[tuple[str, str], list[int]] = {}
+    told = []
     for rank, one in facts.ranks.items():
         evidence = one.evidence
-        held = holders.get((evidence.host, evidence.pid), set())
-        for place in held or ({evidence.gpu} if evidence.gpu else set()):
-            places.setdefault(evidence.local_rank, set()).add(place)
-            sharing.setdefault((evidence.host, place), []).append(rank)
+        places = held.get((evidence.host, evidence.pid), [])
+        for place in places:
+            users.setdefault((evidence.host, place), []).append(rank)
+        if evidence.gpu.isdecimal() and places and evidence.gpu not in places:
+            told.append(f"rank {rank} has memory on GPU {', '.join(places[:4])} and was given GPU {evidence.gpu}")
     shared = [
-        f"ranks {format_ranks(ranks)} share GPU {gpu}{f' of {host}' if len(about.nodes) > 1 else ''}"
-        for (host, gpu), ranks in sharing.items()
+        f"ranks {format_ranks(ranks)} share GPU {place}{f' of {clean(host)}' if len(about.nodes) > 1 else ''}"
+        for (host, place), ranks in users.items()
         if len(ranks) > 1
     ]
-    more = [f"and {len(shared) - 3} more"] if len(shared) > 3 else []
-    return "; ".join([*_mapping(places), *shared[:3], *more])
-
-
-def _mapping(places: Mapping[int, set[str]]) -> list[str]:
-    if not places or -1 in places:
-        return []
-    pairs = [(local, ",".join(sorted(places[local]))) for local in sorted(places)]
-    if all(gpu.isdigit() for _, gpu in pairs) and len({int(gpu) - local for local, gpu in pairs}) == 1:
-        numbers = [int(gpu) for _, gpu in pairs]
-        return [f"local rank {format_ranks(sorted(places))} → GPU {format_ranks(numbers)}"]
-    words = [f"{local} → {gpu[:20]}" for local, gpu in pairs]
-    return [f"local rank → GPU: {', '.join(words[:8])}{' …' if len(words) > 8 else ''}"]
+    both = [*shared, *told]
+    return "; ".join([*both[:4], *([f"and {len(both) - 4} more"] if len(both) > 4 else [])])

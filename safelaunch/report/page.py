@@ -122,7 +122,7 @@ def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> 
         "stood still": stalled_words(evidence).rstrip("."),
         "step": range_of(seen),
         "world size": f"{evidence.world_size} ranks" if evidence.world_size else "",
-        "devices": nodes.devices(facts, about),
+        "GPUs": nodes.misplaced(facts, about),
         "hosts" if len(hosts) > 1 else "host": hosts_word(hosts),
         "torch": launch.torch or _version(about, "torch"),
         "safelaunch": launch.safelaunch,
