@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from safelaunch.diagnose.guarding import whereabouts
-from safelaunch.diagnose.rank_state import Facts, user_stack_of, view_of
+from safelaunch.diagnose.rank_state import Facts, child_views, user_stack_of, view_of
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, format_ranks
-from safelaunch.reading.frames import stack_of
+from safelaunch.reading.frames import place, stack_of
 from safelaunch.reading.guards import Step, way_to
 from safelaunch.report.overview import frames_at_fault
 
@@ -100,23 +100,28 @@ def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Si
 
 
 def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
-    """Frame → whose it is: of the rank itself, while a thread or a child is at fault, and of threads in the reason."""
+    """Frame → whose it is: of the rank itself, while a thread or a child is at fault, and of those the reason names."""
     rank = facts.ranks[culprit.rank].evidence
     view = view_of(rank)
     if view is None or view.sample is None or rank.exception is not None:
         return {}
-    found: dict[Frame, str] = {}
     main = view.sample.main_thread
-    shown = {(frame.file, frame.line) for frame in stack}
     everywhere = [frame for thread in view.sample.threads for frame in thread.frames]
     past = culprit.process == "main" and not any(_same_line(frame, culprit.frame) for frame in everywhere)
-    for thread in view.sample.threads:
-        frame = view.stack_of(thread).user_frame
-        named = bool(thread.name) and f"'{thread.name}'" in culprit.reason
-        if frame is not None and (frame.file, frame.line) not in shown and (thread is main or named):
-            whose = "now" if past else "its main thread"
-            found.setdefault(frame, whose if thread is main else f"its thread '{thread.name}'")
-    return dict(list(found.items())[:MOST_BESIDE])
+    found = [(view.stack_of(main).user_frame, "now" if past else "its main thread", True)]
+    found += [
+        (view.stack_of(one).user_frame, f"its thread '{one.name}'" if one.name else "its thread", False)
+        for one in view.sample.threads
+        if one is not main
+    ]
+    found += [(one.user_frame, f"{one.process.role} {one.process.pid}", False) for one in child_views(rank)]
+    shown = {(frame.file, frame.line) for frame in stack}
+    beside: dict[Frame, str] = {}
+    for frame, whose, always in found:
+        is_told = always or place(frame) in culprit.reason
+        if frame is not None and is_told and (frame.file, frame.line) not in shown:
+            beside.setdefault(frame, whose)
+    return dict(list(beside.items())[:MOST_BESIDE])
 
 
 def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:

@@ -93,8 +93,13 @@ def test_the_rank_itself_stands_beside_its_worker_and_a_named_thread_beside_its_
     assert [(place.frame.line, place.whose) for place in side.places] == [(12, ""), (30, "its main thread")]
     threads = [("stats", (at(5, "publish"),), "futex"), ("quiet", (at(6, "wait"),), "futex")]
     evidence = job(rank(0, in_user(7), threads=threads), waiting(1))
-    side = sides(evidence, culprit(0, 7, reason="Rank 0 waits while thread 'stats' waits."))[0]
+    reason = "Rank 0 waits while thread 'stats' waits at train.py:5 (publish)."
+    side = sides(evidence, culprit(0, 7, reason=reason))[0]
     assert [(place.frame.line, place.whose) for place in side.places] == [(7, ""), (5, "its thread 'stats'")]
+    child = process(92, (at(9, "serve"),), "pipe", role="child")
+    evidence = job(rank(0, in_user(7), children=[child]), waiting(1))
+    side = sides(evidence, culprit(0, 7, reason="Rank 0 waits; child process 92 waits at train.py:9 (serve)."))[0]
+    assert [(place.frame.line, place.whose) for place in side.places] == [(7, ""), (9, "child 92")]
 
 
 def test_a_line_of_the_past_is_followed_by_where_the_rank_is_now() -> None:
