@@ -11,6 +11,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from safelaunch import __version__
 from safelaunch.diagnose.collectives import describe, op_name
 from safelaunch.diagnose.conditions import View
@@ -30,7 +32,12 @@ SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 def as_json(document: dict[str, Any]) -> str:
     """As ASCII, which leaves one character to escape."""
-    return json.dumps(document, separators=(",", ":")).replace("\x7f", "\\u007f")
+    try:
+        data = msgspec.json.encode(document)  # several times as fast, and does not escape what is not ASCII
+    except UnicodeEncodeError:
+        data = b"\xff"
+    text = data.decode() if data.isascii() else json.dumps(document, separators=(",", ":"))
+    return text.replace("\x7f", "\\u007f")
 
 
 def perfetto(facts: Facts, name: str = "") -> dict[str, Any]:

@@ -495,8 +495,8 @@ function drawSteps(data, width) {
   const mark = (at, words, anchor, up) => drawing.append(s("line", { class: "mark", x1: x(at), x2: x(at), y1: top, y2: height - bottom }),
     s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: height - bottom - 7 - up, "text-anchor": anchor }, words));
   const close = last + (data.threshold_s || 0);
-  mark(last, `last step, ${clock(last)} before`, share >= .5 ? "end" : "start", 0);
-  if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, x(close) > left + room * .75 ? "end" : "start", 15);
+  mark(last, `last step, ${clock(last)} before`, share >= .5 && x(last) > 190 ? "end" : "start", 0);
+  if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, x(close) + 140 > width ? "end" : "start", 15);
   let lowest = -1e9;
   [...data.lines].sort((one, other) => other.step - one.step).forEach((line) => {
     const kind = line.c ? " culprit" : "";
