@@ -6,13 +6,14 @@ import os
 import shutil
 from dataclasses import replace
 
-from safelaunch.cli.run import check, start, surroundings
+from safelaunch.cli.run import start, surroundings
 from safelaunch.errors import UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
 from safelaunch.launch.paths import working_directory
 from safelaunch.launch.plan import build_exec
 from safelaunch.settings.config import help_text, options_of, resolve
+from safelaunch.supervise.preflight import check
 from safelaunch.supervise.resources import gather
 from safelaunch.system.console import show
 

@@ -22,7 +22,7 @@ from typing import Any
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
-from safelaunch.report import code, nodes, ranks, steps, timeline
+from safelaunch.report import code, contract, nodes, ranks, steps, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import merged_stacks, range_of
 from safelaunch.report.report import OUTCOMES, early_lines, nccl_lines, node_state, node_words, stalled_words
@@ -122,7 +122,8 @@ def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> 
         "stood still": stalled_words(evidence).rstrip("."),
         "step": range_of(seen),
         "world size": f"{evidence.world_size} ranks" if evidence.world_size else "",
-        "GPUs": nodes.misplaced(facts, about),
+        "devices": "; ".join(filter(None, (contract.devices(evidence), nodes.misplaced(facts, about)))),
+        "batch": contract.batches(evidence),
         "hosts" if len(hosts) > 1 else "host": hosts_word(hosts),
         "torch": launch.torch or _version(about, "torch"),
         "safelaunch": launch.safelaunch,

@@ -269,14 +269,16 @@ def test_names_of_hosts_are_written_as_slurm_does(hosts: list[str], words: str) 
 
 
 def test_the_head_names_ranks_on_a_gpu_that_is_not_theirs() -> None:
-    assert "GPUs" not in dict(incident_page("four")["head"]["facts"])
+    assert "share" not in dict(incident_page("four")["head"]["facts"]).get("devices", "")
     one = incidents.hang(2)
     (node,) = one.about.nodes
     crowded = (Gpu(0, "A100", processes=(GpuProcess(1000), GpuProcess(1010))), Gpu(1, "A100"))
     about = dataclasses.replace(one.about, nodes=(dataclasses.replace(node, gpus=crowded),))
     ranks = tuple(replace(each, gpu=str(each.rank)) for each in one.evidence.ranks)
     facts = page.content(one.verdict, replace(one.evidence, ranks=ranks), about=about)["head"]["facts"]
-    assert dict(facts)["GPUs"] == "ranks 0-1 share GPU 0; rank 1 has memory on GPU 0 and was given GPU 1"
+    words = dict(facts)["devices"]
+    assert words.endswith("; ranks 0-1 share GPU 0; rank 1 has memory on GPU 0 and was given GPU 1")
+    assert words.startswith("local rank 0: GPU 0, 1: GPU 1")
 
 
 def test_ranks_that_differ_in_a_pid_or_in_the_state_they_were_caught_in_are_one_row() -> None:
