@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from safelaunch.diagnose.guarding import whereabouts
 from safelaunch.diagnose.rank_state import Facts, child_views, user_stack_of, view_of
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, format_ranks
+from safelaunch.model.entries import Entries
 from safelaunch.reading.frames import place, stack_of
 from safelaunch.reading.guards import Step, way_to
 from safelaunch.report.overview import frames_at_fault
@@ -151,7 +152,7 @@ def _stack(facts: Facts, rank: int) -> tuple[Frame, ...]:
     one = facts.ranks[rank]
     stack = user_stack_of(one.evidence)
     frame = one.wait.frame if one.wait is not None else one.frame
-    return stack if frame is None or frame in stack else (frame,)
+    return stack if frame is None or frame in stack else _recorded(facts, rank, frame) or (frame,)
 
 
 def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
@@ -159,9 +160,11 @@ def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
     evidence = facts.ranks[culprit.rank].evidence
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
-        return stack or _recorded(facts, culprit)
+        return stack or _recorded(facts, culprit.rank, None)
     at = next((number for number, frame in enumerate(stack) if _same_line(frame, culprit.frame)), None)
-    return stack[at:] if at is not None else _recorded(facts, culprit) or (culprit.frame,)
+    if at is not None:
+        return stack[at:]
+    return _recorded(facts, culprit.rank, culprit.frame) or (culprit.frame,)
 
 
 def _same_line(one: Frame | None, other: Frame | None) -> bool:
@@ -169,13 +172,14 @@ def _same_line(one: Frame | None, other: Frame | None) -> bool:
     return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
 
 
-def _recorded(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
-    """The user's frames of the newest recorded call from the culprit's line, or of its newest call."""
-    evidence = facts.ranks[culprit.rank].evidence
+def _recorded(facts: Facts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
+    """The user's frames of the newest recorded call from the line of ``frame``; without one, of the newest call."""
+    evidence = facts.ranks[rank].evidence
     record = evidence.flight_record
-    for entry in reversed(record.entries if record is not None else ()):
-        stack = stack_of(evidence, entry.frames).user_frames
-        if stack and (culprit.frame is None or _same_line(stack[0], culprit.frame)):
+    ring = Entries.of(record.entries if record is not None else ())
+    for kind in dict.fromkeys(reversed(ring.kind_of)):  # few, where the calls are many
+        stack = stack_of(evidence, ring.kinds.all[kind].frames).user_frames
+        if stack and (frame is None or _same_line(stack[0], frame)):
             return stack
     return ()
 

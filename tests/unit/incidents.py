@@ -231,6 +231,13 @@ def dump() -> Incident:
     return Incident(job(*ranks, outcome="dump", moving=True, stall_s=0.2), (), _about(["node1"], 4))
 
 
+def dumps() -> Incident:
+    """A folder of Flight Recorder dumps, and nothing else."""
+    evidence = hang(8).evidence
+    ranks = tuple(RankEvidence(one.rank, "", 0, flight_record=one.flight_record) for one in evidence.ranks)
+    return Incident(Evidence("hang", 8, ranks))
+
+
 def nothing() -> Incident:
     """No evidence at all."""
     return Incident(Evidence("hang", 0, ()))
@@ -271,6 +278,7 @@ ALL: dict[str, Callable[[], Incident]] = {
     "four": lambda: hang(4),
     "crash": crash,
     "dump": dump,
+    "dumps": dumps,
     "nothing": nothing,
     "hostile": hostile,
     "sixty-four": lambda: hang(64, nodes=8),
