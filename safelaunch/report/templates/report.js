@@ -603,6 +603,11 @@ function chooser(target, items, title, name, panel) {
   }
   target.append(place);
 }
+// The columns [name, value of a row, class] of which any row has something, and the cells of a row in them. Words that
+// say what they are need no name where the table stands as a list, on a phone.
+const filled = (rows, fields) => fields.filter(([, value]) => rows.some((row) => value(row) !== ""));
+const PLAIN = ["doing", "stands out"];
+const cellsOf = (fields, row) => fields.map(([name, value, kind]) => [PLAIN.includes(name) ? "" : name, value(row), kind]);
 const columns = (names) => h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name))));
 
 // --- the ranks -----------------------------------------------------------------------------------------------------
@@ -648,11 +653,12 @@ function ranks() {
     if (!text || texts[row].includes(text)) return members[row];
     return members[row].filter((rank) => said(rank).includes(text));
   }
+  const fields = filled(page.rows, [["step", (it) => it.step, "num"], ["state", (it) => it.state], ["doing", (it) => it.doing],
+    ["at", (it) => (it.at < 0 ? "" : h("span", { title: frameTitle(it.at) }, frameText(it.at))), "mono"], ["host", (it) => it.hosts]]);
   function entry(row, shown) {
     const it = page.rows[row], all = shown.length === members[row].length;
     const name = all ? ranksWord(it.r, it.n) : ranksWord(shown.slice(0, 6).map((rank) => rank.r).join(",") + (shown.length > 6 ? ",…" : ""), shown.length);
-    return foldingRows(name, shown.length, it.c, [["step", it.step, "num"], ["state", it.state], ["", it.doing],
-      ["at", h("span", { title: frameTitle(it.at) }, frameText(it.at)), "mono"], ["host", it.hosts]],
+    return foldingRows(name, shown.length, it.c, cellsOf(fields, it),
     (target) => chooser(target, shown, "Ranks of this row", (rank) => rank.r, rankPanel));
   }
   const MOST = 60;
@@ -663,11 +669,11 @@ function ranks() {
     const sum = rows.reduce((total, [, shown]) => total + shown.length, 0);
     count.textContent = `${plural(sum, "rank")} in ${plural(rows.length, "row")}`;
     body.replaceChildren(...rows.slice(0, most).flatMap(([row, shown]) => entry(row, shown)));
-    if (rows.length > most) body.append(h("tr", {}, h("td", { colspan: 6 }, h("button", { type: "button", onclick: () => show(most * 4) }, `Show more of ${plural(rows.length, "row")}`))));
+    if (rows.length > most) body.append(h("tr", {}, h("td", { colspan: fields.length + 1 }, h("button", { type: "button", onclick: () => show(most * 4) }, `Show more of ${plural(rows.length, "row")}`))));
   }
   search.addEventListener("input", () => show(MOST)); only.addEventListener("change", () => show(MOST));
   section("ranks", "Ranks", [search, only, count],
-    h("div", { class: "card scroll" }, h("table", { class: "stack" }, columns(["ranks", "step", "state", "doing", "at", "host"]), body)));
+    h("div", { class: "card scroll" }, h("table", { class: "stack" }, columns(["ranks", ...fields.map(([name]) => name)]), body)));
   show(MOST);
 }
 
@@ -719,13 +725,13 @@ function nodes() {
     one.log !== undefined ? h("div", {}, h("h3", {}, "The end of the kernel log"), h("pre", { tabindex: "0" }, logs[one.log].join("\n"))) : "");
   const members = rows.map(() => []);
   for (const one of every) members[one.row].push(one);
-  const row = (it, at) => foldingRows(it.hosts, it.n, it.c, [["ranks", it.r], ["state", it.state],
-    ["GPUs", [it.gpus, [it.busy.length && `${span(it.busy, " %")} busy`, it.gpu_memory.length && `${span(it.gpu_memory, " %")} of memory`].filter(Boolean).map((text) => h("span", { class: "dim" }, ` · ${text}`))]],
-    ["memory", span(it.memory, " %"), "num"], ["load", span(it.load, ""), "num"], ["network", it.network], ["", it.notes.join("; ")]],
-  (target) => chooser(target, members[at], "Nodes of this row", (one) => one.host, panel));
+  const gpus = (it) => (it.gpus && [it.gpus, [it.busy.length && `${span(it.busy, " %")} busy`, it.gpu_memory.length && `${span(it.gpu_memory, " %")} of memory`].filter(Boolean).map((text) => h("span", { class: "dim" }, ` · ${text}`))]);
+  const fields = filled(rows, [["ranks", (it) => it.r], ["state", (it) => it.state], ["GPUs", gpus], ["memory", (it) => span(it.memory, " %"), "num"],
+    ["load", (it) => span(it.load, ""), "num"], ["network", (it) => it.network], ["stands out", (it) => it.notes.join("; ")]]);
+  const row = (it, at) => foldingRows(it.hosts, it.n, it.c, cellsOf(fields, it), (target) => chooser(target, members[at], "Nodes of this row", (one) => one.host, panel));
   section("nodes", every.length > 1 ? `${every.length} nodes` : "Node", "",
     every.length > 1
-      ? h("div", { class: "card scroll" }, h("table", { class: "stack" }, columns(["nodes", "ranks", "state", "GPUs", "memory", "load", "network", "stands out"]), h("tbody", {}, rows.map(row))))
+      ? h("div", { class: "card scroll" }, h("table", { class: "stack" }, columns(["nodes", ...fields.map(([name]) => name)]), h("tbody", {}, rows.map(row))))
       : h("div", { class: "card tree" }, panel(every[0])),
     page.nccl.length ? h("div", { class: "note" }, h("h3", {}, "What NCCL says"), h("ul", { class: "list" }, page.nccl.map((line) => h("li", {}, line)))) : "");
 }
