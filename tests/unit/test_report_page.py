@@ -372,6 +372,22 @@ def test_the_timeline_is_walked_zoomed_and_switched_by_keyboard(show: Show) -> N
     assert opened.errors == []
 
 
+def test_the_keys_of_the_timeline_skip_a_lane_without_calls(chromium: browser.Browser, tmp_path: Path) -> None:
+    evidence = job(waiting(0), rank(1, in_user(7), "stop"), waiting(2, line=60))
+    path = tmp_path / "stopped.html"
+    path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+    chromium.open(path)
+    assert chromium.texts("[data-lane]")[0] == "rank 1"
+    chromium.focus("#timeline canvas")
+    chromium.press("End")
+    assert "rank 0" in chromium.text("#timeline-said")
+    chromium.press("ArrowDown")
+    assert "rank 2" in chromium.text("#timeline-said")
+    chromium.press("ArrowUp", "ArrowUp")
+    assert "rank 0" in chromium.text("#timeline-said")
+    assert chromium.errors == []
+
+
 def test_stacks_fold_and_ranks_unfold_by_keyboard(show: Show) -> None:
     opened = show("crash")
     assert "Ranks 0,2-3" in opened.text(".tree")

@@ -245,6 +245,7 @@ function timeline() {
     labels.replaceChildren(...rows.map(({ lane }) => h("div", { class: lane.c ? "culprit" : null, "data-lane": lane.r,
       title: `${ranksWord(lane.r, lane.n)}${lane.n > 1 ? ` (${lane.n})` : ""}` }, ranksWord(lane.r, lane.n))));
     state.lane = Math.min(state.lane, Math.max(0, rows.length - 1));
+    if (rows.length && !rows[state.lane].cells.length) state.lane = Math.max(0, rows.findIndex((row) => row.cells.length));
     state.call = -1;
   }
   const extent = () => {
@@ -399,9 +400,10 @@ function timeline() {
     const now = row ? row.cells.findIndex((cell) => cell.at === state.call) : -1;
     const go = (lane, index) => { const target = rows[lane]; if (target && target.cells.length) choose(lane, target.cells[Math.max(0, Math.min(index, target.cells.length - 1))].at, true); };
     const nearest = (lane) => { const target = rows[lane], x = now >= 0 ? row.cells[now].x : Infinity; if (!target || !target.cells.length) return; let best = 0; target.cells.forEach((cell, index) => { if (Math.abs(cell.x - x) <= Math.abs(target.cells[best].x - x)) best = index; }); go(lane, x === Infinity ? 1e9 : best); };
+    const step = (by) => { let lane = state.lane + by; while (rows[lane] && !rows[lane].cells.length) lane += by; nearest(lane); };
     const keys = {
       ArrowLeft: () => go(state.lane, now < 0 ? 1e9 : now - 1), ArrowRight: () => go(state.lane, now < 0 ? 1e9 : now + 1),
-      ArrowUp: () => nearest(Math.max(0, state.lane - 1)), ArrowDown: () => nearest(Math.min(rows.length - 1, state.lane + 1)),
+      ArrowUp: () => step(-1), ArrowDown: () => step(1),
       Home: () => go(state.lane, 0), End: () => go(state.lane, 1e9), "+": () => zoom(.6, middle()), "=": () => zoom(.6, middle()),
       "-": () => zoom(1 / .6, middle()), "0": () => { reset(true); draw(); }, PageUp: () => pan(-.5), PageDown: () => pan(.5),
     };
