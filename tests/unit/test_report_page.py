@@ -311,6 +311,9 @@ def test_every_page_is_drawn_without_an_error_and_fits_a_phone(show: Show, name:
 
 def test_a_page_of_thousands_is_painted_at_once_and_its_culprit_is_found(show: Show) -> None:
     opened = show("thousands")
+    assert opened.texts("[data-lane]") == ["rank 0", "ranks 1-4095"]  # ranks 1-7 differ in another group alone
+    opened.value("document.querySelector('#timeline select').value = '-1'")
+    opened.value("document.querySelector('#timeline select').dispatchEvent(new Event('change'))")
     assert opened.texts("[data-lane]") == ["rank 0", "ranks 8-4095", "ranks 1-7"]
     opened.focus("#search")
     opened.press(*"3071")

@@ -23,6 +23,16 @@ const h = (tag, attributes, ...children) => fill(document.createElement(tag), at
 const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 const ranksWord = (ranges, count) => `${count === 1 ? "rank" : "ranks"} ${ranges}`;
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+// One text of ranges for several: "0-3", "4,9" → "0-4,9".
+function united(texts) {
+  const parts = texts.join(",").split(",").map((part) => part.split("-").map(Number)).map(([first, last]) => [first, last === undefined ? first : last]).sort((one, other) => one[0] - other[0]);
+  const found = [];
+  for (const [first, last] of parts) {
+    const before = found[found.length - 1];
+    if (before && first <= before[1] + 1) before[1] = Math.max(before[1], last); else found.push([first, last]);
+  }
+  return found.map(([first, last]) => (first === last ? first : `${first}-${last}`)).join(",");
+}
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
 function duration(us) {
@@ -240,7 +250,21 @@ function timeline() {
     && !["send", "recv"].includes(data.ops[cell.kind[0]]);
   let rows = [];
   function arrange() {
-    rows = own.map((lane) => ({ lane, cells: cells(lane) })).filter((row) => row.cells.length || !row.lane.k.length || (row.lane.a && data.part && state.group === data.part[0]));
+    // Lanes that differ in other groups alone are one where a single group is shown.
+    const folded = new Map();
+    for (const lane of own) {
+      const mine = cells(lane), never = lane.a && data.part && state.group === data.part[0];
+      if (!mine.length && lane.k.length && !never) continue;
+      const key = state.group < 0 ? lane.number : JSON.stringify([lane.c, lane.a, lane.k.length > 0, mine.map((cell) => [lane.k[cell.at], cell.number])]);
+      if (!folded.has(key)) folded.set(key, { lanes: [], cells: mine });
+      folded.get(key).lanes.push(lane);
+    }
+    rows = [...folded.values()].map(({ lanes, cells: found }) => {
+      if (lanes.length === 1) return { lane: lanes[0], cells: found };
+      const lane = { ...lanes[0], r: united(lanes.map((one) => one.r)), n: lanes.reduce((sum, one) => sum + one.n, 0) };
+      for (const cell of found) cell.lane = lane;
+      return { lane, cells: found };
+    });
     if (!state.all) rows = rows.slice(0, MOST_ROWS);
     labels.replaceChildren(...rows.map(({ lane }) => h("div", { class: lane.c ? "culprit" : null, "data-lane": lane.r,
       title: `${ranksWord(lane.r, lane.n)}${lane.n > 1 ? ` (${lane.n})` : ""}` }, ranksWord(lane.r, lane.n))));
