@@ -20,6 +20,7 @@ from safelaunch.diagnose.rank_state import Facts, child_views, view_of
 from safelaunch.model import Collective, Frame, RankEvidence, format_ranks
 from safelaunch.model.entries import Entries
 from safelaunch.reading.frames import stack_of
+from safelaunch.report.calls import state
 from safelaunch.report.overview import main_frames, without_ours
 from safelaunch.report.timeline import LONGEST_S
 
@@ -84,7 +85,7 @@ class _Pattern:
 
 def _pattern(rank: RankEvidence, call: Collective) -> _Pattern:
     place = stack_of(rank, call.frames).user_frame
-    arguments: dict[str, Any] = {"call": describe(call), "state": _state(call)}
+    arguments: dict[str, Any] = {"call": describe(call), "state": state(call)}
     arguments |= {"at": f"{place.file}:{place.line} {place.function}"} if place is not None else {}
     event = {"ph": "X", "name": op_name(call) or "unknown", "cat": "p2p" if call.is_p2p else "collective"}
     event |= {} if call.completed else {"cname": "terrible"}
@@ -129,10 +130,6 @@ def _of_rank(
             "args": {"number": ring.p2p_seqs[at] if one.is_p2p else ring.seqs[at], **one.arguments},
         })  # fmt: skip
     return [*events, *reversed(made)]
-
-
-def _state(call: Collective) -> str:
-    return "completed" if call.completed else "queued" if call.started is False else "pending"
 
 
 def speedscope(facts: Facts, name: str = "") -> dict[str, Any]:

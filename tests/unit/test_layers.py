@@ -342,6 +342,12 @@ def test_a_dry_run_without_presets_imports_nothing_heavy(tmp_path: Path) -> None
     assert not seen_by(tmp_path, AT_EXIT, "--dry-run", "--nproc-per-node", "2", "script.py") & HEAVY
 
 
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["--nproc-per-node=2", "-h"], ["completion", "bash"]])
+def test_help_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
+    allowed = {"argparse"} if words[0] == "completion" else set()
+    assert not seen_by(tmp_path, AT_EXIT, *words) & (HEAVY - allowed)
+
+
 @pytest.mark.parametrize(
     "own", [[], ["--no-watch"], ["--stall-timeout", "60"]], ids=["watched", "unwatched", "options"]
 )
