@@ -108,6 +108,7 @@ THIRD_PARTY = {
         "supervise.peers",
         "supervise.watch",
         "watch.stall",
+        "report.exports",
         "watch.rhythm",
         "api.*",
         "colaunch.summary",
