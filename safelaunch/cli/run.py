@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     command = split(words, own, table)
     if (HELP_TORCHRUN, None) in command.own:
         return help_torchrun()
-    options = _understood(command, table)
+    options = understood(command, table)
     if options is not None and options & {"-h", "--help"}:
         from safelaunch.cli.help import main as show_help
 
@@ -88,7 +88,7 @@ def help_torchrun() -> int:
     return subprocess.call([python, os.fspath(torchrun.launcher(python)), "--help"])
 
 
-def _understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
+def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
     """torchrun's options that are given, in full; None where torchrun is going to reject one.
 
     Raises UsageError if that one is like another option of torchrun or of ours.
