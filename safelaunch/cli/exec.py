@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 
 from safelaunch.cli.help import width
-from safelaunch.cli.run import check, start, surroundings
+from safelaunch.cli.run import start, surroundings
 from safelaunch.errors import UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
@@ -16,6 +16,7 @@ from safelaunch.launch.plan import build_exec
 from safelaunch.settings.config import help_text, options_of, resolve
 from safelaunch.settings.options import wrapped
 from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.supervise.preflight import check
 from safelaunch.supervise.resources import gather
 from safelaunch.system.console import show
 

@@ -18,6 +18,7 @@ from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
 from safelaunch.settings.options import BY_FLAG
 from safelaunch.settings.yamlfile import nearest
 from safelaunch.supervise import resources
+from safelaunch.supervise.preflight import check
 from safelaunch.supervise.resources import Resources
 from safelaunch.system.console import say, show
 
@@ -149,31 +150,3 @@ def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan,
         return session.run(plan, given, again)
     except OSError as error:
         raise UsageError(f"{plan.argv[0]} could not be started: {error.strerror or error}") from error
-
-
-def check(settings: Settings) -> None:
-    """Raises UsageError, before anything starts, for what would fail later."""
-    _check_key(settings)
-    if settings.is_explicit("bundle-dir"):
-        from safelaunch.bundle.publishing import check_directory
-
-        problem = check_directory(settings.bundle_dir)
-        if problem:
-            raise UsageError(
-                f"--bundle-dir {settings.bundle_dir} cannot hold bundles: {problem}.",
-                "Name a directory that you can write to and other users cannot; safelaunch creates it if necessary.",
-            )
-
-
-def _check_key(settings: Settings) -> None:
-    if settings.cluster_key_file is None:
-        return
-    from safelaunch.cluster.keyfile import BadKeyFile, read_key
-
-    try:
-        read_key(settings.cluster_key_file)
-    except BadKeyFile as error:
-        raise UsageError(
-            f"--cluster-key-file {settings.cluster_key_file}: {error}.",
-            "Put the same random text there on every node, readable by you alone: openssl rand -hex 32 > FILE",
-        ) from error
