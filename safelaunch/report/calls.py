@@ -86,7 +86,7 @@ def table(facts: Facts, chosen: Selection) -> Table:
 
 @dataclass
 class _Column:
-    """The chosen calls of ranks that called alike. ``at_ns``: of the first of them; ``recorded``: the most of any, before the cut."""
+    """The chosen calls of ranks that called alike. ``at_ns``: of the first of them; ``recorded``: before the cut."""
 
     slots: list[Slot]
     kinds: list[int]
