@@ -115,4 +115,4 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, words: list[str]) -> None:
     with Job(words, tmp_path) as job:
         result = job.wait()
     assert result.code == 2
-    assert "safelaunch exec" in result.said
+    assert "exec: " in result.said

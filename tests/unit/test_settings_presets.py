@@ -381,6 +381,12 @@ def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> No
     assert len({match.start(2) for match in listed if match}) == 1, "aligned"
 
 
+def test_list_is_what_many_try(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["list"]) == command.main([]) == 0
+    out = capsys.readouterr().out
+    assert out[: len(out) // 2] == out[len(out) // 2 :]
+
+
 def test_the_table_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
