@@ -1,0 +1,81 @@
+"""Runs pages of the documentation and pastes what they print: ``scripts/docs_output.py docs/questions/timeout.md ...``.
+
+A block marked ``<!-- verdict -->`` gets the verdict's screen down to its evidence, and the first step to take. Pids, hosts
+and paths become those of an example. Look at the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+for folder in ("tests/docs", "tests/integration", "tests/nvml"):
+    sys.path.insert(0, str(ROOT / folder))
+
+import test_docs_commands as commands
+from pages import PAGES, Block, blocks
+
+
+class Pasting(commands.Shell):
+    """Keeps what each block printed, and goes on after a surprising exit code."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.screens: list[str] = []
+
+    def _run(self, text: str, place: Path, environ: dict[str, str]) -> tuple[int, str]:
+        code, output = super()._run(text, place, environ)
+        self.screens.append(shorten(output.replace(str(place), "/home/me")))
+        print(f"exit {code}\n{output}\n--", file=sys.stderr)
+        return code, output
+
+
+def shorten(output: str) -> str:
+    """The verdict's lines down to its evidence, and its first step."""
+    lines = [line for line in output.splitlines() if line.startswith("safelaunch: ")]
+    first = next((number for number, line in enumerate(lines) if re.search("the job (hangs|crashed|failed)", line)), 0)
+    kept, taking = [], True
+    for line in lines[first:]:
+        words = line.removeprefix("safelaunch: ")
+        if words.startswith("  next:"):
+            kept.append(line)
+            taking = True
+        elif words.startswith(("  evidence:", "  held up", "bundle:", "  missing:", "  confidence")):
+            taking = False
+        elif taking and not (kept and kept[-1].startswith("safelaunch:   next:") and not words.startswith("    ")):
+            kept.append(line)
+    text = re.sub(r" at\nsafelaunch: +(?=/home/me/)", " at ", "\n".join(kept))
+    return re.sub(r"\(pid \d+", "(pid 4711", re.sub(r", on [\w.-]+\)", ", on node1)", text))
+
+
+def paste(page: str, shell: Pasting) -> None:
+    shell.screens.clear()
+    try:
+        shell.page(page)
+    except AssertionError as error:
+        print(page, str(error)[:300], file=sys.stderr)
+    wanted = [block for block in blocks(page) if block.comment == "verdict"]
+    screens = [screen for screen in shell.screens if screen]
+    for block, screen in zip(reversed(wanted), reversed(screens), strict=False):
+        replace(page, block, screen)
+
+
+def replace(page: str, block: Block, text: str) -> None:
+    lines = PAGES[page].read_text().splitlines()
+    lines[block.line : block.line + len(block.text.splitlines())] = text.splitlines()
+    PAGES[page].write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        shell = Pasting(Path(scratch))
+        for page in sys.argv[1:]:
+            paste(page, shell)
+        shell.clean_up()
+
+
+if __name__ == "__main__":
+    main()
