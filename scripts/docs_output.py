@@ -20,15 +20,13 @@ from pages import PAGES, Block, blocks
 
 
 class Pasting(commands.Shell):
-    """Keeps what each block printed, and goes on after a surprising exit code."""
+    """Keeps what the last block printed."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.screens: list[str] = []
+    screen = ""
 
     def _run(self, text: str, place: Path, environ: dict[str, str]) -> tuple[int, str]:
         code, output = super()._run(text, place, environ)
-        self.screens.append(shorten(output.replace(str(place), "/home/me")))
+        self.screen = shorten(output.replace(str(place), "/home/me"))
         print(f"exit {code}\n{output}\n--", file=sys.stderr)
         return code, output
 
@@ -52,15 +50,12 @@ def shorten(output: str) -> str:
 
 
 def paste(page: str, shell: Pasting) -> None:
-    shell.screens.clear()
-    try:
-        shell.page(page)
-    except AssertionError as error:
-        print(page, str(error)[:300], file=sys.stderr)
-    wanted = [block for block in blocks(page) if block.comment == "verdict"]
-    screens = [screen for screen in shell.screens if screen]
-    for block, screen in zip(reversed(wanted), reversed(screens), strict=False):
-        replace(page, block, screen)
+    found: list[tuple[Block, str]] = []
+    commands.check_shown = lambda block, said: found.append((block, shell.screen))
+    shell.page(page)
+    for block, screen in reversed(found):  # a block that grows moves those below it
+        if block.comment == "verdict" and block.page == page:
+            replace(page, block, screen)
 
 
 def replace(page: str, block: Block, text: str) -> None:

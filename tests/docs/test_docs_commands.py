@@ -172,13 +172,14 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell.clean_up()
 
 
-def pages_with_commands() -> Iterator[ParameterSet]:
-    for page in PAGES:
-        if any(block.language == "bash" for block in blocks(page)):
-            yield pytest.param(page, marks=[pytest.mark.rare] if directive(page, "rare") else [])
+def case(page: str) -> ParameterSet:
+    return pytest.param(page, marks=[pytest.mark.rare] if directive(page, "rare") else [])
 
 
-@pytest.mark.parametrize("page", pages_with_commands())
+WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", [case(page) for page in WITH_COMMANDS])
 def test_the_commands_of(page: str, shell: Shell) -> None:
     shell.page(page)
 
