@@ -1,4 +1,4 @@
-"""Runs pages of the documentation and pastes what they print: ``scripts/docs_output.py docs/questions/timeout.md ...``.
+"""Runs pages of the documentation and pastes the verdicts: ``scripts/docs_output.py docs/questions/timeout.md ...``.
 
 A block marked ``<!-- verdict -->`` gets the verdict's screen down to its evidence, and the first step to take. Pids, hosts
 and paths become those of an example. Look at the difference before you commit it.
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 for folder in ("tests/docs", "tests/integration", "tests/nvml"):
     sys.path.insert(0, str(ROOT / folder))
 
-import test_docs_commands as commands
-from pages import PAGES, Block, blocks
+import test_docs_commands as commands  # noqa: E402
+from pages import PAGES, Block  # noqa: E402
 
 
 class Pasting(commands.Shell):

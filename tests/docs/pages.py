@@ -6,8 +6,9 @@
   MODULE``) they run it only if the module is installed.
 - ```` ```console ```` shows commands that the tests cannot run, with ``<!-- not run: WHY -->`` directly above it.
 - ```` ```text ```` is output. With ``<!-- verdict -->`` directly above it, it holds the summary of the newest bundle's
-  verdict; with ``<!-- printed -->``, each of its lines was printed by the commands above it. ``...`` stands for anything.
-- Other languages without a title are fragments. Python, YAML and ``sh`` (a script that the page does not run) must parse.
+  verdict; with ``<!-- printed -->``, the commands above it printed each of its lines. ``...`` stands for anything.
+- Other languages without a title are fragments. Python, YAML and ``sh`` (a script that the page does not run) must
+  parse.
 
 Four comments control the tests:
 
