@@ -24,6 +24,7 @@ MOST_EXCEPTIONS = 16
 MOST_MEMBERS = 200_000  # of all groups together
 MOST_FRAMES = 32
 MOST_POSTED = 256
+MOST_LOADERS = 8
 _OPTIMIZED = 0x1  # a function's own variables, and no module's
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
@@ -63,9 +64,11 @@ def _told() -> bytes:
         import json
 
         groups, made = _groups()
-        told = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
+        told: dict[str, object] = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
         with contextlib.suppress(Exception):  # objects that look like c10d's, and are none
             told["posted"] = _posted()
+        with contextlib.suppress(Exception):
+            told["batches"] = _batches()
         return json.dumps(told).encode()
     except Exception:  # another torch, or a class with tricks
         return b"{}"
@@ -146,6 +149,38 @@ def _ops_of(frame: Any, kind: type) -> list[Any]:
     if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
         variables.clear()
     return list({id(op): op for op in ops}.values())
+
+
+def _batches() -> dict[str, int]:
+    """The batch size of each DataLoader by its variable: of the script, and of functions that make one."""
+    kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "DataLoader", None)
+    script = sys.modules.get("__main__")
+    if kind is None or script is None:
+        return {}
+    found = _batches_in(vars(script), kind)
+    for innermost in list(sys._current_frames().values()):
+        frame: Any = innermost
+        for _ in range(MOST_FRAMES):
+            if frame is None:
+                break
+            if frame.f_code.co_flags & _OPTIMIZED and "DataLoader" in frame.f_code.co_names:
+                variables = frame.f_locals
+                found.update(_batches_in(variables, kind))
+                if sys.version_info < (3, 13):
+                    variables.clear()  # see _ops_of
+            frame = frame.f_back
+    return dict(list(found.items())[:MOST_LOADERS])
+
+
+def _batches_in(variables: Any, kind: type) -> dict[str, int]:
+    found = {}
+    for name, value in list(variables.items()):
+        if kind in type(value).__mro__:
+            own = vars(value)
+            size = own.get("batch_size") or vars(own.get("batch_sampler")).get("batch_size")
+            if type(size) is int and not name.startswith("_"):
+                found[name] = size
+    return found
 
 
 def _answer_flight_record(request: Any, response: Any, **of_backend: str) -> None:

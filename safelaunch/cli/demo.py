@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
+from argparse import RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import msgspec
 
 from safelaunch.bundle.publishing import check_directory
 from safelaunch.cli import program
+from safelaunch.cli.parsing import Parser
 from safelaunch.errors import UsageError
 from safelaunch.model import Verdict
 from safelaunch.system.console import say
@@ -58,13 +59,13 @@ def main(argv: list[str]) -> int:
     return _run(demo, words.bundle_dir, words.preset)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line of ``safelaunch demo``."""
-    found = argparse.ArgumentParser(
-        prog="safelaunch demo",
+    found = Parser(
+        "demo",
         description="Runs a small script that hangs, under the watchdog, and checks the verdict. Needs no GPU.",
         epilog="demos:\n" + "\n".join(f"  {demo.name:<12}{demo.about}" for demo in DEMOS.values()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     found.add_argument("name", nargs="?", default="collective", metavar="NAME", help="the demo to run [collective]")
     found.add_argument("--bundle-dir", default="safelaunch-bundles", metavar="DIR", help="where the bundle goes")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -19,6 +18,7 @@ from safelaunch.report.early import in_status
 from safelaunch.system.console import redact, say, show, show_json
 from safelaunch.system.printable import clean
 
+from .parsing import Parser
 from .status_rows import COLUMNS, NODE_COLUMNS, Row, nodes, rows, since, told
 
 if TYPE_CHECKING:
@@ -33,18 +33,7 @@ _STYLES = {"good": "", "behind": "bold yellow", "late": "bold red", "quiet": "di
 
 def main(argv: list[str]) -> int:
     """Prints the runs; returns 0, even without runs, and 2 if RUN does not exist."""
-    parser = argparse.ArgumentParser(
-        prog="safelaunch status",
-        description="Shows your runs on this node: each rank's step, rate, age of its last step and phase, and when "
-        "safelaunch would suspect a hang.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid"
-    )
-    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
-    words = parser.parse_args(argv)
+    words = parser().parse_args(argv)
     if words.json and words.watch:
         raise UsageError("status: --json and --watch exclude each other.", "Leave one of them out.")
     if words.watch:
@@ -58,6 +47,19 @@ def main(argv: list[str]) -> int:
         return 0
     show(text(runs, time.time()))
     return 0
+
+
+def parser() -> Parser:
+    """The command line of ``safelaunch status``."""
+    found = Parser(
+        "status",
+        description="Shows your runs on this node: each rank's step, rate, age of its last step and phase, and when "
+        "safelaunch would suspect a hang.",
+    )
+    found.add_argument("run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid")
+    found.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
+    found.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
+    return found
 
 
 def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:

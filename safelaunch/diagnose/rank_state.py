@@ -338,6 +338,9 @@ def _left(view: View) -> Condition | None:
     if rank.exit is None and rank.progress is not None and rank.progress.state == "exited":
         why = "its script has ended"
         claim = Claim("its progress page says that the script has ended", f"{folder}/progress.json")
+    elif rank.exit is None and rank.progress is not None and rank.progress.returned_ns:
+        why = "its function has returned"
+        claim = Claim("its progress page says that its function has returned", f"{folder}/progress.json")
     elif raw:
         why = calls.leaving(raw)
     wait = view.awaited.peers

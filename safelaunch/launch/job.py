@@ -75,9 +75,13 @@ class JobProcesses:
         kill = group.kill if group is not None else lambda: None
         return process.end_all(self.agent, self.all, grace_s=GRACE_S, kill=kill)
 
+    def ranks(self) -> tuple[ProcessId, ...]:
+        """The processes below the agent."""
+        return process.descendants([self.agent.pid])
+
     def end_ranks(self) -> tuple[ProcessId, ...]:
         """Ends the processes below the agent, but none that it starts afterwards: it restarts the ranks."""
-        ranks = process.descendants([self.agent.pid])
+        ranks = self.ranks()
         for rank in ranks:
             rank.send(signal.SIGTERM)
         deadline = time.monotonic() + RANK_GRACE_S
@@ -96,9 +100,12 @@ WAKES = frozenset(int(number) for number in (*FORWARDED, signal.SIGCHLD, signal.
 
 
 class Forwarder:
-    """Waits for a signal or a child's end, whichever comes first, and forwards each signal to the job once."""
+    """Waits for a signal or a child's end, whichever comes first, and forwards each signal to the job once.
 
-    def __init__(self, pid: int) -> None:
+    ``pid`` None: to nobody, because the job's first process gets its own signals.
+    """
+
+    def __init__(self, pid: int | None) -> None:
         self._pid = pid
         self.stop_requested = False
 
@@ -112,6 +119,8 @@ class Forwarder:
             return
         if info.si_signo in STOPPING:
             self.stop_requested = True
+        if self._pid is None:
+            return
         try:
             # Under torchrun, a signal from the terminal reaches the whole foreground group, so forward it to the group.
             send = os.killpg if info.si_code == SI_KERNEL else os.kill

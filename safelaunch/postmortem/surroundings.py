@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +41,16 @@ def about(root: Path) -> About:
     written = _json(root / "manifest.json", _Written) or _Written()
     launch = _json(root / "launch.json", Launch) or Launch()
     return About(root.name, written.written_unix_s, launch, tuple(_node(path) for path in _nodes(root)))
+
+
+def about_all(roots: Sequence[Path]) -> About:
+    """What several bundles of one job say, those of its nodes: its start from the first, and all nodes."""
+    each = [about(root) for root in roots]
+    if not each:
+        return About()
+    nodes = {node.host: node for one in each for node in one.nodes}
+    latest = max(one.at_unix_s for one in each)
+    return About(each[0].bundle, latest, each[0].launch, tuple(nodes[host] for host in sorted(nodes)))
 
 
 def _nodes(root: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from safelaunch.diagnose.rank_state import Facts, child_views, view_of
 from safelaunch.model import Collective, Frame, format_ranks
 from safelaunch.model.entries import Entries
 from safelaunch.reading.frames import stack_of
+from safelaunch.report.calls import state
 from safelaunch.report.overview import main_frames, without_ours
 from safelaunch.report.timeline import LONGEST_S
 from safelaunch.system.printable import clean_json
@@ -77,7 +78,7 @@ def _of_rank(facts: Facts, rank: int, calls: list[Collective], start: int, end: 
         stops = following.get(call.group, end if not call.completed else call.created_ns)
         following[call.group] = call.created_ns
         place = stack_of(evidence, call.frames).user_frame
-        arguments: dict[str, Any] = {"number": number_of(call), "call": describe(call), "state": _state(call)}
+        arguments: dict[str, Any] = {"number": number_of(call), "call": describe(call), "state": state(call)}
         arguments |= {"at": f"{place.file}:{place.line} {place.function}"} if place is not None else {}
         event = {
             "ph": "X",
@@ -91,10 +92,6 @@ def _of_rank(facts: Facts, rank: int, calls: list[Collective], start: int, end: 
         }
         made.append(event if call.completed else {**event, "cname": "terrible"})
     return [*events, *reversed(made)]
-
-
-def _state(call: Collective) -> str:
-    return "completed" if call.completed else "queued" if call.started is False else "pending"
 
 
 def speedscope(facts: Facts, name: str = "") -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
-from safelaunch.report import code, ranks, steps, timeline
+from safelaunch.report import code, contract, ranks, steps, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import merged_stacks
 from safelaunch.report.report import OUTCOMES, early_lines, nccl_lines, node_state, node_words, stalled_words
@@ -119,6 +119,8 @@ def _facts(verdict: Verdict, evidence: Evidence, about: About) -> Iterable[tuple
         "stood still": stalled_words(evidence).rstrip("."),
         "step": _step(seen),
         "world size": f"{evidence.world_size} ranks" if evidence.world_size else "",
+        "devices": contract.devices(evidence),
+        "batch": contract.batches(evidence),
         "hosts" if len(hosts) > 1 else "host": named[0] if named else "",
         "torch": launch.torch or _version(about, "torch"),
         "safelaunch": launch.safelaunch,

@@ -209,7 +209,7 @@ class _YamlTree:
 
 
 def parse_toml_table(text: str, name: str, table: str) -> Node:
-    """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` if it is absent.
+    """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` if it is absent. ``""``: the whole file.
 
     TOML parsers keep no positions, so the line is that of the first ``key =`` (or sub-table) after the table's
     header. Raises PresetError for a syntax error.
@@ -222,8 +222,8 @@ def parse_toml_table(text: str, name: str, table: str) -> Node:
         raise PresetError(f"{name}: not valid TOML: {error}") from error
     lines = text.splitlines()
     header = re.compile(rf"\s*\[\s*{re.escape(table)}\b")
-    start = next((number for number, line in enumerate(lines) if header.match(line)), 0)
-    for part in table.split("."):
+    start = next((number for number, line in enumerate(lines) if header.match(line)), 0) if table else 0
+    for part in table.split(".") if table else ():
         if not isinstance(value, dict) or part not in value:
             return Node(f"{name}:1", "nothing")
         value = value[part]

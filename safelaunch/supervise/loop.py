@@ -85,12 +85,19 @@ class _Verdict:
 class Supervisor:
     """Watches one started job. ``run`` returns the wait status to end with."""
 
-    def __init__(self, job: Job, processes: JobProcesses, touch: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        processes: JobProcesses,
+        touch: Callable[[], None] = lambda: None,
+        forwarder: Forwarder | None = None,
+    ) -> None:
+        """``forwarder``: of the signals that this process gets; by default to the job's first process."""
         assert job.run is not None
         self._job = job
         self._processes = processes
         command.helper_reports.send_to(self._processes.adopt_helper)
-        self._forwarder = Forwarder(job.agent.pid)
+        self._forwarder = forwarder or Forwarder(job.agent.pid)
         settings = job.plan.settings
         self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds_of(settings))
         self._cap = GroupTimeout(self._watch) if bounds_of(settings) else None
@@ -118,6 +125,7 @@ class Supervisor:
         )
         self._raised: AgentEvent | None = None  # what has ended the agent itself
         self._watching = True
+        self.shown: Report | None = None  # the newest report
         self._touch = touch
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
@@ -393,7 +401,7 @@ class Supervisor:
         from safelaunch.capture import user_source
         from safelaunch.report import report
 
-        published = result.published
+        self.shown, published = result, result.published
         if result.without_stacks:
             say(f"no stack could be read, so the verdict has none to go by: {result.without_stacks}")
             say("run 'safelaunch doctor' where the job runs: it shows the cause and the fix")

@@ -84,3 +84,46 @@ def test_an_op_with_tricks_costs_itself(c10d: types.ModuleType) -> None:
 def test_a_rank_without_torch_tells_of_none() -> None:
     if C10D not in sys.modules:
         assert json.loads(server._told())["posted"] == []
+
+
+# --- the batch size of the DataLoaders --------------------------------------------------------------------------------
+
+
+class DataLoader:
+    def __init__(self, batch_size: int | None, batch_sampler: object = None) -> None:
+        self.batch_size, self.batch_sampler = batch_size, batch_sampler
+
+
+class Shard(DataLoader):
+    """As accelerate wraps one."""
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self.batch_size = 8
+
+
+def train(waiting: Waiting) -> None:
+    loader, other = DataLoader(32), object()  # noqa: F841 - read by the handler
+    val_loader = Shard(None, Sampler())  # noqa: F841
+    waiting.there.set()
+    waiting.go.wait()
+
+
+class Training(Waiting):
+    def __init__(self) -> None:
+        self.go, self.there = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=train, args=(self,))
+        self.thread.start()
+        self.there.wait()
+
+
+def test_the_batch_sizes_of_the_loaders_are_told(monkeypatch: pytest.MonkeyPatch, c10d: types.ModuleType) -> None:
+    module = types.ModuleType("torch.utils.data.dataloader")
+    module.DataLoader = DataLoader  # type: ignore[attr-defined]
+    with Training():
+        assert json.loads(server._told())["batches"] == {}, "torch's loaders are not imported"
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        assert json.loads(server._told())["batches"] == {"loader": 32, "val_loader": 8}
+        monkeypatch.setitem(vars(sys.modules["__main__"]), "test_loader", Shard(None, Sampler()))
+        assert json.loads(server._told())["batches"] == {"loader": 32, "val_loader": 8, "test_loader": 8}

@@ -439,7 +439,7 @@ def test_show_as_json_has_the_reasons(capsys: pytest.CaptureFixture[str]) -> Non
         (["show", "a", "b"], "takes one name or file", "usage"),
         (["hang-debug"], "unexpected 'hang-debug'", "safelaunch presets show hang-debug"),
         (["shwo"], "unexpected 'shwo'", "usage"),
-        (["--jsn"], "unrecognized arguments: --jsn", "usage"),
+        (["--jsn"], "no option --jsn; did you mean '--json'?", "presets --help"),
         (["show", "hang-debg"], "unknown preset 'hang-debg'; did you mean 'hang-debug'?", "shipped"),
     ],
 )
