@@ -1,7 +1,7 @@
 """Runs pages of the documentation and pastes the verdicts: ``scripts/docs_output.py docs/questions/timeout.md ...``.
 
-A block marked ``<!-- verdict -->`` gets the verdict's screen down to its evidence, and the first step to take. Pids, hosts
-and paths become those of an example. Look at the difference before you commit it.
+A block marked ``<!-- verdict -->`` gets the screen of the verdict down to its evidence, and the first step to take. Pids,
+hosts and paths become those of an example. Look at the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ def replace(page: str, block: Block, text: str) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         shell = Pasting(Path(scratch))
-        for page in sys.argv[1:]:
-            paste(page, shell)
-        shell.clean_up()
+        try:
+            for page in sys.argv[1:]:
+                paste(page, shell)
+        finally:
+            shell.clean_up()
 
 
 if __name__ == "__main__":
