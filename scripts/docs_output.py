@@ -1,7 +1,7 @@
 """Runs pages of the documentation and pastes the verdicts: ``scripts/docs_output.py docs/questions/timeout.md ...``.
 
-A block marked ``<!-- verdict -->`` gets the screen of the verdict down to its evidence, and the first step to take. Pids,
-hosts and paths become those of an example. Look at the difference before you commit it.
+A block marked ``<!-- verdict -->`` gets the screen of the verdict down to its evidence, and what to do. Pids, hosts and
+paths become those of an example. Look at the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Pasting(commands.Shell):
         return code, output
 
 
+LEFT_OUT = ("  evidence:", "  held up", "  Once that is fixed", "  missing:", "  confidence", "bundle:")
+
+
 def shorten(output: str) -> str:
-    """The verdict's lines down to its evidence, and its first step."""
-    lines = [line for line in output.splitlines() if line.startswith("safelaunch: ")]
-    first = next((number for number, line in enumerate(lines) if re.search("the job (hangs|crashed|failed)", line)), 0)
-    kept, taking = [], True
+    """The verdict's lines down to its evidence, and the steps to take."""
+    lines = [line.removeprefix("safelaunch: ") for line in output.splitlines() if line.startswith("safelaunch: ")]
+    first = next((number for number, line in enumerate(lines) if re.match("the job (hangs|crashed)", line)), 0)
+    kept: list[str] = []
+    shown = True
     for line in lines[first:]:
-        words = line.removeprefix("safelaunch: ")
-        if words.startswith("  next:"):
-            kept.append(line)
-            taking = True
-        elif words.startswith(("  evidence:", "  held up", "bundle:", "  missing:", "  confidence")):
-            taking = False
-        elif taking and not (kept and kept[-1].startswith("safelaunch:   next:") and not words.startswith("    ")):
-            kept.append(line)
+        if not line.startswith("    "):  # not the rest of the line before
+            shown = not line.startswith(LEFT_OUT)
+        if shown:
+            kept.append(f"safelaunch: {line}")
     text = re.sub(r" at\nsafelaunch: +(?=/home/me/)", " at ", "\n".join(kept))
     return re.sub(r"\(pid \d+", "(pid 4711", re.sub(r", on [\w.-]+\)", ", on node1)", text))
 
