@@ -46,6 +46,7 @@ def shorten(output: str) -> str:
         if shown:
             kept.append(f"safelaunch: {line}")
     text = re.sub(r" at\nsafelaunch: +(?=/home/me/)", " at ", "\n".join(kept))
+    text = re.sub(r"(/home/me/\S+)\nsafelaunch: +in ", r"\1 in ", text)
     return re.sub(r"\(pid \d+", "(pid 4711", re.sub(r", on [\w.-]+\)", ", on node1)", text))
 
 
