@@ -15,7 +15,9 @@ from safelaunch.settings.presetfile import EnvSetting, version_matches
 from safelaunch.settings.presets import find_builtin_dir, list_presets, load_presets
 
 SHIPPED = [
+    "collective-timing",
     "compile-debug",
+    "cpp-stacks",
     "cuda-sync",
     "desync-detail",
     "hang-debug",
@@ -342,7 +344,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str | bytes, 
 @pytest.mark.parametrize(
     ("ref", "message", "fix"),
     [
-        ("hang-debgu", "unknown preset 'hang-debgu'; did you mean 'hang-debug'?", "shipped presets: compile-debug"),
+        ("hang-debgu", "unknown preset 'hang-debgu'; did you mean 'hang-debug'?", "shipped presets: collective-timing"),
         ("hang", "unknown preset 'hang'; did you mean 'hang-debug'?", ""),
         ("qqq", "unknown preset 'qqq'", "give its path"),
         ("", "unknown preset ''", ""),
