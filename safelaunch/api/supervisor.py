@@ -45,12 +45,12 @@ class CallersProcesses(JobProcesses):
         """A wait status, once the caller has no rank left: of a failure or a success, or of the caller's own death."""
         for message in self._line.heard():
             if isinstance(message, Stopping):
-                self._forwarder.stop_requested = True
+                self._forwarder.note_stop()
             elif isinstance(message, Ended):
                 self._status = int(message.failed) << 8
         if self._status is None and not (self._line.is_open and self.agent.is_alive()):
             self._status = signal.SIGKILL
-            self._forwarder.stop_requested = True  # what its ranks do now says nothing about them
+            self._forwarder.note_stop()  # what its ranks do now says nothing about them
         return self._status
 
     def ranks(self) -> tuple[ProcessId, ...]:

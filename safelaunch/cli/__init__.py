@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
 
         say(str(error))
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         # The reader of our output is gone: print nothing more, and exit as other programs do.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import (
     Artifact,
     Claim,
@@ -26,7 +27,16 @@ from safelaunch.model import (
     format_ranks,
 )
 from safelaunch.report.early import in_status
-from safelaunch.report.overview import Overview, RankRow, ReadLine, culprit_lines, frame_text, overview, stack_lines
+from safelaunch.report.overview import (
+    Alike,
+    Overview,
+    ReadLine,
+    alike,
+    culprit_lines,
+    frame_text,
+    overview,
+    stack_lines,
+)
 from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
 from safelaunch.system.printable import clean, clean_lines, is_clean
@@ -260,10 +270,19 @@ def _fence(lines: Iterable[str]) -> str:
 
 
 def markdown(
-    verdict: Verdict, evidence: Evidence, artifacts: Sequence[Artifact], *, read_line: ReadLine | None = None
+    verdict: Verdict,
+    evidence: Evidence,
+    artifacts: Sequence[Artifact],
+    *,
+    facts: Facts | None = None,
+    read_line: ReadLine | None = None,
 ) -> str:
-    """``report.md``: verdict, culprits with their stacks, the ranks, merged stacks, evidence, what is missing."""
-    laid_out = overview(evidence)
+    """``report.md``: verdict, culprits with their stacks, the ranks, merged stacks, evidence, what is missing.
+
+    ``facts``: those of ``evidence``, where they are known already.
+    """
+    laid_out = overview(evidence, facts)
+    rows = alike(laid_out.rows, {one.rank for one in verdict.culprits})
     parts = [
         f"# {_md(OUTCOMES[verdict.outcome].capitalize())}: {_md(verdict.cause)}",
         f"{_md(verdict.summary)}",
@@ -278,7 +297,7 @@ def markdown(
         _md_next(verdict.next),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
-        "## Ranks\n\n" + _md_table(laid_out.rows),
+        "## Ranks\n\n" + _md_table(rows),
         "## Where the ranks part\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
         _md_stacks(laid_out),
         _md_list("Evidence", [f"{text} ({', '.join(files)})" for text, files in merged_claims(verdict.evidence)]),
@@ -310,11 +329,11 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None
     return "\n\n".join(parts)
 
 
-def _md_table(rows: Sequence[RankRow]) -> str:
+def _md_table(rows: Sequence[Alike]) -> str:
     head = "| rank | host | pid | step | state | doing | at |\n|---|---|---|---|---|---|---|"
     lines = [
-        f"| {row.rank} | {_md(row.host)} | {row.pid} | {'' if row.step is None else row.step} | {_md(row.state)} "
-        f"| {_md(row.doing)} | {_md(frame_text(row.frame))} |"
+        f"| {format_ranks(row.ranks)} | {_md(row.hosts)} | {row.first.pid if len(row.ranks) == 1 else ''} | {row.step} "
+        f"| {_md(row.state)} | {_md(row.doing)} | {_md(frame_text(row.first.frame))} |"
         for row in rows
     ]
     return "\n".join([head, *lines])

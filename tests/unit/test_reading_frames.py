@@ -46,6 +46,11 @@ from safelaunch.reading.kernel import kernel_wait
         (f"{SITE}/safelaunch/beacon/faults.py", False),
         (f"{SITE}/safelaunch/demos/lock_deadlock.py", True),
         (f"{SITE}/safelaunch/watch.py", False),
+        ("/home/me/.pyenv/versions/3.11.7/bin/python3.11", False),  # C++ stacks of the Flight Recorder
+        ("/opt/py/bin/python3.13t", False),
+        ("??", False),
+        ("./Include/internal/pycore_ceval.h", False),
+        ("/home/me/python_trainer", True),
     ],
 )
 def test_is_user(path: str, mine: bool) -> None:
