@@ -171,7 +171,7 @@ complete -c safelaunch -n '_shtab_safelaunch_using presets' -l json -d 'print JS
 complete -c safelaunch -n '_shtab_safelaunch_using presets; and test $_shtab_safelaunch_npos -ge 0' -ka "(safelaunch completion --values presets)" -d 'a shipped preset, or a file of your own'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a status -d 'show the runs on this node and their ranks'
 complete -c safelaunch -n '_shtab_safelaunch_using status' -s h -l help -d 'show this help message and exit'
-complete -c safelaunch -n '_shtab_safelaunch_using status' -l watch -d 'refresh until Ctrl-C'
+complete -c safelaunch -n '_shtab_safelaunch_using status' -l watch -d 'a screen to leave open: d dump, s stacks, q quit'
 complete -c safelaunch -n '_shtab_safelaunch_using status' -l json -d 'print one JSON document: a list of runs'
 complete -c safelaunch -n '_shtab_safelaunch_using status; and test $_shtab_safelaunch_npos -eq 0' -ka "(safelaunch completion --values runs 2>/dev/null)" -d 'only this run: run id (r4711), name, or supervisor'"'"'s pid'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a dump -d 'write a bundle of a live run, which continues'
