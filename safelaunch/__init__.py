@@ -15,6 +15,7 @@ if _TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any as _Any
 
+    from safelaunch import schemas
     from safelaunch.api import (
         BundlePlace,
         Claim,

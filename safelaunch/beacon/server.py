@@ -115,7 +115,8 @@ def _frames(traceback: Any) -> list[dict[str, object]]:
 def _posted() -> list[dict[str, object]]:
     """The sends and receives (``P2POp``) of the batch that each thread is at: of its innermost function that has some.
 
-    gloo records none of them, and while a rank waits for one, no frame of c10d is on its stack.
+    Where a variable of that function says which of them it waits for, those of the other direction are left out. gloo
+    records none of them, and while a rank waits for one, no frame of c10d is on its stack.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
     found: list[dict[str, object]] = []
@@ -146,9 +147,24 @@ def _ops_of(frame: Any, kind: type) -> list[Any]:
     for value in list(variables.values()):
         each = value[:MOST_POSTED] if type(value) in (list, tuple) else (value,)
         ops += [op for op in each if type(op) is kind]
+    ops = _waited_for(variables, ops)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
         variables.clear()
     return list({id(op): op for op in ops}.values())
+
+
+def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
+    """The operations of the direction in which the one is that is waited for: ``for work in works: work.wait()``."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Work", None)
+    works = [value for value in list(variables.values()) if kind is not None and type(value) is kind]
+    if len(works) != 1 or works[0].is_completed():
+        return ops
+    try:
+        works[0]._source_rank()
+        sends = False
+    except RuntimeError:  # only a receive has one
+        sends = True
+    return [op for op in ops if _sends(op) is sends] or ops
 
 
 def _batches() -> dict[str, int]:

@@ -27,6 +27,7 @@ from safelaunch.cli.colaunch_rows import (
     summary_lines,
     typical_s,
 )
+from safelaunch.cli.run import understood
 from safelaunch.colaunch import summary
 from safelaunch.colaunch.expand import Places, expand
 from safelaunch.colaunch.grid import Matrix
@@ -245,6 +246,8 @@ def _check(
     for flag, _ in command.own:
         if flag in OURS:
             raise UsageError(f"{flag} cannot be given here", OURS[flag])
+    if isinstance(table, torchrun.LazyOptions) and kind == "run":
+        understood(command, table)
     if not command.script:
         raise UsageError("the command names no script", "write the command as you would for safelaunch")
     if pool.kind == "GPU" and "CUDA_VISIBLE_DEVICES" in dict(job.env):

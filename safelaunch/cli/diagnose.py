@@ -246,14 +246,12 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
 
     about = surroundings.about_all(found.bundles)
     redactor = Redactor()
+    facts = Facts.of(found.evidence, user_source.text_for_stranger)
     made: dict[str, str] = {}
     if HTML in names:
         elsewhere = replace(about, bundle="")  # the page has links to the files beside it, and there are none
-        made[HTML] = page.html(
-            verdict, found.evidence, read_source=user_source.text_for_stranger, said=redactor.said, about=elsewhere
-        )
+        made[HTML] = page.html(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
     if PERFETTO in names:
-        facts = Facts.of(found.evidence)
         made[PERFETTO] = exports.as_json(exports.perfetto(facts, about.bundle))
         made[SPEEDSCOPE] = exports.as_json(exports.speedscope(facts, about.bundle))
     return {name: redactor.markup(text) for name, text in made.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.cli import COMMANDS
@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
     command = split(words, own, table)
     if (HELP_TORCHRUN, None) in command.own:
         return help_torchrun()
-    options = _understood(command, table)
+    options = understood(command, table)
     if options is not None and options & {"-h", "--help"}:
         from safelaunch.cli.help import main as show_help
 
@@ -89,7 +89,7 @@ def help_torchrun() -> int:
     return subprocess.call([python, os.fspath(torchrun.launcher(python)), "--help"])
 
 
-def _understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
+def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
     """torchrun's options that are given, in full; None where torchrun is going to reject one.
 
     Raises UsageError if that one is like another option of torchrun or of ours.
@@ -99,11 +99,17 @@ def _understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] |
         meanings = dict(options_given(command.torchrun, table))
     unknown = [word.partition("=")[0] for word, meant in meanings.items() if not meant]
     for name in unknown if unknown and table.is_certain else ():
-        match = nearest(name.replace("_", "-"), BY_FLAG) or nearest(name, table)
+        match = _nearest(name.replace("_", "-"), BY_FLAG) or _nearest(name, table)
         if match:
             whose = "safelaunch's" if match in BY_FLAG else "torchrun's"
             raise UsageError(f"there is no option {name}; did you mean {whose} {match}?")
     return None if unknown else {name for meant in meanings.values() for name in meant}
+
+
+def _nearest(option: str, known: Iterable[str]) -> str:
+    """Without the dashes, which are alike in all of them."""
+    found = nearest(option.lstrip("-"), [name[2:] for name in known if name.startswith("--")], 0.7)
+    return f"--{found}" if found else ""
 
 
 def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: Torch) -> str:

@@ -212,7 +212,8 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
         return replace(own, locked_by=lock.pid, locked_on=host, claims=(*own.claims, claim))
     if own.locked_by is None:
         return own
-    return replace(own, reason=f"{own.reason}, a process of no rank that was seen")
+    reason = f"{own.reason}, a process of no rank that was seen"
+    return replace(own, reason=reason, signs=own.signs | {"foreign-lock"})
 
 
 def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:

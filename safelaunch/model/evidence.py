@@ -40,7 +40,9 @@ class Thread(Record, frozen=True):
     """One thread as a stack reader saw it. ``frames`` is innermost first. ``active``: on a CPU or runnable.
 
     ``ident``: Python's own number of it, which the Flight Recorder writes as well; 0 = unknown. ``call``: of its
-    innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these.
+    innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these. ``names``: where its
+    innermost line waits for a key of c10d's store, the local variables named there, and their values as Python writes
+    them. ``lock_file``: for which the library ``filelock`` asks.
     """
 
     frames: tuple[Frame, ...]
@@ -50,6 +52,8 @@ class Thread(Record, frozen=True):
     owns_gil: bool = False
     ident: int = 0
     call: CallArguments | None = None
+    names: tuple[tuple[str, str], ...] = ()
+    lock_file: str = ""
 
 
 class StackSample(Record, frozen=True):
@@ -123,10 +127,12 @@ class ThreadState(Record, frozen=True):
 
 
 class FileLock(Record, frozen=True):
-    """An exclusive lock on a file that some process has open. ``pid``: who holds it, which may be that process."""
+    """An exclusive lock on a file that some process has open, or asks for. ``pid``: who holds it, which may be that
+    process. ``program``: of another holder, what it runs and since when, in brackets."""
 
     path: str
     pid: int
+    program: str = ""
 
 
 class ProcessState(Record, frozen=True):
@@ -134,7 +140,7 @@ class ProcessState(Record, frozen=True):
 
     ``throttled_ms``: how long CPU limits have throttled its control groups so far. ``locks``: the file locks that it
     holds, and, while its main thread sleeps as if it asked for one repeatedly, the locks of others on files that it
-    has open.
+    has open. ``wait_status``: of a zombie; 0 where it exited cleanly, and where that is not to be seen.
     """
 
     pid: int
@@ -149,6 +155,7 @@ class ProcessState(Record, frozen=True):
     frozen: bool = False  # its cgroup is frozen
     throttled_ms: int = 0
     locks: tuple[FileLock, ...] = ()
+    wait_status: int = 0
     note: str = ""  # why a field above is missing
 
     @property

@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from safelaunch.postmortem.found import Unreadable, read_limited
-from safelaunch.report.about import About, Gpu, Launch, NodeFiles
+from safelaunch.report.about import About, Gpu, Launch, Link, NodeFiles
 from safelaunch.system import untrusted_paths
 
 _T = TypeVar("_T")
 MOST_BYTES = 4 << 20
 MOST_NODES = 1024
 MOST_LINES = 40
+_MATTERS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "MASTER_", "UCX_", "FI_", "OMP_NUM_THREADS")
+_NO_COUNTS = ("state", "rate", "speed_mbit")
 _NO_VERSIONS = ("system", "kernel", "machine", "python_executable", "torch_git")
 
 
@@ -30,6 +32,7 @@ class _Resources(msgspec.Struct):
     load: tuple[float, ...] = ()
     memory_bytes: dict[str, int] = {}
     disks: dict[str, dict[str, Any]] = {}
+    network: dict[str, dict[str, Any]] = {}
 
 
 class _Written(msgspec.Struct):
@@ -65,6 +68,7 @@ def _node(folder: Path) -> NodeFiles:
     gpus = _json(folder / "gpus.json", _Gpus) or _Gpus()
     resources = _json(folder / "resources.json", _Resources) or _Resources()
     versions = _json(folder / "versions.json", dict[str, str]) or {}
+    environment = _json(folder / "env.json", dict[str, str]) or {}
     return NodeFiles(
         host=folder.name,
         gpus=gpus.gpus,
@@ -74,6 +78,8 @@ def _node(folder: Path) -> NodeFiles:
         memory_total_bytes=resources.memory_bytes.get("MemTotal", 0),
         memory_available_bytes=resources.memory_bytes.get("MemAvailable", 0),
         disks=tuple(_used(place, disk) for place, disk in resources.disks.items() if "total_bytes" in disk),
+        network=tuple(_link(name, link) for name, link in resources.network.items()),
+        environment=tuple((name, text) for name, text in environment.items() if name.startswith(_MATTERS)),
         versions=tuple((name, text) for name, text in versions.items() if name not in _NO_VERSIONS),
         kernel_log=tuple(_text(folder / "kernel_log.txt").splitlines()[-MOST_LINES:]),
     )
@@ -83,6 +89,12 @@ def _used(place: str, disk: Mapping[str, Any]) -> tuple[str, float]:
     total, free = disk.get("total_bytes"), disk.get("free_bytes")
     known = isinstance(total, (int, float)) and isinstance(free, (int, float)) and total > 0
     return place, 1 - free / total if known else 0.0  # type: ignore[operator]
+
+
+def _link(name: str, link: Mapping[str, Any]) -> Link:
+    speed = link.get("rate") or (f"{link['speed_mbit']} Mbit/s" if link.get("speed_mbit") else "")
+    counted = [f"{count} {what.replace('_', ' ')}" for what, count in link.items() if what not in _NO_COUNTS and count]
+    return Link(name, str(link.get("state", "")), str(speed), ", ".join(counted))
 
 
 def _json(path: Path, kind: type[_T]) -> _T | None:

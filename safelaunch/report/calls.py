@@ -63,58 +63,83 @@ def table(facts: Facts, chosen: Selection) -> Table:
     """The calls of ``chosen``, oldest first."""
     wanted = [rank for rank in facts.ranks if chosen.ranks is None or rank in chosen.ranks]
     records = {rank: record for rank in wanted if (record := facts.ranks[rank].evidence.flight_record) is not None}
+    rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
     kinds = _Kinds(facts)
-    folded: dict[Hashable, tuple[list[Slot], list[int], list[int], list[int]]] = {}
-    more = False
-    for rank, record in records.items():
-        ring = Entries.of(record.entries)
-        numbers = kinds.of(rank, ring, chosen)
-        at = [position for position, kind in enumerate(ring.kind_of) if kind in numbers]
-        more = more or (bool(chosen.last) and len(at) > chosen.last)
-        at = at[-chosen.last :]
-        called = [numbers[ring.kind_of[position]] for position in at]
-        seqs = [
-            ring.p2p_seqs[n] if kinds.all[kind][0].is_p2p else ring.seqs[n] for n, kind in zip(at, called, strict=True)
-        ]
-        key = (tuple(called), tuple(seqs))
-        if key not in folded:
-            folded[key] = (kinds.slots(called, seqs), called, [ring.created_ns[n] for n in at], [])
-        folded[key][3].append(rank)
+    columns = _columns(rings, kinds, chosen)
     rows: dict[Slot, Row] = {}
-    for slots, called, times, ranks in folded.values():
-        for slot, kind, time_ns in zip(slots, called, times, strict=True):
+    for column in columns:
+        for slot, kind, time_ns in zip(column.slots, column.kinds, column.at_ns, strict=True):
             row = rows.setdefault(slot, Row(slot, time_ns))
             row.at_ns = min(row.at_ns, time_ns)
-            row.kinds.setdefault(kind, []).extend(ranks)
-    _note_absent(rows.values(), records)
-    order = in_order([slots for slots, *_ in folded.values()], {slot: row.at_ns for slot, row in rows.items()})
+            row.kinds.setdefault(kind, []).extend(column.ranks)
+    _note_absent(rows.values(), records, rings)
+    order = in_order([column.slots for column in columns], {slot: row.at_ns for slot, row in rows.items()})
     return Table(
         tuple(rows[slot] for slot in order),
         tuple(kinds.all),
         tuple(sorted(records)),
         tuple(sorted({*(chosen.ranks or facts.ranks), *wanted} - set(records))),
-        tuple(dict.fromkeys(_label(one) for one, _ in kinds.every)),
-        more,
+        tuple(dict.fromkeys(_label(one) for one, _ in kinds.known)),
+        any(0 < chosen.last < column.recorded for column in columns),
     )
 
 
+@dataclass
+class _Column:
+    """The chosen calls of ranks that called alike. ``at_ns``: of the first of them; ``recorded``: before the cut."""
+
+    slots: list[Slot]
+    kinds: list[int]
+    at_ns: list[int]
+    recorded: int = 0
+    ranks: list[int] = field(default_factory=list)
+
+
+def _columns(rings: Mapping[int, Entries], kinds: _Kinds, chosen: Selection) -> list[_Column]:
+    """Ranks that called alike share a column."""
+    folded: dict[Hashable, _Column] = {}
+    for rank, ring in rings.items():
+        numbers = kinds.of(rank, ring, chosen)
+        every: Sequence[int] = range(len(ring))
+        if chosen.groups:
+            every = [position for position, kind in enumerate(ring.kind_of) if kind in numbers]
+        at = every[-chosen.last :]
+        called = [numbers[ring.kind_of[n]] for n in at]
+        seqs = [
+            ring.p2p_seqs[n] if kinds.all[kind][0].is_p2p else ring.seqs[n] for n, kind in zip(at, called, strict=True)
+        ]
+        key = (tuple(called), tuple(seqs))
+        if key not in folded:
+            folded[key] = _Column(kinds.slots(called, seqs), called, [ring.created_ns[n] for n in at])
+        folded[key].ranks.append(rank)
+        folded[key].recorded = max(folded[key].recorded, len(every))
+    return list(folded.values())
+
+
 class _Kinds:
-    """Numbers the kinds of call over all ranks."""
+    """Numbers the kinds of call over all ranks. All rings outlive it: it knows their tables of kinds by their ids."""
 
     def __init__(self, facts: Facts) -> None:
         self.all: list[tuple[Collective, str]] = []
-        self.every: list[tuple[Collective, str]] = []  # also of groups that are not chosen
         self._facts = facts
         self._numbers: dict[tuple[Collective, str], int] = {}
+        self._known: dict[tuple[int, int, tuple[str, ...]], tuple[Collective, str]] = {}
+
+    @property
+    def known(self) -> Iterable[tuple[Collective, str]]:
+        """Also those of groups that are not chosen."""
+        return self._known.values()
 
     def of(self, rank: int, ring: Entries, chosen: Selection) -> Mapping[int, int]:
         """The chosen kinds of one record → their numbers here."""
         found = {}
         evidence = self._facts.ranks[rank].evidence
         for number, call in ring.used().items():
-            frame = stack_of(evidence, call.frames).user_frame or next(iter(call.frames), None)
-            kind = (call, place(frame) if frame is not None else "")
-            self.every.append(kind)
+            key = (id(ring.kinds), number, evidence.code_roots)
+            kind = self._known.get(key)
+            if kind is None:
+                frame = stack_of(evidence, call.frames).user_frame or next(iter(call.frames), None)
+                kind = self._known[key] = (call, place(frame) if frame is not None else "")
             if chosen.has(call):
                 found[number] = self._numbers.setdefault(kind, len(self.all))
                 self.all += [kind] if found[number] == len(self.all) else []
@@ -132,13 +157,13 @@ class _Kinds:
         return found
 
 
-def _note_absent(rows: Iterable[Row], records: Mapping[int, FlightRecord]) -> None:
+def _note_absent(rows: Iterable[Row], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:
     """A member of the group whose last collective has a smaller number has not called this one."""
     last: dict[str, dict[int, int]] = {}
     members: dict[str, set[int]] = {}
     whole = set()  # the ranks whose ring has lost nothing: a group that it does not have was not called
     for rank, record in records.items():
-        ring = Entries.of(record.entries)
+        ring = rings[rank]
         for group, number in _newest(ring):
             last.setdefault(group, {})[rank] = number
         whole |= {rank} if ring and ring.record_ids[0] == 0 else set()

@@ -55,13 +55,13 @@ class Node:
         return _ARTICLES.get(self.kind, self.kind)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known name closest to ``word``, or an empty string if none is close."""
+def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The known name closest to ``word``, or an empty string if none is close: ``likeness`` of 1 is equal."""
     import difflib  # needed for errors only
 
     names = list(known)
     longer = [name for name in names if len(word) > 2 and name.startswith(word)]
-    return next(iter([*difflib.get_close_matches(word, names, n=1), *longer]), "")
+    return next(iter([*difflib.get_close_matches(word, names, n=1, cutoff=likeness), *longer]), "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from typing import Literal
@@ -255,7 +256,8 @@ def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
 
 def prepare() -> None:
     """Imports what verdict and reports need while the job is given time to move: most runs never stall."""
-    from safelaunch.report import exports, page, report  # noqa: F401 - for the imports
+    from safelaunch.postmortem import surroundings  # noqa: F401 - for the imports
+    from safelaunch.report import exports, page, report  # noqa: F401
 
     page.prepare()
 
@@ -496,20 +498,24 @@ def _add_reports(
         line = user_source.line(path, number)
         return said(line) if line else line
 
+    @cache  # the reports read the same; an error is not kept, and costs each of them
+    def facts() -> Facts:
+        return Facts.of(evidence, user_source.text)
+
     def markdown() -> str:
-        return report.markdown(verdict, evidence, staging.settle(), read_line=read_line)
+        return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
 
     def html() -> str:
         known = surroundings.about(staging.root)
         known = replace(known, bundle=known.bundle or about.run_name, at_unix_s=timeline.moments[-1].unix_s)
         artifacts = staging.settle()
-        return page.html(verdict, evidence, artifacts, read_source=user_source.text, said=said, about=known)
+        return page.html(verdict, evidence, artifacts, facts=facts(), said=said, about=known)
 
     def perfetto() -> str:
-        return exports.as_json(exports.perfetto(Facts.of(evidence), about.run_name))
+        return exports.as_json(exports.perfetto(facts(), about.run_name))
 
     def speedscope() -> str:
-        return exports.as_json(exports.speedscope(Facts.of(evidence), about.run_name))
+        return exports.as_json(exports.speedscope(facts(), about.run_name))
 
     begin = time.monotonic()
     made = {exports.PERFETTO: perfetto, exports.SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}

@@ -40,7 +40,7 @@ def culprits(result: Result) -> list[int]:
     return [culprit["rank"] for culprit in result.verdict["culprits"]]
 
 
-@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.rare), 2])
+@pytest.mark.parametrize("culprit", [0, *(pytest.param(rank, marks=pytest.mark.rare) for rank in (1, 2))])
 def test_an_exception_on_one_rank(culprit: int, tmp_path: Path) -> None:
     result = crash(tmp_path, 3, "exception", culprit)
     verdict = result.verdict
@@ -147,6 +147,7 @@ def _computes(pid: int) -> bool:
         return False
 
 
+@pytest.mark.rare  # the next one has two attempts as well, and test_differential a restart that helps
 def test_a_restart_after_a_crash(tmp_path: Path) -> None:
     script = tmp_path / "flaky.py"
     script.write_text(

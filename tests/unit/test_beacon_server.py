@@ -41,9 +41,10 @@ def c10d(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 class Waiting:
     """A thread that rests in a function with some ops."""
 
-    def __init__(self, ops: object) -> None:
+    def __init__(self, ops: object, work: Work | None = None) -> None:
         self.go, self.there = threading.Event(), threading.Event()
-        self.thread = threading.Thread(target=exchange, args=(ops, self))
+        target, *more = (exchange,) if work is None else (wait_for, work)
+        self.thread = threading.Thread(target=target, args=(ops, *more, self))
         self.thread.start()
         self.there.wait()
 
@@ -68,6 +69,36 @@ def test_the_batch_that_a_thread_is_at_is_told(c10d: types.ModuleType) -> None:
             {"thread": one.thread.ident, "sends": True, "peer": 2, "tag": 0},
             {"thread": one.thread.ident, "sends": False, "peer": 0, "tag": 7},
         ]
+
+
+class Work:
+    def __init__(self, source: int | None = None, *, completed: bool = False) -> None:
+        self.source, self.completed = source, completed
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def _source_rank(self) -> int:
+        if self.source is None:
+            raise RuntimeError("only a receive has one")
+        return self.source
+
+
+def wait_for(ops: list[P2POp], work: Work, waiting: Waiting) -> None:
+    batch_isend_irecv(ops)
+    waiting.there.set()
+    waiting.go.wait()
+
+
+@pytest.mark.parametrize(
+    ("work", "peers"), [(Work(), [2]), (Work(source=-1), [0]), (Work(completed=True), [2, 0]), (object(), [2, 0])]
+)
+def test_of_a_batch_the_direction_that_is_waited_for_is_told(
+    c10d: types.ModuleType, work: Work, peers: list[int]
+) -> None:
+    c10d.Work = Work  # type: ignore[attr-defined]
+    with Waiting([P2POp(isend, 2), P2POp(irecv, 0)], work):
+        assert [one["peer"] for one in json.loads(server._told())["posted"]] == peers
 
 
 def test_objects_that_are_no_ops_are_not_told(c10d: types.ModuleType) -> None:

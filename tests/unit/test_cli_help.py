@@ -75,7 +75,7 @@ def test_torchruns_own_help() -> None:
 
 
 def test_help_costs_little_more_than_python_itself() -> None:
-    """CPU time, of which importing torch would take thirty times as much."""
+    """CPU time, of which importing torch would take sixty times as much."""
 
     def cpu_s(*words: str) -> float:
         spent = []
@@ -87,4 +87,4 @@ def test_help_costs_little_more_than_python_itself() -> None:
             spent.append(used.ru_utime + used.ru_stime)
         return min(spent)
 
-    assert cpu_s(*program()[1:], "--help") < 12 * cpu_s("-c", "pass")
+    assert cpu_s(*program()[1:], "--help") < 20 * cpu_s("-c", "pass")

@@ -71,8 +71,9 @@ def test_what_torchrun_accepts_passes(words: str, here: Path, capfd: pytest.Capt
     assert said(f"--dry-run --no-lease {words}", capfd) == (0, [])
 
 
-def test_an_option_like_none_is_left_to_torchrun(capfd: pytest.CaptureFixture[str]) -> None:
-    assert said("--dry-run --xyzzy 60 train.py", capfd) == (0, [])
+@pytest.mark.parametrize("option", ["--xyzzy", "--nope", "-x"])
+def test_an_option_like_none_is_left_to_torchrun(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert said(f"--dry-run {option} 60 train.py", capfd) == (0, [])
 
 
 def test_a_dry_run_only_notes_that_the_script_is_missing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
