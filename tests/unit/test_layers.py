@@ -112,6 +112,7 @@ THIRD_PARTY = {
         "watch.rhythm",
         "api.*",
         "colaunch.summary",
+        "colaunch.steps",
         "cli.*",
         "report.about",
     },
