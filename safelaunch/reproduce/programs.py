@@ -1,0 +1,313 @@
+"""The evidence of a job → the program that its ranks ran, from a little before they parted to the hang."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from safelaunch.diagnose.collectives import elements, number_of, op_name
+from safelaunch.diagnose.comparable import Block
+from safelaunch.diagnose.rank_state import Facts, RankFacts
+from safelaunch.diagnose.transfers import is_root
+from safelaunch.model import UNKNOWN_SIZES, Collective, format_ranks
+from safelaunch.reproduce.gloo import FUNCTIONS
+from safelaunch.reproduce.program import ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram
+from safelaunch.reproduce.recorded import Extent, Recorded, recorded
+
+_SCALAR = ((1,),)
+_OP_OF_WAIT = {
+    "isend": "send",
+    "irecv": "recv",
+    "all_gather_object": "all_gather",
+    "broadcast_object_list": "broadcast",
+}
+
+
+def program_of(facts: Facts, extent: Extent) -> Program:
+    """Raises nothing: what cannot be replayed stands in the notes."""
+    return _Reader(facts, extent).program()
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A call, and the entries that it left. A batch of sends and receives leaves several."""
+
+    call: Call
+    entries: tuple[Collective, ...]
+
+    @property
+    def over(self) -> bool:
+        return all(entry.completed for entry in self.entries)
+
+    @property
+    def as_left(self) -> Call:
+        """What is not over, the rank went on behind."""
+        return self.call if self.over else replace(self.call, waited_for=False)
+
+    def is_at(self, group: str | None, number: int | None) -> bool:
+        return not self.over and any((e.group, number_of(e)) == (group, number) for e in self.entries)
+
+
+class _Reader:
+    def __init__(self, facts: Facts, extent: Extent) -> None:
+        self._facts = facts
+        self._calls = recorded(facts, extent)
+        self._roots = _Roots(facts, self._calls)
+        self._notes: dict[str, None] = {}
+        self._default = {name for name in facts.alignment.groups() if self._is_default(name)} | {WORLD, ""}
+
+    def program(self) -> Program:
+        ranks = {rank: self._rank(rank) for rank in range(self._world)}
+        used = {call.group for one in ranks.values() for call in _all_calls(one)} - {WORLD}
+        groups = {name: tuple(sorted(self._facts.alignment.ranks_of(name))) for name in sorted(used)}
+        self._say_what_is_missing()
+        return Program(ranks, groups, (*self._notes, *self._roots.notes()))
+
+    @property
+    def _world(self) -> int:
+        return max([self._facts.evidence.world_size, *(rank + 1 for rank in self._facts.ranks)])
+
+    def _is_default(self, group: str) -> bool:
+        """It is everybody's: under the name of the default group, or of the same ranks in the same order."""
+        return group in ("0", "") or any(
+            entry.entry.description == "default_pg" and entry.entry.group == group
+            for calls in self._calls.values()
+            for entry in calls
+        )
+
+    def _note(self, words: str) -> None:
+        self._notes[words] = None
+
+    def _say_what_is_missing(self) -> None:
+        unseen = self._facts.unseen
+        if unseen:
+            self._note(f"Not seen: ranks {format_ranks(set(unseen))}. They make the calls that their peers completed.")
+        without = set(self._facts.ranks) - set(self._facts.alignment.records)
+        if without:
+            self._note(
+                f"No recorded calls: ranks {format_ranks(without)}. They make the calls that their peers completed."
+            )
+
+    # --- a rank -------------------------------------------------------------------------------------------------------
+
+    def _rank(self, rank: int) -> RankProgram:
+        one = self._facts.ranks.get(rank)
+        made = self._made(rank, self._calls[rank]) if rank in self._calls else self._borrowed(rank)
+        if one is None:
+            return RankProgram(_left(made), End("stands", "missing-from-collective", "it was not seen"))
+        if one.wait is not None:
+            return self._waiting(one, made)
+        end = _end_of(one)
+        before = end.kind == "stands" and not made and not self._facts.alignment.joined(rank) and self._some_in_init
+        return RankProgram(_left(made), end, before=before)
+
+    def _waiting(self, one: RankFacts, made: Sequence[_Made]) -> RankProgram:
+        """Its own thread waits in the newest of its calls, in an earlier one, or in one that is not recorded."""
+        assert one.wait is not None
+        wait = one.wait
+        at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
+        if at is None:
+            return RankProgram((*_left(made), *self._call_of_wait(one)), End("waits"))
+        if at == len(made) - 1:
+            return RankProgram((*_left(made[:at]), made[at].call), End("waits"))
+        behind = sum(not call.over for call in made[at + 1 :])
+        return RankProgram(_left(made), End("waits for work", site=wait.frame, work=behind))
+
+    @property
+    def _some_in_init(self) -> bool:
+        return any(one.wait is not None and one.wait.kind == "init" for one in self._facts.ranks.values())
+
+    def _made(self, rank: int, calls: Sequence[Recorded]) -> list[_Made]:
+        """In the order of the record. A batch of sends and receives is one call."""
+        found: list[_Made] = []
+        for (is_p2p, _), same in groupby(calls, key=_launch_of):
+            together = list(same)
+            made = [self._call(rank, one) for one in together]
+            if is_p2p and len(made) > 1:
+                parts = tuple(replace(part, site=None) for part in made)
+                batch = Call("batch", made[0].group, site=made[0].site, parts=parts)
+                found.append(_Made(batch, tuple(one.entry for one in together)))
+            else:
+                found += [_Made(call, (one.entry,)) for call, one in zip(made, together, strict=True)]
+        return found
+
+    def _borrowed(self, rank: int) -> list[_Made]:
+        """Of a rank without a record: what its peers cannot have completed without it, as one of them called it."""
+        over = {one.key for calls in self._calls.values() for one in calls if one.entry.completed}
+        of_mine = {
+            peer: [one for one in calls if one.transfer is None and one.key in over and self._takes_part(rank, one)]
+            for peer, calls in self._calls.items()
+        }
+        peer = max(of_mine, key=lambda one: len(of_mine[one]), default=None)
+        done = [_Made(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
+        return done
+
+    def _takes_part(self, rank: int, one: Recorded) -> bool:
+        return rank in self._facts.alignment.members(one.entry.group)[0]
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+
+    def _call(self, rank: int, one: Recorded) -> Call:
+        entry = one.entry
+        recorded_as = op_name(entry).split(" ")[0]
+        ops = set(entry.ops) if isinstance(entry, Block) else {recorded_as}
+        op = FUNCTIONS.get(next(iter(sorted(ops))), "")
+        if not op or len(ops) > 1:
+            shown = "one operation of several kinds" if len(ops) > 1 else f"{recorded_as!r}"
+            op = op or "all_reduce"
+            self._note(f"{shown} is replayed as {op}.")
+        call = Call(
+            op,
+            group=WORLD if entry.group in self._default else entry.group,
+            sizes=self._sizes(op, entry),
+            dtypes=(_dtype(entry),) if op != "barrier" else (),
+            gets=self._known(entry.output_sizes) if op == "all_to_all" else (),
+            site=self._facts.alignment.stack(rank, entry).user_frame,
+        )
+        if op in ROOTED:
+            call = replace(call, root=self._roots.of(rank, one))
+        if one.transfer is not None:
+            call = replace(call, peer=self._place_in_group(entry.group, one.transfer.peer))
+        return call
+
+    def _sizes(self, op: str, entry: Collective) -> tuple[tuple[int, ...], ...]:
+        if op == "barrier":
+            return ()
+        given = self._known(entry.output_sizes if op == "scatter" else entry.input_sizes)
+        if op in ("all_reduce", "all_to_all") or len(given) == 1:
+            return given
+        return ((elements(given) or 0,),)
+
+    def _known(self, sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        if elements(sizes) is None or sizes == UNKNOWN_SIZES:
+            self._note("Some sizes are not recorded: one element each.")
+            return _SCALAR
+        return sizes
+
+    def _place_in_group(self, group: str, rank: int) -> int:
+        ranks = sorted(self._facts.alignment.ranks_of(group))
+        return ranks.index(rank) if rank in ranks else rank
+
+    def _call_of_wait(self, one: RankFacts) -> Iterator[Call]:
+        """A call that only the rank's stack tells of: gloo records no send, and some torch nothing at all."""
+        wait = one.wait
+        assert wait is not None
+        if wait.kind == "init":
+            return
+        word = _OP_OF_WAIT.get(wait.op, wait.op)
+        op = "new_group" if word == "new_group" else FUNCTIONS.get(word, "")
+        posted = one.evidence.gil.posted if word not in TRANSFERS else ()
+        if wait.kind == "p2p" and len(one.evidence.gil.posted) > 1:
+            posted = one.evidence.gil.posted
+        if posted:
+            parts = [Call("send" if p.sends else "recv", WORLD, _SCALAR, peer=p.peer, tag=p.tag) for p in posted]
+            self._note("Sends and receives of gloo are not recorded: those under way are read from the processes.")
+            yield Call("batch", site=wait.frame, parts=tuple(parts))
+        elif op in TRANSFERS:
+            self._note("Sends and receives of gloo are not recorded: those under way are read from the stacks.")
+            if wait.peer is None:
+                self._note(f"Rank {one.rank}: the peer of its {op} is not known.")
+            peer = wait.peer if wait.peer is not None else (one.rank + 1) % self._world
+            yield Call(op, WORLD, _SCALAR, peer=peer, tag=wait.tag or 0, site=wait.frame)
+        elif op:
+            self._note(f"{op} of rank {one.rank} is not recorded: its group and sizes are not known.")
+            root = wait.source if wait.source is not None else wait.target
+            yield Call(op, WORLD, () if op in ("barrier", "new_group") else _SCALAR, root=root, site=wait.frame)
+        else:
+            self._note(f"Rank {one.rank} waits in {wait.op}, which is not recorded: a barrier stands for it.")
+            yield Call("barrier", site=wait.frame)
+
+
+def _all_calls(program: RankProgram) -> Iterator[Call]:
+    yield from program.calls
+    for calls in program.threads.values():
+        yield from calls
+
+
+def _left(made: Iterable[_Made]) -> tuple[Call, ...]:
+    return tuple(one.as_left for one in made)
+
+
+def _launch_of(one: Recorded) -> tuple[bool, object]:
+    """Sends and receives that were launched together have one number."""
+    entry = one.entry
+    return (True, (entry.group, entry.p2p_seq)) if entry.is_p2p else (False, 0)
+
+
+def _dtype(entry: Collective) -> str:
+    return next((name for name in (*entry.input_dtypes, *entry.output_dtypes) if name), "")
+
+
+def _end_of(one: RankFacts) -> End:
+    """What a rank does that waits for no peer."""
+    condition, evidence = one.condition, one.evidence
+    if condition is None:
+        return End("stands", "missing-from-collective", "it was ended before it was looked at", one.frame)
+    site = condition.frame or one.frame
+    if condition.cause == "rank-killed" and evidence.exit is not None:
+        return End("is killed", condition.cause, condition.reason, site, -evidence.exit.returncode)
+    if condition.cause == "rank-exception":
+        return End("raises", condition.cause, condition.reason, site)
+    if condition.cause == "rank-exited":
+        return End("exits", condition.cause, condition.reason, site, evidence.exit.returncode if evidence.exit else 0)
+    if condition.cause == "uneven-batches":
+        return End("leaves", condition.cause, condition.reason, site)
+    return End("stands", condition.cause, condition.reason, site)
+
+
+# --- roots ------------------------------------------------------------------------------------------------------------
+
+
+class _Roots:
+    """The root of each rooted collective, as a rank of its group: as the ranks' stacks name it, as the sizes of a
+    gather or scatter tell, else one under which those that wait have to wait.
+    """
+
+    def __init__(self, facts: Facts, calls: Mapping[int, Sequence[Recorded]]) -> None:
+        self._facts = facts
+        self._there: dict[object, dict[int, Collective]] = {}
+        for rank, made in calls.items():
+            for one in made:
+                if op_name(one.entry) and FUNCTIONS.get(op_name(one.entry)) in ROOTED:
+                    self._there.setdefault(one.key, {})[rank] = one.entry
+        self._assumed = self._deduced = 0
+
+    def notes(self) -> Iterator[str]:
+        if self._assumed:
+            yield "Roots are not recorded: where all have completed it, the first rank of the group is the root."
+        if self._deduced:
+            yield "The root of a call that hangs is one that those who wait in it can wait for."
+
+    def of(self, rank: int, one: Recorded) -> int:
+        ranks = sorted(self._facts.alignment.ranks_of(one.entry.group))
+        root = self._root(rank, one, ranks)
+        return ranks.index(root) if root in ranks else 0
+
+    def _root(self, rank: int, one: Recorded, ranks: Sequence[int]) -> int:
+        there = self._there[one.key]
+        named = {r: root for r in there if (root := self._named(r, there[r])) is not None}
+        roots = [r for r, entry in there.items() if is_root(entry)]
+        if rank in named:
+            return named[rank]
+        if rank in roots:
+            return rank
+        if named or roots:
+            return Counter([*named.values(), *roots]).most_common(1)[0][0]
+        if set(there) >= set(ranks) and all(entry.completed for entry in there.values()):
+            self._assumed += 1
+            return ranks[0]
+        self._deduced += 1
+        pending = {r for r, entry in there.items() if not entry.completed}
+        if op_name(one.entry) in ("reduce", "_reduce_oop", "gather"):
+            return min(pending, default=ranks[0])
+        done = [r for r in ranks if r in there and r not in pending]
+        absent = [r for r in ranks if r not in there]
+        return next(iter([*done, *absent]), ranks[0])
+
+    def _named(self, rank: int, entry: Collective) -> int | None:
+        wait = self._facts.ranks[rank].wait
+        if wait is None or (wait.group, wait.seq) != (entry.group, entry.seq) or entry.completed:
+            return None
+        return wait.source if wait.source is not None else wait.target
