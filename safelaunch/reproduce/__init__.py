@@ -12,6 +12,7 @@ from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, Verdict
 from safelaunch.reading.source import ReadSource
+from safelaunch.reproduce.program import Program
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.recorded import Extent
 from safelaunch.reproduce.text import Head, script
@@ -21,25 +22,48 @@ __all__ = ["Extent", "Reproduction", "Wish", "reproduction_of"]
 
 @dataclass(frozen=True)
 class Wish:
-    """What the script is to hold. ``fewest``: only as many ranks as still show it; ``shrink``: small tensors."""
+    """What the script is to hold. ``fewest``: only as many ranks as still show it; ``shrink``: small tensors; ``name``:
+    what it will be called.
+    """
 
     extent: Extent = field(default_factory=Extent)
     fewest: bool = False
     shrink: bool = False
+    name: str = "repro.py"
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """``text``: the script. ``world_size``: how many ranks it takes. ``verdict``: on what was recorded."""
+    """``text``: the script; ``command`` runs it. ``outcome``, ``cause`` and ``culprits``: the verdict to expect.
+    ``notes``: what is not as it was recorded. ``replays``: there is anything to replay.
+    """
 
     text: str
     world_size: int
-    verdict: Verdict
+    command: str
+    outcome: str
+    cause: str
+    culprits: tuple[int, ...]
     notes: tuple[str, ...]
+    replays: bool
 
 
 def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | None = None) -> Reproduction:
     verdict = diagnose(evidence, read_source)
     program = program_of(Facts.of(evidence, read_source), wish.extent)
-    head = Head((f"Recorded: {verdict.cause} ({verdict.confidence} confidence). {verdict.summary}",))
-    return Reproduction(script(program, head), program.world_size, verdict, program.notes)
+    culprits = tuple(one.rank for one in verdict.culprits)
+    written = script(program, _head(verdict, program, wish), culprits if verdict.cause == "uneven-batches" else ())
+    return Reproduction(
+        text=written.text,
+        world_size=program.world_size,
+        command=written.command,
+        outcome=verdict.outcome,
+        cause=verdict.cause,
+        culprits=culprits,
+        notes=written.notes,
+        replays=any(one.calls or one.end.kind != "stands" for one in program.ranks.values()),
+    )
+
+
+def _head(verdict: Verdict, program: Program, wish: Wish) -> Head:
+    return Head((f"Recorded: {verdict.cause} ({verdict.confidence} confidence). {verdict.summary}",), wish.name)

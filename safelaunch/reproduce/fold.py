@@ -1,48 +1,142 @@
-"""Repeated runs of items as loops, and the programs of many ranks as one with branches. Pure, of any hashable items."""
+"""The programs of many ranks as one, with branches, and what repeats in it as loops. Pure, of any hashable items."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar, Union
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import groupby
+from typing import Any
 
-T = TypeVar("T", bound=Hashable)
+Item = Hashable
+Ranks = frozenset[int]
 _LONGEST_ROUND = 512
+_MOST_TO_ALIGN = 4000  # items of two sides
 
 
 @dataclass(frozen=True)
-class Loop(Generic[T]):
+class Step:
+    """``item``, which ``ranks`` do. ``beyond``: those that do not come so far, so it is as good as theirs. Those in
+    ``not_last`` leave it out in the last round of the loop around it.
+    """
+
+    item: Any
+    ranks: Ranks
+    beyond: Ranks = frozenset()
+    not_last: Ranks = frozenset()
+
+
+@dataclass(frozen=True)
+class Loop:
+    """In the last of the ``times`` rounds, ``leaving`` ranks do not come to ``body``."""
+
     times: int
-    body: tuple[Node[T], ...]
+    body: tuple[Node, ...]
+    leaving: Ranks = frozenset()
 
 
 @dataclass(frozen=True)
-class Branch(Generic[T]):
+class Branch:
     """``sides``: what these ranks do; ``rest``: what all others do that come here, which may be nothing."""
 
-    sides: tuple[tuple[frozenset[int], tuple[Node[T], ...]], ...]
-    rest: tuple[Node[T], ...] = ()
+    sides: tuple[tuple[Ranks, tuple[Node, ...]], ...]
+    rest: tuple[Node, ...] = ()
 
 
-Node = Union[T, Loop[T], Branch[T]]
+@dataclass(frozen=True)
+class Unless:
+    """``body`` is left out by ``ranks`` in the last round of the loop around it."""
+
+    ranks: Ranks
+    body: tuple[Node, ...]
 
 
-def folded(items: Sequence[T]) -> tuple[Node[T], ...]:
-    """The items, each run that repeats as a loop: at each place the round that covers most, the shortest of those."""
-    numbers: dict[T, int] = {}
-    return tuple(_folded(items, [numbers.setdefault(item, len(numbers)) for item in items]))
+Node = Step | Loop | Branch | Unless
 
 
-def _folded(items: Sequence[T], codes: Sequence[int]) -> list[Node[T]]:
-    found: list[Node[T]] = []
+def merged(
+    programs: Mapping[int, Sequence[Item]], *, stuck: Collection[int] = (), leavers: Collection[int] = ()
+) -> tuple[Node, ...]:
+    """One program that does on each rank what ``programs`` says, in that order.
+
+    ``stuck``: ranks that do not come back from their last item, so what follows it is as good as theirs. ``leavers``:
+    ranks that have left a loop in which the others are.
+    """
+    everybody = frozenset(programs)
+    steps = _with_the_stuck(_aligned(programs), frozenset(stuck))
+    level = _rounds(steps)
+    level = (
+        (_one_more_round(level, everybody) if everybody <= frozenset(stuck) else None)
+        or _left(level, frozenset(leavers))
+        or level
+    )
+    return tuple(_branched(level, everybody))
+
+
+# --- one sequence -----------------------------------------------------------------------------------------------------
+
+
+def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[Step]:
+    """All items, each with the ranks that do it there: in it, each rank's own stand in their order."""
+    sides: dict[tuple[Item, ...], list[int]] = {}
+    for rank, items in programs.items():
+        sides.setdefault(tuple(items), []).append(rank)
+    common = _common(list(sides))
+    found: list[Step] = []
+    for items, ranks in sorted(sides.items(), key=lambda side: (-len(side[1]), -len(side[0]), side[1])):
+        found = _with_side(found, [Step(item, frozenset(ranks)) for item in items[common:]])
+    shared = next(iter(sides), ())[:common]
+    return [*(Step(item, frozenset(programs)) for item in shared), *found]
+
+
+def _common(sides: Sequence[Sequence[Item]]) -> int:
+    """How many items they have in common at their begin."""
+    first = min(sides, key=len, default=())
+    return next((at for at, item in enumerate(first) if any(side[at] != item for side in sides)), len(first))
+
+
+def _with_side(found: list[Step], side: list[Step]) -> list[Step]:
+    if len(found) + len(side) > _MOST_TO_ALIGN:
+        return [*found, *side]
+    numbers: dict[Item, int] = {}
+    codes = [[numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (found, side)]
+    both: list[Step] = []
+    for kind, a, b, c, d in SequenceMatcher(None, *codes, autojunk=False).get_opcodes():
+        if kind == "equal":
+            pairs = zip(found[a:b], side[c:d], strict=True)
+            both += [replace(mine, ranks=mine.ranks | its.ranks) for mine, its in pairs]
+        else:
+            both += [*side[c:d], *found[a:b]]
+    return both
+
+
+def _with_the_stuck(steps: Sequence[Step], stuck: Ranks) -> list[Step]:
+    last = {rank: at for at, step in enumerate(steps) for rank in step.ranks}
+    found = []
+    for at, step in enumerate(steps):
+        found.append(replace(step, beyond=frozenset(rank for rank in stuck if last.get(rank, -1) < at)))
+    return found
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+def _rounds(steps: Sequence[Step]) -> list[Step | Loop]:
+    """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those."""
+    numbers: dict[Step, int] = {}
+    return _folded(steps, [numbers.setdefault(step, len(numbers)) for step in steps])
+
+
+def _folded(steps: Sequence[Step], codes: Sequence[int]) -> list[Step | Loop]:
+    found: list[Step | Loop] = []
     at = 0
-    while at < len(items):
+    while at < len(steps):
         period, times = _round_at(codes, at)
         if times < 2:
-            found.append(items[at])
+            found.append(steps[at])
             at += 1
             continue
-        body = _folded(items[at : at + period], codes[at : at + period])
+        body = _folded(steps[at : at + period], codes[at : at + period])
         found.append(Loop(times, tuple(body)))
         at += period * times
     return found
@@ -61,30 +155,111 @@ def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
     return best
 
 
-def merged(programs: Mapping[int, Sequence[T]]) -> tuple[Node[T], ...]:
-    """One program that does on each rank what ``programs`` says: what all do alike first, then branches."""
-    sides: dict[tuple[T, ...], list[int]] = {}
-    for rank, items in programs.items():
-        sides.setdefault(tuple(items), []).append(rank)
-    return tuple(_merged(sides))
+def _last_loop(level: Sequence[Step | Loop]) -> int | None:
+    at = next((at for at in reversed(range(len(level))) if isinstance(level[at], Loop)), None)
+    body = level[at].body if at is not None else ()  # type: ignore[union-attr]
+    return at if all(isinstance(node, Step) for node in body) else None
 
 
-def _merged(sides: Mapping[tuple[T, ...], list[int]]) -> list[Node[T]]:
-    if len(sides) == 1:
-        return list(folded(next(iter(sides))))
-    common = _common(list(sides))
-    found = list(folded(next(iter(sides))[:common]))
-    apart: dict[T | None, dict[tuple[T, ...], list[int]]] = {}
-    for items, ranks in sides.items():
-        rest = items[common:]
-        apart.setdefault(rest[0] if rest else None, {})[rest] = ranks
-    ways = [(frozenset(r for ranks in way.values() for r in ranks), tuple(_merged(way))) for way in apart.values()]
-    ways.sort(key=lambda way: (len(way[0]), min(way[0])))
-    rest = next((way for way in ways if not way[1]), ways[-1])
-    return [*found, Branch(tuple(way for way in ways if way is not rest), rest[1])]
+def _one_more_round(level: list[Step | Loop], programs: Collection[int]) -> list[Step | Loop] | None:
+    """What follows the last loop as one more round of it, in which some ranks leave something out.
+
+    All of ``programs`` are stuck in that round. None where what follows is none, or where nobody leaves anything out.
+    """
+    at = _last_loop(level)
+    if at is None:
+        return None
+    loop, rest = level[at], level[at + 1 :]
+    assert isinstance(loop, Loop)
+    body = [node for node in loop.body if isinstance(node, Step)]
+    left_out: dict[int, set[int]] = {}
+    for rank in programs:
+        mine = [step.item for step in rest if isinstance(step, Step) and rank in step.ranks]
+        skipped = _skipped(mine, body, rank)
+        if skipped is None:
+            return None
+        for place in skipped:
+            left_out.setdefault(place, set()).add(rank)
+    if not left_out or any(isinstance(step, Loop) for step in rest):
+        return None
+    changed = [replace(step, not_last=frozenset(left_out.get(n, ()))) for n, step in enumerate(body)]
+    return [*level[:at], Loop(loop.times + 1, tuple(changed))]
 
 
-def _common(sides: Sequence[Sequence[T]]) -> int:
-    """How many items they have in common at their begin."""
-    first = min(sides, key=len)
-    return next((at for at, item in enumerate(first) if any(side[at] != item for side in sides)), len(first))
+def _skipped(mine: Sequence[Item], body: Sequence[Step], rank: int) -> set[int] | None:
+    """The places of the round's steps that a rank passes over; None where it does something else."""
+    found: set[int] = set()
+    places = iter([n for n, step in enumerate(body) if rank in step.ranks])
+    for item in mine:
+        for place in places:
+            if body[place].item == item:
+                break
+            found.add(place)
+        else:
+            return None
+    return found if mine else None
+
+
+def _left(level: list[Step | Loop], leavers: Ranks) -> list[Step | Loop] | None:
+    """Where ``leavers`` have left the last loop, and the others make one more round of it, in which they are stuck."""
+    at = _last_loop(level)
+    if at is None or not leavers:
+        return None
+    loop, rest = level[at], [step for step in level[at + 1 :] if isinstance(step, Step)]
+    assert isinstance(loop, Loop)
+    body = [node.item for node in loop.body if isinstance(node, Step)]
+    theirs = [step for step in rest if step.ranks <= leavers and step.item not in body]
+    inside = [step.item for step in rest if step not in theirs]
+    if not theirs or len(rest) != len(level) - at - 1 or inside != body[: len(inside)]:
+        return None
+    behind = [replace(step, beyond=frozenset().union(*(one.ranks for one in rest))) for step in theirs]
+    return [*level[:at], replace(loop, times=loop.times + 1, leaving=leavers), *behind]
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+
+def _ranks_of(node: Node) -> tuple[Ranks, Ranks] | None:
+    """Who does it, and who does not come so far, where that is the same for all of it; else None."""
+    if isinstance(node, Step):
+        return node.ranks, node.beyond
+    if not isinstance(node, Loop) or node.leaving:
+        return None
+    inside = {_ranks_of(one) for one in node.body}
+    return inside.pop() if len(inside) == 1 else None
+
+
+def _branched(level: Sequence[Node], here: Ranks) -> Iterator[Node]:
+    """The nodes with branches, for the ranks that come ``here``."""
+    parts: list[tuple[Ranks, tuple[Node, ...]]] = []
+    for who, nodes in groupby(level, key=_ranks_of):
+        ranks, beyond = who or (here, here)
+        mine = here if ranks | beyond >= here else ranks & here
+        parts.append((mine, tuple(_inside(list(nodes), mine))))
+    at = 0
+    while at < len(parts):
+        ranks, body = parts[at]
+        if ranks >= here:
+            yield from body
+            at += 1
+            continue
+        sides, seen = [(ranks, body)], ranks
+        while at + len(sides) < len(parts) and not parts[at + len(sides)][0] & seen:
+            sides.append(parts[at + len(sides)])
+            seen |= sides[-1][0]
+        at += len(sides)
+        sides = [side for side in sides if side[0]]
+        if seen >= here and len(sides) > 1:
+            last = max(sides, key=lambda side: len(side[0]))
+            yield Branch(tuple(side for side in sides if side is not last), last[1])
+        elif sides:
+            yield Branch(tuple(sides))
+
+
+def _inside(nodes: Sequence[Node], here: Ranks) -> Iterator[Node]:
+    for ranks, same in groupby(nodes, key=lambda node: node.not_last if isinstance(node, Step) else frozenset()):
+        body = [replace(one, body=tuple(_branched(one.body, here))) if isinstance(one, Loop) else one for one in same]
+        if ranks & here:
+            yield Unless(ranks & here, tuple(body))
+        else:
+            yield from body

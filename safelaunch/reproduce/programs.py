@@ -141,8 +141,7 @@ class _Reader:
             for peer, calls in self._calls.items()
         }
         peer = max(of_mine, key=lambda one: len(of_mine[one]), default=None)
-        done = [_Made(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
-        return done
+        return [_Made(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
 
     def _takes_part(self, rank: int, one: Recorded) -> bool:
         return rank in self._facts.alignment.members(one.entry.group)[0]

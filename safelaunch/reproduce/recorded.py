@@ -49,7 +49,7 @@ class Recorded:
 def recorded(facts: Facts, extent: Extent) -> dict[int, list[Recorded]]:
     """Rank → its calls that are to be replayed, oldest first."""
     every = {rank: _entries_of(facts, rank) for rank in sorted(facts.alignment.records)}
-    begins = {rank: _begin(facts, rank, calls, extent) for rank, calls in every.items()}
+    begins = _in_step({rank: _begin(facts, rank, calls, extent) for rank, calls in every.items()}, every)
     first: dict[Meeting, int] = {}
     for rank, calls in every.items():
         for meeting, place in _first_kept(calls, begins[rank]).items():
@@ -95,6 +95,32 @@ def _begin(facts: Facts, rank: int, calls: Sequence[Recorded], extent: Extent) -
     apart = len(calls) if apart is None else apart
     undone = next((at for at, one in enumerate(calls) if not one.entry.completed), len(calls))
     return _rounds_before(calls, min(apart, undone, _shifted(facts, rank, calls)))
+
+
+def _in_step(begins: Mapping[int, int], every: Mapping[int, Sequence[Recorded]]) -> dict[int, int]:
+    """Ranks that make the same calls, each in groups of its own, begin with the same one: the earliest of theirs."""
+    found: dict[int, int] = {}
+    leaders: list[tuple[int, dict[int, object]]] = []
+    for rank in sorted(begins, key=lambda one: (_record_id(every[one], begins[one]), one)):
+        calls, begin = every[rank], begins[rank]
+        codes = {one.entry.record_id: _code_in_any_group(one) for one in calls}
+        for first, theirs in leaders:
+            until = _record_id(calls, begin)
+            if first in codes and all(codes.get(n) == theirs.get(n) for n in range(first, until)):
+                begin = next(at for at, one in enumerate(calls) if one.entry.record_id == first)
+                break
+        else:
+            leaders.append((_record_id(calls, begin), codes))
+        found[rank] = begin
+    return found
+
+
+def _record_id(calls: Sequence[Recorded], at: int) -> int:
+    return calls[at].entry.record_id if at < len(calls) else calls[-1].entry.record_id + 1 if calls else 0
+
+
+def _code_in_any_group(one: Recorded) -> object:
+    return signature(one.entry), one.entry.frames
 
 
 def _shifted(facts: Facts, rank: int, calls: Sequence[Recorded]) -> int:

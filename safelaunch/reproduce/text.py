@@ -7,9 +7,10 @@ on one line. All else is written from numbers and from words of this module.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from itertools import pairwise
+from shlex import quote
 
 from safelaunch.model import Frame
 from safelaunch.reading.frames import basename, is_pseudo, short
@@ -36,44 +37,54 @@ Item = Call | End
 
 @dataclass(frozen=True)
 class Head:
-    """What the script's head says: of what, in a few words, and the command that runs it."""
+    """What the script's head says: what was recorded, a paragraph each, and how the script is called."""
 
     recorded: Sequence[str]
-    options: str = ""
+    name: str = "repro.py"
 
 
-def script(program: Program, head: Head) -> str:
-    """The whole text."""
+@dataclass(frozen=True)
+class Script:
+    text: str
+    command: str
+    notes: tuple[str, ...]
+
+
+def script(program: Program, head: Head, leavers: Collection[int] = ()) -> Script:
+    """The whole script. ``leavers``: ranks that have left a loop in which the others are."""
     named, families = in_families(program)
-    items = {rank: _items(one) for rank, one in _alike(named).items()}
+    items = {rank: _items(one) for rank, one in named.ranks.items()}
+    stuck = [rank for rank, one in named.ranks.items() if one.end.kind in ("waits", "waits for work")]
     types, replaced = types_of(call.dtypes[0] for one in program.ranks.values() for call in _flat(one) if call.dtypes)
     writer = _Writer(named, families, types)
-    body = [*_before(named), *writer.groups(), *writer.nodes(fold.merged(items), "")]
+    body = [*_before(named), *writer.groups(), *writer.nodes(fold.merged(items, stuck=stuck, leavers=leavers), "")]
     notes = [*program.notes, *_not_the_same(program), *(_of_type(name, types[name]) for name in replaced)]
-    lines = [*_head(head, program, notes), "", *_imports(body), "", *body]
-    return "\n".join(lines) + "\n"
+    command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
+    lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
+    return Script("\n".join(lines) + "\n", command, tuple(notes))
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-def _head(head: Head, program: Program, notes: Iterable[str]) -> Iterator[str]:
-    yield "# A minimal reproduction, written by safelaunch reproduce from recorded calls. Run it on any machine:"
+def _head(head: Head, command: str, notes: Sequence[str]) -> Iterator[str]:
+    yield "# A minimal reproduction, written by safelaunch reproduce from recorded calls. It needs torch, and no GPU:"
     yield "#"
-    yield f"#     safelaunch {head.options}--nproc-per-node={program.world_size} {'repro.py'}"
+    yield f"#     {command}"
     yield "#"
     for text in head.recorded:
         yield from _comment(text)
-    told = [note for note in notes if note]
-    if told:
+    if notes:
         yield "#"
         yield "# Not as recorded:"
-    for note in told:
+    for note in notes:
         yield from _comment(f"- {note}", "  ")
 
 
 def _comment(text: str, hanging: str = "") -> list[str]:
-    return textwrap.wrap(plain(text), _WIDTH, initial_indent="# ", subsequent_indent=f"# {hanging}") or ["#"]
+    return textwrap.wrap(
+        plain(text), _WIDTH, initial_indent="# ", subsequent_indent=f"# {hanging}", break_on_hyphens=False
+    ) or ["#"]
 
 
 def plain(text: str) -> str:
@@ -126,26 +137,6 @@ def _items(program: RankProgram) -> tuple[Item, ...]:
     return (*program.calls, *ends)
 
 
-def _alike(program: Program) -> Mapping[int, RankProgram]:
-    """A rank that does not come back from its last call may as well go on as another one does that made it, too."""
-    whole = {rank: one for rank, one in program.ranks.items()}
-    longest = sorted(set(map(_items, whole.values())), key=len, reverse=True)
-    found = {}
-    for rank, one in whole.items():
-        mine = _items(one)
-        stuck = one.end.kind == "waits" and one.calls and not one.threads
-        further = next(
-            (other for other in longest if stuck and len(other) > len(mine) and other[: len(mine)] == mine), None
-        )
-        found[rank] = _of_items(further) if further is not None else one
-    return found
-
-
-def _of_items(items: tuple[Item, ...]) -> RankProgram:
-    end = items[-1] if isinstance(items[-1], End) else End("waits")
-    return RankProgram(tuple(one for one in items if isinstance(one, Call)), end)
-
-
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
@@ -163,26 +154,42 @@ class _Writer:
             yield "works = []"
         yield ""
 
-    def nodes(self, nodes: Sequence[fold.Node[Item]], indent: str) -> Iterator[str]:
+    def nodes(self, nodes: Sequence[fold.Node], indent: str, last: int = 0) -> Iterator[str]:
+        """``last``: the number of the last round of the loop around them."""
         for node in nodes:
             if isinstance(node, fold.Loop):
-                yield f"{indent}for _ in range({node.times}):"
-                yield from self.nodes(node.body, indent + _INDENT)
+                yield from self._loop(node, indent)
             elif isinstance(node, fold.Branch):
-                yield from self._branch(node, indent)
+                yield from self._branch(node, indent, last)
+            elif isinstance(node, fold.Unless):
+                asked = negated(self._condition(node.ranks))
+                yield from _wrapped(f"{indent}if step < {last} or {asked}:", indent)
+                yield from self.nodes(node.body, indent + _INDENT, last)
             else:
-                lines = _ending(node) if isinstance(node, End) else self._call(cast("Call", node))
+                lines = _ending(node.item) if isinstance(node.item, End) else self._call(node.item)
                 yield from (indent + line for line in lines)
 
-    def _branch(self, branch: fold.Branch[Item], indent: str) -> Iterator[str]:
+    def _loop(self, loop: fold.Loop, indent: str) -> Iterator[str]:
+        inner, last = indent + _INDENT, loop.times - 1
+        body = list(self.nodes(loop.body, inner, last))
+        if loop.leaving:
+            asked = f"if {self._condition(loop.leaving)} and step == {last}:"
+            body = [*_wrapped(f"{inner}{asked}", inner), f"{inner}{_INDENT}break", *body]
+        yield f"{indent}for {'step' if any(' step ' in line for line in body) else '_'} in range({loop.times}):"
+        yield from body
+
+    def _condition(self, ranks: frozenset[int]) -> str:
+        return condition(ranks, self._program.world_size)
+
+    def _branch(self, branch: fold.Branch, indent: str, last: int) -> Iterator[str]:
         word = "if"
         for ranks, body in branch.sides:
-            yield from _wrapped(f"{indent}{word} {condition(ranks, self._program.world_size)}:", indent)
-            yield from self.nodes(body, indent + _INDENT)
+            yield from _wrapped(f"{indent}{word} {self._condition(ranks)}:", indent)
+            yield from self.nodes(body, indent + _INDENT, last)
             word = "elif"
         if branch.rest:
             yield f"{indent}else:"
-            yield from self.nodes(branch.rest, indent + _INDENT)
+            yield from self.nodes(branch.rest, indent + _INDENT, last)
 
     def _call(self, call: Call) -> list[str]:
         if call.op == "batch":
@@ -336,7 +343,10 @@ def _wrapped(line: str, indent: str = "") -> list[str]:
 
 
 def condition(ranks: frozenset[int], world: int) -> str:
-    """Whether ``rank`` is one of these."""
+    """Whether ``rank`` is one of these, of all ranks of the world."""
+    others = frozenset(range(world)) - ranks
+    if len(others) == 1 and len(ranks) > 2:
+        return f"rank != {min(others)}"
     ordered = sorted(ranks)
     first, last = ordered[0], ordered[-1]
     if len(ordered) == 1:
@@ -348,12 +358,19 @@ def condition(ranks: frozenset[int], world: int) -> str:
     return f"rank in {_range(ordered) or '(' + ', '.join(map(str, ordered)) + ')'}"
 
 
+def negated(asked: str) -> str:
+    for word, other in (("==", "!="), ("!=", "=="), (" in ", " not in ")):
+        if word in asked:
+            return asked.replace(word, other)
+    return f"not ({asked})"
+
+
 def _range(ordered: Sequence[int]) -> str:
     """``range(0, 8, 2)`` where the numbers are evenly spaced and more than a few; else empty."""
     if len(ordered) < 4:
         return ""
     step = ordered[1] - ordered[0]
-    if any(b - a != step for a, b in zip(ordered, ordered[1:], strict=False)):
+    if any(after - before != step for before, after in pairwise(ordered)):
         return ""
     end = ordered[-1] + step
     return f"range({ordered[0]}, {end}{f', {step}' if step > 1 else ''})"
