@@ -6,7 +6,7 @@ rounds have in common, and ``text`` writes it down. ``smaller`` leaves out ranks
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.rank_state import Facts
@@ -15,9 +15,13 @@ from safelaunch.reading.source import ReadSource
 from safelaunch.reproduce.program import Program
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.recorded import Extent
+from safelaunch.reproduce.smaller import is_large, with_fewest_ranks, with_small_tensors
 from safelaunch.reproduce.text import Head, script
 
 __all__ = ["Extent", "Reproduction", "Wish", "reproduction_of"]
+
+
+_TOO_LARGE = "Tensors are smaller, as some were too large for any machine; sizes that differ stay different."
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,14 @@ class Reproduction:
 
 def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | None = None) -> Reproduction:
     verdict = diagnose(evidence, read_source)
+    if wish.fewest:
+        evidence = with_fewest_ranks(evidence, verdict, read_source)
+        verdict = diagnose(evidence, read_source)
     program = program_of(Facts.of(evidence, read_source), wish.extent)
+    if is_large(program):
+        program = replace(program, notes=(*program.notes, _TOO_LARGE))
+    if wish.shrink or is_large(program):
+        program = with_small_tensors(program)
     culprits = tuple(one.rank for one in verdict.culprits)
     written = script(program, _head(verdict, program, wish), culprits if verdict.cause == "uneven-batches" else ())
     return Reproduction(

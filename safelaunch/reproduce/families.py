@@ -37,8 +37,7 @@ def in_families(program: Program) -> tuple[Program, Families]:
 
 def _in_turn(program: RankProgram) -> dict[str, int]:
     """Group → its place among the groups of this rank, in the order in which it first calls in them."""
-    calls = [*program.calls, *(call for made in program.threads.values() for call in made)]
-    return {name: place for place, name in enumerate(dict.fromkeys(call.group for call in calls))}
+    return {name: place for place, name in enumerate(dict.fromkeys(call.group for call in program.all_calls))}
 
 
 def _fits(family: list[tuple[int, ...]], members: tuple[int, ...]) -> bool:
@@ -46,8 +45,8 @@ def _fits(family: list[tuple[int, ...]], members: tuple[int, ...]) -> bool:
 
 
 def _renamed(program: RankProgram, name_of: Mapping[str, str]) -> RankProgram:
-    threads = {name: tuple(_call(call, name_of) for call in calls) for name, calls in program.threads.items()}
-    return replace(program, calls=tuple(_call(call, name_of) for call in program.calls), threads=threads)
+    sides = tuple(replace(one, calls=tuple(_call(call, name_of) for call in one.calls)) for one in program.sides)
+    return replace(program, calls=tuple(_call(call, name_of) for call in program.calls), sides=sides)
 
 
 def _call(call: Call, name_of: Mapping[str, str]) -> Call:

@@ -42,8 +42,9 @@ class Call:
     parts: tuple[Call, ...] = ()
 
 
-# What a rank does behind its last call. ``waits``: it does not come back from it.
-Ending = Literal["waits", "waits for work", "stands", "leaves", "raises", "exits", "is killed"]
+# What a rank does behind its last call. ``waits``: it does not come back from it. ``joins``: it waits for its threads.
+# ``enters``: it lets the main thread make its next call, and waits for the newest of its own.
+Ending = Literal["waits", "waits for work", "joins", "enters", "stands", "leaves", "raises", "exits", "is killed"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,30 @@ class End:
 
 
 @dataclass(frozen=True)
-class RankProgram:
-    """``threads``: name → calls of a thread beside the main one. ``before``: it stands before it joins the job."""
+class Side:
+    """A thread beside the main one. ``after``: how many calls the main thread has made when it starts. ``first``: the
+    main thread waits until this one has entered its call. ``name``: as it was recorded.
+    """
 
     calls: tuple[Call, ...]
     end: End
-    threads: Mapping[str, tuple[Call, ...]] = field(default_factory=dict)
+    after: int
+    first: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """``calls`` and ``end`` are the main thread's. ``before``: it stands before it joins the job."""
+
+    calls: tuple[Call, ...]
+    end: End
+    sides: tuple[Side, ...] = ()
     before: bool = False
+
+    @property
+    def all_calls(self) -> tuple[Call, ...]:
+        return (*self.calls, *(call for side in self.sides for call in side.calls))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.transfers import is_root
 from safelaunch.model import UNKNOWN_SIZES, Collective, format_ranks
 from safelaunch.reproduce.gloo import FUNCTIONS
-from safelaunch.reproduce.program import ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram
+from safelaunch.reproduce.program import ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram, Side
 from safelaunch.reproduce.recorded import Extent, Recorded, recorded
+from safelaunch.reproduce.threads import SideThread, threads_of
 
 _SCALAR = ((1,),)
 _OP_OF_WAIT = {
@@ -36,6 +37,11 @@ class _Made:
 
     call: Call
     entries: tuple[Collective, ...]
+
+    @property
+    def thread(self) -> int:
+        """0: not known."""
+        return self.entries[0].thread if self.entries else 0
 
     @property
     def over(self) -> bool:
@@ -60,7 +66,7 @@ class _Reader:
 
     def program(self) -> Program:
         ranks = {rank: self._rank(rank) for rank in range(self._world)}
-        used = {call.group for one in ranks.values() for call in _all_calls(one)} - {WORLD}
+        used = {call.group for one in ranks.values() for call in one.all_calls} - {WORLD}
         groups = {name: tuple(sorted(self._facts.alignment.ranks_of(name))) for name in sorted(used)}
         self._say_what_is_missing()
         return Program(ranks, groups, (*self._notes, *self._roots.notes()))
@@ -97,11 +103,63 @@ class _Reader:
         made = self._made(rank, self._calls[rank]) if rank in self._calls else self._borrowed(rank)
         if one is None:
             return RankProgram(_left(made), End("stands", "missing-from-collective", "it was not seen"))
+        threads = threads_of(one, [(call.thread, call.call.group, call.over) for call in made])
+        if threads:
+            return self._with_threads(one, made, threads)
         if one.wait is not None:
             return self._waiting(one, made)
         end = _end_of(one)
         before = end.kind == "stands" and not made and not self._facts.alignment.joined(rank) and self._some_in_init
         return RankProgram(_left(made), end, before=before)
+
+    def _with_threads(self, one: RankFacts, made: list[_Made], threads: Sequence[SideThread]) -> RankProgram:
+        idents = {thread.ident for thread in threads}
+        if _share_a_group(made, idents):
+            return self._in_one_group(one, made, idents)
+        mine = [call for call in made if call.thread not in idents]
+        main = self._main_of(one, mine, threads)
+        sides = []
+        for thread in threads:
+            its = [call for call in made if call.thread == thread.ident]
+            after = (
+                sum(call.over for call in mine)
+                if not its
+                else sum(c.thread not in idents for c in made[: made.index(its[0])])
+            )
+            end = _end_of(one) if thread.stands else End("waits")
+            sides.append(Side(_left(its[:-1]) + tuple(call.call for call in its[-1:]), end, after, name=thread.name))
+        return replace(main, sides=tuple(sides))
+
+    def _in_one_group(self, one: RankFacts, made: list[_Made], idents: set[int]) -> RankProgram:
+        """Threads that call in one group: what matters is who came first. What is over the main one calls, in order."""
+        self._note("Threads call in one group: the calls that are over are made by the main thread, as recorded.")
+        over = [call for call in made if call.over]
+        pending = [call for call in made if not call.over]
+        mine = next((call for call in pending if call.thread not in idents), None)
+        sides, is_second = [], False
+        for ident in sorted(idents, key=[call.thread for call in made].index):
+            its = next((call for call in pending if call.thread == ident), None)
+            if its is None:
+                continue
+            first = mine is not None and pending.index(its) < pending.index(mine)
+            is_second |= mine is not None and not first
+            after = len(over) + (mine is not None and not first)
+            calls, end = ((its.as_left,), End("enters")) if first else ((its.call,), End("waits"))
+            sides.append(Side(calls, end, after, first))
+        done = _left(over)
+        if mine is None:
+            return RankProgram(done, End("joins", site=one.frame), tuple(sides))
+        if is_second:
+            return RankProgram((*done, mine.as_left), End("waits for work", site=one.frame), tuple(sides))
+        return RankProgram((*done, mine.call), End("waits"), tuple(sides))
+
+    def _main_of(self, one: RankFacts, mine: list[_Made], threads: Sequence[SideThread]) -> RankProgram:
+        if one.wait is not None and one.wait.thread is None:
+            return self._waiting(one, mine)
+        if mine and not mine[-1].over:
+            return RankProgram((*_left(mine[:-1]), mine[-1].call), End("waits"))
+        stands = one.condition is not None and not any(thread.stands for thread in threads)
+        return RankProgram(_left(mine), _end_of(one) if stands else End("joins", site=one.frame))
 
     def _waiting(self, one: RankFacts, made: Sequence[_Made]) -> RankProgram:
         """Its own thread waits in the newest of its calls, in an earlier one, or in one that is not recorded."""
@@ -219,10 +277,11 @@ class _Reader:
             yield Call("barrier", site=wait.frame)
 
 
-def _all_calls(program: RankProgram) -> Iterator[Call]:
-    yield from program.calls
-    for calls in program.threads.values():
-        yield from calls
+def _share_a_group(made: Sequence[_Made], idents: set[int]) -> bool:
+    threads: dict[str, set[int]] = {}
+    for call in made:
+        threads.setdefault(call.call.group, set()).add(call.thread if call.thread in idents else 0)
+    return any(len(callers) > 1 for callers in threads.values())
 
 
 def _left(made: Iterable[_Made]) -> tuple[Call, ...]:

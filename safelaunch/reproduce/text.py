@@ -32,7 +32,18 @@ _STANDS = {
     "missing-from-collective": (_FOREVER,),
 }
 _MODULES = ("os", "signal", "sys", "threading", "time")
-Item = Call | End
+_STUCK = ("waits", "waits for work", "joins", "enters")
+
+
+@dataclass(frozen=True)
+class Start:
+    """The main thread starts thread number ``number``; ``first``: and waits until that has entered its call."""
+
+    number: int
+    first: bool
+
+
+Item = Call | End | Start
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,11 @@ def script(program: Program, head: Head, leavers: Collection[int] = ()) -> Scrip
     """The whole script. ``leavers``: ranks that have left a loop in which the others are."""
     named, families = in_families(program)
     items = {rank: _items(one) for rank, one in named.ranks.items()}
-    stuck = [rank for rank, one in named.ranks.items() if one.end.kind in ("waits", "waits for work")]
+    stuck = [rank for rank, one in named.ranks.items() if one.end.kind in _STUCK]
     types, replaced = types_of(call.dtypes[0] for one in program.ranks.values() for call in _flat(one) if call.dtypes)
     writer = _Writer(named, families, types)
-    body = [*_before(named), *writer.groups(), *writer.nodes(fold.merged(items, stuck=stuck, leavers=leavers), "")]
+    body = [*_before(named), *writer.groups(), *writer.threads()]
+    body += writer.nodes(fold.merged(items, stuck=stuck, leavers=leavers), "")
     notes = [*program.notes, *_not_the_same(program), *(_of_type(name, types[name]) for name in replaced)]
     command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
     lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
@@ -127,14 +139,19 @@ def _before(program: Program) -> Iterator[str]:
 
 
 def _flat(program: RankProgram) -> Iterator[Call]:
-    for calls in (program.calls, *program.threads.values()):
-        for call in calls:
-            yield from call.parts or (call,)
+    for call in program.all_calls:
+        yield from call.parts or (call,)
 
 
-def _items(program: RankProgram) -> tuple[Item, ...]:
-    ends = () if program.end.kind == "waits" or program.before else (program.end,)
-    return (*program.calls, *ends)
+def _items(program: RankProgram) -> list[Item]:
+    found: list[Item] = [*program.calls, *_at_the_end(program.end)]
+    for number, side in reversed(list(enumerate(program.sides))):
+        found.insert(side.after, Start(number, side.first))
+    return [] if program.before else found
+
+
+def _at_the_end(end: End) -> tuple[End, ...]:
+    return () if end.kind == "waits" else (end,)
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -150,9 +167,24 @@ class _Writer:
                 yield from _wrapped(f"{name} = dist.new_group({_ranks(groups[0])})")
             else:
                 yield from _wrapped(f"{name}, _ = dist.new_subgroups_by_enumeration({_lists(groups)})")
-        if any(not call.waited_for for one in self._program.ranks.values() for call in one.calls):
+        if any(not call.waited_for for one in self._program.ranks.values() for call in one.all_calls):
             yield "works = []"
+        if any(side.first for one in self._program.ranks.values() for side in one.sides):
+            yield "entered = threading.Event()"
         yield ""
+
+    def threads(self) -> Iterator[str]:
+        """A function for each thread beside the main one."""
+        most = max((len(one.sides) for one in self._program.ranks.values()), default=0)
+        for number in range(most):
+            sides = {rank: one.sides[number] for rank, one in self._program.ranks.items() if number < len(one.sides)}
+            items: dict[int, list[Item]] = {r: [*one.calls, *_at_the_end(one.end)] for r, one in sides.items()}
+            stuck = [rank for rank, one in sides.items() if one.end.kind in _STUCK]
+            name = next((one.name for one in sides.values() if one.name), "")
+            yield ""
+            yield from _with_comment([f"def run_thread_{number + 1}():"], f"recorded as {name[:60]!r}" if name else "")
+            yield from self.nodes(fold.merged(items, stuck=stuck), _INDENT)
+            yield from ("", "")
 
     def nodes(self, nodes: Sequence[fold.Node], indent: str, last: int = 0) -> Iterator[str]:
         """``last``: the number of the last round of the loop around them."""
@@ -166,8 +198,14 @@ class _Writer:
                 yield from _wrapped(f"{indent}if step < {last} or {asked}:", indent)
                 yield from self.nodes(node.body, indent + _INDENT, last)
             else:
-                lines = _ending(node.item) if isinstance(node.item, End) else self._call(node.item)
-                yield from (indent + line for line in lines)
+                yield from (indent + line for line in self._item(node.item))
+
+    def _item(self, item: Item) -> list[str]:
+        if isinstance(item, Start):
+            name = f"thread_{item.number + 1}"
+            waits = ["entered.wait()"] if item.first else []
+            return [f"{name} = threading.Thread(target=run_{name})", f"{name}.start()", *waits]
+        return _ending(item) if isinstance(item, End) else self._call(item)
 
     def _loop(self, loop: fold.Loop, indent: str) -> Iterator[str]:
         inner, last = indent + _INDENT, loop.times - 1
@@ -285,6 +323,10 @@ def _numel(sizes: Sizes) -> int:
 def _ending(end: End) -> list[str]:
     if end.kind == "waits for work":
         return _with_comment([f"works[-{end.work + 1}].wait()"], _site(end.site))
+    if end.kind == "enters":
+        return ["entered.set()", "works[-1].wait()"]
+    if end.kind == "joins":
+        return _with_comment(["thread_1.join()"], _site(end.site))
     lines = {
         "leaves": ["threading.Thread(target=time.sleep, args=(86_400,)).start()", "sys.exit()"],
         "raises": ['raise RuntimeError("as recorded")'],
