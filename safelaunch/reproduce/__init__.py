@@ -6,13 +6,13 @@ rounds have in common, and ``text`` writes it down. ``smaller`` leaves out ranks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, Verdict
 from safelaunch.reading.source import ReadSource
-from safelaunch.reproduce.program import Program
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.recorded import Extent
 from safelaunch.reproduce.smaller import is_large, with_fewest_ranks, with_small_tensors
@@ -53,9 +53,9 @@ class Reproduction:
 
 
 def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | None = None) -> Reproduction:
-    verdict = diagnose(evidence, read_source)
+    verdict, kept = diagnose(evidence, read_source), None
     if wish.fewest:
-        evidence = with_fewest_ranks(evidence, verdict, read_source)
+        evidence, kept = with_fewest_ranks(evidence, verdict, read_source)
         verdict = diagnose(evidence, read_source)
     program = program_of(Facts.of(evidence, read_source), wish.extent)
     if is_large(program):
@@ -63,7 +63,7 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
     if wish.shrink or is_large(program):
         program = with_small_tensors(program)
     culprits = tuple(one.rank for one in verdict.culprits)
-    written = script(program, _head(verdict, program, wish), culprits if verdict.cause == "uneven-batches" else ())
+    written = script(program, _head(verdict, kept, wish), culprits if verdict.cause == "uneven-batches" else ())
     return Reproduction(
         text=written.text,
         world_size=program.world_size,
@@ -76,5 +76,9 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
     )
 
 
-def _head(verdict: Verdict, program: Program, wish: Wish) -> Head:
-    return Head((f"Recorded: {verdict.cause} ({verdict.confidence} confidence). {verdict.summary}",), wish.name)
+def _head(verdict: Verdict, kept: Sequence[int] | None, wish: Wish) -> Head:
+    recorded = [f"Recorded: {verdict.cause} ({verdict.confidence} confidence). {verdict.summary}"]
+    if kept is not None and list(kept) != list(range(len(kept))):
+        pairs = ", ".join(f"{place} was {rank}" for place, rank in enumerate(kept))
+        recorded.append(f"Ranks are counted anew: {pairs}.")
+    return Head(recorded, wish.name)

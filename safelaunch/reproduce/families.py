@@ -31,8 +31,8 @@ def in_families(program: Program) -> tuple[Program, Families]:
             family = family or f"group_{len(families) + 1}"
             families.setdefault(family, []).append(members)
             name_of[group] = family
-    ranks = {rank: _renamed(one, name_of) for rank, one in program.ranks.items()}
-    return replace(program, ranks=ranks), {name: sorted(groups) for name, groups in families.items()}
+    programs = {rank: _renamed(one, name_of) for rank, one in program.ranks.items()}
+    return replace(program, ranks=programs), {name: sorted(groups) for name, groups in families.items()}
 
 
 def _in_turn(program: RankProgram) -> dict[str, int]:

@@ -99,12 +99,12 @@ def _with_side(found: list[Step], side: list[Step]) -> list[Step]:
     if len(found) + len(side) > _MOST_TO_ALIGN:
         return [*found, *side]
     numbers: dict[Item, int] = {}
-    codes = [[numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (found, side)]
+    theirs, its = ([numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (found, side))
     both: list[Step] = []
-    for kind, a, b, c, d in SequenceMatcher(None, *codes, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in SequenceMatcher(None, theirs, its, autojunk=False).get_opcodes():
         if kind == "equal":
             pairs = zip(found[a:b], side[c:d], strict=True)
-            both += [replace(mine, ranks=mine.ranks | its.ranks) for mine, its in pairs]
+            both += [replace(one, ranks=one.ranks | other.ranks) for one, other in pairs]
         else:
             both += [*side[c:d], *found[a:b]]
     return both

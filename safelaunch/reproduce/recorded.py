@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.diagnose.collectives import op_name, signature
+from safelaunch.diagnose.columns import Window
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.transfers import Transfer
 from safelaunch.model import Collective
@@ -174,11 +175,24 @@ def _first_kept(calls: Sequence[Recorded], begin: int) -> Mapping[Meeting, int]:
 
 
 def _behind_lost(facts: Facts, rank: int, meeting: Meeting) -> int:
-    """The first number behind those that the ring of ``rank`` has lost, of a group of which it holds nothing."""
+    """The first number behind those that the ring of ``rank`` has lost, of a group of which it holds nothing.
+
+    Where nothing tells the last one that it called, it is behind all that is over.
+    """
     if len(meeting) > 1 or facts.alignment.is_whole(rank):
         return 0
     group = str(meeting[0])
-    return facts.alignment.last(rank, group) + 1 if rank in facts.alignment.members(group)[0] else 0
+    members = facts.alignment.members(group)[0]
+    if rank not in members:
+        return 0
+    last = facts.alignment.last(rank, group)
+    windows = [window for peer in members if (window := facts.alignment.window(peer, group)) is not None]
+    return last + 1 if last >= 0 else max(map(_last_over, windows), default=0) + 1
+
+
+def _last_over(window: Window) -> int:
+    over = (number for number in reversed(window.numbers) if (entry := window.at(number)) and entry.completed)
+    return next(over, 0)
 
 
 def _first_held(calls: Sequence[Recorded]) -> dict[Meeting, int]:

@@ -25,12 +25,15 @@ _MOST_OF_A_KIND = 4
 # --- fewer ranks ------------------------------------------------------------------------------------------------------
 
 
-def with_fewest_ranks(evidence: Evidence, verdict: Verdict, read_source: ReadSource | None) -> Evidence:
-    """The evidence of as few of the ranks as lead to the same verdict. They are counted from 0 again."""
+def with_fewest_ranks(
+    evidence: Evidence, verdict: Verdict, read_source: ReadSource | None
+) -> tuple[Evidence, list[int]]:
+    """The evidence of as few of the ranks as lead to the same verdict, and who they were: they are counted anew."""
     facts = Facts.of(evidence, read_source)
     culprits = {one.rank for one in verdict.culprits}
-    if facts.unseen or not facts.ranks:
-        return evidence
+    everybody = sorted(facts.ranks)
+    if facts.unseen or not everybody:
+        return evidence, everybody
     search = _Search(evidence, verdict, culprits, read_source)
     kinds: dict[object, list[int]] = {}
     for rank in sorted(set(facts.ranks) - culprits):
@@ -38,8 +41,11 @@ def with_fewest_ranks(evidence: Evidence, verdict: Verdict, read_source: ReadSou
     for number in range(1, _MOST_OF_A_KIND + 1):
         kept = culprits | {rank for ranks in kinds.values() for rank in ranks[:number]}
         if search.shows(kept):
-            return search.of(_without_any(search, kept, culprits))
-    return search.of(_without_any(search, set(facts.ranks), culprits)) if len(facts.ranks) <= _MOST_TRIES else evidence
+            break
+    else:
+        kept = set(everybody)
+    fewest = sorted(_without_any(search, kept, culprits)) if len(kept) <= _MOST_TRIES else everybody
+    return search.of(fewest), fewest
 
 
 def _without_any(search: _Search, kept: set[int], culprits: Collection[int]) -> set[int]:

@@ -14,6 +14,7 @@ from shlex import quote
 
 from safelaunch.model import Frame
 from safelaunch.reading.frames import basename, is_pseudo, short
+from safelaunch.redaction.redact import redact_text
 from safelaunch.reproduce import fold
 from safelaunch.reproduce.families import Families, in_families
 from safelaunch.reproduce.gloo import types_of
@@ -100,8 +101,8 @@ def _comment(text: str, hanging: str = "") -> list[str]:
 
 
 def plain(text: str) -> str:
-    """The text in printable ASCII, on one line: nothing in it can end a comment."""
-    flat = " ".join(text.split())
+    """The text without secrets, in printable ASCII, on one line: nothing in it can end a comment."""
+    flat = " ".join(redact_text(text).split())
     return "".join(c if " " <= c <= "~" else "?" for c in flat)
 
 
