@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import groupby
@@ -10,20 +11,23 @@ from typing import Any
 
 Item = Hashable
 Ranks = frozenset[int]
+Misses = tuple[tuple[int, Ranks], ...]
 _LONGEST_ROUND = 512
+_MOST_MISSES = 4
+_LONGEST_WITH_MISSES = 48
 _MOST_TO_ALIGN = 4000  # items of two sides
 
 
 @dataclass(frozen=True)
 class Step:
-    """``item``, which ``ranks`` do. ``beyond``: those that do not come so far, so it is as good as theirs. Those in
-    ``not_last`` leave it out in the last round of the loop around it.
+    """``item``, which ``ranks`` do. ``beyond``: those that do not come so far, so it is as good as theirs. ``misses``:
+    in which rounds of the loop around it who leaves it out.
     """
 
     item: Any
     ranks: Ranks
     beyond: Ranks = frozenset()
-    not_last: Ranks = frozenset()
+    misses: Misses = ()
 
 
 @dataclass(frozen=True)
@@ -45,32 +49,52 @@ class Branch:
 
 @dataclass(frozen=True)
 class Unless:
-    """``body`` is left out by ``ranks`` in the last round of the loop around it."""
+    """``body`` is left out by these ranks in these rounds of the loop around it."""
 
-    ranks: Ranks
+    misses: Misses
     body: tuple[Node, ...]
 
 
 Node = Step | Loop | Branch | Unless
 
 
-def merged(
-    programs: Mapping[int, Sequence[Item]], *, stuck: Collection[int] = (), leavers: Collection[int] = ()
-) -> tuple[Node, ...]:
+def merged(programs: Mapping[int, Sequence[Item]], *, leavers: Collection[int] = ()) -> tuple[Node, ...]:
     """One program that does on each rank what ``programs`` says, in that order.
 
-    ``stuck``: ranks that do not come back from their last item, so what follows it is as good as theirs. ``leavers``:
-    ranks that have left a loop in which the others are.
+    No rank comes back from its last item, so what follows it is as good as its own. ``leavers``: ranks that have left a
+    loop in which the others are.
     """
-    everybody = frozenset(programs)
-    steps = _with_the_stuck(_aligned(programs), frozenset(stuck))
-    level = _rounds(steps)
-    level = (
-        (_one_more_round(level, everybody) if everybody <= frozenset(stuck) else None)
-        or _left(level, frozenset(leavers))
-        or level
+    return tuple(_branched(_level(programs, frozenset(leavers)), frozenset(programs)))
+
+
+def same_places(programs: Mapping[int, Sequence[Item]]) -> bool:
+    """Whether equal items of ranks that part stand at one place of ``merged(programs)``, as they did in the job.
+
+    Histories are compared by the lines of calls: where a rank does alone what others do at another line, it would seem
+    to do something that they never do.
+    """
+    level = _level(programs, frozenset())
+    flat = [step for node in level for step in (node.body if isinstance(node, Loop) else (node,))]
+    steps = [step for step in flat if isinstance(step, Step)]
+    times = Counter(step.item for step in steps)
+    doing: dict[Any, set[int]] = {}
+    for step in steps:
+        doing.setdefault(step.item, set()).update(step.ranks)
+    return not any(
+        times[step.item] > 1 and doing[step.item] - step.ranks - step.beyond - _done(programs, steps[at:])
+        for at, step in enumerate(steps)
     )
-    return tuple(_branched(level, everybody))
+
+
+def _done(programs: Mapping[int, Sequence[Item]], rest: Sequence[Step]) -> Ranks:
+    """The ranks that do at most one more item in the rest."""
+    left = Counter(rank for step in rest for rank in step.ranks)
+    return frozenset(rank for rank in programs if left[rank] <= 1)
+
+
+def _level(programs: Mapping[int, Sequence[Item]], leavers: Ranks) -> list[Step | Loop]:
+    level = _rounds(_with_the_stuck(_aligned(programs)))
+    return _one_more_round(level, frozenset(programs)) or _left(level, leavers) or level
 
 
 # --- one sequence -----------------------------------------------------------------------------------------------------
@@ -110,11 +134,11 @@ def _with_side(found: list[Step], side: list[Step]) -> list[Step]:
     return both
 
 
-def _with_the_stuck(steps: Sequence[Step], stuck: Ranks) -> list[Step]:
+def _with_the_stuck(steps: Sequence[Step]) -> list[Step]:
     last = {rank: at for at, step in enumerate(steps) for rank in step.ranks}
     found = []
     for at, step in enumerate(steps):
-        found.append(replace(step, beyond=frozenset(rank for rank in stuck if last.get(rank, -1) < at)))
+        found.append(replace(step, beyond=frozenset(rank for rank, its in last.items() if its < at)))
     return found
 
 
@@ -122,9 +146,53 @@ def _with_the_stuck(steps: Sequence[Step], stuck: Ranks) -> list[Step]:
 
 
 def _rounds(steps: Sequence[Step]) -> list[Step | Loop]:
-    """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those."""
-    numbers: dict[Step, int] = {}
-    return _folded(steps, [numbers.setdefault(step, len(numbers)) for step in steps])
+    """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those.
+
+    A round in which some ranks leave something out is one, too; and so is the begin of one in which all are stuck.
+    """
+    numbers: dict[object, int] = {}
+    codes = [numbers.setdefault(step, len(numbers)) for step in steps]
+    items = [numbers.setdefault((step.item,), len(numbers)) for step in steps]
+    found: list[Step | Loop] = []
+    at = 0
+    while at < len(steps):
+        period, times = _round_at(items, at)
+        loop = _loop_with_misses(steps, items, at, period, times) if times > 1 else None
+        if loop is not None:
+            found.append(loop[0])
+            at = loop[1]
+            continue
+        period, times = _round_at(codes, at)
+        found += _folded(steps[at : at + period * times], codes[at : at + period * times])
+        at += period * times
+    return found
+
+
+def _loop_with_misses(
+    steps: Sequence[Step], items: Sequence[int], at: int, period: int, times: int
+) -> tuple[Loop, int] | None:
+    """The rounds from ``at`` on as a loop, and where it ends; None where no rank leaves anything out, or too many."""
+    end = at + period * times
+    rest = len(steps) - end
+    if 0 < rest < period and items[end:] == items[at : at + rest]:
+        times, end = times + 1, len(steps)
+    body: list[Step] = []
+    for place in range(period):
+        there = range(at + place, end, period)
+        ranks = Counter(steps[n].ranks for n in there).most_common(1)[0][0]
+        misses = []
+        for number, n in enumerate(there):
+            who = ranks - steps[n].ranks - steps[n].beyond
+            if not steps[n].ranks <= ranks or 2 * len(who) > len(ranks) or not who <= _ranks_in(steps[n + 1 : end]):
+                return None  # they do something else instead, or have come to their end
+            misses += [(number, who)] if who else []
+        body.append(Step(steps[at + place].item, ranks, misses=tuple(misses)))
+    count = sum(len(step.misses) for step in body)
+    return (Loop(times, tuple(body)), end) if 0 < count <= _MOST_MISSES and period <= _LONGEST_WITH_MISSES else None
+
+
+def _ranks_in(steps: Iterable[Step]) -> Ranks:
+    return frozenset(rank for step in steps for rank in step.ranks)
 
 
 def _folded(steps: Sequence[Step], codes: Sequence[int]) -> list[Step | Loop]:
@@ -182,7 +250,12 @@ def _one_more_round(level: list[Step | Loop], programs: Collection[int]) -> list
             left_out.setdefault(place, set()).add(rank)
     if not left_out or any(isinstance(step, Loop) for step in rest):
         return None
-    changed = [replace(step, not_last=frozenset(left_out.get(n, ()))) for n, step in enumerate(body)]
+    if any(step.misses for step in body):
+        return None
+    changed = [
+        replace(step, misses=((loop.times, frozenset(left_out[place])),)) if place in left_out else step
+        for place, step in enumerate(body)
+    ]
     return [*level[:at], Loop(loop.times + 1, tuple(changed))]
 
 
@@ -257,9 +330,10 @@ def _branched(level: Sequence[Node], here: Ranks) -> Iterator[Node]:
 
 
 def _inside(nodes: Sequence[Node], here: Ranks) -> Iterator[Node]:
-    for ranks, same in groupby(nodes, key=lambda node: node.not_last if isinstance(node, Step) else frozenset()):
+    for misses, same in groupby(nodes, key=lambda node: node.misses if isinstance(node, Step) else ()):
         body = [replace(one, body=tuple(_branched(one.body, here))) if isinstance(one, Loop) else one for one in same]
-        if ranks & here:
-            yield Unless(ranks & here, tuple(body))
+        mine = tuple((number, ranks & here) for number, ranks in misses if ranks & here)
+        if mine:
+            yield Unless(mine, tuple(body))
         else:
             yield from body

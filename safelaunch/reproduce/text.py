@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from shlex import quote
 
 from safelaunch.model import Frame
@@ -33,7 +33,6 @@ _STANDS = {
     "missing-from-collective": (_FOREVER,),
 }
 _MODULES = ("os", "signal", "sys", "threading", "time")
-_STUCK = ("waits", "waits for work", "joins", "enters")
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,12 @@ def script(program: Program, head: Head, leavers: Collection[int] = ()) -> Scrip
     """The whole script. ``leavers``: ranks that have left a loop in which the others are."""
     named, families = in_families(program)
     items = {rank: _items(one) for rank, one in named.ranks.items()}
-    stuck = [rank for rank, one in named.ranks.items() if one.end.kind in _STUCK]
     types, replaced = types_of(call.dtypes[0] for one in program.ranks.values() for call in _flat(one) if call.dtypes)
     writer = _Writer(named, families, types)
     body = [*_before(named), *writer.groups(), *writer.threads()]
-    body += writer.nodes(fold.merged(items, stuck=stuck, leavers=leavers), "")
+    threaded = any(one.sides for one in named.ranks.values())
+    listed = not (leavers or threaded) and not fold.same_places({rank: _calls_of(one) for rank, one in items.items()})
+    body += writer.list_of_calls(items) if listed else writer.nodes(fold.merged(items, leavers=leavers), "")
     notes = [*program.notes, *_not_the_same(program), *(_of_type(name, types[name]) for name in replaced)]
     command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
     lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
@@ -151,6 +151,10 @@ def _items(program: RankProgram) -> list[Item]:
     return [] if program.before else found
 
 
+def _calls_of(items: Sequence[Item]) -> list[Call]:
+    return [item for item in items if isinstance(item, Call)]
+
+
 def _at_the_end(end: End) -> tuple[End, ...]:
     return () if end.kind == "waits" else (end,)
 
@@ -161,6 +165,7 @@ def _at_the_end(end: End) -> tuple[End, ...]:
 class _Writer:
     def __init__(self, program: Program, families: Families, types: Mapping[str, str]) -> None:
         self._program, self._families, self._types = program, families, types
+        self._names: Mapping[Item, str] = {}  # of the functions that make the calls, where there are any
 
     def groups(self) -> Iterator[str]:
         for name, groups in self._families.items():
@@ -180,26 +185,33 @@ class _Writer:
         for number in range(most):
             sides = {rank: one.sides[number] for rank, one in self._program.ranks.items() if number < len(one.sides)}
             items: dict[int, list[Item]] = {r: [*one.calls, *_at_the_end(one.end)] for r, one in sides.items()}
-            stuck = [rank for rank, one in sides.items() if one.end.kind in _STUCK]
             name = next((one.name for one in sides.values() if one.name), "")
             yield ""
             yield from _with_comment([f"def run_thread_{number + 1}():"], f"recorded as {name[:60]!r}" if name else "")
-            yield from self.nodes(fold.merged(items, stuck=stuck), _INDENT)
+            yield from self.nodes(fold.merged(items), _INDENT)
             yield from ("", "")
 
-    def nodes(self, nodes: Sequence[fold.Node], indent: str, last: int = 0) -> Iterator[str]:
-        """``last``: the number of the last round of the loop around them."""
-        for node in nodes:
-            if isinstance(node, fold.Loop):
-                yield from self._loop(node, indent)
-            elif isinstance(node, fold.Branch):
-                yield from self._branch(node, indent, last)
-            elif isinstance(node, fold.Unless):
-                asked = negated(self._condition(node.ranks))
-                yield from _wrapped(f"{indent}if step < {last} or {asked}:", indent)
-                yield from self.nodes(node.body, indent + _INDENT, last)
-            else:
-                yield from (indent + line for line in self._item(node.item))
+    def nodes(self, nodes: Sequence[fold.Node], indent: str) -> Iterator[str]:
+        for is_plain, same in groupby(nodes, key=lambda node: isinstance(node, fold.Step)):
+            if is_plain:
+                yield from self._plain([node.item for node in same if isinstance(node, fold.Step)], indent)
+                continue
+            for node in same:
+                if isinstance(node, fold.Loop):
+                    yield from self._loop(node, indent)
+                elif isinstance(node, fold.Branch):
+                    yield from self._branch(node, indent)
+                elif isinstance(node, fold.Unless):
+                    asked = " and ".join(self._not_missed(*miss, alone=len(node.misses) == 1) for miss in node.misses)
+                    yield from _wrapped(f"{indent}if {asked}:", indent)
+                    yield from self.nodes(node.body, indent + _INDENT)
+
+    def _plain(self, items: Sequence[Item], indent: str) -> Iterator[str]:
+        if self._names:
+            yield from _wrapped(f"{indent}calls += [{', '.join(self._names[item] for item in items)}]", indent)
+            return
+        for item in items:
+            yield from (indent + line for line in self._item(item))
 
     def _item(self, item: Item) -> list[str]:
         if isinstance(item, Start):
@@ -208,9 +220,30 @@ class _Writer:
             return [f"{name} = threading.Thread(target=run_{name})", f"{name}.start()", *waits]
         return _ending(item) if isinstance(item, End) else self._call(item)
 
+    def list_of_calls(self, items: Mapping[int, Sequence[Item]]) -> Iterator[str]:
+        """Each distinct call as a function; a list of these for each rank; and one line that makes them.
+
+        So equal calls are made from one place, whoever makes them.
+        """
+        distinct = dict.fromkeys(item for one in items.values() for item in one)
+        names: dict[Item, str] = {item: f"call_{number}" for number, item in enumerate(distinct, 1)}
+        for item, name in names.items():
+            yield from ("", f"def {name}():")
+            yield from (_INDENT + line for line in self._item(item))
+            yield ""
+        yield from ("", "calls = []")
+        self._names = names
+        yield from self.nodes(fold.merged(items), "")
+        yield "for call in calls:"
+        yield f"{_INDENT}call()"
+
+    def _not_missed(self, number: int, ranks: frozenset[int], *, alone: bool) -> str:
+        asked = f"step != {number} or {negated(self._condition(ranks))}"
+        return asked if alone else f"({asked})"
+
     def _loop(self, loop: fold.Loop, indent: str) -> Iterator[str]:
         inner, last = indent + _INDENT, loop.times - 1
-        body = list(self.nodes(loop.body, inner, last))
+        body = list(self.nodes(loop.body, inner))
         if loop.leaving:
             asked = f"if {self._condition(loop.leaving)} and step == {last}:"
             body = [*_wrapped(f"{inner}{asked}", inner), f"{inner}{_INDENT}break", *body]
@@ -220,15 +253,15 @@ class _Writer:
     def _condition(self, ranks: frozenset[int]) -> str:
         return condition(ranks, self._program.world_size)
 
-    def _branch(self, branch: fold.Branch, indent: str, last: int) -> Iterator[str]:
+    def _branch(self, branch: fold.Branch, indent: str) -> Iterator[str]:
         word = "if"
         for ranks, body in branch.sides:
             yield from _wrapped(f"{indent}{word} {self._condition(ranks)}:", indent)
-            yield from self.nodes(body, indent + _INDENT, last)
+            yield from self.nodes(body, indent + _INDENT)
             word = "elif"
         if branch.rest:
             yield f"{indent}else:"
-            yield from self.nodes(branch.rest, indent + _INDENT, last)
+            yield from self.nodes(branch.rest, indent + _INDENT)
 
     def _call(self, call: Call) -> list[str]:
         if call.op == "batch":

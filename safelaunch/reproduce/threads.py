@@ -48,7 +48,7 @@ def _sample_of(one: RankFacts) -> StackSample | None:
 
 
 def _stands_in(one: RankFacts, main: Thread, thread: Thread) -> bool:
-    if one.condition is None or one.condition.frame is None:
+    if one.condition is None or one.condition.frame is None or one.condition.cause == "uneven-batches":
         return False
     frames = [stack_of(one.evidence, python_frames(each)).user_frame for each in (main, thread)]
     return frames[1] == one.condition.frame != frames[0]

@@ -101,7 +101,7 @@ def replay(name: str, evidence: Evidence, scratch: Path, wish: Wish = Wish()) ->
 
 def difference(made: Reproduction, outcome: str, found: tuple[str, tuple[int, ...]]) -> str:
     causes = (made.cause, *STAND_INS.get(made.cause, ()))
-    if outcome != made.outcome:
+    if outcome not in (made.outcome, "crash"):  # gloo aborts at some sizes that other backends hang at
         return f"a {outcome}"
     if found[0] not in causes:
         return "another cause"
