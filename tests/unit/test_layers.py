@@ -91,6 +91,7 @@ THIRD_PARTY = {
         "roster.*",
         "capture.*",
         "diagnose.*",
+        "reproduce.*",
         "postmortem.*",
         "bundle.staging",
         "control.*",
