@@ -67,29 +67,20 @@ def merged(programs: Mapping[int, Sequence[Item]], *, leavers: Collection[int] =
     return tuple(_branched(_level(programs, frozenset(leavers)), frozenset(programs)))
 
 
-def same_places(programs: Mapping[int, Sequence[Item]]) -> bool:
-    """Whether equal items of ranks that part stand at one place of ``merged(programs)``, as they did in the job.
-
-    Histories are compared by the lines of calls: where a rank does alone what others do at another line, it would seem
-    to do something that they never do.
-    """
-    level = _level(programs, frozenset())
-    flat = [step for node in level for step in (node.body if isinstance(node, Loop) else (node,))]
-    steps = [step for step in flat if isinstance(step, Step)]
-    times = Counter(step.item for step in steps)
-    doing: dict[Any, set[int]] = {}
-    for step in steps:
-        doing.setdefault(step.item, set()).update(step.ranks)
-    return not any(
-        times[step.item] > 1 and doing[step.item] - step.ranks - step.beyond - _done(programs, steps[at:])
-        for at, step in enumerate(steps)
-    )
-
-
-def _done(programs: Mapping[int, Sequence[Item]], rest: Sequence[Step]) -> Ranks:
-    """The ranks that do at most one more item in the rest."""
-    left = Counter(rank for step in rest for rank in step.ranks)
-    return frozenset(rank for rank in programs if left[rank] <= 1)
+def done(nodes: Sequence[Node], rank: int, number: int = 0) -> Iterator[Step]:
+    """The steps that ``rank`` does, if it comes back from each; ``number``: of the round of the loop around them."""
+    for node in nodes:
+        if isinstance(node, Step):
+            yield node
+        elif isinstance(node, Loop):
+            rounds = node.times - (rank in node.leaving)
+            yield from (step for at in range(rounds) for step in done(node.body, rank, at))
+        elif isinstance(node, Unless):
+            if not any(at == number and rank in ranks for at, ranks in node.misses):
+                yield from done(node.body, rank, number)
+        else:
+            mine = next((body for ranks, body in node.sides if rank in ranks), node.rest)
+            yield from done(mine, rank, number)
 
 
 def _level(programs: Mapping[int, Sequence[Item]], leavers: Ranks) -> list[Step | Loop]:

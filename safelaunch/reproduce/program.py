@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from safelaunch.model import Frame
+from safelaunch.model import Collective, Frame
 
 Sizes = tuple[tuple[int, ...], ...]
 
@@ -76,12 +76,15 @@ class Side:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """``calls`` and ``end`` are the main thread's. ``before``: it stands before it joins the job."""
+    """``calls`` and ``end`` are the main thread's; ``entries``: what each of these calls has left in the record, as far
+    as it has. ``before``: it stands before it joins the job.
+    """
 
     calls: tuple[Call, ...]
     end: End
     sides: tuple[Side, ...] = ()
     before: bool = False
+    entries: tuple[tuple[Collective, ...], ...] = ()
 
     @property
     def all_calls(self) -> tuple[Call, ...]:

@@ -101,6 +101,9 @@ class _Reader:
     def _rank(self, rank: int) -> RankProgram:
         one = self._facts.ranks.get(rank)
         made = self._made(rank, self._calls[rank]) if rank in self._calls else self._borrowed(rank)
+        return replace(self._program_of(rank, one, made), entries=tuple(call.entries for call in made))
+
+    def _program_of(self, rank: int, one: RankFacts | None, made: list[_Made]) -> RankProgram:
         if one is None:
             return RankProgram(_left(made), End("stands", "missing-from-collective", "it was not seen"))
         threads = threads_of(one, [(call.thread, call.call.group, call.over) for call in made])

@@ -18,6 +18,7 @@ from safelaunch.redaction.redact import redact_text
 from safelaunch.reproduce import fold
 from safelaunch.reproduce.families import Families, in_families
 from safelaunch.reproduce.gloo import types_of
+from safelaunch.reproduce.places import places_matter
 from safelaunch.reproduce.program import TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
 
 _WIDTH = 118
@@ -69,8 +70,9 @@ def script(program: Program, head: Head, leavers: Collection[int] = ()) -> Scrip
     writer = _Writer(named, families, types)
     body = [*_before(named), *writer.groups(), *writer.threads()]
     threaded = any(one.sides for one in named.ranks.values())
-    listed = not (leavers or threaded) and not fold.same_places({rank: _calls_of(one) for rank, one in items.items()})
-    body += writer.list_of_calls(items) if listed else writer.nodes(fold.merged(items, leavers=leavers), "")
+    nodes = fold.merged(items, leavers=leavers)
+    listed = not (leavers or threaded) and places_matter(named, nodes)
+    body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
     notes = [*program.notes, *_not_the_same(program), *(_of_type(name, types[name]) for name in replaced)]
     command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
     lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
@@ -151,10 +153,6 @@ def _items(program: RankProgram) -> list[Item]:
     return [] if program.before else found
 
 
-def _calls_of(items: Sequence[Item]) -> list[Call]:
-    return [item for item in items if isinstance(item, Call)]
-
-
 def _at_the_end(end: End) -> tuple[End, ...]:
     return () if end.kind == "waits" else (end,)
 
@@ -220,12 +218,12 @@ class _Writer:
             return [f"{name} = threading.Thread(target=run_{name})", f"{name}.start()", *waits]
         return _ending(item) if isinstance(item, End) else self._call(item)
 
-    def list_of_calls(self, items: Mapping[int, Sequence[Item]]) -> Iterator[str]:
+    def list_of_calls(self, nodes: Sequence[fold.Node]) -> Iterator[str]:
         """Each distinct call as a function; a list of these for each rank; and one line that makes them.
 
         So equal calls are made from one place, whoever makes them.
         """
-        distinct = dict.fromkeys(item for one in items.values() for item in one)
+        distinct = dict.fromkeys(step.item for rank in self._program.ranks for step in fold.done(nodes, rank))
         names: dict[Item, str] = {item: f"call_{number}" for number, item in enumerate(distinct, 1)}
         for item, name in names.items():
             yield from ("", f"def {name}():")
@@ -233,7 +231,7 @@ class _Writer:
             yield ""
         yield from ("", "calls = []")
         self._names = names
-        yield from self.nodes(fold.merged(items), "")
+        yield from self.nodes(nodes, "")
         yield "for call in calls:"
         yield f"{_INDENT}call()"
 
