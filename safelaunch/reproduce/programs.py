@@ -355,7 +355,8 @@ class _Roots:
         if rank in roots:
             return rank
         if named or roots:
-            return Counter([*named.values(), *roots]).most_common(1)[0][0]
+            votes = Counter([*named.values(), *roots])
+            return max(votes, key=lambda one: (one in there and there[one].completed, votes[one], -one))
         if set(there) >= set(ranks) and all(entry.completed for entry in there.values()):
             self._assumed += 1
             return ranks[0]

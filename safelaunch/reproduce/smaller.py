@@ -17,6 +17,7 @@ from safelaunch.model.entries import Entries
 from safelaunch.reading.source import ReadSource
 from safelaunch.reproduce.program import EAGER, TRANSFERS, Call, Program, RankProgram, Sizes
 
+Ranks = tuple[int, ...]
 MOST_ELEMENTS = 1 << 24  # of a tensor that is made as it was recorded
 _PEERS = re.compile(r"((?:send|recv)\s+)(\d+)(\s*(?:->|<-)\s*)(\d+)")
 _MOST_TRIES = 200
@@ -34,7 +35,9 @@ def with_fewest_ranks(
     everybody = sorted(facts.ranks)
     if facts.unseen or not everybody:
         return evidence, everybody
-    search = _Search(evidence, verdict, culprits, read_source)
+    alignment = facts.alignment
+    groups = {name: alignment.ranks_of(name) for name in alignment.groups() if alignment.members(name)[1]}
+    search = _Search(evidence, verdict, groups, read_source)
     kinds: dict[object, list[int]] = {}
     for rank in sorted(set(facts.ranks) - culprits):
         kinds.setdefault(_kind(facts, rank), []).append(rank)
@@ -70,14 +73,15 @@ def _kind(facts: Facts, rank: int) -> object:
 
 class _Search:
     def __init__(
-        self, evidence: Evidence, verdict: Verdict, culprits: Collection[int], read_source: ReadSource | None
+        self, evidence: Evidence, verdict: Verdict, groups: Mapping[str, Ranks], read_source: ReadSource | None
     ) -> None:
-        self._evidence, self._verdict, self._culprits = evidence, verdict, culprits
+        self._evidence, self._verdict, self._groups = evidence, verdict, groups
+        self._culprits = {one.rank for one in verdict.culprits}
         self._read_source = read_source
         self._tries = 0
 
     def of(self, kept: Collection[int]) -> Evidence:
-        return _Fewer(sorted(kept)).evidence(self._evidence)
+        return _Fewer(sorted(kept), self._groups).evidence(self._evidence)
 
     def shows(self, kept: Collection[int]) -> bool:
         """Whether these ranks lead to the same verdict."""
@@ -91,9 +95,13 @@ class _Search:
 
 
 class _Fewer:
-    """The evidence of some of the ranks: with new numbers, in groups without the others."""
+    """The evidence of some of the ranks: with new numbers, in groups without the others.
 
-    def __init__(self, kept: Sequence[int]) -> None:
+    ``groups``: those whose members are known by what they have called, where neither records nor ranks tell.
+    """
+
+    def __init__(self, kept: Sequence[int], groups: Mapping[str, Ranks]) -> None:
+        self._groups = groups
         self._number = {rank: place for place, rank in enumerate(kept)}
 
     def evidence(self, evidence: Evidence) -> Evidence:
@@ -113,7 +121,7 @@ class _Fewer:
             if rank.progress is not None
             else None,
             main=self._process(rank.main) if rank.main is not None else None,
-            flight_record=self._record(rank.flight_record) if rank.flight_record is not None else None,
+            flight_record=self._record(rank.flight_record, rank.gil.groups) if rank.flight_record is not None else None,
             gil=structs.replace(rank.gil, groups=groups, posted=posted),
         )
 
@@ -137,11 +145,14 @@ class _Fewer:
         found = {name: self._number.get(rank) for name in ("src", "dst") if (rank := getattr(call, name)) is not None}
         return structs.replace(call, **found)
 
-    def _record(self, record: FlightRecord) -> FlightRecord:
-        alone = {name for name, ranks in record.groups.items() if ranks and len(self._ranks(ranks)) < 2}
+    def _record(self, record: FlightRecord, told: Mapping[str, Ranks]) -> FlightRecord:
+        used = {kind.group for kind in Entries.of(record.entries).used().values()}
+        groups = {name: ranks for name, ranks in self._groups.items() if name in used}
+        groups |= {**told, **{name: ranks for name, ranks in record.groups.items() if ranks}}
+        alone = {name for name, ranks in groups.items() if len(self._ranks(ranks)) < 2}
         kept = []
         for entry in record.entries:
-            changed = self._entry(entry, record.groups.get(entry.group, ()))
+            changed = self._entry(entry, groups.get(entry.group, ()))
             if changed is not None and entry.group not in alone:
                 kept.append(changed)
         if record.entries and record.entries[0].record_id == 0:
@@ -149,7 +160,7 @@ class _Fewer:
         return structs.replace(
             record,
             entries=Entries.of(kept),
-            groups={name: self._ranks(ranks) for name, ranks in record.groups.items() if name not in alone},
+            groups={name: self._ranks(ranks) for name, ranks in groups.items() if name not in alone},
             status={name: one for name, one in record.status.items() if name not in alone},
         )
 

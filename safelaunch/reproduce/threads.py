@@ -30,8 +30,8 @@ def threads_of(one: RankFacts, made: Sequence[Made]) -> list[SideThread]:
     """
     sample = _sample_of(one)
     callers = Counter(ident for ident, _, _ in made if ident)
-    if sample is None or sample.main_thread is None:
-        return []
+    if sample is None or sample.main_thread is None or not sample.main_thread.ident:
+        return _each_in_one_call(made, callers)
     main = sample.main_thread
     others = [thread for thread in sample.threads if thread is not main and thread.ident]
     standing = next((thread for thread in others if _stands_in(one, main, thread)), None)
@@ -39,6 +39,15 @@ def threads_of(one: RankFacts, made: Sequence[Made]) -> list[SideThread]:
     if main.ident not in callers and len(found) == 1 and standing is None:
         return []
     return [SideThread(thread.ident, thread.name, thread is standing) for thread in found]
+
+
+def _each_in_one_call(made: Sequence[Made], callers: Counter[int]) -> list[SideThread]:
+    """Of a record alone: several threads wait, each in one call. The one that has made most calls is the main one."""
+    waiting = Counter(ident for ident, _, over in made if ident and not over)
+    if len(waiting) < 2 or max(waiting.values()) > 1:
+        return []
+    main = callers.most_common(1)[0][0]
+    return [SideThread(ident, "") for ident in waiting if ident != main]
 
 
 def _sample_of(one: RankFacts) -> StackSample | None:
