@@ -211,13 +211,10 @@ class _Reader:
 
     def _call(self, rank: int, one: Recorded) -> Call:
         entry = one.entry
-        recorded_as = op_name(entry).split(" ")[0]
-        ops = set(entry.ops) if isinstance(entry, Block) else {recorded_as}
-        op = FUNCTIONS.get(next(iter(sorted(ops))), "")
-        if not op or len(ops) > 1:
-            shown = "one operation of several kinds" if len(ops) > 1 else f"{recorded_as!r}"
-            op = op or "all_reduce"
-            self._note(f"{shown} is replayed as {op}.")
+        functions = _functions_of(entry)
+        op = min(functions, default="all_reduce")
+        if len(functions) != 1:
+            self._note(f"{op_name(entry)[:80]!r} is replayed as {op}.")
         call = Call(
             op,
             group=WORLD if entry.group in self._default else entry.group,
@@ -287,6 +284,12 @@ def _share_a_group(made: Sequence[_Made], idents: set[int]) -> bool:
     return any(len(callers) > 1 for callers in threads.values())
 
 
+def _functions_of(entry: Collective) -> set[str]:
+    """What it stands for in torch.distributed; several for a block of several kinds, none where that is not known."""
+    names = entry.ops if isinstance(entry, Block) else (op_name(entry).split(" ")[0],)
+    return {FUNCTIONS[name] for name in names if name in FUNCTIONS}
+
+
 def _left(made: Iterable[_Made]) -> tuple[Call, ...]:
     return tuple(one.as_left for one in made)
 
@@ -331,13 +334,18 @@ class _Roots:
         self._there: dict[object, dict[int, Collective]] = {}
         for rank, made in calls.items():
             for one in made:
-                if op_name(one.entry) and FUNCTIONS.get(op_name(one.entry)) in ROOTED:
+                if _functions_of(one.entry) & ROOTED:
                     self._there.setdefault(one.key, {})[rank] = one.entry
         self._assumed = self._deduced = 0
+        self._usual: dict[object, int] = {}  # the place of the root, by the line of a call that is not over
+        for rank, made in calls.items():
+            for one in made:
+                if one.key in self._there and not one.entry.completed:
+                    self._usual.setdefault(one.entry.frames, self.of(rank, one))
 
     def notes(self) -> Iterator[str]:
         if self._assumed:
-            yield "Roots are not recorded: where all have completed it, the first rank of the group is the root."
+            yield "Roots are not recorded: of calls that are over, one is assumed."
         if self._deduced:
             yield "The root of a call that hangs is one that those who wait in it can wait for."
 
@@ -359,7 +367,8 @@ class _Roots:
             return max(votes, key=lambda one: (one in there and there[one].completed, votes[one], -one))
         if set(there) >= set(ranks) and all(entry.completed for entry in there.values()):
             self._assumed += 1
-            return ranks[0]
+            usual = self._usual.get(one.entry.frames, 0)
+            return ranks[usual if usual < len(ranks) else 0]
         self._deduced += 1
         pending = {r for r, entry in there.items() if not entry.completed}
         if op_name(one.entry) in ("reduce", "_reduce_oop", "gather"):

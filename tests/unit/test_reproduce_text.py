@@ -170,3 +170,14 @@ def test_tensors_that_no_machine_holds_are_smaller(tmp_path: Path) -> None:
     assert "Tensors are smaller" in text
     sizes = {found.calls[0].tensors[0].shape for found in replayed(text, 2).values()}
     assert sizes == {(1,), (2,)}
+
+
+def test_a_block_of_broadcasts_has_a_root(tmp_path: Path) -> None:
+    pair = recorders(2)
+    for one in pair:
+        one.block([Op("broadcast", (4,)), Op("broadcast", (6,))])
+        one.block([Op("broadcast", (4,)), Op("all_reduce", (6,))])
+        one.collective(state="scheduled")
+    text = of_dumps(tmp_path, pair)
+    assert replayed(text, 2)[0].calls[0].root == 0
+    assert "is replayed as all_reduce." in text
