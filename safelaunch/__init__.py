@@ -1,6 +1,8 @@
 """safelaunch: torchrun that watches the job, finds out which rank and line hung it, and keeps the evidence.
 
-A training script may call the functions below to help the watchdog. Outside a safelaunch run they do nothing.
+A training script may call ``step``, ``phase`` and ``pause`` to help the watchdog; outside a safelaunch run they do
+nothing. A program that starts ranks itself calls ``launch``, and one that reads evidence calls ``diagnose``: these, and
+the types beside them, are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -13,8 +15,97 @@ if _TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any as _Any
 
+    from safelaunch import schemas
+    from safelaunch.api import (
+        BundlePlace,
+        Claim,
+        Culprit,
+        Frame,
+        HangError,
+        Launch,
+        NodeAtFault,
+        SafelaunchError,
+        UsageError,
+        Verdict,
+        diagnose,
+        launch,
+    )
+
 __version__ = "0.1.0"
-__all__ = ["pause", "phase", "step"]
+_LAZY = (
+    "BundlePlace",
+    "Claim",
+    "Culprit",
+    "Frame",
+    "HangError",
+    "Launch",
+    "NodeAtFault",
+    "SafelaunchError",
+    "UsageError",
+    "Verdict",
+)
+__all__ = [
+    "BundlePlace",
+    "Claim",
+    "Culprit",
+    "Frame",
+    "HangError",
+    "Launch",
+    "NodeAtFault",
+    "SafelaunchError",
+    "UsageError",
+    "Verdict",
+    "diagnose",
+    "launch",
+    "pause",
+    "phase",
+    "schemas",
+    "step",
+]
+
+
+def _api(name: str) -> _Any:
+    from importlib import import_module
+
+    return getattr(import_module("safelaunch.api"), name)
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return _api(name)
+    if name == "schemas":
+        from importlib import import_module
+
+        return import_module("safelaunch.schemas")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(type(_sys)):  # type: ignore[misc]  # the class of modules
+    """Keeps ``launch`` and ``diagnose`` the functions, although packages of ours have these names too.
+
+    The import system sets a package as an attribute of its parent.
+    """
+
+    @property
+    def launch(self) -> _Any:
+        return _api("launch")
+
+    @launch.setter
+    def launch(self, package: object) -> None: ...
+
+    @property
+    def diagnose(self) -> _Any:
+        return _api("diagnose")
+
+    @diagnose.setter
+    def diagnose(self, package: object) -> None: ...
+
+
+_sys.modules[__name__].__class__ = _Package
 
 
 def _marks() -> _Any:

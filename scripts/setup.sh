@@ -26,7 +26,14 @@ get_chromium() {
     apt-get install -y -q --no-install-recommends chromium-headless-shell fonts-dejavu-core >/dev/null 2>&1 ||
     echo "without Chromium, the tests of the report's page are skipped" >&2
 }
-get_chromium &
+# Those of the completions run in the shells, and the man page is rendered.
+get_shells() {
+  command -v zsh >/dev/null && command -v fish >/dev/null && command -v groff >/dev/null && return
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
+    apt-get update -q >/dev/null 2>&1 && apt-get install -y -q --no-install-recommends zsh fish groff >/dev/null 2>&1 ||
+    echo "without zsh, fish or groff, their tests are skipped" >&2
+}
+{ get_chromium; get_shells; } &
 if [ ! -x "$VENV/bin/python" ]; then
   "$PYTHON" -m venv "$VENV"
 fi

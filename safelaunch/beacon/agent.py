@@ -19,12 +19,17 @@ from . import imports, layout, lifeline, log, marks, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 MOST_OF_ERROR = 500  # characters
 
 _words = memoryview(bytes(layout.SIZE)).cast("Q")
 _supervisor = 0
+
+
+class Stopped(Exception):
+    """Ends a launch because the supervisor ends its hung job. See ``attach``."""
 
 
 @log.guarded
@@ -67,6 +72,43 @@ def _become_launcher(module: Any) -> None:
     _, _words = page.create(os.path.join(log.run_dir, layout.AGENT_PAGE))
     _words[layout.READY] = layout.MAGIC
     _wrap_context(module)
+
+
+def attach(
+    module: Any, run_dir: str, supervisor: int, asks_to_stop: Callable[[], bool], stopping: Callable[[], object]
+) -> Callable[[], None]:
+    """Reports the workers that this process starts itself, under ``safelaunch.launch``; returns what ends that.
+
+    ``module``: torch's. While ``asks_to_stop()`` is true, a look at the workers raises ``Stopped``. ``stopping`` is
+    called when a signal or an interrupt ends the launch, before that ends the workers.
+    """
+    global _words, _supervisor
+    log.run_dir, _supervisor = run_dir, supervisor
+    _, _words = page.create(os.path.join(run_dir, layout.AGENT_PAGE))
+    _words[layout.READY] = layout.MAGIC
+    context = module.PContext
+    before = context.start, context.wait, context.close
+    _wrap_context(module)
+    reporting_close = context.close
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = before[1](self, *args, **kwargs)
+        # After the look: where the supervisor has ended ranks, it has asked before.
+        if asks_to_stop():
+            raise Stopped("the watchdog ends this job")
+        return result
+
+    def close(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(sys.exc_info()[1]).__name__ in ("SignalException", "KeyboardInterrupt"):
+            stopping()
+        return reporting_close(self, *args, **kwargs)
+
+    context.wait, context.close = wait, close
+
+    def detach() -> None:
+        context.start, context.wait, context.close = before
+
+    return detach
 
 
 def _report_own_end() -> None:
@@ -169,9 +211,9 @@ def _exits(context: Any) -> dict[str, int]:
 
 
 def _own_error() -> str:
-    """Returns the exception on its way in this thread, unless it is torchrun's answer to a signal; else empty."""
+    """Returns the exception on its way in this thread, unless it is the answer to a signal or to us; else empty."""
     error = sys.exc_info()[1]
-    if not isinstance(error, Exception) or type(error).__name__ == "SignalException":
+    if not isinstance(error, Exception) or isinstance(error, Stopped) or type(error).__name__ == "SignalException":
         return ""
     return f"{type(error).__name__}: {error}"[:MOST_OF_ERROR]
 

@@ -101,6 +101,13 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
         log.guarded(page.wait_for_ack)(_words, _supervisor)
 
 
+def raised(value: Exception) -> None:
+    """Records the exception that ends this rank's function: torch's workers catch it, so no hook will see it."""
+    _note_exception(type(value), value, value.__traceback__)
+    if os.getpid() == _owner:
+        log.guarded(page.wait_for_ack)(_words, _supervisor)
+
+
 @log.guarded
 def _note_exception(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
     if os.getpid() != _owner or _words[layout.EXCEPTION_NS] or issubclass(kind, KeyboardInterrupt):

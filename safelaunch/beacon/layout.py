@@ -77,6 +77,7 @@ GUARDIAN_CODE = "SL_GUARDIAN"
 GUARDIAN_ARGUMENTS = ("-E", "-S", "-c", f"import os; exec(os.environ.pop('{GUARDIAN_CODE}'))")
 GUARDIAN_STARTER = "SL_GUARDIAN_STARTER"  # AGENT_ROLE if torchrun's beacon starts it
 AGENT_ROLE = "agent"
+RETURNED_NS = 24  # by a rank whose function has returned, while its process hands the result over
 ASKING = 23  # written by the supervisor while a question to a handler that needs the GIL is unanswered
 LAST_ANSWER_S = 2.0  # longest wait of an exiting rank for such a handler
 HOLD_S = 3.0  # longest wait for ACK, by a failing rank

@@ -91,6 +91,11 @@ def set_launcher() -> None:
     _words[layout.KIND] = layout.LAUNCHER
 
 
+def set_returned() -> None:
+    """Marks that the function of this rank has returned: its process only waits to hand over the result."""
+    _words[layout.RETURNED_NS] = monotonic_ns()
+
+
 def set_server_up() -> None:
     _words[layout.SERVER_NS] = monotonic_ns()
 

@@ -24,6 +24,7 @@ MOST_EXCEPTIONS = 16
 MOST_MEMBERS = 200_000  # of all groups together
 MOST_FRAMES = 32
 MOST_POSTED = 256
+MOST_LOADERS = 8
 _OPTIMIZED = 0x1  # a function's own variables, and no module's
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
@@ -63,9 +64,11 @@ def _told() -> bytes:
         import json
 
         groups, made = _groups()
-        told = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
+        told: dict[str, object] = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
         with contextlib.suppress(Exception):  # objects that look like c10d's, and are none
             told["posted"] = _posted()
+        with contextlib.suppress(Exception):
+            told["batches"] = _batches()
         return json.dumps(told).encode()
     except Exception:  # another torch, or a class with tricks
         return b"{}"
@@ -112,7 +115,8 @@ def _frames(traceback: Any) -> list[dict[str, object]]:
 def _posted() -> list[dict[str, object]]:
     """The sends and receives (``P2POp``) of the batch that each thread is at: of its innermost function that has some.
 
-    gloo records none of them, and while a rank waits for one, no frame of c10d is on its stack.
+    Where a variable of that function says which of them it waits for, those of the other direction are left out. gloo
+    records none of them, and while a rank waits for one, no frame of c10d is on its stack.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
     found: list[dict[str, object]] = []
@@ -143,9 +147,56 @@ def _ops_of(frame: Any, kind: type) -> list[Any]:
     for value in list(variables.values()):
         each = value[:MOST_POSTED] if type(value) in (list, tuple) else (value,)
         ops += [op for op in each if type(op) is kind]
+    ops = _waited_for(variables, ops)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
         variables.clear()
     return list({id(op): op for op in ops}.values())
+
+
+def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
+    """The operations of the direction in which the one is that is waited for: ``for work in works: work.wait()``."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Work", None)
+    works = [value for value in list(variables.values()) if kind is not None and type(value) is kind]
+    if len(works) != 1 or works[0].is_completed():
+        return ops
+    try:
+        works[0]._source_rank()
+        sends = False
+    except RuntimeError:  # only a receive has one
+        sends = True
+    return [op for op in ops if _sends(op) is sends] or ops
+
+
+def _batches() -> dict[str, int]:
+    """The batch size of each DataLoader by its variable: of the script, and of functions that make one."""
+    kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "DataLoader", None)
+    script = sys.modules.get("__main__")
+    if kind is None or script is None:
+        return {}
+    found = _batches_in(vars(script), kind)
+    for innermost in list(sys._current_frames().values()):
+        frame: Any = innermost
+        for _ in range(MOST_FRAMES):
+            if frame is None:
+                break
+            if frame.f_code.co_flags & _OPTIMIZED and "DataLoader" in frame.f_code.co_names:
+                variables = frame.f_locals
+                found.update(_batches_in(variables, kind))
+                if sys.version_info < (3, 13):
+                    variables.clear()  # see _ops_of
+            frame = frame.f_back
+    return dict(list(found.items())[:MOST_LOADERS])
+
+
+def _batches_in(variables: Any, kind: type) -> dict[str, int]:
+    found = {}
+    for name, value in list(variables.items()):
+        if kind in type(value).__mro__:
+            own = vars(value)
+            size = own.get("batch_size") or vars(own.get("batch_sampler")).get("batch_size")
+            if type(size) is int and not name.startswith("_"):
+                found[name] = size
+    return found
 
 
 def _answer_flight_record(request: Any, response: Any, **of_backend: str) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.model import FileLock
+from safelaunch.system import procstat
 
 CALLS = ("flock", "fcntl")
+_MAX_BYTES = 4096
+_MAX_NAME = 60
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,47 @@ def locks_of(pid: int, *, of_others: bool) -> tuple[FileLock, ...]:
             continue  # closed meanwhile
         found |= {held: name for held in table if held.place == place}
         shared |= {held for held in parse(text.replace("lock:", "")) if held.pid != pid}
-    return tuple(FileLock(name, held.pid) for held, name in found.items() if held not in shared)
+    return tuple(
+        FileLock(name, held.pid, program(held.pid) if held.pid != pid else "")
+        for held, name in found.items()
+        if held not in shared
+    )
+
+
+def lock_on(pid: int, path: str) -> FileLock | None:
+    """The exclusive lock of another process on the file that ``pid`` calls ``path``; None if unknown.
+
+    May block on a file system that does not answer, so call it under a deadline.
+    """
+    try:
+        place = _place(Path(f"/proc/{pid}/cwd", path))
+    except (OSError, ValueError):
+        return None
+    held = next((held for held in parse(_table()) if held.place == place and held.exclusive and held.pid != pid), None)
+    return FileLock(path, held.pid, program(held.pid)) if held is not None else None
+
+
+def program(pid: int) -> str:
+    """`` (python tokenize.py, since 2026-03-01 14:02:11 UTC)``: what a process runs, and when it was started.
+
+    Without arguments, which may hold secrets; empty if unknown.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_MAX_BYTES].decode("utf-8", "replace").split("\0")
+    except OSError:
+        return ""
+    script = next((word for word in words[1:] if word.endswith(".py")), "")
+    names = [Path(word).name[:_MAX_NAME] for word in (words[0], script) if word]
+    return f" ({' '.join(names)}{_since(pid)})" if names else ""
+
+
+def _since(pid: int) -> str:
+    stat = procstat.read(pid)
+    boot = re.search(r"^btime (\d+)$", _text(Path("/proc/stat")), re.MULTILINE)
+    if stat is None or boot is None:
+        return ""
+    begun = time.gmtime(int(boot[1]) + stat.start_ticks // os.sysconf("SC_CLK_TCK"))
+    return time.strftime(", since %Y-%m-%d %H:%M:%S UTC", begun)
 
 
 def parse(text: str) -> Iterator[Held]:
@@ -77,8 +121,12 @@ def parse(text: str) -> Iterator[Held]:
 
 
 def _table() -> str:
+    return _text(Path("/proc/locks"))
+
+
+def _text(path: Path) -> str:
     try:
-        return Path("/proc/locks").read_text()
+        return path.read_text()
     except OSError:
         return ""
 

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from safelaunch.errors import CaptureError
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample
 
-from . import other_ends, proc, stacks
+from . import filelocks, other_ends, proc, stacks
 from .parallel import gather
-from .result import Result
+from .result import Result, within
 
+LOCK_DEADLINE_S = 0.5
 MAX_CHILDREN = 48  # per rank: a loader's worker pool is smaller, and the look must stay short
 
 
@@ -153,7 +156,20 @@ def _process(pid: int, before: dict[int, ProcessState], deadline_s: float, nativ
     except CaptureError as error:
         return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
     stack = stacks.stack_of(pid, before.get(pid, state), deadline_s=deadline_s, native=native)
-    return ProcessLook(pid, state, stack, proc.files_to_read(state))
+    return ProcessLook(pid, _with_polled_lock(state, stack), stack, proc.files_to_read(state))
+
+
+def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> ProcessState:
+    """With the lock that the main thread asks for through a library, which has the file open only as it asks."""
+    main = stack.value.main_thread if stack.value is not None else None
+    if main is None or not main.lock_file:
+        return state
+    try:
+        lock = within(LOCK_DEADLINE_S, "a file lock", lambda: filelocks.lock_on(state.pid, main.lock_file))
+    except CaptureError:
+        return state
+    known = lock is None or any((one.path, one.pid) == (lock.path, lock.pid) for one in state.locks)
+    return state if lock is None or known else msgspec.structs.replace(state, locks=(*state.locks, lock))
 
 
 def evidence_of(looks: Sequence[Look], rank: int) -> tuple[ProcessEvidence | None, tuple[ProcessEvidence, ...]]:

@@ -29,6 +29,8 @@ PACKAGES = (
     "flash-attn", "py-spy", "safelaunch",
 )  # fmt: skip
 
+MOST_LINKS = 64
+
 
 def environment_of(pid: int, *, deadline_s: float = 2.0) -> Result[dict[str, str]]:
     """The environment that ``pid`` started with (``/proc`` does not show later changes), redacted; never raises."""
@@ -67,7 +69,7 @@ def versions(
 
 
 def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: float = 3.0) -> Result[dict[str, Any]]:
-    """Memory, load, pressure, disks and limits of this node and of ``pid``'s cgroup; never raises.
+    """Memory, load, pressure, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
 
     ``disks`` holds ``/dev/shm``, ``/tmp`` and ``cwd`` with total, used and free bytes, or the reason for having none: a
     dead network mount never answers.
@@ -84,6 +86,7 @@ def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: flo
         home = cwd or (_link(f"/proc/{pid}/cwd") if pid is not None else "")
         places = [place for place in ("/dev/shm", "/tmp", home) if place]
         each_s = deadline_s / len(places)
+        found["network"] = _network_within(min(1.0, deadline_s / 3))
         found["disks"] = {place: _disk(place, min(each_s, deadline_s - (time.monotonic() - begin))) for place in places}
         return found
 
@@ -148,6 +151,39 @@ def _disk(place: str, deadline_s: float) -> Mapping[str, int | str]:
     except OSError as error:
         return {"missing": error.strerror or str(error)}
     return {"total_bytes": usage.total, "used_bytes": usage.used, "free_bytes": usage.free}
+
+
+def _network_within(deadline_s: float) -> dict[str, dict[str, str | int]]:
+    """A driver that is stuck keeps the lock that a question for the speed takes."""
+    try:
+        return within(deadline_s, "/sys/class/net", network)
+    except CaptureError as error:
+        return {"interfaces": {"state": error.message}}
+
+
+def network(root: Path = Path("/sys/class")) -> dict[str, dict[str, str | int]]:
+    """The network interfaces that are up or hardware, and the ports of InfiniBand devices (``mlx5_0/1``).
+
+    Each with its state, its speed, and those of its error counters that are not 0.
+    """
+    found: dict[str, dict[str, str | int]] = {}
+    for path in sorted((root / "net").glob("*")):
+        state = _text(path / "operstate").strip()
+        if path.name != "lo" and (state == "up" or (path / "device").exists()):
+            speed = _text(path / "speed").strip()
+            found[path.name] = {"state": state} | ({"speed_mbit": int(speed)} if speed.isdigit() else {})
+            found[path.name] |= _counted(path / "statistics", ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped"))
+    for path in sorted((root / "infiniband").glob("*/ports/*")):
+        state, rate = _text(path / "state").strip(), _text(path / "rate").strip()
+        port = f"{path.parent.parent.name}/{path.name}"
+        found[port] = {"state": state.partition(": ")[2] or state, "rate": rate}
+        found[port] |= _counted(path / "counters", ("link_downed", "symbol_error", "port_rcv_errors"))
+    return dict(list(found.items())[:MOST_LINKS])
+
+
+def _counted(folder: Path, names: Sequence[str]) -> dict[str, int]:
+    found = {name: _text(folder / name).strip() for name in names}
+    return {name: int(text) for name, text in found.items() if text.isdigit() and int(text)}
 
 
 def _os_name() -> str:

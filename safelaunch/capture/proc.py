@@ -28,7 +28,6 @@ from safelaunch.system import procstat
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PATH = 4096
-_MAX_NAME = 60
 MAX_THREADS = 4096
 MAX_FILES = 256  # of one process
 
@@ -95,6 +94,7 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
         rss_bytes=stat.rss_bytes,
         frozen=is_frozen(pid),
         throttled_ms=throttled_ms(pid),
+        wait_status=stat.wait_status if stat.state in "ZX" else 0,
     )
 
 
@@ -274,23 +274,12 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
         return _Target(fd)
     holder = filelocks.holder(pid, fd) if name in filelocks.CALLS else None
     if holder is not None:
-        target += f", locked by pid {holder}{_program(holder)}"
+        target += f", locked by pid {holder}{filelocks.program(holder)}"
     found = re.fullmatch(r"(socket|pipe):\[(\d+)\]", target)
     inode = int(found[2]) if found else None
     if found and found[1] == "socket":
         target = sockets.describe(pid, int(found[2]))
     return _Target(fd, target, holder, inode)
-
-
-def _program(pid: int) -> str:
-    """`` (python tokenize.py)``: what a process runs, without arguments, which may hold secrets; empty if unknown."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_MAX_PATH].decode("utf-8", "replace").split("\0")
-    except OSError:
-        return ""
-    script = next((word for word in words[1:] if word.endswith(".py")), "")
-    names = [Path(word).name[:_MAX_NAME] for word in (words[0], script) if word]
-    return f" ({' '.join(names)})" if names else ""
 
 
 def _memory(pid: int, address: int, size: int) -> bytes:

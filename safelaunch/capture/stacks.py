@@ -12,17 +12,18 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from safelaunch.capture import command, proc, tracing
+from safelaunch.capture import command, proc, tracing, user_source
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.reading.frames import is_library
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
@@ -54,6 +55,9 @@ class _SpyThread(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(list[_SpyThread])
 _C10D = "torch/distributed/distributed_c10d.py"
 _INTEGER = re.compile(r"-?\d{1,9}")
+_WAITS_FOR_KEY = re.compile(r"store\w*(?:\(\))?\.(?:get|wait)\((?P<key>.+)", re.IGNORECASE)
+_NAME = re.compile(r"[^\W\d]\w*")
+_VALUE = re.compile(r"-?\d{1,18}|'[^'\\]{0,120}'|\"[^\"\\]{0,120}\"")
 
 
 def find_py_spy(given: str | None = None) -> str:
@@ -90,6 +94,8 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
                 owns_gil=thread.owns_gil,
                 ident=thread.thread_id,
                 call=_arguments(thread.frames),
+                names=_names_of_key(thread.frames),
+                lock_file=_lock_file(thread.frames),
             )
             for thread in threads
             if thread.pid in (0, pid)
@@ -106,6 +112,27 @@ def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
         if one.name in CallArguments.__struct_fields__ and one.repr is not None and _INTEGER.fullmatch(one.repr)
     }
     return CallArguments(**found) if found else None
+
+
+def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
+    """The numbers and strings that the innermost line names in its wait for a key of a store."""
+    inner = next((one for one in frames if one.filename.endswith(".py")), None)
+    if inner is None or not inner.locals or is_library(inner.filename):
+        return ()
+    found = _WAITS_FOR_KEY.search(user_source.line(inner.filename, inner.line) or "")
+    names = set(_NAME.findall(found["key"])) if found else set()
+    return tuple(
+        (one.name, one.repr)
+        for one in inner.locals
+        if one.name in names and _VALUE.fullmatch(one.repr or "") and one.repr
+    )
+
+
+def _lock_file(frames: Iterable[_SpyFrame]) -> str:
+    """The file that the library ``filelock`` asks for again and again, and has open only as it asks."""
+    inner = next((one for one in frames if "/filelock/" in one.filename), None)
+    held = inner.locals or () if inner is not None else ()
+    return next((one.repr.strip("'\"") for one in held if one.name == "lock_filename" and one.repr), "")
 
 
 def dump(

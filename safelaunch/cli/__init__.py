@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NoReturn
 
 # The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
@@ -20,6 +21,8 @@ COMMANDS = {
     "reproduce": "write a small script that hangs in the same way, from a bundle or from dumps",
     "doctor": "check whether safelaunch can watch jobs here",
     "gpus": "show this node's GPUs, and who leases or uses them",
+    "completion": "print the completion script of a shell: bash, zsh or fish",
+    "help": "show this help, or that on a subcommand",
 }
 
 
@@ -30,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     from safelaunch.system.console import redact
 
     redact.use(_without_secrets)
+    _print_whatever_the_encoding()
     try:
         return _dispatch(words)
     except SafelaunchError as error:
@@ -37,10 +41,19 @@ def main(argv: list[str] | None = None) -> int:
 
         say(str(error))
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         # The reader of our output is gone: print nothing more, and exit as other programs do.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+
+
+def _print_whatever_the_encoding() -> None:
+    """Text of the job may hold any character, and the terminal's encoding may know few: it shows the others escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _without_secrets(text: str) -> str:
@@ -61,14 +74,30 @@ def program() -> list[str]:
 
 def entry() -> NoReturn:
     """The console script: like ``main``, but exits at once, without the interpreter's slow shutdown."""
-    code = main()
+    _open_standard_streams()
+    try:
+        code = main()
+    except SystemExit as end:  # argparse, after printing its help
+        code = end.code if isinstance(end.code, int) else 0
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             code = code or 1  # the reader did not get our output
     _leave_word(code)
     os._exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Opens those that our parent closed: else a file of ours would get their number, and what is printed."""
+    for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, mode)  # the lowest number that is free
+    sys.stdin = sys.stdin or open(0)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
 
 
 def _leave_word(code: int) -> None:
@@ -87,9 +116,13 @@ def _leave_word(code: int) -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    first = words[0] if words else ""
+    if not words:
+        from .help import show_usage
+
+        return show_usage()
+    first = "help" if words[0] in ("-h", "--help", "--help-torchrun") else words[0]
     if first in COMMANDS:
-        code = import_module(f".{first}", __name__).main(words[1:])
+        code = import_module(f".{first}", __name__).main(words[1:] if first == words[0] else words)
         return int(code)
     from .run import main as run
 

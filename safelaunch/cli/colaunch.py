@@ -17,6 +17,7 @@ from safelaunch.cli.colaunch_options import Options, parse
 from safelaunch.cli.colaunch_rows import (
     COLUMNS,
     GAP,
+    bundles,
     cells,
     choose,
     columns,
@@ -26,6 +27,7 @@ from safelaunch.cli.colaunch_rows import (
     summary_lines,
     typical_s,
 )
+from safelaunch.cli.run import understood
 from safelaunch.colaunch import summary
 from safelaunch.colaunch.expand import Places, expand
 from safelaunch.colaunch.grid import Matrix
@@ -244,6 +246,8 @@ def _check(
     for flag, _ in command.own:
         if flag in OURS:
             raise UsageError(f"{flag} cannot be given here", OURS[flag])
+    if isinstance(table, torchrun.LazyOptions) and kind == "run":
+        understood(command, table)
     if not command.script:
         raise UsageError("the command names no script", "write the command as you would for safelaunch")
     if pool.kind == "GPU" and "CUDA_VISIBLE_DEVICES" in dict(job.env):
@@ -264,7 +268,8 @@ REFRESH_S = 0.5
 WRITE_DEADLINE_S = 0.3
 STUCK_RETRY_S = 5.0
 PLAIN_REFRESH_S = 60.0
-_RIGHT = {"step", "rate", "elapsed", "estimate"}
+_RIGHT = {"step", "rate", "age", "elapsed", "estimate"}
+MOST_BUNDLE_LINES = 9  # below the table, and a third of the screen at most
 _STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "red", "timed-out": "red"}
 
 
@@ -342,7 +347,9 @@ def picture(snapshot: Snapshot, height: int, width: int) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    shown = choose(snapshot, max(3, height - 5))
+    found = bundles(snapshot.jobs, min(MOST_BUNDLE_LINES, height // 3), working_directory())
+    lines_of_bundles = sum(1 + (len(line) - 1) // max(1, width) for line in found)
+    shown = choose(snapshot, max(3, height - 5 - lines_of_bundles))
     typical = typical_s(snapshot)
     rows = [cells(job, typical.get(job.job.group)) for job in shown]
     kept = columns(rows, width)
@@ -351,7 +358,9 @@ def picture(snapshot: Snapshot, height: int, width: int) -> Any:
         table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
     for job, row in zip(shown, rows, strict=True):
         said = dict(zip(COLUMNS, row, strict=True))
-        table.add_row(*(Text(redact(said[name])) for name in kept), style=_STYLES.get(job.state, "dim"))
+        style = "yellow" if job.quiet else _STYLES.get(job.state, "dim")
+        table.add_row(*(Text(redact(said[name])) for name in kept), style=style)
     more = len(snapshot.jobs) - len(shown)
     rest = [Text(f"... and {more} more", style="dim")] if more else []
-    return Group(table, *rest, Text(redact(headline(snapshot)), style="bold"))
+    paths = [Text(redact(line), overflow="fold", style="red") for line in found]
+    return Group(table, *rest, *paths, Text(redact(headline(snapshot)), style="bold"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from safelaunch.cli.parsing import Parser
 from safelaunch.colaunch.grid import Axis, parse_grid
 from safelaunch.colaunch.metrics import check_pattern
 from safelaunch.errors import UsageError
@@ -128,15 +129,14 @@ def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_comm
             )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line of ``safelaunch colaunch`` up to ``--``."""
-    found = argparse.ArgumentParser(
-        prog="safelaunch colaunch",
+    found = Parser(
+        "colaunch",
         usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = found.add_argument
     add("spec", nargs="?", metavar="SPEC.yaml", help="the sweep as a file")

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from statistics import median
 
 from safelaunch.cli.status_rows import rate, since
-from safelaunch.colaunch.jobs import Job, Track, port_names
+from safelaunch.colaunch.jobs import Job, Metric, Track, port_names
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.system.printable import clean
 
 GAP = "  "
-COLUMNS = ("job", "parameters", "state", "on", "port", "step", "rate", "elapsed", "estimate", "bundle")
+COLUMNS = (
+    "job",
+    "parameters",
+    "state",
+    "cause",
+    "on",
+    "port",
+    "step",
+    "rate",
+    "age",
+    "metric",
+    "elapsed",
+    "estimate",
+)
 # The columns to drop first if the terminal is too narrow.
-_LESS_WANTED = ("bundle", "parameters", "rate", "estimate", "port", "step")
+_LESS_WANTED = ("parameters", "port", "estimate", "rate", "step", "on", "elapsed", "metric", "age")
 # The jobs to show first if not all fit.
 _ORDER = ("running", "hung", "failed", "timed-out", "waiting", "skipped", "cancelled", "succeeded")
 
@@ -31,7 +44,9 @@ def headline(snapshot: Snapshot) -> str:
     counts = Counter[str](job.state for job in snapshot.jobs)
     done = sum(count for state, count in counts.items() if state not in ("running", "waiting"))
     parts = [f"{done} of {len(snapshot.jobs)} done"]
-    parts += [f"{counts[state]} {state}" for state in _ORDER[:-1] if counts[state]]
+    quiet = sum(job.quiet for job in snapshot.jobs)
+    notes = {"running": f" ({quiet} quiet)" if quiet else ""}
+    parts += [f"{counts[state]} {state}{notes.get(state, '')}" for state in _ORDER[:-1] if counts[state]]
     left_s = time_left_s(snapshot)
     tail = f"; {snapshot.stopped}" if snapshot.stopped else f"; about {since(left_s)} left" if left_s else ""
     return ", ".join(parts) + tail
@@ -44,31 +59,65 @@ def choose(snapshot: Snapshot, room: int) -> tuple[JobView, ...]:
 
 
 def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
-    """One row, in the order of ``COLUMNS``. ``typical_s``: the time that similar jobs took, in seconds."""
+    """One row, in the order of ``COLUMNS``. ``typical_s``: the time that similar jobs took, in seconds.
+
+    Of a job that is quiet, a rate and an estimate from before would mislead.
+    """
     ended = job.outcome if job.state != "running" else None
     step = job.step if job.state == "running" else ended.last_step if ended else None
     elapsed_s = job.elapsed_s if job.state == "running" else ended.duration_s if ended else None
-    left_s = max(0.0, typical_s - (job.elapsed_s or 0.0)) if typical_s is not None and job.state == "running" else None
-    state = job.why if job.state == "running" and job.why else job.state
+    left_s = typical_s - (job.elapsed_s or 0.0) if typical_s is not None and job.state == "running" else None
+    state = job.why if job.state == "running" and job.why else "quiet" if job.quiet else job.state
+    pace = "-" if job.steps_per_s is None else rate(job.steps_per_s)
     attempt = f" (attempt {job.attempts})" if job.attempts > 1 and job.state == "running" else ""
     return (
         job.job.name,
         parameters(job.job),
         state + attempt,
+        cause(job),
         job.on or "-",
         job.ports or "-",
         "-" if step is None else str(step),
-        "-" if job.steps_per_s is None else rate(job.steps_per_s),
+        "0/s" if job.quiet else pace,
+        "-" if job.age_s is None else since(job.age_s),
+        ", ".join(f"{clean(name)}={_metric(value)}" for name, value in _metrics(job).items()) or "-",
         "-" if elapsed_s is None else since(elapsed_s),
-        "-" if left_s is None else since(left_s),
-        clean(PurePath(job.outcome.bundle).name) if job.outcome and job.outcome.bundle else "-",
+        "-" if left_s is None or left_s <= 0 or job.quiet else since(left_s),
     )
+
+
+def cause(job: JobView) -> str:
+    """By the verdict of an attempt that ended; with a question mark, what an early look at a running one suggests."""
+    if job.state == "running":
+        return f"{clean(job.cause)}?" if job.cause else "-"
+    return clean(job.outcome.cause) if job.outcome is not None and job.outcome.cause else "-"
+
+
+def _metrics(job: JobView) -> Mapping[str, Metric]:
+    return job.metrics if job.state == "running" else job.outcome.metrics if job.outcome is not None else {}
+
+
+def bundles(jobs: Sequence[JobView], most: int, here: PurePath) -> list[str]:
+    """The paths of the newest bundles, whole, each below its job's name; from the present directory where that is less.
+
+    At most ``most`` lines.
+    """
+    found = [job for job in jobs if job.outcome is not None and job.outcome.bundle]
+    shown = found[-max(0, (most - (len(found) * 2 > most)) // 2) :] if most > 2 else []
+    lines = []
+    for job in shown:
+        assert job.outcome is not None
+        path = PurePath(job.outcome.bundle)
+        near = path.relative_to(here) if path.is_relative_to(here) else path
+        lines += [f"{job.job.name}: {clean(job.outcome.cause) or job.outcome.state}", f"  {clean(str(near))}"]
+    more = len(found) - len(shown)
+    return [*lines, *([f"and {many(more, 'more bundle')}: see summary.csv"] if more else [])]
 
 
 def columns(rows: Sequence[Sequence[str]], width: int) -> tuple[str, ...]:
     """The columns that fit into ``width`` with these rows; empty ones are dropped first."""
     kept = {name: [name, *(row[index] for row in rows)] for index, name in enumerate(COLUMNS)}
-    silent = [name for name in _LESS_WANTED if set(kept[name][1:]) <= {"-"}]
+    silent = [name for name in (*_LESS_WANTED, "cause") if set(kept[name][1:]) <= {"-"}]
     for name in dict.fromkeys((*silent, *_LESS_WANTED)):
         if sum(max(map(len, cells)) for cells in kept.values()) + len(GAP) * (len(kept) - 1) <= width:
             break
@@ -131,8 +180,9 @@ def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
 def summary_lines(tracks: Sequence[Track]) -> list[str]:
     """The table at the end: one line per job, then the totals."""
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
-    rows = [("job", "parameters", "state", "exit", "took", "attempts", "step", *metrics)]
-    rows += [_summary_row(track, metrics) for track in tracks]
+    causes = ["cause"] if any(track.outcome and track.outcome.cause for track in tracks) else []
+    rows = [("job", "parameters", "state", *causes, "exit", "took", "attempts", "step", *metrics)]
+    rows += [_summary_row(track, metrics, with_cause=bool(causes)) for track in tracks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = Counter[str](track.state for track in tracks)
@@ -150,13 +200,14 @@ def _remarks(tracks: Sequence[Track]) -> list[str]:
     return ["", *found] if found else []
 
 
-def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
+def _summary_row(track: Track, metrics: Sequence[str], *, with_cause: bool) -> tuple[str, ...]:
     ended = track.outcome
     found = ended.metrics if ended is not None else {}
     return (
         track.job.name,
         parameters(track.job),
         track.state,
+        *([clean(ended.cause) if ended is not None and ended.cause else "-"] if with_cause else []),
         "-" if ended is None or ended.exit_code is None else str(ended.exit_code),
         "-" if ended is None else since(ended.duration_s),
         str(track.attempts),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +16,13 @@ import msgspec
 
 from safelaunch.bundle.publishing import check_directory
 from safelaunch.cli import program
+from safelaunch.cli.parsing import Parser
 from safelaunch.errors import UsageError
+from safelaunch.launch import process
+from safelaunch.launch.job import Forwarder
 from safelaunch.model import Verdict
-from safelaunch.system.console import say
+from safelaunch.system.console import PREFIX, say
+from safelaunch.system.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,8 @@ DEMOS = {
     )
 }
 STALL_TIMEOUT_S = "3"
+FOLLOW_S = 0.5
+INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:
@@ -58,13 +66,13 @@ def main(argv: list[str]) -> int:
     return _run(demo, words.bundle_dir, words.preset)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line of ``safelaunch demo``."""
-    found = argparse.ArgumentParser(
-        prog="safelaunch demo",
+    found = Parser(
+        "demo",
         description="Runs a small script that hangs, under the watchdog, and checks the verdict. Needs no GPU.",
         epilog="demos:\n" + "\n".join(f"  {demo.name:<12}{demo.about}" for demo in DEMOS.values()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     found.add_argument("name", nargs="?", default="collective", metavar="NAME", help="the demo to run [collective]")
     found.add_argument("--bundle-dir", default="safelaunch-bundles", metavar="DIR", help="where the bundle goes")
@@ -81,17 +89,47 @@ def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
     say(f"demo {demo.name}: {demo.about}")
     say(f"running {script} on {demo.ranks} ranks; it hangs after a few steps")
     begin = time.monotonic()
-    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, stderr=subprocess.PIPE)
-    bundle = _follow(process)
-    code = process.wait()
-    return _judge(demo, code, bundle, time.monotonic() - begin)
+    run = _run_to_its_end(command)
+    if run.stopped:
+        say(f"the demo was stopped after {time.monotonic() - begin:.0f} s")
+        return INTERRUPTED
+    return _judge(demo, run.code, run.bundle, time.monotonic() - begin)
 
 
-def _follow(process: subprocess.Popen[bytes]) -> Path | None:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """How the run has ended. ``stopped``: somebody asked it to."""
+
+    code: int
+    bundle: Path | None
+    stopped: bool
+
+
+def _run_to_its_end(command: list[str]) -> _Run:
+    """Runs it and shows its stderr; passes signals on. Once it is asked to stop, only safelaunch has a say."""
+    mask = process.block_signals()
+
+    def become() -> None:
+        os.setpgid(0, 0)  # so that a key reaches it through us, after we know
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    child = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, preexec_fn=become)
+    forwarder = Forwarder(child.pid, on_quit=lambda: say("a run outside the demo takes a bundle here, and goes on"))
+    following = Task("demo", lambda: _follow(child, lambda: forwarder.stop_requested))
+    while child.poll() is None:
+        forwarder.wait(FOLLOW_S)
+    bundle = following.joined()
+    return _Run(child.returncode, bundle, forwarder.stop_requested)
+
+
+def _follow(child: subprocess.Popen[bytes], stopped: Callable[[], bool]) -> Path | None:
     """Shows the run's stderr as it arrives; returns the bundle that its last lines name."""
-    assert process.stderr is not None
+    assert child.stderr is not None
     bundle = None
-    for line in process.stderr:
+    for line in child.stderr:
+        if stopped() and not line.startswith(PREFIX.encode()):
+            continue
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()
         for word in line.decode("utf-8", "replace").split():

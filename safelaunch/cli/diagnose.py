@@ -4,60 +4,181 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
+import re
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from safelaunch.errors import UsageError
+from safelaunch.cli.parsing import Parser
+from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
-from safelaunch.model import Claim, Verdict
+from safelaunch.model import Claim, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
-from safelaunch.report import report
-from safelaunch.system.console import PREFIX, json_text, say, terminal_safe
+from safelaunch.report import calls, report
+from safelaunch.report.calls import Selection
+from safelaunch.report.exports import PERFETTO, SPEEDSCOPE
+from safelaunch.settings.values import parse_count
+from safelaunch.system.console import PREFIX, json_text, put, say, terminal_safe
 from safelaunch.system.printable import clean
 
 REACHED, NOT_ENOUGH = 0, 1
+HTML, VERDICT = "report.html", "verdict.json"
+FILES = (HTML, PERFETTO, SPEEDSCOPE, VERDICT)
+LAST = 50
+MAX_RANKS = 1 << 20
 _SHOWN_PROBLEMS = 5
 _LISTED_PROBLEMS = 1000
 
 
 @dataclass(frozen=True)
 class _Told:
-    """The output and exit code; ``notes`` go to stderr."""
+    """The output and exit code; ``notes`` go to stderr; ``files``: the wanted files, by name."""
 
     code: int
     out: str
     notes: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What to show: the verdict, or a table of calls; and which of ``FILES`` to make."""
+
+    as_json: bool
+    table: Selection | None
+    files: tuple[str, ...]
 
 
 def main(argv: list[str]) -> int:
     """Prints the verdict; returns 0 if it reached one, 1 if the evidence does not suffice, 2 if PATH holds none."""
-    parser = argparse.ArgumentParser(
-        prog="safelaunch diagnose",
-        description="Reads a bundle (or its .tar.gz), a folder of bundles from several nodes, a run directory, or a "
-        "plain folder of Flight Recorder dumps of any job, and names the rank and line that hung it. Needs no GPU. "
-        "PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, and limits the memory and "
-        "time of the process that reads it.",
-        epilog="Exit code: 0 with a verdict, 1 if the evidence does not suffice, 2 if PATH holds none.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("path", metavar="PATH", help="a directory, or a bundle's .tar.gz")
-    parser.add_argument("--json", action="store_true", help="print the document of verdict.json on stdout")
-    words = parser.parse_args(argv)
+    words = parser().parse_args(argv)
     path = working_directory() / words.path
+    targets = _targets(words.html, words.output)
+    check_targets(path, targets.values())
+    wanted = _Wanted(words.json, _selection(words), tuple(targets))
     collects = gc.isenabled()
     gc.disable()  # hundreds of dumps are millions of objects that live to the end: collecting would double the time
     try:
-        return _diagnose(path, words.path, as_json=words.json)
+        told = _diagnose(path, words.path, wanted)
     finally:
         if collects:
             gc.enable()
+    for note in told.notes:
+        say(note)
+    if told.out:
+        put(told.out)
+    for name, text in told.files.items():
+        for target in targets[name]:
+            _write(target, text)
+            say(f"written: {clean(os.fspath(target))}")
+    return told.code
 
 
-def _diagnose(path: Path, called: str, *, as_json: bool) -> int:
+def parser() -> Parser:
+    """The command line of ``safelaunch diagnose``."""
+    found = Parser(
+        "diagnose",
+        description="Reads a bundle (or its .tar.gz), a folder of bundles from several nodes, a run directory, or a "
+        "plain folder of Flight Recorder dumps of any job, and names the rank and line that hung it. Needs no GPU. "
+        "PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, writes nothing into it, and "
+        "limits the memory and time of the process that reads it.",
+        epilog="Exit code: 0 with a verdict, 1 if the evidence does not suffice, 2 if PATH holds none.",
+    )
+    add = found.add_argument
+    add("path", metavar="PATH", help="a directory, or a bundle's .tar.gz")
+    add("--json", action="store_true", help="print the document of verdict.json on stdout; with --calls, the calls")
+    add("--html", metavar="FILE", help="write the report as one HTML file")
+    add("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES[:-1])} and {FILES[-1]} into DIR")
+    calls = found.add_argument_group("the recorded calls")
+    add = calls.add_argument
+    add("-j", "--calls", action="store_true", help="print the Flight Recorders' calls as a table, not the verdict")
+    add("--ranks", type=_ranks, metavar="RANKS", help="of these ranks only: 0,4-7 (implies --calls)")
+    add(
+        "--groups", metavar="NAMES", help="of these process groups only, by name or description: 0,tp (implies --calls)"
+    )
+    add("--last", type=_count, metavar="N", help=f"the last N calls of each rank [{LAST}]; 0: all (implies --calls)")
+    return found
+
+
+def _ranks(text: str) -> frozenset[int]:
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part.strip(), re.ASCII)
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not numbers or numbers[-1] >= MAX_RANKS:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 0,4-7")
+        found |= set(numbers)
+    return frozenset(found)
+
+
+def _count(text: str) -> int:
+    try:
+        return parse_count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of calls (0: all)") from None
+
+
+def _selection(words: argparse.Namespace) -> Selection | None:
+    given = (words.ranks, words.groups, words.last)
+    if not words.calls and all(value is None for value in given):
+        return None
+    groups = frozenset(name.strip() for name in (words.groups or "").split(",") if name.strip())
+    return Selection(words.ranks, groups, LAST if words.last is None else words.last)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _targets(html: str | None, output: str | None) -> dict[str, list[Path]]:
+    """The names of the wanted files, and where each goes."""
+    here = working_directory()
+    found: dict[str, list[Path]] = {}
+    if output is not None:
+        found = {name: [here / output / name] for name in FILES}
+    if html is not None:
+        found.setdefault(HTML, []).append(here / html)
+    return found
+
+
+def check_targets(path: Path, targets: Iterable[Sequence[Path]]) -> None:
+    """Raises UsageError if a file would go into the evidence, or into any bundle: they stay as they were written."""
+    from safelaunch.postmortem.bundles import is_bundle
+
+    evidence = Path(os.path.realpath(path))
+    for target in (target for several in targets for target in several):
+        real = Path(os.path.realpath(target))
+        inside = next((one for one in (real, *real.parents) if one == evidence or is_bundle(one)), None)
+        if inside is not None:
+            raise UsageError(
+                f"diagnose: {clean(os.fspath(target))} is within {clean(os.fspath(inside))}.",
+                "Name a place outside: evidence stays as it was collected.",
+            )
+        if target.is_dir():
+            raise UsageError(f"diagnose: {clean(os.fspath(target))} is a directory.", "Name a file, or use -o DIR.")
+
+
+def _write(target: Path, text: str) -> None:
+    """Writes a file of this user alone, whole or not at all."""
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, made = tempfile.mkstemp(prefix=f".{target.name[:64]}-", dir=target.parent)
+        try:
+            with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            os.replace(made, target)  # noqa: PTH105 - text, as mkstemp gives it
+        except BaseException:
+            os.unlink(made)  # noqa: PTH108
+            raise
+    except OSError as error:
+        why = error.strerror or error
+        raise SafelaunchError(f"diagnose: {clean(os.fspath(target))} could not be written: {why}") from error
+
+
+def _diagnose(path: Path, called: str, wanted: _Wanted) -> _Told:
     # Before the fork of the child, which would import them again for each archive.
     from safelaunch.postmortem import locate
     from safelaunch.postmortem.guard import in_child
@@ -65,31 +186,75 @@ def _diagnose(path: Path, called: str, *, as_json: bool) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
             folder = locate.folder_of(path, Path(scratch))
-            work = lambda: _read(folder, Path(scratch), path, as_json=as_json)  # noqa: E731 - what the child does
-            told = in_child(work, locate.bounds_of(folder))
+            work = lambda: _read(folder, Path(scratch), path, wanted)  # noqa: E731 - what the child does
+            return in_child(work, locate.bounds_of(folder))
     except Unreadable as error:
         why = clean(error.message)
         # With a colon between them, redaction would take path and reason for the name and the value of a setting.
         raise UsageError(f"cannot diagnose {clean(called)}. {why[:1].upper()}{why[1:]}.") from error
-    for note in told.notes:
-        say(note)
-    print(told.out)
-    return told.code
 
 
-def _read(folder: Path, scratch: Path, path: Path, *, as_json: bool) -> _Told:
+def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     """Reads PATH, in the child."""
     from safelaunch.capture import user_source
     from safelaunch.diagnose import diagnose
     from safelaunch.postmortem import locate
 
     found = locate.read_folder(folder, scratch)
+    if wanted.table is not None and not wanted.files:
+        return _calls(found, wanted.table, as_json=wanted.as_json)
     verdict = diagnose(found.evidence, read_source=user_source.text_for_stranger)
+    files = _files(verdict, found, wanted.files)
     verdict = _pointing_at(verdict, found)
+    document = json_text(msgspec.to_builtins(verdict))
+    files |= {VERDICT: f"{document}\n"} if VERDICT in wanted.files else {}
+    if wanted.table is not None:
+        return replace(_calls(found, wanted.table, as_json=wanted.as_json), files=files)
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
+    if wanted.as_json:
+        return _Told(code, document, files=files)
+    return _Told(code, terminal_safe(_screen(verdict, path)), tuple(_notes(found)), files)
+
+
+def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
+    """The table of calls: exit code 0 if it has any."""
+    from safelaunch.diagnose.rank_state import Facts
+
+    shown = calls.table(Facts.of(found.evidence), chosen)
+    code = REACHED if shown.rows else NOT_ENOUGH
+    notes = _notes(found)
+    if shown.unrecorded:
+        notes.append(f"no Flight Recorder of rank {format_ranks(shown.unrecorded)}")
+    if not shown.rows:
+        known = f" (groups: {', '.join(clean(name) for name in shown.groups)})" if shown.groups else ""
+        notes.append(f"no recorded call matches{known}")
+    if shown.more:
+        notes.append(f"only the newest calls of each rank are shown (--last {chosen.last}); --last 0 shows all")
     if as_json:
-        return _Told(code, json_text(msgspec.to_builtins(verdict)))
-    return _Told(code, terminal_safe(_screen(verdict, path)), tuple(_notes(found)))
+        return _Told(code, json_text(calls.document(shown)), tuple(notes))
+    table = "\n".join(calls.lines(shown)) if shown.rows else ""
+    return _Told(code, terminal_safe(table), tuple(notes))
+
+
+def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, str]:
+    """The report, and the files for viewers."""
+    from safelaunch.capture import user_source
+    from safelaunch.diagnose.rank_state import Facts
+    from safelaunch.postmortem import surroundings
+    from safelaunch.redaction.redactor import Redactor
+    from safelaunch.report import exports, page
+
+    about = surroundings.about_all(found.bundles)
+    redactor = Redactor()
+    facts = Facts.of(found.evidence, user_source.text_for_stranger)
+    made: dict[str, str] = {}
+    if HTML in names:
+        elsewhere = replace(about, bundle="")  # the page has links to the files beside it, and there are none
+        made[HTML] = page.html(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
+    if PERFETTO in names:
+        made[PERFETTO] = exports.as_json(exports.perfetto(facts, about.bundle))
+        made[SPEEDSCOPE] = exports.as_json(exports.speedscope(facts, about.bundle))
+    return {name: redactor.markup(text) for name, text in made.items()}
 
 
 def was_reached(verdict: Verdict) -> bool:

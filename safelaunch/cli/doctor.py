@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safelaunch import __version__
+from safelaunch.cli.parsing import Parser
 from safelaunch.doctor import RESULTS, Check, examine, worst
 from safelaunch.system.console import show, show_json
 from safelaunch.system.printable import clean
@@ -22,14 +22,7 @@ _COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
 
 def main(argv: list[str]) -> int:
     """Prints every check; returns 0 if none failed, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="safelaunch doctor",
-        description="Checks whether safelaunch can watch jobs on this node and in this environment, and shows the fix "
-        "for each check that fails. Run it where the jobs run, as the user who runs them.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    words = parser.parse_args(argv)
+    words = parser().parse_args(argv)
     checks = examine(dict(os.environ), os.getuid(), Path.cwd())
     if words.json:
         show_json(document(checks))
@@ -37,6 +30,17 @@ def main(argv: list[str]) -> int:
         width = min(120, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 120
         show(text(checks, width=width, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 1 if worst(checks) == "failed" else 0
+
+
+def parser() -> Parser:
+    """The command line of ``safelaunch doctor``."""
+    found = Parser(
+        "doctor",
+        description="Checks whether safelaunch can watch jobs on this node and in this environment, and shows the fix "
+        "for each check that fails. Run it where the jobs run, as the user who runs them.",
+    )
+    found.add_argument("--json", action="store_true", help="print one JSON document")
+    return found
 
 
 def document(checks: tuple[Check, ...]) -> dict[str, object]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 import msgspec
 
+from safelaunch.cli.parsing import Parser
 from safelaunch.control.discover import Run, describe, look, our_roots, select
 from safelaunch.control.protocol import DumpAnswer, Request, ask
 from safelaunch.errors import SafelaunchError, UsageError
@@ -33,13 +33,12 @@ def main(argv: list[str]) -> int:
     return _show(run, answer, as_json=words.json)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line of ``safelaunch dump``."""
-    found = argparse.ArgumentParser(
-        prog="safelaunch dump",
+    found = Parser(
+        "dump",
         description="Writes a bundle of a live run, with a verdict: what each rank is doing right now, on every node "
         "that this one hears. The job continues. Only the bundle's path goes to stdout: cd $(safelaunch dump)",
-        allow_abbrev=False,
     )
     found.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid; needed if several are live")
     found.add_argument("--bundle-dir", metavar="DIR", help="where to write the bundle [the run's own directory]")

@@ -6,16 +6,24 @@ import os
 import shutil
 from dataclasses import replace
 
-from safelaunch.cli.run import check, start, surroundings
+from safelaunch.cli.help import width
+from safelaunch.cli.run import start, surroundings
 from safelaunch.errors import UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
 from safelaunch.launch.paths import working_directory
 from safelaunch.launch.plan import build_exec
 from safelaunch.settings.config import help_text, options_of, resolve
+from safelaunch.settings.options import wrapped
+from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.supervise.preflight import check
 from safelaunch.supervise.resources import gather
 from safelaunch.system.console import show
 
+ABOUT = (
+    "Watches any command whose processes are ranks: another launcher, a shell script that starts torchrun, or a single "
+    "training script. safelaunch's options stand before --, and the command after it."
+)
 USAGE = "usage: safelaunch exec [safelaunch options] -- COMMAND [ARGUMENTS...]"
 
 
@@ -24,17 +32,18 @@ def main(words: list[str]) -> int:
     own = {option.flag: option.takes_value for option in options_of("exec")}
     command = split(words, own, {"-h": False, "--help": False})
     if command.has_flag("-h", "--help"):
-        show(f"{USAGE}\n\n{help_text('exec')}")
+        show(f"{USAGE}\n\n{wrapped(ABOUT, width(), '')}\n\n{help_text('exec', width())}")
         return 0
     unknown = [word for word in command.torchrun if word != "--"]
     if unknown:
-        raise UsageError(f"safelaunch exec: unknown option {unknown[0]}.", USAGE)
+        name = unknown[0].partition("=")[0]
+        raise UsageError(f"exec: unknown option {name}{did_you_mean(name.replace('_', '-'), own)}", USAGE)
     if not command.script:
-        raise UsageError("safelaunch exec: the command is missing.", USAGE)
+        raise UsageError("exec: the command is missing.", USAGE)
     environ = dict(os.environ)
     program = shutil.which(command.script[0], path=environ.get("PATH"))
     if program is None:
-        raise UsageError(f"safelaunch exec: {command.script[0]}: command not found.", "Check the name, or PATH.")
+        raise UsageError(f"exec: {command.script[0]}: command not found.", "Check the name, or PATH.")
     try:
         torch = torchrun.find(environ)
     except UsageError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -20,26 +19,18 @@ from safelaunch.settings.values import parse_size
 from safelaunch.system.console import redact, say, show, show_json
 
 from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, document, rows, waiting_line
+from .parsing import Parser
 
 LEAST = 12  # characters of a command or name on the narrowest terminal
 
 
 def main(argv: list[str]) -> int:
     """Prints the GPUs; returns 0, even without GPUs, and 1 if the driver does not answer."""
-    parser = argparse.ArgumentParser(
-        prog="safelaunch gpus",
-        description="The GPUs of this node: free, leased (by whom, since when), used without a lease, or left behind "
-        "by a run that has ended.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    above = "a GPU counts as used if more memory than this is in use [256MB]"
-    parser.add_argument("--gpu-busy-memory", metavar="SIZE", default="", help=above)
-    words = parser.parse_args(argv)
+    words = parser().parse_args(argv)
     try:
         most_bytes = parse_size(words.gpu_busy_memory) if words.gpu_busy_memory else MOST_UNLEASED_BYTES
     except ValueError:
-        parser.error(f"--gpu-busy-memory: {words.gpu_busy_memory!r} is not a size")
+        parser().error(f"--gpu-busy-memory: {words.gpu_busy_memory!r} is not a size")
     found = inventory(os.environ)
     held, waiting = _leases(found, store_of(os.environ))
     table = rows(found.gpus, held, _users(found), most_bytes)
@@ -52,6 +43,19 @@ def main(argv: list[str]) -> int:
     else:
         show("\n".join([*plain(table), *(waiting_line(one) for one in waiting)]))
     return 1 if found.trouble == "silent" else 0
+
+
+def parser() -> Parser:
+    """The command line of ``safelaunch gpus``."""
+    found = Parser(
+        "gpus",
+        description="The GPUs of this node: free, leased (by whom, since when), used without a lease, or left behind "
+        "by a run that has ended.",
+    )
+    found.add_argument("--json", action="store_true", help="print one JSON document")
+    above = "a GPU counts as used if more memory than this is in use [256MB]"
+    found.add_argument("--gpu-busy-memory", metavar="SIZE", default="", help=above)
+    return found
 
 
 def _leases(found: Inventory, store: Store) -> tuple[dict[str, Holder], list[Holder]]:

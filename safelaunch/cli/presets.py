@@ -8,8 +8,9 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from safelaunch.cli.parsing import Parser
 from safelaunch.settings.presets import (
     EnvSetting,
     Preset,
@@ -22,7 +23,7 @@ from safelaunch.system.console import show, show_json
 
 from ..errors import UsageError
 
-_USAGE = "safelaunch presets [--json] | safelaunch presets show NAME|FILE [--json]"
+_USAGE = "safelaunch presets [list] [--json] | safelaunch presets show NAME|FILE [--json]"
 
 
 def main(argv: list[str]) -> int:
@@ -43,30 +44,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"safelaunch presets: {message}", f"usage: {_USAGE}")
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
-        "safelaunch presets",
-        usage=_USAGE,
-        description="Lists the presets, or shows what one of them sets and why.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("words", nargs="*", metavar="show NAME|FILE", help="a shipped preset, or a file of your own")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_intermixed_args(argv)
-    words = arguments.words
+    arguments = parser().parse_intermixed_args(argv)
+    words = [] if arguments.words == ["list"] else arguments.words
     if words and words[0] != "show":
         known = words[0] in builtin_names(find_builtin_dir())
         fix = f"to see it: safelaunch presets show {words[0]}" if known else f"usage: {_USAGE}"
-        raise UsageError(f"safelaunch presets: unexpected {words[0]!r}", fix)
+        raise UsageError(f"presets: unexpected {words[0]!r}", fix)
     if words and len(words) != 2:
-        raise UsageError("safelaunch presets show takes one name or file", f"usage: {_USAGE}")
+        raise UsageError("presets show takes one name or file.", f"usage: {_USAGE}")
     arguments.ref = words[1] if words else None
     return arguments
+
+
+def parser() -> Parser:
+    """The command line of ``safelaunch presets``."""
+    found = Parser("presets", usage=_USAGE, description="Lists the presets, or shows what one of them sets and why.")
+    found.add_argument("words", nargs="*", metavar="show NAME|FILE", help="a shipped preset, or a file of your own")
+    found.add_argument("--json", action="store_true", help="print JSON")
+    return found
 
 
 def _width() -> int:

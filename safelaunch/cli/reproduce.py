@@ -6,6 +6,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from safelaunch.cli.parsing import Parser
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.postmortem.found import Unreadable
@@ -35,15 +36,14 @@ def main(argv: list[str]) -> int:
     return WRITTEN
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line of ``safelaunch reproduce``."""
-    made = argparse.ArgumentParser(
-        prog="safelaunch reproduce",
+    made = Parser(
+        "reproduce",
         description="Writes a small script, torch only, that makes the recorded calls of a hung job: the same groups, "
         "operations, sizes and types, in the same order on each rank. On a CPU with gloo it hangs in the same way. Its "
         "head says what could not be replayed. PATH is read as diagnose reads it.",
         epilog="Exit code: 0 with a script, 1 if there is nothing to replay, 2 if PATH holds no evidence.",
-        allow_abbrev=False,
     )
     made.add_argument("path", metavar="PATH", help="a bundle, its .tar.gz, or a folder of Flight Recorder dumps")
     made.add_argument("-o", "--output", metavar="FILE", help="where to write the script [standard output]")

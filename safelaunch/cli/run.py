@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from safelaunch.cli import COMMANDS
 from safelaunch.errors import UsageError
-from safelaunch.launch import torchrun
-from safelaunch.launch.argv import split
+from safelaunch.launch import entrypoint, torchrun
+from safelaunch.launch.argv import CommandLine, options_given, split
 from safelaunch.launch.paths import run_root, working_directory
 from safelaunch.launch.plan import Plan, Surroundings, build
+from safelaunch.launch.torchrun import Torch
 from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
+from safelaunch.settings.options import BY_FLAG
+from safelaunch.settings.yamlfile import nearest
 from safelaunch.supervise import resources
+from safelaunch.supervise.preflight import check
 from safelaunch.supervise.resources import Resources
 from safelaunch.system.console import say, show
+
+HELP_TORCHRUN = "--help-torchrun"
+NO_RESTARTS = (
+    "on-stall restart: torchrun starts no rank again, because its --max-restarts is 0. A hang will end the job, as "
+    "with --on-stall kill. To have the ranks started again, add --max-restarts 3."
+)
 
 
 def main(words: list[str]) -> int:
@@ -26,14 +38,17 @@ def main(words: list[str]) -> int:
         return 0
     environ = dict(os.environ)
     torch = torchrun.find(environ)
-    own = {option.flag: option.metavar is not None for option in OWN_OPTIONS}
-    command = split(words, own, torchrun.LazyOptions(torch.package))
-    if command.has_flag("-h", "--help"):
-        _print_help()
-    settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
-    check(settings)
-    for option in misplaced(command.script):
-        say(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
+    own = {option.flag: option.takes_value for option in OWN_OPTIONS} | {HELP_TORCHRUN: False}
+    table = torchrun.LazyOptions(torch.package)
+    command = split(words, own, table)
+    if (HELP_TORCHRUN, None) in command.own:
+        return help_torchrun()
+    options = understood(command, table)
+    if options is not None and options & {"-h", "--help"}:
+        from safelaunch.cli.help import main as show_help
+
+        return show_help([])
+    settings = _settings(command, options, environ, torch)
     given = resources.gather(command, settings, environ, torch)
 
     def planned(given: Resources) -> Plan:
@@ -44,6 +59,73 @@ def main(words: list[str]) -> int:
         return planned(other), other
 
     return start(planned(given), given, again)
+
+
+def _settings(
+    command: CommandLine, options: Collection[str] | None, environ: Mapping[str, str], torch: Torch
+) -> Settings:
+    """The settings of the run. Raises UsageError if nothing could be started; prints what the user may not expect."""
+    settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
+    check(settings)
+    why = _why_no_script(command, options, environ, torch) if options is not None else ""
+    if why and not settings.dry_run:
+        raise UsageError(why)
+    notes = [why] if why else []
+    for option in misplaced(command.script):
+        notes.append(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
+    if settings.on_stall == "restart" and not _restarts(command, environ):
+        notes.append(NO_RESTARTS)
+        settings = replace(settings, on_stall="kill")
+    for note in notes:
+        say(note)
+    return settings
+
+
+def help_torchrun() -> int:
+    """Lets the installed torchrun print its help; returns its exit code."""
+    import subprocess
+
+    python = torchrun.find(os.environ).python
+    return subprocess.call([python, os.fspath(torchrun.launcher(python)), "--help"])
+
+
+def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
+    """torchrun's options that are given, in full; None where torchrun is going to reject one.
+
+    Raises UsageError if that one is like another option of torchrun or of ours.
+    """
+    meanings = dict(options_given(command.torchrun, torchrun.KNOWN))
+    if not all(meanings.values()):
+        meanings = dict(options_given(command.torchrun, table))
+    unknown = [word.partition("=")[0] for word, meant in meanings.items() if not meant]
+    for name in unknown if unknown and table.is_certain else ():
+        match = _nearest(name.replace("_", "-"), BY_FLAG) or _nearest(name, table)
+        if match:
+            whose = "safelaunch's" if match in BY_FLAG else "torchrun's"
+            raise UsageError(f"there is no option {name}; did you mean {whose} {match}?")
+    return None if unknown else {name for meant in meanings.values() for name in meant}
+
+
+def _nearest(option: str, known: Iterable[str]) -> str:
+    """Without the dashes, which are alike in all of them."""
+    found = nearest(option.lstrip("-"), [name[2:] for name in known if name.startswith("--")], 0.7)
+    return f"--{found}" if found else ""
+
+
+def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: Torch) -> str:
+    """Why there is nothing to run, in one line; empty if there is."""
+    if not command.script:
+        return "the script is missing (usage: safelaunch [options] script.py [script args...])"
+    why = entrypoint.why_missing(command.script, options, environ, torch.python)
+    word = command.script[0]
+    match = nearest(word, COMMANDS) if why and not command.torchrun and not command.own and "." not in word else ""
+    return f"{word} is neither a script nor a subcommand; did you mean 'safelaunch {match}'?" if match else why
+
+
+def _restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
+    given = command.value_of("--max-restarts", shortest="--max")
+    text = given if given is not None else environ.get("PET_MAX_RESTARTS", "0")
+    return text.strip() not in ("", "0")
 
 
 def misplaced(script: Sequence[str]) -> list[str]:
@@ -74,43 +156,3 @@ def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan,
         return session.run(plan, given, again)
     except OSError as error:
         raise UsageError(f"{plan.argv[0]} could not be started: {error.strerror or error}") from error
-
-
-def check(settings: Settings) -> None:
-    """Raises UsageError, before anything starts, for what would fail later."""
-    _check_key(settings)
-    if settings.is_explicit("bundle-dir"):
-        from safelaunch.bundle.publishing import check_directory
-
-        problem = check_directory(settings.bundle_dir)
-        if problem:
-            raise UsageError(
-                f"--bundle-dir {settings.bundle_dir} cannot hold bundles: {problem}.",
-                "Name a directory that you can write to and other users cannot; safelaunch creates it if necessary.",
-            )
-
-
-def _check_key(settings: Settings) -> None:
-    if settings.cluster_key_file is None:
-        return
-    from safelaunch.cluster.keyfile import BadKeyFile, read_key
-
-    try:
-        read_key(settings.cluster_key_file)
-    except BadKeyFile as error:
-        raise UsageError(
-            f"--cluster-key-file {settings.cluster_key_file}: {error}.",
-            "Put the same random text there on every node, readable by you alone: openssl rand -hex 32 > FILE",
-        ) from error
-
-
-def _print_help() -> None:
-    from safelaunch.cli import COMMANDS
-    from safelaunch.settings.config import help_text
-
-    show("usage: safelaunch [safelaunch options] [torchrun options] script [script args...]")
-    show("       safelaunch COMMAND ...\n\ncommands (--help shows the options of each):")
-    for name, meaning in COMMANDS.items():
-        show(f"  {name:<10}{meaning}")
-    show(f"\n{help_text('run')}")
-    show("torchrun options (as the installed torchrun describes them):")

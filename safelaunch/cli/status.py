@@ -2,49 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from safelaunch.control.discover import Run, describe, look, our_roots, select
-from safelaunch.control.protocol import RunStatus
-from safelaunch.errors import UsageError
+from safelaunch.control.protocol import DumpAnswer, Request, RunStatus, StacksAnswer, StackStatus, ask
+from safelaunch.errors import SafelaunchError, UsageError
+from safelaunch.launch.paths import RunPaths
 from safelaunch.report.early import in_status
 from safelaunch.system.console import redact, say, show, show_json
 from safelaunch.system.printable import clean
+from safelaunch.system.task import Task
 
-from .status_rows import COLUMNS, NODE_COLUMNS, Row, nodes, rows, since, told
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from .dump import DUMP_DEADLINE_S
+from .parsing import Parser
+from .status_rows import COLUMNS, NODE_COLUMNS, nodes, rows, since, told
+from .status_screen import ASCII, Glyphs, Line, View, screen
+from .terminal import Terminal, is_usable
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
 NONE_LIVE = "you have no runs on this node"
 _RIGHT = {"rank", "pid", "step", "rate", "age"}
-_STYLES = {"good": "", "behind": "bold yellow", "late": "bold red", "quiet": "dim"}
+STACKS_DEADLINE_S = 20.0
 
 
 def main(argv: list[str]) -> int:
     """Prints the runs; returns 0, even without runs, and 2 if RUN does not exist."""
-    parser = argparse.ArgumentParser(
-        prog="safelaunch status",
-        description="Shows your runs on this node: each rank's step, rate, age of its last step and phase, and when "
-        "safelaunch would suspect a hang.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid"
-    )
-    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
-    words = parser.parse_args(argv)
+    words = parser().parse_args(argv)
     if words.json and words.watch:
         raise UsageError("status: --json and --watch exclude each other.", "Leave one of them out.")
     if words.watch:
@@ -58,6 +49,19 @@ def main(argv: list[str]) -> int:
         return 0
     show(text(runs, time.time()))
     return 0
+
+
+def parser() -> Parser:
+    """The command line of ``safelaunch status``."""
+    found = Parser(
+        "status",
+        description="Shows your runs on this node: each rank's step, rate, age of its last step and phase, and when "
+        "safelaunch would suspect a hang.",
+    )
+    found.add_argument("run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid")
+    found.add_argument("--watch", action="store_true", help="a screen to leave open: d dump, s stacks, q quit")
+    found.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
+    return found
 
 
 def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
@@ -149,7 +153,7 @@ def _watch(word: str | None) -> int:
         return select(look(our_roots()), word)
 
     try:
-        return _watch_terminal(again, word) if sys.stdout.isatty() else _watch_plain(again, word)
+        return _watch_terminal(again, word) if is_usable() else _watch_plain(again, word)
     except KeyboardInterrupt:
         return 0
 
@@ -164,56 +168,103 @@ def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
 
 
 def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
-    from rich.live import Live
-
-    with Live(screen=False, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            runs = again()
-            live.update(picture(runs, time.time()), refresh=True)
-            if word is not None and not runs:
-                return 0
-            time.sleep(REFRESH_S)
-
-
-def picture(runs: Sequence[Run], now_unix_s: float) -> Group:
-    """All runs for a terminal."""
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[Any] = []
-    for run in runs:
-        if run.status is None:
-            parts += [Text(redact(f"{run.id}  {clean(run.problem)}"), style="yellow"), Text("")]
-            continue
-        moves = run.status.watch == "watching"
-        parts.append(Text(redact(headline(run.status, now_unix_s)), style="bold" if moves else "bold yellow"))
-        parts += [Text(redact(f"  {line}"), style="dim") for line in details(run.status)]
-        parts += [_table(rows(run.status)), Text("")]
-        if run.status.nodes:
-            parts += [_node_table(nodes(run.status)), Text("")]
-    return Group(*(parts or [Text(NONE_LIVE)]), Text(f"{time.strftime('%H:%M:%S')}  Ctrl-C to leave", style="dim"))
+    watching = Watching()
+    ended = False
+    glyphs = Glyphs() if "utf" in (sys.stdout.encoding or "").lower() else ASCII
+    try:
+        with Terminal() as terminal:
+            while not ended:
+                runs = again()
+                ended = word is not None and not runs
+                watching.saw(runs)
+                due_s = time.monotonic() + REFRESH_S
+                while not ended and (left_s := due_s - time.monotonic()) > 0:
+                    width, height = terminal.size()
+                    lines = screen(watching.view(time.time(), keys=terminal.has_keys), width, height, glyphs)
+                    terminal.draw([Line(redact(line.text), line.style) for line in lines])
+                    key = terminal.key(left_s)
+                    if key == "q":
+                        return 0
+                    if key:
+                        watching.on_key(key)
+    finally:
+        for message in watching.messages:
+            say(message)
+    say(f"{word} has ended")
+    return 0
 
 
-def _node_table(table: Sequence[Sequence[str]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
+class Watching:
+    """What the keys have led to. Questions to a run are asked in threads: the screen goes on."""
 
-    shown = Table(box=None, pad_edge=True, header_style="dim")
-    for name in NODE_COLUMNS:
-        shown.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=name != "note", overflow="fold")
-    for cells in table:
-        shown.add_row(*(Text(redact(cell)) for cell in cells), style="" if cells[3] == "heard" else "bold yellow")
-    return shown
+    def __init__(self, ask: Callable[[Run, Request], bytes] | None = None) -> None:
+        self._ask = ask or _ask
+        self._runs: tuple[Run, ...] = ()
+        self._selected = ""
+        self._stacks: Task[tuple[StackStatus, ...]] | None = None
+        self._dumps: dict[str, Task[str]] = {}
+        self.messages: tuple[str, ...] = ()
+
+    def saw(self, runs: tuple[Run, ...]) -> None:
+        """Takes the runs as they are now, and what has come of the questions."""
+        self._runs = runs
+        if runs and self._selected not in [run.id for run in runs]:
+            self._selected, self._stacks = runs[0].id, None
+        for name, task in list(self._dumps.items()):
+            if task.done:
+                del self._dumps[name]
+                self.messages = (*self.messages, _result_of(task, f"no bundle of {name}"))
+
+    def view(self, now_unix_s: float, *, keys: bool) -> View:
+        stacks: tuple[StackStatus, ...] | None = None
+        if self._stacks is not None:
+            stacks = ()
+            if self._stacks.done:
+                try:
+                    stacks = self._stacks.result()
+                except Exception as error:  # noqa: BLE001 - shown where the stacks would stand
+                    stacks = (StackStatus("", missing=f"no stacks: {error}"),)
+        waiting = tuple(f"taking a bundle of {name}, which continues ..." for name in self._dumps)
+        return View(self._runs, now_unix_s, self._selected, (*self.messages, *waiting), stacks, keys)
+
+    def on_key(self, key: str) -> None:
+        run = next((run for run in self._runs if run.id == self._selected), None)
+        if run is None:
+            return
+        if key in ("\t", "\x1b[B", "j"):
+            self._select(1)
+        elif key in ("\x1b[A", "\x1b[Z", "k"):
+            self._select(-1)
+        elif key == "d" and run.id not in self._dumps:
+            self._dumps[run.id] = Task("dump", lambda: self._dump(run))
+        elif key == "s":
+            self._stacks = Task("stacks", lambda: self._look(run)) if self._stacks is None else None
+
+    def _select(self, by: int) -> None:
+        names = [run.id for run in self._runs]
+        self._selected = names[(names.index(self._selected) + by) % len(names)]
+        self._stacks = None
+
+    def _dump(self, run: Run) -> str:
+        answer = msgspec.json.decode(self._ask(run, Request("dump")), type=DumpAnswer)
+        if not answer.bundle:
+            return f"no bundle of {run.id}: {clean(answer.problem)}"
+        return f"{clean(answer.summary)} bundle: {answer.bundle}"
+
+    def _look(self, run: Run) -> tuple[StackStatus, ...]:
+        answer = msgspec.json.decode(self._ask(run, Request("stacks")), type=StacksAnswer)
+        if answer.problem:
+            raise SafelaunchError(answer.problem)
+        return tuple(answer.stacks)
 
 
-def _table(table: Sequence[Row]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
+def _ask(run: Run, request: Request) -> bytes:
+    deadline_s = DUMP_DEADLINE_S if request.command == "dump" else STACKS_DEADLINE_S
+    return ask(RunPaths(run.found.directory).control, request, deadline_s=deadline_s)
 
-    shown = Table(box=None, pad_edge=True, header_style="dim")
-    for name in COLUMNS:
-        last = name == COLUMNS[-1]
-        shown.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=not last, overflow="fold")
-    for row in table:
-        shown.add_row(*(Text(redact(cell)) for cell in row.cells), style=_STYLES[row.mood])
-    return shown
+
+def _result_of(task: Task[str], otherwise: str) -> str:
+    try:
+        return task.result()
+    except Exception as error:  # noqa: BLE001 - the screen goes on
+        return f"{otherwise}: {clean(str(error))}"

@@ -8,6 +8,7 @@ from typing import Literal
 
 from safelaunch.control.protocol import NodeStatus, RankStatus, RunStatus
 from safelaunch.system.printable import clean
+from safelaunch.watch.quiet import is_quiet
 
 COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
 NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")
@@ -15,9 +16,6 @@ NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")
 BEHIND_STEPS = 2
 # As a share of the threshold. Below this, an old step is normal: every job has pauses.
 LATE = 0.5
-
-# No step for longer than this many usual ones, and this long, is worth a word.
-FEW_STEPS, FEW_S = 5, 5.0
 
 Mood = Literal["good", "behind", "late", "quiet"]
 
@@ -47,16 +45,18 @@ def rows(status: RunStatus) -> tuple[Row, ...]:
 
 def nodes(status: RunStatus) -> tuple[tuple[str, ...], ...]:
     """The cells of each node of a job of several, below ``NODE_COLUMNS``."""
-    return tuple(
-        (
-            clean(node.host),
-            clean(node.ranks) or "-",
-            "-" if node.step is None else str(node.step),
-            clean(node.state),
-            clean(node.doing) if node.state == "heard" else "-",
-            ", ".join(_about(node)) or "-",
-        )
-        for node in status.nodes
+    return tuple(node_cells(node) for node in status.nodes)
+
+
+def node_cells(node: NodeStatus) -> tuple[str, ...]:
+    """The same of one node."""
+    return (
+        clean(node.host),
+        clean(node.ranks) or "-",
+        "-" if node.step is None else str(node.step),
+        clean(node.state),
+        clean(node.doing) if node.state == "heard" else "-",
+        ", ".join(_about(node)) or "-",
     )
 
 
@@ -111,7 +111,7 @@ def _standing(status: RunStatus) -> str:
     ]
     if status.watch != "watching" or not ages or any(one.state == "paused" or one.phase for one in status.ranks):
         return ""
-    if not status.usual_step_s or min(ages) <= max(FEW_S, FEW_STEPS * status.usual_step_s):
+    if not is_quiet(min(ages), status.usual_step_s):
         return ""
     return f"; no step for {since(min(ages))} (usual {status.usual_step_s:.2g} s)"
 

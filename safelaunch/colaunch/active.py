@@ -6,11 +6,11 @@ import json
 import os
 import signal
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safelaunch.colaunch import metrics, spawn
-from safelaunch.colaunch.jobs import Job, Outcome, State, Track
+from safelaunch.colaunch.jobs import Job, Metric, Outcome, State, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Share
 from safelaunch.colaunch.steps import Pace
@@ -20,6 +20,8 @@ from safelaunch.launch.process import ProcessId
 
 # The guardian of a killed supervisor ends its job: SIGTERM, 5 s, SIGKILL.
 LINGER_S = 8.0
+# What a running job's metrics may cost: a search in the end of its output, every few seconds.
+MEASURE_EVERY_S, NEWEST_BYTES, MEASURE_CPU_S = 5.0, 64 << 10, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Active:
 
     ``ended_by_us``: its state because we asked it to end; ``asked_s``: when (it is killed if it doesn't end).
     ``below``: the processes below it when it was killed. ``status``: its wait status once it has been reaped.
+    ``metrics``: the newest ones, found at ``measured_s`` with ``patterns``.
     """
 
     job: Job
@@ -51,6 +54,9 @@ class Active:
     status: int | None = None
     reaped_s: float = 0.0
     below: tuple[ProcessId, ...] = ()
+    patterns: tuple[str, ...] = ()
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    measured_s: float = 0.0
 
 
 # --- how an attempt ended: from its wait status, its bundle, and our own request to end it ---------------------------
@@ -82,15 +88,44 @@ def outcome_of(
     code = exit_code(active.status)
     written = job.metric_file and metrics.stamp(Path(job.metric_file)) != active.before.metric_file
     found = metrics.from_file(Path(job.metric_file)) if written else {}
+    verdict, cause = verdict_of(bundle)
     return Outcome(
-        state=state_of(code, verdict_of(bundle), active.ended_by_us),
+        state=state_of(code, verdict, active.ended_by_us),
         exit_code=code,
         duration_s=round(active.reaped_s - active.began_s, 3),
         last_step=last_step,
         gpus=active.share.gpus,
         bundle=bundle,
         metrics={**metrics.from_log(active.log, job.metrics, say), **found},
+        cause=cause,
     )
+
+
+def so_far(active: Active, pace: Pace, now: float) -> Outcome:
+    """What is known of a running job, in the form of its outcome."""
+    return Outcome(
+        state="running",
+        duration_s=round(now - active.began_s, 3),
+        last_step=pace.step,
+        gpus=active.share.gpus,
+        metrics=metrics_now(active, now),
+    )
+
+
+def metrics_now(active: Active, now: float) -> dict[str, Metric]:
+    """The newest metrics of a running job, looked for now and then, in the end of its output."""
+    if now - active.measured_s < MEASURE_EVERY_S or not (active.job.metrics or active.job.metric_file):
+        return active.metrics
+    active.measured_s = now
+    slow: list[str] = []
+    found = metrics.from_log(active.log, active.patterns, slow.append, NEWEST_BYTES, MEASURE_CPU_S)
+    if slow:
+        active.patterns = ()  # at its end, it gets the time that it takes
+    path = Path(active.job.metric_file)
+    if active.job.metric_file and metrics.stamp(path) != active.before.metric_file:
+        found |= metrics.from_file(path)
+    active.metrics = {**active.metrics, **found}
+    return active.metrics
 
 
 def view_of(active: Active, track: Track, pace: Pace, now: float) -> JobView:
@@ -107,6 +142,10 @@ def view_of(active: Active, track: Track, pace: Pace, now: float) -> JobView:
         pace.steps_per_s,
         now - active.began_s,
         track.outcome,
+        age_s=pace.age_s,
+        quiet=pace.quiet,
+        cause=pace.cause,
+        metrics=metrics_now(active, now),
     )
 
 
@@ -140,15 +179,15 @@ def newest(bundles: Collection[str]) -> str:
     return max(bundles, key=lambda path: (_modified(path), path), default="")
 
 
-def verdict_of(bundle: str) -> str:
-    """``hang``, ``crash`` or ``dump``; empty without a bundle or a readable verdict."""
+def verdict_of(bundle: str) -> tuple[str, str]:
+    """``hang``, ``crash`` or ``dump``, and the cause; both empty without a bundle or a readable verdict."""
     if not bundle:
-        return ""
+        return "", ""
     try:
         document = json.loads((Path(bundle) / "verdict.json").read_bytes())
-        return str(document["outcome"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return str(document["outcome"]), str(document.get("cause", ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "", ""
 
 
 def _modified(path: str) -> int:

@@ -83,7 +83,7 @@ class Job:
 class Outcome:
     """How one attempt ended. ``exit_code``: as a shell shows it; ``last_step``: the last one that the watch saw.
 
-    ``gpus``: UUIDs; ``bundle``: its path; both empty if there are none.
+    ``gpus``: UUIDs; ``bundle``: its path; ``cause``: by its verdict; all empty if there are none.
     """
 
     state: State
@@ -93,6 +93,7 @@ class Outcome:
     gpus: tuple[str, ...] = ()
     bundle: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    cause: str = ""
 
 
 @dataclass(slots=True)

@@ -104,6 +104,7 @@ def outcome_of(record: Record) -> Outcome:
         gpus=tuple(str(gpu) for gpu in record["gpus"]),
         bundle=str(record["bundle"]),
         metrics=dict(record["metrics"]),
+        cause=str(record.get("cause", "")),
     )
 
 

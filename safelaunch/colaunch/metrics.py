@@ -61,25 +61,32 @@ def from_lines(lines: Iterable[str], patterns: Sequence[str]) -> dict[str, Metri
     return found
 
 
-def from_log(path: Path, patterns: Sequence[str], say: Callable[[str], None] = lambda text: None) -> dict[str, Metric]:
+def from_log(
+    path: Path,
+    patterns: Sequence[str],
+    say: Callable[[str], None] = lambda text: None,
+    tail_bytes: int | None = None,
+    most_cpu_s: float | None = None,
+) -> dict[str, Metric]:
     """The last value of each metric near the end of a job's output; none from an unreadable file.
 
-    A pattern may take for ever (``(a+)+b``), so each gets ``MOST_CPU_S``; then ``say`` gets a message. Call it from the
-    main thread.
+    A pattern may take for ever (``(a+)+b``), so each gets ``most_cpu_s`` (None: ``MOST_CPU_S``); then ``say`` gets a
+    message. Call it from the main thread.
     """
     if not patterns:
         return {}
+    tail_bytes = TAIL_BYTES if tail_bytes is None else tail_bytes
     try:
         with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            data = file.read(TAIL_BYTES)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - tail_bytes))
+            data = file.read(tail_bytes)
     except OSError:
         return {}
     data = data.replace(b"\r", b"\n")  # a progress bar separates its lines with carriage returns
     found: dict[str, Metric] = {}
     for pattern in patterns:
         try:
-            with at_most(MOST_CPU_S, CPU):
+            with at_most(MOST_CPU_S if most_cpu_s is None else most_cpu_s, CPU):
                 found.update(from_lines(_backwards(data), [pattern]))
         except TimeoutError:
             say(f"{path.parent.name}: no value for {pattern!r}: searching {path.name} takes too long")

@@ -12,10 +12,11 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from safelaunch.colaunch import spawn
-from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, view_of, view_without
+from safelaunch.colaunch import spawn, summary
+from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, so_far, view_of, view_without
 from safelaunch.colaunch.jobs import Job, Outcome
 from safelaunch.colaunch.journal import Journal
 from safelaunch.colaunch.paths import SweepPaths
@@ -33,6 +34,7 @@ from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
 
 TICK_S = 0.5
+SUMMARY_EVERY_S = 2.0
 BUSY_TICK_S = 0.1
 # torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
 STOP_PATIENCE_S = 45.0
@@ -72,6 +74,7 @@ class Runner:
         self._waiting = False
         self._told = ""
         self._seeing = True
+        self._summary_due_s = 0.0
         self.stopped_by = 0
         self._stops = 0
 
@@ -83,6 +86,7 @@ class Runner:
             self._hurry()
             self._start()
             self._see()
+            self._summarize()
             if (self._sweep.finished and not self._active) or self._stops > 2:
                 break
             busy = any(active.status is not None or active.asked_s for active in self._active.values())
@@ -257,7 +261,10 @@ class Runner:
         share.lease.forget()
         self._waiting = False
         self._sweep.began(job)
-        self._active[job.name] = Active(job, attempt, share, started, command.log, before, self._clock())
+        now = self._clock()
+        self._active[job.name] = Active(
+            job, attempt, share, started, command.log, before, now, patterns=job.metrics, measured_s=now
+        )
         self._screen.note(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
     def _environment(self, job: Job, share: Share) -> dict[str, str]:
@@ -280,6 +287,20 @@ class Runner:
             self._screen.note(
                 f"an internal error ended the display ({type(error).__name__}: {error}). The sweep continues."
             )
+
+    def _summarize(self) -> None:
+        """Writes the CSV now and then, for a few percent of the time at most."""
+        now = self._clock()
+        if now < self._summary_due_s:
+            return
+        running = {
+            name: so_far(active, self._steps.of(active.process), now)
+            for name, active in self._active.items()
+            if active.status is None
+        }
+        with suppress(OSError):  # at the end, a failure is reported
+            summary.write_csv(tuple(self._sweep.tracks.values()), self._place.paths, running)
+        self._summary_due_s = now + max(SUMMARY_EVERY_S, 20 * (self._clock() - now))
 
     def snapshot(self) -> Snapshot:
         """The current state of every job."""

@@ -10,11 +10,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from safelaunch.control import discover
 from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId
-from safelaunch.model import Progress
+from safelaunch.model import EarlyLook, Progress
 from safelaunch.roster.progress import Roster
+from safelaunch.watch.quiet import is_quiet
 
 LOOK_EVERY_S = 0.25
 RATE_OVER_S = 10.0
@@ -22,11 +25,18 @@ RATE_OVER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A job's step and rate; None if unknown. ``master_port``: according to its ranks."""
+    """A job's step and rate; None if unknown. ``master_port``: according to its ranks.
+
+    ``age_s``: since the newest step of any rank; ``quiet``: that is far longer than usual, and no rank has said that it
+    would be. ``cause``: what an early look at it suggests.
+    """
 
     step: int | None = None
     steps_per_s: float | None = None
     master_port: str = ""
+    age_s: float | None = None
+    quiet: bool = False
+    cause: str = ""
 
 
 @dataclass(slots=True)
@@ -34,15 +44,24 @@ class _Followed:
     """A job under observation. ``samples``: (time, step) of the last seconds, oldest first."""
 
     roster: Roster | None = None
+    early: Path | None = None
     samples: deque[tuple[float, int]] = field(default_factory=deque)
+    newest_s: float = 0.0  # the newest step of any rank
+    usual_s: float = 0.0
+    announced: bool = False
 
     def look(self, now: float) -> None:
         if self.roster is None:
             return
         self.roster.refresh()
-        step = slowest([page.read() for page in self.roster.pages().values()])
+        ranks = [page.read() for page in self.roster.pages().values()]
+        step = slowest(ranks)
         if step is None:
             return
+        stepping = [rank for rank in ranks if rank.step is not None]
+        self.newest_s = max(rank.last_step_ns for rank in stepping) / 1e9
+        self.usual_s = max(rank.mean_step_s(rank.step or 0) for rank in stepping)
+        self.announced = any(rank.paused or rank.phase for rank in ranks)
         if self.samples and step < self.samples[-1][1]:
             self.samples.clear()  # torchrun started the ranks again
         self.samples.append((now, step))
@@ -82,20 +101,34 @@ class Steps:
             for found in discover.find(self._places()):
                 followed = self._followed.get(found.supervisor) if found.supervisor is not None else None
                 if followed is not None and followed.roster is None:
-                    followed.roster = Roster(RunPaths(found.directory))
+                    run = RunPaths(found.directory)
+                    followed.roster, followed.early = Roster(run), run.early
         for supervisor in supervisors:
             self._followed[supervisor].look(now)
 
     def of(self, supervisor: ProcessId) -> Pace:
         followed = self._followed.get(supervisor, _Followed())
-        port = followed.roster.master_port if followed.roster is not None else ""
-        return Pace(followed.step, followed.steps_per_s, port)
+        if followed.roster is None or followed.early is None:
+            return Pace()
+        age_s = max(0.0, self._clock() - followed.newest_s) if followed.newest_s else None
+        quiet = age_s is not None and not followed.announced and is_quiet(age_s, followed.usual_s)
+        cause = early_cause(followed.early) if quiet else ""
+        return Pace(followed.step, followed.steps_per_s, followed.roster.master_port, age_s, quiet, cause)
 
     def last_of(self, supervisor: ProcessId) -> int | None:
         """The last step of a job that has ended; forgets the job."""
         followed = self._followed.pop(supervisor, _Followed())
         followed.look(self._clock())
         return followed.step
+
+
+def early_cause(path: Path) -> str:
+    """What the newest early look suggests, while what it saw lasts; empty without one, or where ranks were active."""
+    try:
+        looks = msgspec.json.decode(path.read_bytes(), type=list[EarlyLook])
+    except (OSError, msgspec.DecodeError):
+        return ""
+    return looks[-1].cause if looks and looks[-1].movement == "still" and not looks[-1].lasted_s else ""
 
 
 def slowest(ranks: Iterable[Progress]) -> int | None:

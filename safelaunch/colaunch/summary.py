@@ -6,52 +6,83 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safelaunch.colaunch.jobs import Outcome, Track
+import msgspec
+
+from safelaunch.colaunch.jobs import Metric, Outcome, State, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.redaction.redact import redact_env
 
+NOBODY: Mapping[str, Outcome] = {}
 FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle")
+
+
+class JobSummary(msgspec.Struct, frozen=True):
+    """One job of a sweep. ``exit_code`` as a shell shows it; ``gpus`` are UUIDs; ``bundle`` is the newest one's path.
+
+    What is not known, or not yet, is null.
+    """
+
+    name: str
+    params: dict[str, str]
+    state: State
+    exit_code: int | None
+    duration_s: float | None
+    attempts: int
+    last_step: int | None
+    gpus: tuple[str, ...]
+    bundle: str | None
+    metrics: dict[str, Metric]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The document of ``summary.json``: every job of a sweep, in the sweep's order."""
+
+    jobs: tuple[JobSummary, ...]
 
 
 def document(tracks: Iterable[Track]) -> dict[str, Any]:
     """``{"jobs": [...]}``; missing values are null or empty."""
-    return {"jobs": [_entry(track) for track in tracks]}
+    found: dict[str, Any] = msgspec.to_builtins(Summary(tuple(_entry(track, track.outcome) for track in tracks)))
+    return found
 
 
-def _entry(track: Track) -> dict[str, Any]:
+def _entry(track: Track, outcome: Outcome | None) -> JobSummary:
     shown = redact_env(dict(track.job.params))
-    ended = track.outcome if track.outcome is not None else Outcome(track.state)
-    return {
-        "name": track.job.name,
-        "params": {name: shown[name] for name, _ in track.job.params},
-        "state": track.state,
-        "exit_code": ended.exit_code,
-        "duration_s": ended.duration_s if track.outcome is not None else None,
-        "attempts": track.attempts,
-        "last_step": ended.last_step,
-        "gpus": list(ended.gpus),
-        "bundle": ended.bundle or None,
-        "metrics": dict(ended.metrics),
-    }
+    ended = outcome if outcome is not None else Outcome(track.state)
+    return JobSummary(
+        name=track.job.name,
+        params={name: shown[name] for name, _ in track.job.params},
+        state=track.state,
+        exit_code=ended.exit_code,
+        duration_s=ended.duration_s if outcome is not None else None,
+        attempts=track.attempts,
+        last_step=ended.last_step,
+        gpus=tuple(ended.gpus),
+        bundle=ended.bundle or None,
+        metrics=dict(ended.metrics),
+    )
 
 
-def table(tracks: Sequence[Track]) -> list[list[str]]:
+def table(tracks: Sequence[Track], running: Mapping[str, Outcome] = NOBODY) -> list[list[str]]:
     """Rows for CSV, the header first: the name, a column per parameter, the fixed columns, a column per metric.
+
+    ``running``: what is known of jobs that run.
 
     A parameter or metric with the name of another column gets the prefix ``param.`` or ``metric.``.
     """
     params = list(dict.fromkeys(name for track in tracks for name, _ in track.job.params))
-    metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
+    known = [(track, running.get(track.job.name, track.outcome)) for track in tracks]
+    metrics = list(dict.fromkeys(name for _, outcome in known if outcome for name in outcome.metrics))
     taken = {"name", *FIXED}
     param_titles = [f"param.{name}" if name in taken else name for name in params]
     metric_titles = [f"metric.{name}" if name in taken | set(param_titles) else name for name in metrics]
     rows = [["name", *param_titles, *FIXED, *metric_titles]]
-    for track in tracks:
-        entry = _entry(track)
+    for track, outcome in known:
+        entry = msgspec.structs.asdict(_entry(track, outcome))
         entry["gpus"] = " ".join(entry["gpus"])
         cells = [entry["name"], *(entry["params"].get(name) for name in params), *(entry[name] for name in FIXED)]
         rows.append([_cell(cell) for cell in [*cells, *(entry["metrics"].get(name) for name in metrics)]])
@@ -65,8 +96,16 @@ def _cell(value: object) -> str:
 def write(tracks: Sequence[Track], paths: SweepPaths) -> None:
     """Writes both files, each whole or not at all. Raises OSError."""
     _replace(paths.summary_json, json.dumps(document(tracks), indent=2) + "\n")
+    write_csv(tracks, paths)
+
+
+def write_csv(tracks: Sequence[Track], paths: SweepPaths, running: Mapping[str, Outcome] = NOBODY) -> None:
+    """Writes ``summary.csv``, whole or not at all; ``running``: what is known of running jobs. Raises OSError.
+
+    While the sweep runs there is no ``summary.json`` of it: programs may wait for that.
+    """
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table(tracks))
+    csv.writer(text, lineterminator="\n").writerows(table(tracks, running))
     _replace(paths.summary_csv, text.getvalue())
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from safelaunch.colaunch.jobs import Job, Outcome, State
+from safelaunch.colaunch.jobs import Job, Metric, Outcome, State
 
 
 @dataclass(frozen=True, slots=True)
 class JobView:
     """One job at one moment. ``on``: its GPUs or slots; ``outcome``: of its last attempt that ended.
 
-    ``ports``: the ranks' master port, then the leased ones.
+    ``ports``: the ranks' master port, then the leased ones. ``age_s``: since its newest step; ``quiet``: that is far
+    longer than usual; ``cause``: what an early look suggests. ``metrics``: the newest ones of a running job.
     """
 
     job: Job
@@ -26,6 +27,10 @@ class JobView:
     steps_per_s: float | None = None
     elapsed_s: float | None = None
     outcome: Outcome | None = None
+    age_s: float | None = None
+    quiet: bool = False
+    cause: str = ""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
 
-It answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_dir": ""}`` after writing the bundle.
+It answers ``{"command": "status"}`` at once, ``{"command": "stacks"}`` after one look at the ranks, and
+``{"command": "dump", "bundle_dir": ""}`` after writing the bundle.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.errors import SafelaunchError
-from safelaunch.model import EarlyLook
+from safelaunch.model import EarlyLook, Frame
 
 MAX_LINE = 1 << 20
 REQUEST_DEADLINE_S = 5.0  # for a client to send its request
@@ -24,14 +25,17 @@ MOST_CLIENTS = 64
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A client's request: ``status`` or ``dump``. ``bundle_dir``: an absolute path; empty: the run's own."""
+    """A client's request: ``status``, ``stacks`` or ``dump``. ``bundle_dir``: absolute; empty: the run's own."""
 
     command: str
     bundle_dir: str = ""
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """One rank in the watch's view. ``age_s``: since its last step, or since its start; None without a beacon."""
+    """One rank in the watch's view. ``age_s``: since its last step, or since its start; None without a beacon.
+
+    ``rss_bytes``: what it holds of the node's memory, without its children; 0 if unknown.
+    """
 
     rank: int
     pid: int
@@ -41,6 +45,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     age_s: float | None = None
     phase: str = ""
     signals: str = ""
+    rss_bytes: int = 0
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -64,7 +69,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     """One run. ``threshold_s``: seconds without a step before it is suspected; ``threshold_why``: its origin.
 
     ``usual_step_s``: 0 while it is not known. ``notes``: what slows the job down. ``early``: the newest early looks,
-    oldest first. ``nodes``: all nodes of a job of several; ``alone``: why they are not known.
+    oldest first. ``nodes``: all nodes of a job of several; ``alone``: why they are not known. ``history``: how many
+    seconds ago the slowest rank made which step, oldest first.
     """
 
     run: str
@@ -84,6 +90,25 @@ class RunStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus] = []
     alone: str = ""
     usual_step_s: float = 0.0
+    history: list[tuple[float, int]] = []
+
+
+class StackStatus(msgspec.Struct, frozen=True):
+    """The main threads of ``ranks`` (``0-2,5``), which are all there. ``frames``: innermost first.
+
+    ``missing``: why there are none.
+    """
+
+    ranks: str
+    frames: tuple[Frame, ...] = ()
+    missing: str = ""
+
+
+class StacksAnswer(msgspec.Struct, frozen=True):
+    """Where the ranks are right now, the largest group first. ``problem``: why that is not known."""
+
+    stacks: list[StackStatus] = []
+    problem: str = ""
 
 
 class DumpAnswer(msgspec.Struct, frozen=True):

@@ -3,8 +3,9 @@
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
 it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
-(``with_guards``), and what ranks say of the reason themselves (``with_own_words``). Where all ranks at fault are all of
-one node, the node is named: ``with_node_behind``. The groups and GPUs of those at fault are told:
+(``with_guards``), and what ranks say of the reason themselves (``with_own_words``). Where each rank decides for itself
+which way to go, nobody is named: ``unless_drawn``. Where all ranks at fault are all of one node, the node is named:
+``with_node_behind``. The groups and GPUs of those at fault are told:
 ``with_belonging``. Then early looks that saw the same: ``with_early_looks``. Last, how long a job that somebody looks
 at stands: ``with_the_time_without_a_step``.
 """
@@ -22,7 +23,7 @@ from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.findings import Finding, ranks_word
-from safelaunch.diagnose.guarding import with_guards
+from safelaunch.diagnose.guarding import unless_drawn, with_guards
 from safelaunch.diagnose.own_words import with_own_words
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.rules import RULES
@@ -43,6 +44,7 @@ EXPLANATIONS = (
     with_guards,
     with_caught_exception,
     with_own_words,
+    unless_drawn,
     with_belonging,
     with_node_behind,
     with_early_looks,

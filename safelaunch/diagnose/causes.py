@@ -30,15 +30,18 @@ Sign = Literal[
     "left-out",
     "sizes-differ",
     "groups-made",
+    "drawn",
     "polls",
     "attempts",
     "waits-in-turn",
     "full-pipe",
     "own-end",
     "inherited-end",
+    "dead-child",
     "owed",
     "task-done",
     "lock-file",
+    "foreign-lock",
     "handler",
     "own-loop",
     "pool",
@@ -132,6 +135,11 @@ CAUSES: dict[str, Cause] = {
             only_if="left-out",
         ),
         Advice(
+            "Let all ranks decide alike: `all_reduce` the condition or draw on one rank and broadcast it before the"
+            " branch, or give the generator that it draws from the same seed on every rank.",
+            only_if="drawn",
+        ),
+        Advice(
             "Call `new_group()` on every rank, in one order, also for groups that a rank is not in.",
             only_if="groups-made",
         ),
@@ -211,6 +219,12 @@ CAUSES: dict[str, Cause] = {
     "blocking-io": _cause(
         *_CIRCLES,
         Advice(
+            "Find out why the child ended that was to send this (its output, `node/<host>/kernel_log.txt`), and let the"
+            " wait see such an end: `get(timeout=...)` in a loop that checks `is_alive()`, or a `ProcessPoolExecutor`,"
+            " which raises.",
+            only_if="dead-child",
+        ),
+        Advice(
             "Close the other end of the pipe here once the child has it: while this process has it open itself, the"
             " pipe never ends.",
             only_if="own-end",
@@ -224,6 +238,11 @@ CAUSES: dict[str, Cause] = {
             "Compare the two ends: what one waits for, the other has to send on every path, before an early `continue`"
             " or `return` as well; give the socket a timeout (`settimeout()`).",
             only_if="owed",
+        ),
+        Advice(
+            "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): let it end, end it, or give this"
+            " job a file or cache of its own; and give the lock a timeout.",
+            only_if="foreign-lock",
         ),
         Advice(
             "Find who is to set this key, and under which condition: it has to be set on every path. Give the wait a"

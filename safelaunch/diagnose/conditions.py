@@ -16,8 +16,9 @@ from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.handlers import Interruption, interruption
 from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
-from safelaunch.reading.polls import Poll, poll_at, store_key_at
+from safelaunch.reading.polls import Poll, poll_at
 from safelaunch.reading.source import ReadSource
+from safelaunch.reading.store_keys import StoreKey, store_key_at
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Condition:
 
     ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
     ``locks``: it waits for a lock on this file, ``locked_by`` this process, of the host ``locked_on`` where that is not
-    its own. ``ends``: who else has the other end of the pipe or
-    connection that it waits at, and ``owed_by`` the one of these that is another rank's. ``poll``: what it asks for
-    again and again. ``for_good``: it will not go on, whatever any other process does or sends, and no time limit ends
-    it soon. Without that, it may be waiting for a rank that nobody saw.
+    its own. ``ends``: who else has the other end of the pipe or connection that it waits at, and ``owed_by`` the one of
+    these that is another rank's. ``poll``: what it asks for again and again. ``key``: of c10d's store, which it waits
+    for. ``for_good``: it will not go on, whatever any other process does or sends, and no time limit ends it soon.
+    Without that, it may be waiting for a rank that nobody saw.
     ``doubts``: what makes it less than sure.
     """
 
@@ -47,6 +48,7 @@ class Condition:
     ends: tuple[OtherEnd, ...] = ()
     owed_by: int | None = None
     poll: Poll | None = None
+    key: StoreKey | None = None
     signs: frozenset[Sign] = frozenset()
     for_good: bool = False
 
@@ -128,6 +130,13 @@ class View:
             return None
         found = poll_at(self.stack.user_frames, self.read_source, asleep=self.wait.again)
         return found if self.wait.again or (found is not None and found.of == "work") else None
+
+    @cached_property
+    def store_key(self) -> StoreKey | None:
+        """What its innermost line would wait for in a store, whose calls have no Python frames."""
+        if self.read_source is None or self.user_frame is None or self.stack.called or self.thread is None:
+            return None
+        return store_key_at(self.user_frame, self.read_source, dict(self.thread.names))
 
     @property
     def device(self) -> str:
@@ -273,9 +282,9 @@ def _polls(view: View) -> Condition | None:
     native = calls.native_sleep(view.process.stacks, view.os_tid) if lock is not None else ""
     if lock is None or (native == "python" and not view.stack.called):
         return None
-    text = f"asks again and again at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}"
+    text = f"asks again and again at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}{lock.program}"
     claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
-    doubts = () if native == "sqlite" else (Doubt.STATE_INFERRED,)
+    doubts = () if native == "sqlite" or calls.polls_file_lock(view.stack) else (Doubt.STATE_INFERRED,)
     return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locks=lock.path, locked_by=lock.pid)
 
 
@@ -291,10 +300,10 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
-        key = _store_key(view) if wait.target.startswith("tcp") else None
+        key = view.store_key if wait.target.startswith("tcp") or _in_store(view) else None
         if key is not None:
-            text = f"waits at {where} for the key `{key}` of the store"
-            return Condition("blocking-io", text, signs=frozenset({"store-key"}))
+            text = f"waits at {where} for the key {key.words} of the store"
+            return Condition("blocking-io", text, key=key, signs=frozenset({"store-key"}))
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
         signs: frozenset[Sign] = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({"connection"})
@@ -304,11 +313,8 @@ def _io_or_sleep(view: View) -> Condition | None:
     return None
 
 
-def _store_key(view: View) -> str | None:
-    """A store's call has no Python frames: the user's own line is the innermost."""
-    if view.read_source is None or view.user_frame is None or view.stack.called:
-        return None
-    return store_key_at(view.user_frame, view.read_source)
+def _in_store(view: View) -> bool:
+    return calls.native_wait(view.process.stacks, view.os_tid) == "store"
 
 
 def _polls_at(view: View) -> Condition:

@@ -72,7 +72,7 @@ class Doubt(Enum):
     MAY_BE_OWED = "others", 1, "What the rank waits for is a peer's to send or to make: either may be at fault."
     NO_PATTERN = (
         "others",
-        2,
+        1,
         "Several ranks went another way, and nothing sets them apart: each may have drawn for itself.",
     )
     PATTERN_BY_CHANCE = (

@@ -11,7 +11,7 @@ from safelaunch.diagnose.causes import FAILURES, Sign
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import Claim, Frame, RankEvidence, RankException
-from safelaunch.reading import calls, tracebacks
+from safelaunch.reading import aborts, calls, tracebacks
 from safelaunch.reading import frames as fr
 
 GONE_CAUSES = (*FAILURES, "uneven-batches")
@@ -228,11 +228,11 @@ def _exit_condition(rank: RankEvidence) -> Condition:
 
 
 def _abort_words(rank: RankEvidence) -> str:
-    """The last line of output that a C++ abort leaves (``what():``, ``EnforceNotMet``), shortened."""
-    for line in reversed(rank.log_tail.splitlines()[-60:]):
-        if re.search(r"what\(\):|EnforceNotMet|Fatal Python error|terminate called", line):
-            return f"; its last words: {one_line(line)}"
-    return ""
+    """What it wrote as it was aborted, and what that means."""
+    found = aborts.last_abort(rank.log_tail)
+    if found is None:
+        return ""
+    return f"; its last words: {one_line(found.words)}{f' ({found.means})' if found.means else ''}"
 
 
 # --- exceptions that crossed a process boundary -------------------------------------------------------------------

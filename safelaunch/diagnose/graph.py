@@ -17,8 +17,9 @@ from safelaunch.model import Claim
 Node = Hashable
 # An operation of a group of ranks; a lock on a file; of threads: another's end, what another feeds, a lock that another
 # holds; of processes: a child's end, a child's message, who has the other end of a pipe, a DataLoader's workers.
-# Between ranks, too: what one is to send over a connection, or to make, a file, say, that others look for.
-Kind = Literal["call", "file", "work", "signal", "lock", "child", "message", "pipe", "workers", "poll"]
+# Between ranks, too: what one is to send over a connection, or to make, a file, say, that others look for, or a key of
+# the store.
+Kind = Literal["call", "file", "work", "signal", "lock", "child", "message", "pipe", "workers", "poll", "key"]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 ``if rank == 0: dist.all_gather(...)`` is the commonest collective that peers never call, and ``if rank != 0: continue``
 the commonest that one leaves out. What other rules find is true without it; this says which line sends ranks which way.
-It never makes a finding surer. Where several ranks went another way and nothing sets
-them apart, it makes it less sure.
+It never makes a finding surer. Where several ranks went another way and nothing sets them apart, the finding is less
+sure, and names nobody: ``unless_drawn``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import comb
 
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.findings import Finding, capital, ranks_do, ranks_word
+from safelaunch.diagnose.own_words import says_why
 from safelaunch.diagnose.rank_state import Facts, user_stack_of
 from safelaunch.model import Claim, Frame
 from safelaunch.reading import frames as fr
@@ -77,6 +78,32 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
 
 
+def unless_drawn(facts: Facts, finding: Finding) -> Finding:
+    """The finding without culprits, where each rank has decided for itself which way to go: by a random number, or by
+    data of its own.
+
+    The numbers of those on either side are then no property of theirs, and the next run has others. What is wrong is
+    the decision, which all ranks make at one line. Unless a rank says itself why it is where it is.
+    """
+    if Doubt.NO_PATTERN not in finding.doubts or finding.cause != "collective-mismatch":
+        return finding
+    if any(says_why(facts, one.rank) for one in finding.culprits):
+        return finding
+    text = f"{finding.summary} {_DRAWN}"
+    return replace(finding, summary=text, culprits=(), signs=finding.signs | {"drawn"})
+
+
+_DRAWN = (
+    "Nothing sets those apart that went either way: each rank seems to decide for itself, by a random number or by data"
+    " of its own, so no rank is named."
+)
+
+
+def is_scattered(facts: Facts, ranks: Set[int]) -> bool:
+    """Neither these ranks nor all the others are a pattern, and both are several."""
+    return _chance(facts, ranks) == 1.0
+
+
 def _chance(facts: Facts, ranks: Set[int]) -> float:
     """How many of all sets of so many ranks make a pattern; 1.0 where ``ranks`` make none, nor do all the others."""
     sides = [set(side) for side in (ranks, facts.world - ranks)]
@@ -127,8 +154,14 @@ def partings(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozens
         for guard in guards[place]:
             if guard not in shared and (named & set(ranks) or named & set(others)):
                 one = _parting(facts, guard, place[0], ranks, others)
-                found += [one] if one is not None else []
+                found += [one] if one is not None and _tells(one, named, others) else []
     return sorted(found, key=lambda one: (not one.kept, one.ranks))
+
+
+def _tells(one: Parting, named: Set[int], others: Sequence[int]) -> bool:
+    """Where ranks on either side may be at fault, it has to keep one of these away: the rest is where it always is."""
+    both = bool(named & set(one.ranks)) and bool(named & set(others))
+    return not both or not one.kept or bool(named & set(one.kept))
 
 
 def _parting(facts: Facts, guard: Guard, call: Frame, ranks: Sequence[int], others: Sequence[int]) -> Parting | None:

@@ -19,14 +19,23 @@ _MOST = 2  # ranks of which it is said
 
 def with_own_words(facts: Facts, finding: Finding) -> Finding:
     """The finding with what its culprits say themselves, where they have not failed by it."""
-    told: list[tuple[str, Claim]] = []
-    for rank in (facts.ranks[one.rank].evidence for one in finding.culprits):
-        if rank.exception is None and rank.exit is None:
-            told += [found for found in (_handles(rank), _lost_a_thread(facts, rank)) if found is not None][:1]
+    told = [words for one in finding.culprits if (words := _of_rank(facts, one.rank)) is not None]
     if not told:
         return finding
     summary = " ".join([finding.summary, *(text for text, _ in told[:_MOST])])
     return replace(finding, summary=summary, claims=(*finding.claims[:1], *(c for _, c in told), *finding.claims[1:]))
+
+
+def says_why(facts: Facts, rank: int) -> bool:
+    """Whether the rank says itself why it is where it is."""
+    return _of_rank(facts, rank) is not None
+
+
+def _of_rank(facts: Facts, number: int) -> tuple[str, Claim] | None:
+    rank = facts.ranks[number].evidence
+    if rank.exception is not None or rank.exit is not None:
+        return None
+    return _handles(rank) or _lost_a_thread(facts, rank)
 
 
 def _handles(rank: RankEvidence) -> tuple[str, Claim] | None:

@@ -18,6 +18,7 @@ from safelaunch.diagnose.processes import Inside
 from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
+from safelaunch.reading.source import calls_method
 
 Place = tuple[str, str]  # file and function
 
@@ -114,12 +115,14 @@ def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
     wait = view.wait
     native = calls.native_wait(view.process.stacks, view.os_tid)
     seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
+    if seen is not None and seen.kind == "store" and view.store_key is not None and view.store_key.set_at:
+        return None  # it waits for whoever is to set that, and not for all
     if seen is not None and not wait.busy:
         entry = _entry_for(None, pending, view.user_frame, view.rank) if seen.kind == "collective" else None
         return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, seen), view)
     if pending and view.poll is not None and view.poll.of == "work":
         return _from_entry(view.rank, pending[0], view)
-    if not native and wait.kind == "lock" and not view.stack.called and _batch(view):
+    if not native and wait.kind == "lock" and not view.stack.called and (_batch(view) or _awaits_a_work(view, pending)):
         return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
     if not pending and wait.kind == "lock" and _backward_without_a_record(view):
         return _of_backward(view)
@@ -128,6 +131,15 @@ def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
     if calls.in_torch(view.stack) or (view.user_frame is not None and not view.stack.called):
         return _from_entry(view.rank, pending[0], view)
     return None
+
+
+def _awaits_a_work(view: View, pending: list[Collective]) -> bool:
+    """Where its line calls ``wait()`` and rests in it without a Python frame, that is c10d's, of a send or receive:
+    collectives are recorded, and those of the standard library have frames."""
+    record = view.rank.flight_record
+    if pending or record is None or not record.entries or view.read_source is None or view.user_frame is None:
+        return False
+    return calls_method(view.user_frame, "wait", view.read_source)
 
 
 def _backward_without_a_record(view: View) -> bool:

@@ -15,8 +15,9 @@ from functools import cached_property
 from safelaunch.diagnose.causes import CAUSES, Sign
 from safelaunch.diagnose.conditions import Condition, View, thread_condition
 from safelaunch.diagnose.doubts import Doubt, those
+from safelaunch.diagnose.exits import signal_name
 from safelaunch.diagnose.graph import Edge, Graph, Kind, Node
-from safelaunch.model import Claim, Thread
+from safelaunch.model import Claim, ProcessEvidence, Thread
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.kernel import wait_words
@@ -26,6 +27,7 @@ _CANNOT_RUN = ("stopped", "dead", "disk")
 CLOCK_TICKS = 100  # a second: USER_HZ, which is what /proc counts in
 _DETAILS = re.compile(r" at [0-9a-f]+ | ip:| total-vm:")  # of a line of the kernel's, from there on
 _FORK_NOTE = "; a lock that another thread held when the worker was forked is never released in it"
+_SHARED_NOTE = "; processes share it, and one that ends while it holds it never releases it"
 
 
 class Inside:
@@ -224,12 +226,10 @@ class Inside:
         if own.lock is not None and view.other is None:
             return self._of_a_lock(view, own, own.lock)
         kept = self._kept_open(view) if own.cause == "blocking-io" else None
-        dead = [child.process.pid for child in children if child.wait.kind == "dead"]
+        dead = [child for child in children if child.wait.kind == "dead"]
         if own.cause == "blocking-io" and dead and (kept is not None or view.awaited.processes == "message"):
-            words = f"its child process {dead[0]} has" if len(dead) == 1 else f"{len(dead)} child processes of its have"
-            claims = tuple(view.kernel_claim(f"child process {pid}: state Z") for pid in dead[:4])
-            own = replace(own, reason=f"{own.reason}; {words} ended and not been reaped", claims=own.claims + claims)
-        if kept is None:
+            own = _with_dead(view, own, dead)
+        if kept is None or calls.takes_item(view.stack.called):  # who takes from a queue has both its ends
             return own
         sign, words = kept
         claims = (*own.claims, view.kernel_claim(words))
@@ -355,7 +355,7 @@ class Inside:
         return replace(
             found,
             cause="data-loading",
-            reason=reason + (_FORK_NOTE if found.lock is not None else ""),
+            reason=reason + _note_on(found.lock),
             frame=found.frame or view.user_frame,
             process=f"dataloader worker (pid {worker.process.pid})",
             pid=worker.process.pid,
@@ -365,11 +365,40 @@ class Inside:
         )
 
 
+def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
+    """The condition of a thread that waits for children of which these have ended."""
+    one = dead[0].process
+    if len(dead) == 1:
+        words = f"its child process {one.pid} has ended{_how_ended(one)} and not been reaped"
+    else:
+        words = f"{len(dead)} child processes of its have ended and not been reaped"
+        words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""
+    claims = tuple(
+        view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4]
+    )
+    sign: Sign = "dead-child" if view.awaited.processes == "message" else "no-sign"
+    return replace(own, reason=f"{own.reason}; {words}", claims=own.claims + claims, signs=own.signs | {sign})
+
+
+def _how_ended(process: ProcessEvidence) -> str:
+    """`` by SIGKILL`` or `` with code 3``; empty for a clean exit, and where the kernel does not tell."""
+    status = process.states[-1].wait_status if process.states else 0
+    number, code = status & 0x7F, status >> 8 & 0xFF
+    return f" by {signal_name(-number)}" if number else f" with code {code}" if code else ""
+
+
 def _no_worker_to_blame(view: View, workers: int) -> Condition:
     seen = f"none of its {workers} workers that were seen has work" if workers else "no worker of it was seen"
     text = f"waits for its DataLoader at {view.place}; {seen}"
     doubts, claims = (Doubt.STATE_INFERRED,), (_waits_for_loader(view),)
     return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)
+
+
+def _note_on(lock: calls.LockWait | None) -> str:
+    """Why a worker may wait for it for ever."""
+    if lock is None or (lock.on != "lock" and lock.by_processes):
+        return ""
+    return _SHARED_NOTE if lock.by_processes else _FORK_NOTE
 
 
 def _waits_for_loader(view: View) -> Claim:

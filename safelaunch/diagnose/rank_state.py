@@ -212,7 +212,8 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
         return replace(own, locked_by=lock.pid, locked_on=host, claims=(*own.claims, claim))
     if own.locked_by is None:
         return own
-    return replace(own, reason=f"{own.reason}, a process of no rank that was seen")
+    reason = f"{own.reason}, a process of no rank that was seen"
+    return replace(own, reason=reason, signs=own.signs | {"foreign-lock"})
 
 
 def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:
@@ -338,6 +339,9 @@ def _left(view: View) -> Condition | None:
     if rank.exit is None and rank.progress is not None and rank.progress.state == "exited":
         why = "its script has ended"
         claim = Claim("its progress page says that the script has ended", f"{folder}/progress.json")
+    elif rank.exit is None and rank.progress is not None and rank.progress.returned_ns:
+        why = "its function has returned"
+        claim = Claim("its progress page says that its function has returned", f"{folder}/progress.json")
     elif raw:
         why = calls.leaving(raw)
     wait = view.awaited.peers

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from safelaunch.diagnose.causes import FAILURES
+from safelaunch.diagnose.causes import FAILURES, Sign
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
 from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.doubts import Doubt
@@ -191,7 +191,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
         return ""
     mine = {one.rank: aborted_in(one.evidence) for one in aborted}
     sites = {rank: stack.user_frame for rank, stack in mine.items() if stack is not None}
-    places = {wait.words for wait in others.values()}
+    places = {wait.frame for wait in others.values()}
     named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
     text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
@@ -204,7 +204,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
         (*culprits, *waiting_culprits(facts, named)),
         tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
         + wait_claims(facts, sorted(others)),
-        signs=frozenset({"sizes-differ"}),
+        signs=frozenset({"sizes-differ"}) if places.issuperset(sites.values()) else frozenset(),
     )
 
 
@@ -336,9 +336,15 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
         tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, left), meeting.calls[r].site) for r in meeting.odd),
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
-        signs=frozenset({"sizes-differ"}) if meeting.sizes_differ else frozenset(),
+        signs=_signs(meeting, left),
         calls={r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()},
     )
+
+
+def _signs(meeting: Meeting, left: LeftLoop | None) -> frozenset[Sign]:
+    if left is not None and left.cut_short:
+        return frozenset({"left-out"})
+    return frozenset({"sizes-differ"}) if meeting.sizes_differ else frozenset()
 
 
 def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
@@ -369,12 +375,17 @@ class LeftLoop:
 
     @property
     def cause(self) -> str:
-        return "uneven-batches" if self.sure or not self.of_a_step else "collective-mismatch"
+        return "collective-mismatch" if self.of_a_step else "uneven-batches"
 
     @property
     def sure(self) -> bool:
         """No round of an outer loop explains it as well."""
         return self.round == "short" or not self.loop.enclosed
+
+    @property
+    def cut_short(self) -> bool:
+        """Of the calls of one step, some were left out."""
+        return self.of_a_step and self.round == "short"
 
     def judged(self, meeting: Meeting) -> Meeting:
         """Of two as many ranks, those that left the loop have had fewer batches; else the minority had more, or fewer.
@@ -393,6 +404,8 @@ class LeftLoop:
     @property
     def says(self) -> str:
         ahead, line = ranks_do(self.ahead, "has", "have"), self.loop.line
+        if self.cut_short:
+            return f"{ahead} left the loop at line {line} after fewer calls than in each earlier round"
         if self.sure:
             return f"{ahead} left the loop at line {line}"
         if self.round == "whole":
@@ -428,8 +441,15 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             made = aligned.round_before(ahead[0], number) if aligned is not None else ""
             times = aligned.times_called(behind[0], number) if aligned is not None else 0
             often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
+            often = often and _calls_once(facts, behind[0], group, number)
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often)
     return None
+
+
+def _calls_once(facts: Facts, rank: int, group: str, number: int) -> bool:
+    """Its line makes one call each time that it runs. A backward pass, or a library, may make several."""
+    entry = facts.alignment.entry(rank, group, number)
+    return entry is not None and calls.is_direct(facts.alignment.stack(rank, entry))
 
 
 # --- ranks that meet and do not fit -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from safelaunch.diagnose.findings import (
     wait_claims,
     waits_words,
 )
-from safelaunch.diagnose.guarding import guard_of
+from safelaunch.diagnose.guarding import guard_of, is_scattered
 from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts
 from safelaunch.model import Claim
 
@@ -193,7 +193,8 @@ def alone(facts: Facts) -> Ruling:
 
     Ranks that have finished are left out; a single one that has not is at fault by itself. Where a strict majority
     rests at one place and all ranks were seen, those elsewhere are the odd ones out, with low confidence: nothing
-    shows that the others wait for them. All ranks at one place is not anybody's fault in particular.
+    shows that the others wait for them. Several that have nothing in common are not, and all ranks at one place is not
+    anybody's fault in particular.
     """
     ended = {r for r, one in facts.ranks.items() if one.evidence.exit is not None and one.evidence.exit.returncode == 0}
     named = {r: condition for r, condition in conditions(facts).items() if r not in ended}
@@ -212,6 +213,11 @@ def alone(facts: Facts) -> Ruling:
     if len(places) == 1 or 2 * len(most) <= len(named):
         return ""
     odd = {r: c for r, c in named.items() if r not in most}
+    if is_scattered(facts, odd.keys()):
+        alike = [ranks for ranks in places.values() if is_scattered(facts, set(ranks))]
+        odd = {r: c for r, c in odd.items() if not any(r in ranks for ranks in alike)}
+    if not odd:
+        return "ranks rest in several places, and nothing sets those apart that are in each"
     rest = f"{capital(each_of(most))} {first.reason}; nothing shows that they wait for each other."
     text = f"{summary_of(odd, facts, [])} {rest}"
     return blame(facts, next(iter(odd.values())).cause, (Doubt.NO_WAIT_SHOWN,), odd, summary=text)

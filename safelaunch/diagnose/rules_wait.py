@@ -257,8 +257,8 @@ def beside_calls(case: Case) -> Ruling:
     kinds = {holder.kind for holder in in_circle.values()}
     if "message" in kinds:
         return _owed(case, {rank: holder for rank, holder in in_circle.items() if holder.kind == "message"}, mine)
-    if "poll" in kinds:
-        return _polled(case, in_circle)
+    if kinds & {"poll", "key"}:
+        return _to_make(case, in_circle)
     others = {holder.rank for holder in in_circle.values()} - in_circle.keys()
     return _deadlock(case, mine if others else in_circle, tuple(sorted(others)))
 
@@ -282,33 +282,38 @@ def _owed(case: Case, owed_by: Mapping[int, Holder], waiting: Mapping[int, Holde
     return replace(found, held_up=tuple(rank for rank in waiting if rank not in named))
 
 
-def _polled(case: Case, polls: Mapping[int, Holder]) -> Ruling:
-    """Ranks poll for what one rank was to do that does not come there, by the condition on the rank around their loop;
-    and it waits for them in turn. Who is fewer is named; of two ranks, both.
+def _to_make(case: Case, waiting: Mapping[int, Holder]) -> Ruling:
+    """Ranks wait for what one rank is to make, as the source says: what they poll for by the condition on the rank
+    around their loop, or a key of the store that it alone sets. And it waits for them in turn.
+
+    Who is fewer is named; of two ranks, both.
     """
-    holder = next(iter(polls.values()))
+    holder = next(iter(waiting.values()))
     there = case.ranks[holder.rank].wait
-    own = {rank: condition for rank in polls if (condition := case.ranks[rank].condition) is not None}
+    own = {rank: condition for rank in waiting if (condition := case.ranks[rank].condition) is not None}
     first = next(iter(own.values()))
-    if there is None or first.poll is None or any(one.rank != holder.rank for one in polls.values()):
+    if there is None or any(one.rank != holder.rank for one in waiting.values()):
         return ""
-    who = ranks_do(polls, "polls", "poll")
     gone_on = f"has gone on to {there.words}"
-    text = (
-        f"{capital(who)} at {fr.place(first.frame)}: {first.poll.words}. `{holder.guard}` keeps rank {holder.rank} from"
-        f" there, which {gone_on} and may have been the one to make that come true."
-    )
-    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {who} for something.")]
-    if len(polls) == 1:
+    if first.poll is not None:
+        who = ranks_do(waiting, "polls", "poll")
+        does, what = f"{who} at {fr.place(first.frame)}: {first.poll.words}", f"{who} for something"
+        may = f"{gone_on} and may have been the one to make that come true"
+    else:
+        key = first.key.words if first.key is not None else ""
+        what = f"{ranks_do(waiting, 'waits', 'wait')} for the key {key} of the store"
+        does, may = what.replace(" for ", f" at {fr.place(first.frame)} for ", 1), gone_on
+    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {what}.", holder.site)]
+    if len(waiting) == 1:
         culprits += [culprit(case.ranks[rank], condition) for rank, condition in own.items()]
     return Finding(
         first.cause,
         (Doubt.MAY_BE_OWED, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)})),
-        text,
+        f"{capital(does)}. {capital(holder.words)}, {'which' if first.poll is not None else 'and it'} {may}.",
         tuple(culprits),
         condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
-        held_up=tuple(polls),
-        signs=frozenset({"polls"}),
+        held_up=tuple(waiting),
+        signs=first.signs,
     )
 
 
@@ -316,6 +321,7 @@ _WHY: Mapping[Kind, str] = {
     "file": "with a file locked that {who} {waits} for",
     "message": "at the other end of the connection at which {who} {waits}",
     "poll": "and may be the one to make what {who} {waits} for in a loop that polls",
+    "key": "and is the one to set the key of the store that {who} {waits} for",
 }
 
 

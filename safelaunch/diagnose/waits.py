@@ -20,7 +20,9 @@ from safelaunch.diagnose.guarding import whereabouts
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.processes import Inside
 from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, user_stack_of
-from safelaunch.reading.guards import guards_of
+from safelaunch.model import Frame
+from safelaunch.reading import frames as fr
+from safelaunch.reading.guards import Guard, guards_of, way_to
 
 Key = tuple[Hashable, ...]
 
@@ -28,14 +30,16 @@ Key = tuple[Hashable, ...]
 @dataclass(frozen=True)
 class Holder:
     """Whom a rank waits for: another one, or a child process of its. ``condition``: what that does by its own doing, if
-    anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a connection, or
-    it alone does not poll for what the others look for, by the condition ``guard``."""
+    anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a connection,
+    alone does not poll for what the others look for, or alone sets the key that they wait for, at ``site``. ``words``
+    say why, of the last two."""
 
     rank: int
     node: Node
     condition: Condition | None
     kind: Kind = "file"
-    guard: str = ""
+    words: str = ""
+    site: Frame | None = None
 
 
 @dataclass(frozen=True)
@@ -154,19 +158,47 @@ def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Hol
         owner, _ = facts.processes.get((host, pid), (rank, ())) if pid is not None else (rank, ())
         if pid is not None and owner != rank:
             yield rank, replace(_holder(facts, owner, pid, nodes), kind="file" if own.locked_by == pid else "message")
-        elif own.poll is not None and own.poll.of in ("file", "key", "") and own.process == "main":
-            yield from ((rank, holder) for holder in _kept_from(facts, rank, nodes))
+        elif own.process == "main":
+            found = _sets(facts, rank, own, nodes) or _kept_from(facts, rank, own, nodes)
+            yield from [(rank, found)] if found is not None else []
 
 
-def _kept_from(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Iterator[Holder]:
-    """The one rank that a condition on the rank keeps from the line at which ``rank`` is; none for several."""
+def _kept_from(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
+    """Of a rank that polls: the one rank that a condition on the rank keeps from its line; None for several."""
+    if own.poll is None or own.poll.of not in ("file", "key", ""):
+        return None
     for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
         admitted = {other: guard.admits(whereabouts(facts, other)) for other in facts.world}
         kept = [other for other, comes in admitted.items() if comes is False]
         if admitted[rank] is True and len(kept) == 1 and kept[0] in facts.ranks:
             other = kept[0]
-            yield Holder(other, nodes.get(other, other), facts.ranks[other].condition, "poll", guard.words)
-            return
+            words = f"`{guard.words}` keeps rank {other} from there"
+            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "poll", words)
+    return None
+
+
+def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
+    """Of a rank that waits for a key of the store: the one other rank that comes to the line that sets it."""
+    for line in own.key.set_at if own.key is not None else ():
+        guards = guards_of((line,), facts.read_source)
+        kept = {other for other in facts.world if any(_is_kept(facts, other, guard) for guard in guards)}
+        may = facts.world - kept
+        if len(may) == 1 and rank in kept and (other := next(iter(may))) in facts.ranks:
+            behind = [f"`{step.guard.words}`" for step in way_to(line, facts.read_source) if not step.loop]
+            words = f"rank {other} alone sets it, at {fr.place(line)}, behind {' and '.join(behind)}"
+            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "key", words, line)
+    return None
+
+
+def _is_kept(facts: Facts, rank: int, guard: Guard) -> bool:
+    """By its number, or as it is where the same condition sends those that it does not admit."""
+    if guard.admits(whereabouts(facts, rank)) is False:
+        return True
+    stack = user_stack_of(facts.ranks[rank].evidence) if rank in facts.ranks else ()
+    return any(
+        (here.file, here.line) == (guard.file, guard.line) and here.taken is not guard.taken
+        for here in guards_of(stack, facts.read_source)
+    )
 
 
 def _holder(facts: Facts, rank: int, pid: int, nodes: Mapping[int, Node]) -> Holder:

@@ -99,6 +99,31 @@ def split(words: Sequence[str], own: Mapping[str, bool], takes_value: Mapping[st
     return CommandLine(tuple(mine), tuple(theirs), ())
 
 
+def options_given(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[tuple[str, list[str]]]:
+    """Each option among torchrun's ``words``, with the option strings that it may mean; none: torchrun rejects it."""
+    found = []
+    at = 0
+    while at < len(words):
+        if words[at] != "--":
+            found.append((words[at], _meanings(words[at], takes_value)))
+            at += _wants_next(words[at], takes_value)
+        at += 1
+    return found
+
+
+def _meanings(word: str, takes_value: Mapping[str, bool]) -> list[str]:
+    if word.startswith("--") or word.partition("=")[0] in takes_value:
+        return _matches(word.partition("=")[0], takes_value)
+    meant: list[str] = []
+    for letter in word[1:]:
+        if f"-{letter}" not in takes_value:
+            return meant
+        meant.append(f"-{letter}")
+        if takes_value[f"-{letter}"]:
+            return meant
+    return meant
+
+
 def _means(word: str, name: str, shortest: str) -> bool:
     """Whether ``word`` is option ``name``, spelled with hyphens or underscores, in full or abbreviated."""
     given = word.partition("=")[0]

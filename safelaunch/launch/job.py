@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from safelaunch.launch import process
@@ -17,6 +18,7 @@ EXIT_HUNG = 124
 EXIT_GAVE_UP = 125
 GRACE_S = 5.0
 RANK_GRACE_S = 1.0
+HOLD_S = 2.0  # what the evidence of a frozen job may cost whoever presses Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,13 @@ class JobProcesses:
         kill = group.kill if group is not None else lambda: None
         return process.end_all(self.agent, self.all, grace_s=GRACE_S, kill=kill)
 
+    def ranks(self) -> tuple[ProcessId, ...]:
+        """The processes below the agent."""
+        return process.descendants([self.agent.pid])
+
     def end_ranks(self) -> tuple[ProcessId, ...]:
         """Ends the processes below the agent, but none that it starts afterwards: it restarts the ranks."""
-        ranks = process.descendants([self.agent.pid])
+        ranks = self.ranks()
         for rank in ranks:
             rank.send(signal.SIGTERM)
         deadline = time.monotonic() + RANK_GRACE_S
@@ -96,11 +102,35 @@ WAKES = frozenset(int(number) for number in (*FORWARDED, signal.SIGCHLD, signal.
 
 
 class Forwarder:
-    """Waits for a signal or a child's end, whichever comes first, and forwards each signal to the job once."""
+    """Waits for a signal or a child's end, whichever comes first, and forwards each signal to the job once.
 
-    def __init__(self, pid: int) -> None:
+    ``stops``: how often the job was asked to stop. ``hold``: asked at the first SIGINT, whether the evidence is to be
+    taken first; then the signal goes out with ``release``, after ``HOLD_S``, or when the next one comes. ``on_quit``:
+    what Ctrl-\\ does instead of ending the job. ``pid`` None: nothing is forwarded, because the job's first process
+    gets its own signals.
+    """
+
+    def __init__(
+        self, pid: int | None, *, hold: Callable[[], bool] | None = None, on_quit: Callable[[], None] | None = None
+    ) -> None:
         self._pid = pid
-        self.stop_requested = False
+        self._hold = hold
+        self._on_quit = on_quit
+        self._held: tuple[int, bool] | None = None
+        self._held_until_s = 0.0
+        self.stops = 0
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.stops > 0
+
+    def note_stop(self) -> None:
+        """The job was asked to stop by other means than a signal to us."""
+        self.stops = max(self.stops, 1)
+
+    @property
+    def holding(self) -> bool:
+        return self._held is not None
 
     def wait(self, timeout_s: float) -> None:
         """Returns after ``timeout_s`` seconds, a child's end, or a forwarded signal."""
@@ -108,13 +138,40 @@ class Forwarder:
         # uninitialised siginfo, and the job would get a signal that nobody sent.
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         info = signal.sigwaitinfo(WAKES)
-        if info.si_signo not in FORWARDED:
+        if info.si_signo in FORWARDED:
+            self.take(info.si_signo, by_terminal=info.si_code == SI_KERNEL)
+        if self._held is not None and time.monotonic() >= self._held_until_s:
+            self.release()
+
+    def take(self, signum: int, *, by_terminal: bool) -> None:
+        """Does what a signal asks for; ``by_terminal``: somebody has pressed a key."""
+        if signum == signal.SIGQUIT and by_terminal and self._on_quit is not None and not self.stops:
+            self._on_quit()
             return
-        if info.si_signo in STOPPING:
-            self.stop_requested = True
+        if signum in STOPPING:
+            self.stops += 1
+            if self._held is not None:
+                same = self._held[0] == signum
+                self.release()
+                if same:
+                    return
+            elif signum == signal.SIGINT and self.stops == 1 and self._hold is not None and self._hold():
+                self._held, self._held_until_s = (signum, by_terminal), time.monotonic() + HOLD_S
+                return
+        self._send(signum, by_terminal)
+
+    def release(self) -> None:
+        """Forwards the signal that was held back, if one was."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._send(*held)
+
+    def _send(self, signum: int, by_terminal: bool) -> None:
+        if self._pid is None:
+            return
+        # Under torchrun, a signal from the terminal reaches the whole foreground group, so forward it to the group.
+        send = os.killpg if by_terminal else os.kill
         try:
-            # Under torchrun, a signal from the terminal reaches the whole foreground group, so forward it to the group.
-            send = os.killpg if info.si_code == SI_KERNEL else os.kill
-            send(self._pid, info.si_signo)
+            send(self._pid, signum)
         except ProcessLookupError:
             return

@@ -43,6 +43,11 @@ class RunPaths:
         return self.root / "owner"
 
     @property
+    def early(self) -> Path:
+        """What early looks have found, while that lasts: for colaunch, which asks nobody."""
+        return self.root / "early.json"
+
+    @property
     def control(self) -> Path:
         """The supervisor's socket, for ``safelaunch status`` and ``safelaunch dump``."""
         return self.root / "control"

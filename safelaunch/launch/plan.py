@@ -103,6 +103,29 @@ def build_exec(
     )
 
 
+def build_beside(
+    command: CommandLine, argv: tuple[str, ...], settings: Settings, torch: Torch, around: Surroundings, caller: int
+) -> Plan:
+    """The plan for ranks that another process, of pid ``caller``, starts itself, as torchrun would for ``command``.
+
+    ``argv``: that process's command line. Of ``env``, it needs what differs from its own.
+    """
+    applied, env = _environment(settings, around, {"SAFELAUNCH_AGENT_PID": str(caller)})
+    return Plan(
+        argv=argv,
+        env=env,
+        applied=applied,
+        run_name=settings.run_name or default_name(command),
+        run_dir=around.run_dir,
+        torch=torch,
+        settings=settings,
+        watched=settings.watch,
+        script=command.script,
+        gpus=around.gpus,
+        command=command,
+    )
+
+
 def _environment(
     settings: Settings, around: Surroundings, own: Mapping[str, str]
 ) -> tuple[tuple[Applied, ...], dict[str, str]]:

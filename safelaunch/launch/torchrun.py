@@ -111,11 +111,14 @@ def options(package: Path) -> dict[str, bool]:
     Source: ``get_args_parser`` of ``torch/distributed/run.py``. If that has changed beyond recognition, the table
     below, of torch 2.13, is used.
     """
+    return _installed_options(package) or dict(KNOWN)
+
+
+def _installed_options(package: Path) -> dict[str, bool]:
     try:
-        found = parse_options((package / "distributed" / "run.py").read_text("utf-8"))
+        return parse_options((package / "distributed" / "run.py").read_text("utf-8"))
     except (OSError, SyntaxError, ValueError):
-        found = {}
-    return found or dict(KNOWN)
+        return {}
 
 
 def binds_any_port(package: Path) -> bool:
@@ -135,11 +138,20 @@ class LazyOptions(Mapping[str, bool]):
     def __init__(self, package: Path) -> None:
         self._package = package
         self._table: dict[str, bool] | None = None
+        self._certain = False
 
     def _read(self) -> dict[str, bool]:
         if self._table is None:
-            self._table = options(self._package)
+            found = _installed_options(self._package)
+            self._certain = bool(found)
+            self._table = found or dict(KNOWN)
         return self._table
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the table is the installed version's: what it lacks, torchrun rejects."""
+        self._read()
+        return self._certain
 
     def __getitem__(self, option: str) -> bool:
         return self._read()[option]

@@ -2,713 +2,110 @@
 
 All are immutable. They are ``msgspec`` structs because ``safelaunch diagnose`` reads bundles back from disk and must
 check the type of every field. msgspec checks types while decoding, at the speed of its C parser.
-Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise. Stack frames are ordered innermost first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
-
-import msgspec
-
-
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of every record. Decoding ignores the unknown keys of newer versions and checks the types of known ones."""
-
-
-# --- stacks -----------------------------------------------------------------------------------------------------------
-
-
-class Frame(Record, frozen=True):
-    """One Python frame, or C frame in a native sample. ``file`` is absolute if the reader knows the path."""
-
-    file: str
-    line: int
-    function: str
-
-
-class CallArguments(Record, frozen=True):
-    """Whom a call of c10d under way names: ranks of the world, or of the call's group. None: not given, or not seen."""
-
-    src: int | None = None
-    dst: int | None = None
-    group_src: int | None = None
-    group_dst: int | None = None
-    tag: int | None = None
-
-
-class Thread(Record, frozen=True):
-    """One thread as a stack reader saw it. ``frames`` is innermost first. ``active``: on a CPU or runnable.
-
-    ``ident``: Python's own number of it, which the Flight Recorder writes as well; 0 = unknown. ``call``: of its
-    innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these.
-    """
-
-    frames: tuple[Frame, ...]
-    name: str = ""
-    os_tid: int | None = None
-    active: bool = False
-    owns_gil: bool = False
-    ident: int = 0
-    call: CallArguments | None = None
-
-
-class StackSample(Record, frozen=True):
-    """All threads of one process at one moment. ``how`` names the reader, e.g. ``py-spy --nonblocking``."""
-
-    pid: int
-    at_s: float
-    how: str
-    threads: tuple[Thread, ...]
-    native: bool = False
-
-    @property
-    def main_thread(self) -> Thread | None:
-        """The thread whose kernel id is the pid, else the one called MainThread, else None."""
-        for thread in self.threads:
-            if thread.os_tid == self.pid:
-                return thread
-        return next((t for t in self.threads if t.name == "MainThread"), None)
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-class OtherEnd(Record, frozen=True):
-    """A process that has the other end of a pipe or a connection. Of a pipe in which a thread waits to write, that is
-    one that can read from it; and the other way round.
-    """
-
-    pid: int
-    name: str = ""
-
-
-class ThreadState(Record, frozen=True):
-    """One kernel thread from ``/proc/<pid>/task/<tid>``.
-
-    - ``state``: the letter in ``stat`` (R S D T t Z X)
-    - ``syscall``: the x86-64 or aarch64 number; None if the thread is running or the number is unreadable
-    - ``syscall_name``: its name if it matters (read, write, futex, ...)
-    - ``fd``: the first argument of a call that takes a descriptor
-    - ``fd_target``: what the descriptor points at (``pipe:[123]``, a path, ...)
-    - ``cpu_ms``: user and system time used so far
-    - ``io_bytes``: bytes read and written so far (rchar + wchar)
-    - ``written_bytes``: those written; neither counts ``recv`` and ``send``
-    - ``queued_ms``: time spent runnable but waiting for a core so far; None if the kernel does not report it
-    - ``slices``: how often it was given a core so far; None if the kernel does not report it
-    - ``ends_s``: when the call times out at the latest (CLOCK_MONOTONIC); None without a readable timeout
-    - ``locked_by``: the process that holds the file lock which the call waits for; ``fd_target`` tells people as well
-    - ``inode``: of the pipe or socket behind ``fd``
-    - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
-    - ``child``: the process for whose end the call waits
-    """
-
-    tid: int
-    name: str
-    state: str
-    wchan: str = ""
-    syscall: int | None = None
-    syscall_name: str = ""
-    fd: int | None = None
-    fd_target: str = ""
-    cpu_ms: int = 0
-    io_bytes: int | None = None
-    written_bytes: int | None = None
-    queued_ms: int | None = None
-    slices: int | None = None
-    ends_s: float | None = None
-    locked_by: int | None = None
-    inode: int | None = None
-    ends: tuple[OtherEnd, ...] | None = None
-    child: int | None = None
-
-
-class FileLock(Record, frozen=True):
-    """An exclusive lock on a file that some process has open. ``pid``: who holds it, which may be that process."""
-
-    path: str
-    pid: int
-
-
-class ProcessState(Record, frozen=True):
-    """One process at one moment. ``pid`` and ``start_ticks`` (field 22 of ``stat``) together identify a process.
-
-    ``throttled_ms``: how long CPU limits have throttled its control groups so far. ``locks``: the file locks that it
-    holds, and, while its main thread sleeps as if it asked for one repeatedly, the locks of others on files that it
-    has open.
-    """
-
-    pid: int
-    ppid: int
-    start_ticks: int
-    at_s: float
-    name: str
-    cmdline: tuple[str, ...]
-    state: str
-    threads: tuple[ThreadState, ...] = ()
-    rss_bytes: int = 0
-    frozen: bool = False  # its cgroup is frozen
-    throttled_ms: int = 0
-    locks: tuple[FileLock, ...] = ()
-    note: str = ""  # why a field above is missing
-
-    @property
-    def main_thread(self) -> ThreadState | None:
-        return next((t for t in self.threads if t.tid == self.pid), None)
-
-
-class ProcessEvidence(Record, frozen=True):
-    """All samples of one process: its states and stacks, oldest first.
-
-    ``role``: ``main`` for the rank itself, ``dataloader worker``, or ``child`` for any other child.
-    """
-
-    role: str
-    states: tuple[ProcessState, ...] = ()
-    stacks: tuple[StackSample, ...] = ()
-
-    @property
-    def pid(self) -> int:
-        return self.states[-1].pid if self.states else self.stacks[-1].pid if self.stacks else 0
-
-
-# --- Flight Recorder --------------------------------------------------------------------------------------------------
-
-
-UNKNOWN_SIZES = ((-1,),)  # stands for sizes that the record does not give in readable form
-
-
-class Collective(Record, frozen=True):
-    """One Flight Recorder entry.
-
-    - ``group``: the process group's name as the entry gives it (``"0"``, ...)
-    - ``seq``: the group's collective sequence number; ``p2p_seq`` is the one for sends and receives
-    - ``op``: the operation with its backend prefix (``gloo:all_reduce``)
-    - sizes: as recorded, outermost tensor list first
-    - ``completed``: ``state == "completed"``, or ``retired`` if the backend asks no device. An NCCL entry that is
-      retired without being completed has timed out.
-    - ``created_ns``: CLOCK_REALTIME
-    - ``frames``: innermost first, empty in dumps without stacks
-    - ``timeout_ms``: 0 = unknown
-    - ``thread``: who called, as ``Thread.ident``; 0 = unknown
-    """
-
-    group: str
-    seq: int
-    op: str
-    completed: bool
-    state: str = ""
-    description: str = ""
-    is_p2p: bool = False
-    p2p_seq: int = 0
-    record_id: int = 0
-    input_sizes: tuple[tuple[int, ...], ...] = ()
-    input_dtypes: tuple[str, ...] = ()
-    output_sizes: tuple[tuple[int, ...], ...] = ()
-    output_dtypes: tuple[str, ...] = ()
-    created_ns: int = 0
-    started: bool | None = None
-    timeout_ms: int = 0
-    frames: tuple[Frame, ...] = ()
-    thread: int = 0
-
-
-class GroupStatus(Record, frozen=True):
-    """Last sequence numbers of one process group on one rank. -1: the backend does not report it."""
-
-    last_enqueued: int = -1
-    last_started: int = -1
-    last_completed: int = -1
-
-
-class FlightRecord(Record, frozen=True):
-    """One rank's Flight Recorder. ``groups`` maps a group's name to its global ranks if the dump lists them.
-
-    ``entries`` is oldest first: a tuple or a :class:`~safelaunch.model.entries.Entries`. ``damaged`` names the fields
-    in which the dump holds values that no torch writes. Those fields keep their defaults. ``library``: the version of
-    NCCL, as NCCL gives it.
-    """
-
-    version: str
-    entries: Sequence[Collective] = ()
-    groups: dict[str, tuple[int, ...]] = {}
-    status: dict[str, GroupStatus] = {}
-    damaged: tuple[str, ...] = ()
-    library: str = ""
-
-
-# --- a rank -----------------------------------------------------------------------------------------------------------
-
-
-class Progress(Record, frozen=True):
-    """A rank's progress page. ``*_ns`` are CLOCK_MONOTONIC of its host; 0 = never.
-
-    ``step``: the user's own count if the script calls ``safelaunch.step()``, else the highest count over optimizers.
-    None before the first step. ``state``: ``started`` | ``torch`` (imported) | ``exception`` | ``exited``.
-    ``history``: some of its steps as the supervisor saw them, oldest first: when each was marked, and its number.
-    """
-
-    rank: int
-    local_rank: int
-    world_size: int
-    attempt: int
-    pid: int
-    start_ticks: int
-    state: str
-    step: int | None = None
-    optimizer_steps: tuple[int, ...] = ()
-    claimed_ns: int = 0
-    first_step_ns: int = 0
-    last_step_ns: int = 0
-    phase: str = ""
-    phase_since_ns: int = 0
-    phase_timeout_s: float = 0.0
-    paused: bool = False
-    exception_ns: int = 0
-    exit_ns: int = 0
-    history: tuple[tuple[int, int], ...] = ()
-
-    def mean_step_s(self, steps: int) -> float:
-        """The seconds of each of the first ``steps`` but the very first, with which the clock begins."""
-        return (self.last_step_ns - self.first_step_ns) / 1e9 / max(1, steps - 1)
-
-
-class RankException(Record, frozen=True):
-    """The first uncaught exception of a rank, recorded by its beacon.
-
-    ``time_unix_s`` is CLOCK_REALTIME. ``frames`` is innermost first. ``text`` is the traceback as printed.
-    """
-
-    type: str
-    message: str
-    time_unix_s: float
-    frames: tuple[Frame, ...] = ()
-    text: str = ""
-
-
-class CaughtException(Record, frozen=True):
-    """An exception that the user's own code caught. ``message`` is empty unless its first argument is a string.
-
-    ``raised``: the innermost user frame of its traceback. ``caught``: the handler's line.
-    """
-
-    type: str
-    message: str
-    time_unix_s: float
-    raised: Frame
-    caught: Frame
-
-
-class FatalError(Record, frozen=True):
-    """What faulthandler wrote at a fatal signal. ``message``: its name for the signal (``Segmentation fault``).
-
-    ``frames``, innermost first, belong to the thread that received the signal, or to the main thread if that one runs
-    no Python. ``threads``: those of all threads that run Python.
-    """
-
-    message: str
-    frames: tuple[Frame, ...] = ()
-    threads: tuple[tuple[Frame, ...], ...] = ()
-
-
-class ExitCall(Record, frozen=True):
-    """The last call of ``sys.exit`` or ``os._exit`` (``function``). ``frames``: the caller's, innermost first."""
-
-    function: str
-    code: int
-    frames: tuple[Frame, ...] = ()
-
-
-class MemoryKills(Record, frozen=True):
-    """Signs that the kernel's out-of-memory killer was active while the job ran.
-
-    ``kernel_line``: the line of the kernel log that names this process, if any. ``cgroup``, ``node``: how many
-    processes it killed in the job's control group and on this node. None: the kernel does not count.
-    """
-
-    kernel_line: str = ""
-    cgroup: int | None = None
-    node: int | None = None
-
-
-class RankExit(Record, frozen=True):
-    """How a rank's process ended, from the torchrun agent that reaped it.
-
-    ``returncode`` follows ``subprocess``: a negative value is a signal number. ``before_close``: the process ended
-    before the agent began to stop the others, so the agent did not cause it. ``time_unix_s``: when the agent noticed.
-    """
-
-    returncode: int
-    time_unix_s: float
-    before_close: bool = True
-
-
-class HandledException(Record, frozen=True):
-    """An exception that a thread is handling: it is in an ``except`` or a ``finally``. ``thread``: ``Thread.ident``.
-
-    ``message`` is empty unless its first argument is a string. ``frames`` is innermost first.
-    """
-
-    thread: int
-    type: str
-    message: str = ""
-    frames: tuple[Frame, ...] = ()
-
-
-class Posted(Record, frozen=True):
-    """A send to ``peer``, or a receive from it, of the batch (``P2POp``) that a thread is at.
-
-    ``thread``: Python's own number of it.
-    """
-
-    thread: int
-    sends: bool
-    peer: int
-    tag: int = 0
-
-
-class GilTest(Record, frozen=True):
-    """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
-
-    None: not sent, or the server was not up. ``ping`` True and ``python`` False means that a thread holds the GIL.
-    The Python handler tells of more: ``handling``; ``groups``, the ranks of each process group that the rank is in, by
-    its name; ``groups_made``: how many the rank has made, with those that it is not in; ``posted``: the sends and
-    receives of the batches that threads are at.
-    """
-
-    ping: bool | None = None
-    python: bool | None = None
-    handling: tuple[HandledException, ...] = ()
-    groups: dict[str, tuple[int, ...]] = {}
-    groups_made: int | None = None
-    posted: tuple[Posted, ...] = ()
-
-
-class RankEvidence(Record, frozen=True):
-    """Everything collected from one rank. Any part may be missing, for a reason that the manifest gives."""
-
-    rank: int
-    host: str
-    pid: int
-    local_rank: int = -1
-    progress: Progress | None = None
-    main: ProcessEvidence | None = None
-    children: tuple[ProcessEvidence, ...] = ()
-    flight_record: FlightRecord | None = None
-    gil: GilTest = GilTest()
-    exception: RankException | None = None
-    exit: RankExit | None = None
-    fatal: FatalError | None = None
-    exit_call: ExitCall | None = None
-    caught: tuple[CaughtException, ...] = ()  # the newest ones, oldest first; Python 3.12+
-    memory_kills: MemoryKills = MemoryKills()
-    deaths: tuple[str, ...] = ()  # lines of the kernel log on processes that may have been its children
-    beacon: bool = True  # False: the rank runs without safelaunch's sitecustomize (python -I, a cleared PYTHONPATH)
-    code_roots: tuple[str, ...] = ()  # directories of the standard library and installed packages in the rank
-    gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
-    log_tail: str = ""  # the end of the rank's output, decoded
-
-
-class RankFile(Record, frozen=True):
-    """``ranks/<rank>/rank.json``: the parts of a rank's evidence that no other file of the bundle holds."""
-
-    host: str = ""
-    pid: int = 0
-    local_rank: int = -1
-    gil: GilTest = GilTest()
-    exit: RankExit | None = None
-    fatal: FatalError | None = None
-    memory_kills: MemoryKills = MemoryKills()
-    deaths: tuple[str, ...] = ()
-    beacon: bool = True
-    code_roots: tuple[str, ...] = ()
-    gpu: str = ""
-
-    @staticmethod
-    def of(rank: RankEvidence) -> RankFile:
-        return RankFile(**{name: getattr(rank, name) for name in RankFile.__struct_fields__})
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """All of it under the names that :class:`RankEvidence` has for the same."""
-        return {name: getattr(self, name) for name in self.__struct_fields__}
-
-
-# --- a node -----------------------------------------------------------------------------------------------------------
-
-# What a node's agent is to its own supervisor: it runs, a signal has stopped it, or it is gone. "": not known.
-AgentState = Literal["", "running", "stopped", "gone"]
-# What a store that is lost says to those who connect again: the connection was closed and nobody listens, it accepts
-# and does not answer, no packet comes back. "": it is not lost.
-Lost = Literal["", "closed", "silent", "unreachable"]
-# A connection to a node, tried at the time of the evidence. "": not tried.
-Probe = Literal["", "answers", "no answer"]
-
-
-class NodeEvidence(Record, frozen=True):
-    """One node of the job: what its supervisor says of itself, or what the others know of one that says nothing.
-
-    - ``ranks``: those under its supervisor, as it said last
-    - ``here``: this evidence is its own
-    - ``silent_s``: how long its supervisor has not been heard; 0: it is heard, or was until its end
-    - ``last``: its last words: it watches, its ranks fail, somebody stops the job there, it has ended
-    - ``trouble``: what failed there on its own account
-    - ``agent_error``: what its torchrun agent has failed of itself, not of a rank; known of this node alone
-    - ``missed_s``: how long its supervisor was stopped itself until a moment before; known of this node alone
-    - ``store``: how the store of torchrun's agents, which it hosts, was lost
-    - ``script``: a digest of the script
-    """
-
-    host: str
-    slot: int = 0
-    ranks: tuple[int, ...] = ()
-    here: bool = False
-    silent_s: float = 0.0
-    last: Literal["", "watching", "failing", "stopping", "ended"] = ""
-    trouble: str = ""
-    agent: AgentState = ""
-    agent_error: str = ""
-    missed_s: float = 0.0
-    store: Lost = ""
-    probe: Probe = ""
-    torch: str = ""
-    safelaunch: str = ""
-    script: str = ""
-
-    @property
-    def is_gone(self) -> bool:
-        """It is not heard any more, and has not said why."""
-        return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
-
-
-class Rendezvous(Record, frozen=True):
-    """A rendezvous that has failed before any rank was started.
-
-    - ``wanted``: how many nodes torchrun waited for; ``hosts``: those that have come, the first few of ``come``
-    - ``absent_ranks``, ``absent_hosts``: node ranks and hosts that have not, as far as command line and scheduler tell
-    - ``store``: why the store where nodes meet does not answer; empty where it did
-    - ``error``: torchrun's own
-    """
-
-    wanted: int
-    come: int
-    hosts: tuple[str, ...] = ()
-    absent_ranks: tuple[int, ...] = ()
-    absent_hosts: tuple[str, ...] = ()
-    waited_s: float = 0.0
-    store: str = ""
-    error: str = ""
-
-
-# --- NCCL's own witness -----------------------------------------------------------------------------------------------
-
-
-# What NCCL's RAS service says of a process: it has answered, it did not in time, or NCCL has given it up.
-NcclState = Literal["answers", "unresponsive", "dead"]
-
-
-class NcclProcess(Record, frozen=True):
-    """A process in an answer of NCCL's RAS service. ``rank``: within its communicator; -1 where none is named.
-
-    ``host``: an address, or ``unknown``. ``gpu``: NVML's number.
-    """
-
-    host: str
-    pid: int
-    rank: int = -1
-    gpu: int = -1
-    state: NcclState = "answers"
-
-
-class NcclCommunicator(Record, frozen=True):
-    size: int
-    processes: tuple[NcclProcess, ...] = ()
-
-
-class NcclWitness(Record, frozen=True):
-    """What NCCL's RAS service said at the stall. ``processes``: those named outside any communicator.
-
-    ``file``: where the bundle has the answer.
-    """
-
-    version: str
-    communicators: tuple[NcclCommunicator, ...] = ()
-    processes: tuple[NcclProcess, ...] = ()
-    file: str = ""
-
-
-# --- early looks ------------------------------------------------------------------------------------------------------
-
-
-class Place(Record, frozen=True):
-    """Where a rank was. ``frame``: the user's own, of the process that keeps it there; None if it was not seen."""
-
-    rank: int
-    frame: Frame | None = None
-
-
-class FirstWord(Record, frozen=True):
-    """What ranks do while a job is quiet. ``words``: a clause, empty if there is nothing to say.
-
-    ``cause``: what a verdict would name; ``places``: the ranks that stand out. ``common``: many a healthy start looks
-    like this.
-    """
-
-    words: str = ""
-    cause: str = ""
-    places: tuple[Place, ...] = ()
-    common: bool = False
-
-
-class EarlyLook(Record, frozen=True):
-    """What a look at the ranks found while the job was quiet, long before the threshold.
-
-    - ``quiet_s``: since the last progress; ``usual_s``: the usual step, 0 if that was not known
-    - ``movement``: whether something computed, read or wrote between two looks
-    - ``words``: what the ranks did, in a clause; ``cause``: what a verdict would name; ``places``: the ranks it names
-    - ``said``: it was printed
-    - ``lasted_s``: how long the quiet lasted in all, if it ended by itself; 0: it lasts
-    """
-
-    unix_s: float
-    quiet_s: float
-    usual_s: float = 0.0
-    movement: Literal["still", "active"] = "still"
-    words: str = ""
-    cause: str = ""
-    places: tuple[Place, ...] = ()
-    said: bool = False
-    lasted_s: float = 0.0
-
-
-Outcome = Literal["hang", "crash", "dump"]
-
-
-class Evidence(Record, frozen=True):
-    """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
-
-    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
-    """
-
-    outcome: Outcome
-    world_size: int
-    ranks: tuple[RankEvidence, ...]
-    missing_ranks: tuple[int, ...] = ()
-    stall_s: float = 0.0  # how long the slowest rank had made no progress at the capture
-    threshold_s: float = 0.0  # the time without a step that raised the suspicion; 0: something else did
-    threshold_why: str = ""
-    moving: bool = False  # some rank progressed, or computed, between the confirmation samples
-    notes: tuple[str, ...] = ()  # what slowed the job down: a straggler, a shared GPU
-    nodes: tuple[NodeEvidence, ...] = ()
-    nccl: NcclWitness | None = None
-    rendezvous: Rendezvous | None = None
-    early: tuple[EarlyLook, ...] = ()  # the newest ones, oldest first
-
-
-# --- artifacts --------------------------------------------------------------------------------------------------------
-
-
-class Artifact(Record, frozen=True):
-    """One file of a bundle, or the reason why it is missing.
-
-    ``path`` is relative to the bundle. ``how``: the source (``py-spy dump --json``). ``missing``: the reason, empty if
-    the file exists.
-    """
-
-    path: str
-    how: str
-    duration_s: float
-    missing: str = ""
-    bytes: int = 0
-    note: str = ""
-
-
-# --- verdict ----------------------------------------------------------------------------------------------------------
-
-Confidence = Literal["high", "medium", "low"]
-
-
-class Culprit(Record, frozen=True, omit_defaults=False):
-    """One rank at fault. ``process``: ``main``, ``dataloader worker (pid N)``, or another child's role and pid."""
-
-    rank: int
-    host: str
-    pid: int
-    process: str
-    frame: Frame | None
-    step: int | None
-    reason: str
-
-
-class Claim(Record, frozen=True, omit_defaults=False):
-    """One piece of evidence: a claim, and the file of the bundle that supports it."""
-
-    claim: str
-    file: str
-
-
-class NodeAtFault(Record, frozen=True, omit_defaults=False):
-    """A node that is to blame as a whole. ``ranks``: those on it, as ranges; empty where they are not known."""
-
-    host: str
-    ranks: str
-    reason: str
-
-
-class BundlePlace(Record, frozen=True, omit_defaults=False):
-    """Where the bundle is from which the verdict of several nodes was reached: the claims point at its files.
-
-    ``whole``: it is this one, and holds every rank.
-    """
-
-    host: str
-    path: str
-    whole: bool
-
-
-class Verdict(Record, frozen=True, omit_defaults=False):
-    """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
-
-    ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
-    ``doubts``: why the confidence is not high, a sentence each.
-    """
-
-    schema: int
-    outcome: Outcome
-    cause: str
-    confidence: Confidence
-    summary: str
-    culprits: tuple[Culprit, ...]
-    victims: str
-    evidence: tuple[Claim, ...]
-    ruled_out: tuple[str, ...]
-    missing: tuple[str, ...]
-    suggestions: tuple[str, ...]
-    bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
-    nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
-    doubts: tuple[str, ...] = ()
-
-    @property
-    def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:
-        return self.nodes or ()
-
-
-def format_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:
-    """Formats ranks as sorted ranges: ``{0, 1, 2, 5}`` → ``"0-2,5"``; empty → ``""``."""
-    parts: list[str] = []
-    run: list[int] = []
-    for rank in sorted(set(ranks)):
-        if run and rank == run[-1] + 1:
-            run.append(rank)
-            continue
-        if run:
-            parts.append(_range(run))
-        run = [rank]
-    if run:
-        parts.append(_range(run))
-    return ",".join(parts)
-
-
-def _range(run: list[int]) -> str:
-    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+from safelaunch.model.evidence import (
+    UNKNOWN_SIZES,
+    AgentState,
+    CallArguments,
+    CaughtException,
+    Collective,
+    EarlyLook,
+    Evidence,
+    ExitCall,
+    FatalError,
+    FileLock,
+    FirstWord,
+    FlightRecord,
+    Frame,
+    GilTest,
+    GroupStatus,
+    HandledException,
+    Lost,
+    MemoryKills,
+    NcclCommunicator,
+    NcclProcess,
+    NcclState,
+    NcclWitness,
+    NodeEvidence,
+    OtherEnd,
+    Outcome,
+    Place,
+    Posted,
+    Probe,
+    ProcessEvidence,
+    ProcessState,
+    Progress,
+    RankEvidence,
+    RankException,
+    RankExit,
+    RankFile,
+    Record,
+    Rendezvous,
+    StackSample,
+    Thread,
+    ThreadState,
+)
+from safelaunch.model.verdict import (
+    Artifact,
+    BundlePlace,
+    Claim,
+    Confidence,
+    Culprit,
+    NodeAtFault,
+    Verdict,
+    format_ranks,
+)
+
+__all__ = [
+    "UNKNOWN_SIZES",
+    "AgentState",
+    "Artifact",
+    "BundlePlace",
+    "CallArguments",
+    "CaughtException",
+    "Claim",
+    "Collective",
+    "Confidence",
+    "Culprit",
+    "EarlyLook",
+    "Evidence",
+    "ExitCall",
+    "FatalError",
+    "FileLock",
+    "FirstWord",
+    "FlightRecord",
+    "Frame",
+    "GilTest",
+    "GroupStatus",
+    "HandledException",
+    "Lost",
+    "MemoryKills",
+    "NcclCommunicator",
+    "NcclProcess",
+    "NcclState",
+    "NcclWitness",
+    "NodeAtFault",
+    "NodeEvidence",
+    "OtherEnd",
+    "Outcome",
+    "Place",
+    "Posted",
+    "Probe",
+    "ProcessEvidence",
+    "ProcessState",
+    "Progress",
+    "RankEvidence",
+    "RankException",
+    "RankExit",
+    "RankFile",
+    "Record",
+    "Rendezvous",
+    "StackSample",
+    "Thread",
+    "ThreadState",
+    "Verdict",
+    "format_ranks",
+]

@@ -25,12 +25,14 @@ class Found:
     """The evidence at a path. ``what``: its kind in words (``a bundle``); ``problems``: unreadable files, with reasons.
 
     ``files``: the file in a claim (``ranks/3/flight_recorder.json``) → the real file, if that is another one.
+    ``bundles``: the directories of the bundles that it was read from.
     """
 
     what: str
     evidence: Evidence
     problems: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
+    bundles: tuple[Path, ...] = ()
 
 
 def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:

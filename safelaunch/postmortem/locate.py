@@ -6,6 +6,7 @@ import os
 import tarfile
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
@@ -90,7 +91,7 @@ def read_folder(folder: Path, scratch: Path) -> Found:
 
 def _read_folder(folder: Path, scratch: Path) -> Found:
     if is_bundle(folder):
-        return read_bundle(folder)
+        return replace(read_bundle(folder), bundles=(folder,))
     if is_run_directory(folder):
         return read_run(folder, scratch)
     inside = sorted(
@@ -99,9 +100,10 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     alone = inside[0] if len(inside) == 1 else whole_of(inside)
     if alone is not None:
         found = read_bundle(alone)
-        return Found(f"the bundle {alone.name}", found.evidence, found.problems, {"": f"{alone.name}/"})
+        return Found(f"the bundle {alone.name}", found.evidence, found.problems, {"": f"{alone.name}/"}, (alone,))
     if inside:
-        return merge([read_bundle(path) for path in inside], [path.name for path in inside])
+        merged = merge([read_bundle(path) for path in inside], [path.name for path in inside])
+        return replace(merged, bundles=tuple(inside))
     dumps = read_dumps(folder, folder)
     if dumps is None and untrusted_paths.is_dir(folder / "flight_recorder"):
         dumps = read_dumps(within(folder, folder / "flight_recorder"), folder)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from safelaunch.postmortem.found import Unreadable, read_limited
-from safelaunch.report.about import About, Gpu, Launch, NodeFiles
+from safelaunch.report.about import About, Gpu, Launch, Link, NodeFiles
 from safelaunch.system import untrusted_paths
 
 _T = TypeVar("_T")
 MOST_BYTES = 4 << 20
 MOST_NODES = 1024
 MOST_LINES = 40
+_MATTERS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "MASTER_", "UCX_", "FI_", "OMP_NUM_THREADS")
+_NO_COUNTS = ("state", "rate", "speed_mbit")
 _NO_VERSIONS = ("system", "kernel", "machine", "python_executable", "torch_git")
 
 
@@ -30,6 +32,7 @@ class _Resources(msgspec.Struct):
     load: tuple[float, ...] = ()
     memory_bytes: dict[str, int] = {}
     disks: dict[str, dict[str, Any]] = {}
+    network: dict[str, dict[str, Any]] = {}
 
 
 class _Written(msgspec.Struct):
@@ -41,6 +44,16 @@ def about(root: Path) -> About:
     written = _json(root / "manifest.json", _Written) or _Written()
     launch = _json(root / "launch.json", Launch) or Launch()
     return About(root.name, written.written_unix_s, launch, tuple(_node(path) for path in _nodes(root)))
+
+
+def about_all(roots: Sequence[Path]) -> About:
+    """What several bundles of one job say, those of its nodes: its start from the first, and all nodes."""
+    each = [about(root) for root in roots]
+    if not each:
+        return About()
+    nodes = {node.host: node for one in each for node in one.nodes}
+    latest = max(one.at_unix_s for one in each)
+    return About(each[0].bundle, latest, each[0].launch, tuple(nodes[host] for host in sorted(nodes)))
 
 
 def _nodes(root: Path) -> list[Path]:
@@ -55,6 +68,7 @@ def _node(folder: Path) -> NodeFiles:
     gpus = _json(folder / "gpus.json", _Gpus) or _Gpus()
     resources = _json(folder / "resources.json", _Resources) or _Resources()
     versions = _json(folder / "versions.json", dict[str, str]) or {}
+    environment = _json(folder / "env.json", dict[str, str]) or {}
     return NodeFiles(
         host=folder.name,
         gpus=gpus.gpus,
@@ -64,6 +78,8 @@ def _node(folder: Path) -> NodeFiles:
         memory_total_bytes=resources.memory_bytes.get("MemTotal", 0),
         memory_available_bytes=resources.memory_bytes.get("MemAvailable", 0),
         disks=tuple(_used(place, disk) for place, disk in resources.disks.items() if "total_bytes" in disk),
+        network=tuple(_link(name, link) for name, link in resources.network.items()),
+        environment=tuple((name, text) for name, text in environment.items() if name.startswith(_MATTERS)),
         versions=tuple((name, text) for name, text in versions.items() if name not in _NO_VERSIONS),
         kernel_log=tuple(_text(folder / "kernel_log.txt").splitlines()[-MOST_LINES:]),
     )
@@ -73,6 +89,12 @@ def _used(place: str, disk: Mapping[str, Any]) -> tuple[str, float]:
     total, free = disk.get("total_bytes"), disk.get("free_bytes")
     known = isinstance(total, (int, float)) and isinstance(free, (int, float)) and total > 0
     return place, 1 - free / total if known else 0.0  # type: ignore[operator]
+
+
+def _link(name: str, link: Mapping[str, Any]) -> Link:
+    speed = link.get("rate") or (f"{link['speed_mbit']} Mbit/s" if link.get("speed_mbit") else "")
+    counted = [f"{count} {what.replace('_', ' ')}" for what, count in link.items() if what not in _NO_COUNTS and count]
+    return Link(name, str(link.get("state", "")), str(speed), ", ".join(counted))
 
 
 def _json(path: Path, kind: type[_T]) -> _T | None:

@@ -75,6 +75,12 @@ def under_c10d(stack: Stack) -> bool:
     return any(_in(f, *_C10D_FILES) for f in stack.called)
 
 
+def is_direct(stack: Stack) -> bool:
+    """The user's own line calls c10d, which makes one call for it."""
+    direct = bool(stack.called) and all(_in(f, *_C10D_FILES) for f in stack.called)
+    return direct and not passes_objects(stack)
+
+
 def passes_objects(stack: Stack) -> bool:
     """``broadcast_object_list`` and its like, which call a collective for the sizes and one for the objects."""
     return any(_in(f, _C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)

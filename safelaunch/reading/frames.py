@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from safelaunch.model import Frame, RankEvidence, Thread
 
 _LIBRARY_DIR = re.compile(r"/(?:site-packages|dist-packages)/|/lib(?:64)?/python3(?:\.\d+)?t?/|/lib/python3\d*\.zip/")
+_INTERPRETER = re.compile(r"python[\d.]*[td]*")  # its own C frames, where it has no debug information
 _PSEUDO_FILE = re.compile(r"^<.*>$")
 _OUR_DEMOS = "safelaunch/demos/"
 _OUR_BEACON = ("_safelaunch_beacon", "safelaunch/beacon/")
@@ -68,8 +69,13 @@ def is_ours(path: str) -> bool:
 
 
 def is_native(frame: Frame) -> bool:
-    """A C or C++ frame of a ``--native`` sample: its file is a shared object, a C source, or nothing."""
+    """A C or C++ frame of a ``--native`` sample or of a Flight Recorder that keeps C++ stacks.
+
+    Its file is a shared object, a C source, the interpreter itself, or nothing.
+    """
     name = basename(frame.file)
+    if name == "??" or _INTERPRETER.fullmatch(name):
+        return True
     return ".so" in name or name.endswith((".c", ".cc", ".cpp", ".cxx", ".h", ".hpp", ".cu", ".S", ".rs"))
 
 

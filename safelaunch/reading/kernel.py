@@ -143,11 +143,22 @@ def _ends(waiting: ThreadState, samples: list[tuple[float, ThreadState]]) -> tup
     return next((ends for ends in same if ends is not None), None)
 
 
+WAKES = 8  # between two looks; what reads its stack wakes a thread that sleeps once or twice
+
+
 def _again(samples: list[tuple[float, ThreadState]]) -> bool:
-    """The sleep that one sample saw was over before a later one, which sees the thread asleep again: so it polls."""
+    """The sleep that one sample saw was over before a later one, which sees the thread asleep again: so it polls.
+
+    Where the other sample sees it awake, or does not tell how long its sleep was: it has run so often in between, and
+    sleeps a short time, that it has slept so before.
+    """
     asleep = [(at_s, thread.ends_s) for at_s, thread in samples if kind_of(thread) in ("sleep", "select")]
     first = next((ends_s for _, ends_s in asleep if ends_s), None)
-    return first is not None and any(at_s > first for at_s, _ in asleep)
+    if first is None or any(at_s > first for at_s, _ in asleep):
+        return first is not None
+    (begin_s, earliest), (end_s, latest) = samples[0], samples[-1]
+    wakes = (latest.slices or 0) - (earliest.slices or 0) if earliest.slices is not None else 0
+    return wakes >= WAKES and all(ends_s - at_s < end_s - begin_s for at_s, ends_s in asleep if ends_s)
 
 
 def _left_s(samples: list[tuple[float, ThreadState]]) -> float | None:

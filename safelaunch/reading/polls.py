@@ -65,18 +65,6 @@ def poll_at(stack: Sequence[Frame], read_source: ReadSource, *, asleep: bool = T
     return None
 
 
-def store_key_at(frame: Frame, read_source: ReadSource) -> str | None:
-    """The key for which this line waits in a store of c10d, as it is written there: ``store.get(f"epoch/{n}")``."""
-    tree = tree_of(read_source(frame.file) or "")
-    for call in _calls_of_line(tree, frame.line) if tree is not None else ():
-        function = call.func
-        if not (isinstance(function, ast.Attribute) and function.attr in ("get", "wait") and call.args):
-            continue
-        if any("store" in name.lower() for name in _names(function.value)):
-            return ast.unparse(call.args[0])[:_MOST_TEXT]
-    return None
-
-
 @lru_cache(256)
 def _in_source(text: str, file: str, line: int, sleeping: bool) -> Poll | Literal["no loop", "not here"]:
     tree = tree_of(text)

@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 
+class GpuProcess(msgspec.Struct, frozen=True):
+    """A process that holds memory of a GPU."""
+
+    pid: int = 0
+
+
 class Gpu(msgspec.Struct, frozen=True):
     """A GPU as ``gpus.json`` has it. None: it does not report that. ``error``: why it could not be asked."""
 
@@ -18,7 +24,17 @@ class Gpu(msgspec.Struct, frozen=True):
     temperature_c: float | None = None
     power_w: float | None = None
     ecc_errors: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
     error: str = ""
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A network interface, or a port of an InfiniBand device (``mlx5_0/1``). ``errors``: what its counters say."""
+
+    name: str
+    state: str = ""
+    speed: str = ""
+    errors: str = ""
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -49,6 +65,8 @@ class NodeFiles:
     disks: tuple[tuple[str, float], ...] = ()  # place, share of it in use
     versions: tuple[tuple[str, str], ...] = ()
     kernel_log: tuple[str, ...] = ()
+    network: tuple[Link, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()  # of the job's variables, those about communication and devices
 
 
 @dataclass(frozen=True)

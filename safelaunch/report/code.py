@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from safelaunch.diagnose.guarding import whereabouts
-from safelaunch.diagnose.rank_state import Facts, user_stack_of
+from safelaunch.diagnose.rank_state import Facts, child_views, user_stack_of, view_of
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, format_ranks
-from safelaunch.reading.frames import stack_of
+from safelaunch.model.entries import Entries
+from safelaunch.reading.frames import place, stack_of
 from safelaunch.reading.guards import Step, way_to
-from safelaunch.reading.source import ReadSource
 from safelaunch.report.overview import frames_at_fault
 
 MOST_SIDES = 6
 MOST_PLACES = 3  # of one side, with source: its line and the callers that lead to it
 BEFORE, AFTER, GAP = 5, 3, 3
 MOST_COLUMNS = 240
+MOST_BESIDE = 3
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Place:
-    """A frame with its source; no ``lines`` where that cannot be read."""
+    """A frame with its source; no ``lines`` where that cannot be read. ``whose``: another thread or process of the
+    rank, in words, where the frame is not of the one at fault.
+    """
 
     frame: Frame
     lines: tuple[Line, ...]
+    whose: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Side:
     callers: tuple[Frame, ...]
 
 
-def sides(facts: Facts, verdict: Verdict, read_source: ReadSource, said: Callable[[str], str]) -> list[Side]:
+def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Side]:
     """The sides: those at fault first, then who waits in the same group, the largest first.
 
     ``said`` takes secrets out of a line of source.
@@ -67,21 +71,80 @@ def sides(facts: Facts, verdict: Verdict, read_source: ReadSource, said: Callabl
     waits = {rank: one.wait.group for rank, one in facts.ranks.items() if one.wait is not None}
     theirs = {waits[rank] for rank in named if rank in waits}
 
-    def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int]:
+    def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int, int]:
+        """After those at fault who waits in their group, and who waits for them in the smallest group."""
         (culprit, _), ranks = item
-        return not culprit, waits.get(ranks[0]) not in theirs, -len(ranks), ranks[0]
+        members, known = facts.alignment.members(waits.get(ranks[0]) or "")
+        among = len(members) if known and members & set(named) else len(facts.world)
+        return not culprit, waits.get(ranks[0]) not in theirs, among, -len(ranks), ranks[0]
 
     ordered = sorted(grouped.items(), key=order)
     at_fault = [item for item in ordered if item[0][0]][: MOST_SIDES - 2]
     others = [item for item in ordered if not item[0][0]][: MOST_SIDES - len(at_fault)]
     shown = [*at_fault, *others]
-    found = []
+    reader = _Reader(facts, said)
+    found: list[Side] = []
     for (culprit, stack), ranks in shown:
-        elsewhere = [other for (_, other), _ in shown if other != stack]
-        does = named[ranks[0]].reason if culprit else _does(facts, ranks)
-        does = " ".join([does, *_handled(facts, ranks[0])])
-        found.append(_side(facts, tuple(ranks), culprit, does, stack, elsewhere, read_source, said))
+        reasons = _reasons(ranks, named) if culprit else [_does(facts, ranks)]
+        does = " ".join([*reasons, *_groups_waited_in(ranks, waits), *_handled(facts, ranks[0])])
+        stacks = [other for (_, other), _ in shown]
+        if stack in stacks[: len(found)]:  # the callers were shown there
+            places, callers = [reader.place(frame) for frame in stack[:1]], stack[1:]
+        else:
+            places, callers = reader.places(
+                stack, [other for other in stacks if other != stack], stacks.count(stack) > 1
+            )
+        beside = _beside(facts, named[ranks[0]], stack) if culprit else {}
+        places += [replace(reader.place(frame), whose=whose) for frame, whose in beside.items()]
+        found.append(Side(tuple(ranks), culprit, does, tuple(places), callers))
     return found
+
+
+def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
+    """Frame → whose it is: of the rank itself, while a thread or a child is at fault, and of those the reason names."""
+    rank = facts.ranks[culprit.rank].evidence
+    view = view_of(rank)
+    if view is None or view.sample is None or rank.exception is not None:
+        return {}
+    main = view.sample.main_thread
+    everywhere = [frame for thread in view.sample.threads for frame in thread.frames]
+    past = culprit.process == "main" and not any(_same_line(frame, culprit.frame) for frame in everywhere)
+    found = [(view.stack_of(main).user_frame, "now" if past else "its main thread", True)]
+    found += [
+        (view.stack_of(one).user_frame, f"its thread '{one.name}'" if one.name else "its thread", False)
+        for one in view.sample.threads
+        if one is not main
+    ]
+    found += [(one.user_frame, f"{one.process.role} {one.process.pid}", False) for one in child_views(rank)]
+    shown = {(frame.file, frame.line) for frame in stack}
+    beside: dict[Frame, str] = {}
+    for frame, whose, always in found:
+        is_told = always or place(frame) in culprit.reason
+        if frame is not None and is_told and (frame.file, frame.line) not in shown:
+            beside.setdefault(frame, whose)
+    return dict(list(beside.items())[:MOST_BESIDE])
+
+
+def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
+    """Why ranks are at fault; once where it is the same of each."""
+    starts = [f"Rank {rank} " for rank in ranks]
+    alike = {named[rank].reason.removeprefix(start) for rank, start in zip(ranks, starts, strict=True)}
+    if len(ranks) > 1 and len(alike) == 1 and named[ranks[0]].reason.startswith(starts[0]):
+        return [f"Each of {_ranks(ranks)} {alike.pop()}"]
+    return list(dict.fromkeys(named[rank].reason for rank in ranks[:3]))
+
+
+def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> list[str]:
+    """Where ranks at one line wait in several groups, which of them in which."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        if waits.get(rank) is not None:
+            groups.setdefault(waits[rank] or "", []).append(rank)
+    if len(groups) < 2:
+        return []
+    words = [f"in group {group!r} {_ranks(members)}" for group, members in list(groups.items())[:4]]
+    text = f"{'; '.join(words)}{'; and more' * (len(groups) > 4)}."
+    return [text[:1].upper() + text[1:]]
 
 
 def _stack(facts: Facts, rank: int) -> tuple[Frame, ...]:
@@ -89,7 +152,7 @@ def _stack(facts: Facts, rank: int) -> tuple[Frame, ...]:
     one = facts.ranks[rank]
     stack = user_stack_of(one.evidence)
     frame = one.wait.frame if one.wait is not None else one.frame
-    return stack if frame is None or frame in stack else (frame,)
+    return stack if frame is None or frame in stack else _recorded(facts, rank, frame) or (frame,)
 
 
 def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
@@ -97,19 +160,26 @@ def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
     evidence = facts.ranks[culprit.rank].evidence
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
-        return stack or _recorded(facts, culprit)
-    if culprit.frame in stack:
-        return stack[stack.index(culprit.frame) :]
-    return _recorded(facts, culprit) or (culprit.frame,)
+        return stack or _recorded(facts, culprit.rank, None)
+    at = next((number for number, frame in enumerate(stack) if _same_line(frame, culprit.frame)), None)
+    if at is not None:
+        return stack[at:]
+    return _recorded(facts, culprit.rank, culprit.frame) or (culprit.frame,)
 
 
-def _recorded(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
-    """The user's frames of the newest recorded call from the culprit's line, or of its newest call."""
-    evidence = facts.ranks[culprit.rank].evidence
+def _same_line(one: Frame | None, other: Frame | None) -> bool:
+    """A recorded frame has the name of a function without that of its class."""
+    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
+
+
+def _recorded(facts: Facts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
+    """The user's frames of the newest recorded call from the line of ``frame``; without one, of the newest call."""
+    evidence = facts.ranks[rank].evidence
     record = evidence.flight_record
-    for entry in reversed(record.entries if record is not None else ()):
-        stack = stack_of(evidence, entry.frames).user_frames
-        if stack and (culprit.frame is None or stack[0] == culprit.frame):
+    ring = Entries.of(record.entries if record is not None else ())
+    for kind in dict.fromkeys(reversed(ring.kind_of)):  # few, where the calls are many
+        stack = stack_of(evidence, ring.kinds.all[kind].frames).user_frames
+        if stack and (frame is None or _same_line(stack[0], frame)):
             return stack
     return ()
 
@@ -129,56 +199,87 @@ def _handled(facts: Facts, rank: int) -> list[str]:
     return [f"It is handling {one.type}{f': {one.message[:200]}' if one.message else ''}." for one in handled]
 
 
-def _side(
-    facts: Facts,
-    ranks: tuple[int, ...],
-    culprit: bool,
-    does: str,
-    stack: tuple[Frame, ...],
-    elsewhere: Sequence[Sequence[Frame]],
-    read_source: ReadSource,
-    said: Callable[[str], str],
-) -> Side:
-    places: list[Place] = []
-    callers: list[Frame] = []
-    for number, frame in enumerate(stack):
-        steps = way_to(frame, read_source)
-        # A caller tells something where the other sides did not come by it, or where ranks may part there.
-        tells = any(step.asks_for_rank for step in steps) or any(frame not in other for other in elsewhere)
-        if len(places) < MOST_PLACES and (number == 0 or tells):
-            places.append(Place(frame, _lines(facts, frame, steps, read_source, said)))
-        else:
-            callers.append(frame)
-    return Side(ranks, culprit, does, tuple(places), tuple(callers))
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the source around frames."""
+
+    facts: Facts
+    said: Callable[[str], str]
+
+    def places(
+        self, stack: Sequence[Frame], elsewhere: Sequence[Sequence[Frame]], alike: bool
+    ) -> tuple[list[Place], tuple[Frame, ...]]:
+        """The frames of a stack whose source tells something, and the other callers.
+
+        A caller tells something where the other sides did not come by it, or where ranks may part there; or where
+        others came by the same lines (``alike``): then they differ in what they handed on.
+        """
+        places: list[Place] = []
+        callers: list[Frame] = []
+        for number, frame in enumerate(stack):
+            asks = any(step.asks_for_rank for step in way_to(frame, self.facts.read_source))
+            tells = alike or any(_went_elsewhere(frame, other) for other in elsewhere)
+            if len(places) < MOST_PLACES and (number == 0 or asks or tells):
+                places.append(self.place(frame))
+            else:
+                callers.append(frame)
+        return places, tuple(callers)
+
+    def place(self, frame: Frame) -> Place:
+        text = self.facts.read_source(frame.file)
+        source = text.splitlines() if text else []
+        if not 0 < frame.line <= len(source):
+            return Place(frame, ())
+        steps = way_to(frame, self.facts.read_source)
+        marked = {step.guard.line: step for step in steps if "__name__" not in step.guard.text}
+        return Place(
+            frame, tuple(self._lines(source, frame.line, marked, _wanted(source, frame.line, steps, set(marked))))
+        )
+
+    def _lines(self, source: Sequence[str], here: int, marked: Mapping[int, Step], wanted: Sequence[int]) -> list[Line]:
+        made: list[Line] = []
+        for number in wanted:
+            mark, note = "", ""
+            if number in marked:
+                mark, note = ("guard" if marked[number].asks_for_rank else "way"), _note(self.facts, marked[number])
+            if number == here:
+                mark = "here"
+            shown = self.said(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
+            made.append(Line(number, shown, mark, note, gap=bool(made) and made[-1].number != number - 1))
+        return made
 
 
-def _lines(
-    facts: Facts, frame: Frame, steps: Sequence[Step], read_source: ReadSource, said: Callable[[str], str]
-) -> tuple[Line, ...]:
-    text = read_source(frame.file)
-    source = text.splitlines() if text else []
-    if not 0 < frame.line <= len(source):
-        return ()
-    marked = {step.guard.line: step for step in steps if "__name__" not in step.guard.text}
-    wanted = set(range(max(1, frame.line - BEFORE), min(len(source), frame.line + AFTER) + 1)) | set(marked)
-    wanted |= set(_headed(source, steps))
+def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
+    """Whether ``other`` did not come by ``frame``. Of a script's own lines it has to have come by another one."""
+    if frame.function != "<module>":
+        return frame not in other
+    return frame not in other and any(one.function == "<module>" for one in other)
+
+
+def _wanted(source: Sequence[str], here: int, steps: Sequence[Step], marked: Set[int]) -> list[int]:
+    """The numbers of the lines to show: around ``here`` in its function, and what is marked."""
+    first, last = _function_around(source, here)
+    wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
     for number in sorted(wanted):  # a few lines more instead of a gap of a few lines
         following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
         wanted |= set(range(number, following))
-    made: list[Line] = []
-    for number in sorted(wanted):
-        if not 0 < number <= len(source):
-            continue
-        mark, note = "", ""
-        if number in marked:
-            mark, note = ("guard" if marked[number].asks_for_rank else "way"), _note(facts, marked[number])
-        if number == frame.line:
-            mark = "here"
-        shown = said(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
-        made.append(Line(number, shown, mark, note, gap=bool(made) and made[-1].number != number - 1))
-    while made and not made[-1].text and not made[-1].mark:
-        made.pop()
-    return tuple(made)
+    numbers = [number for number in sorted(wanted) if 0 < number <= len(source)]
+    filled = [number for number in numbers if source[number - 1].strip()]
+    return [number for number in numbers if filled and filled[0] <= number <= filled[-1]]
+
+
+def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
+    """The first and the last line of the function that line ``here`` is in, by indentation; of the file outside any."""
+    least = _indent(source[here - 1])
+    for number in range(here - 1, 0, -1):
+        indent = _indent(source[number - 1])
+        if 0 <= indent < least:
+            least = indent
+            if source[number - 1].lstrip().startswith(("def ", "async def ")):
+                below = range(here + 1, len(source) + 1)
+                end = next((other for other in below if 0 <= _indent(source[other - 1]) <= indent), len(source) + 1)
+                return number, end - 1
+    return 1, len(source)
 
 
 def _headed(source: Sequence[str], steps: Sequence[Step]) -> list[int]:
@@ -208,10 +309,10 @@ def _note(facts: Facts, step: Step) -> str:
     for rank in facts.ranks:
         admitted.setdefault(step.guard.admits(whereabouts(facts, rank)), []).append(rank)
     if not admitted.get(True) and not admitted.get(False):
-        return "asks for the rank"
+        return "depends on the rank"
     parts = [f"leads {_ranks(admitted[True])} here"] if admitted.get(True) else []
     parts += [f"keeps {_ranks(admitted[False])} from here"] if admitted.get(False) else []
-    parts += [f"asks for more than the rank on {_ranks(admitted[None])}"] if admitted.get(None) else []
+    parts += [f"lets {_ranks(admitted[None])} pass if the rest holds"] if admitted.get(None) else []
     return "; ".join(parts)
 
 

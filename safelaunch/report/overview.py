@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from safelaunch.diagnose.conditions import View
@@ -10,11 +12,14 @@ from safelaunch.diagnose.findings import ranks_word
 from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
 from safelaunch.reading.frames import is_ours, own_part
+from safelaunch.report.tables import hosts_word
 from safelaunch.report.tree import Branch, stack_tree
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
 
 MAX_FRAMES = 40
+MOST_ROWS = 60  # before ranks that are alike but for their step share a row
+_OF_ONE_RANK = re.compile(r"\b(pid|worker|process|thread) \d+|\b\d+(?:\.\d+)?(?= s\b)")
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,19 @@ class RankRow:
     state: str
     doing: str
     frame: Frame | None
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks that do the same at the same line. ``first``: the row of the first of them; the texts hold for all."""
+
+    ranks: tuple[int, ...]
+    culprit: bool
+    first: RankRow
+    step: str
+    state: str
+    doing: str
+    hosts: str
 
 
 @dataclass(frozen=True)
@@ -50,8 +68,8 @@ class Overview:
     without_stack: str
 
 
-def overview(evidence: Evidence) -> Overview:
-    facts = Facts.of(evidence)
+def overview(evidence: Evidence, facts: Facts | None = None) -> Overview:
+    facts = facts or Facts.of(evidence)
     rows = tuple(row_of(one) for one in facts.ranks.values())
     stacks, seen = _merged(facts)
     without = set(facts.ranks) - seen | set(facts.unseen)
@@ -88,6 +106,48 @@ def row_of(one: RankFacts) -> RankRow:
         doing = one.condition.reason
     frame = one.frame or (one.condition.frame if one.condition else None)
     return RankRow(one.rank, one.evidence.host, one.evidence.pid, one.step, _state(one), doing, frame)
+
+
+def alike(rows: Sequence[RankRow], culprits: Collection[int]) -> list[Alike]:
+    """The rows folded: by what the ranks do, and where. Their steps tell them apart while that makes few rows."""
+    folded: list[list[RankRow]] = []
+    for by_step in (True, False):
+        found: dict[tuple[object, ...], list[RankRow]] = {}
+        for row in rows:
+            key = (row.rank in culprits, _masked(row.doing), row.frame, row.step if by_step else None)
+            found.setdefault(key, []).append(row)
+        folded = list(found.values())
+        if len(folded) <= MOST_ROWS:
+            break
+    return [_alike(members, members[0].rank in culprits) for members in folded]
+
+
+def _alike(rows: list[RankRow], culprit: bool) -> Alike:
+    first = rows[0]
+    steps = [row.step for row in rows if row.step is not None]
+    doing = first.doing if all(row.doing == first.doing for row in rows) else _masked(first.doing)
+    hosts = hosts_word(list(dict.fromkeys(row.host for row in rows if row.host)))
+    return Alike(tuple(row.rank for row in rows), culprit, first, range_of(steps), _states(rows), doing, hosts)
+
+
+def _masked(doing: str) -> str:
+    """What a rank does, without the numbers that only it has."""
+    return _OF_ONE_RANK.sub(lambda found: f"{found[1]} …" if found[1] else "…", doing)
+
+
+def _states(rows: Sequence[RankRow]) -> str:
+    """``S futex``; ``S futex (7), R (1)`` where they were caught in several."""
+    counts = Counter(row.state for row in rows).most_common()
+    if len(counts) == 1:
+        return counts[0][0]
+    more = f" and {len(counts) - 3} more" if len(counts) > 3 else ""
+    return ", ".join(f"{state} ({count})" for state, count in counts[:3]) + more
+
+
+def range_of(steps: Collection[int]) -> str:
+    if not steps:
+        return ""
+    return str(min(steps)) if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
 
 
 def _state(one: RankFacts) -> str:

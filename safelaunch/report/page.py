@@ -22,11 +22,11 @@ from typing import Any
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
-from safelaunch.report import code, ranks, steps, timeline
+from safelaunch.report import code, contract, nodes, ranks, steps, timeline
 from safelaunch.report.about import About
-from safelaunch.report.overview import merged_stacks
+from safelaunch.report.overview import merged_stacks, range_of
 from safelaunch.report.report import OUTCOMES, early_lines, nccl_lines, node_state, node_words, stalled_words
-from safelaunch.report.tables import Frames, Paths
+from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
 from safelaunch.system.printable import clean, clean_json
 
@@ -41,21 +41,25 @@ def content(
     evidence: Evidence,
     artifacts: Sequence[Artifact] = (),
     *,
+    facts: Facts | None = None,
     read_source: ReadSource | None = None,
     said: Callable[[str], str] = str,
     about: About | None = None,
 ) -> dict[str, Any]:
-    """The page's data, as JSON has it. ``said`` takes secrets out of a line of source."""
+    """The page's data, as JSON has it. ``said`` takes secrets out of a line of source.
+
+    ``facts``: those of ``evidence`` with the source, where they are known already.
+    """
     about = about or About()
-    facts = Facts.of(evidence, read_source)
+    facts = facts or Facts.of(evidence, read_source)
     culprits = {one.rank for one in verdict.culprits}
     paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
     frames = Frames(paths)
     shown = ranks.ranks(facts, verdict, frames)
     page: dict[str, Any] = {
         "schema": 1,
-        "head": _head(verdict, evidence, about),
-        "code": [_side(side, frames) for side in code.sides(facts, verdict, facts.read_source, said)],
+        "head": _head(verdict, facts, evidence, about),
+        "code": [_side(side, frames) for side in code.sides(facts, verdict, said)],
         "timeline": timeline.as_page(timeline.timeline(facts, culprits), frames),
         "steps": steps.as_page(evidence, culprits),
         "tree": _branches(merged_stacks(facts), frames, evidence),
@@ -64,7 +68,7 @@ def content(
         "logs": shown.logs,
         "calls": shown.calls,
         "groups": ranks.groups(facts),
-        "nodes": ranks.nodes(facts, about, _node_states(evidence), culprits),
+        "nodes": nodes.nodes(facts, about, _node_states(evidence), culprits),
         "nccl": nccl_lines(evidence.nccl),
         "claims": _claims(verdict),
         "ruled_out": verdict.ruled_out,
@@ -80,7 +84,7 @@ def content(
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 
-def _head(verdict: Verdict, evidence: Evidence, about: About) -> dict[str, Any]:
+def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> dict[str, Any]:
     return {
         "outcome": verdict.outcome,
         "words": OUTCOMES[verdict.outcome],
@@ -95,7 +99,7 @@ def _head(verdict: Verdict, evidence: Evidence, about: About) -> dict[str, Any]:
         "suggestions": verdict.suggestions,
         "notes": evidence.notes,
         "early": early_lines(evidence),
-        "facts": [list(fact) for fact in _facts(verdict, evidence, about)],
+        "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.command),
         "bundle": about.bundle,
     }
@@ -107,19 +111,20 @@ def _first_sentence(text: str) -> str:
     return found[0] if found is not None and len(found[0]) > 20 else text
 
 
-def _facts(verdict: Verdict, evidence: Evidence, about: About) -> Iterable[tuple[str, str]]:
+def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> Iterable[tuple[str, str]]:
     """What people ask first, as ``(label, value)``; what is not known is left out."""
     launch = about.launch
     seen = [one.progress.step for one in evidence.ranks if one.progress is not None and one.progress.step is not None]
     hosts = list(dict.fromkeys(one.host for one in evidence.ranks if one.host))
-    named = [f"{', '.join(hosts[:3])}{f' and {len(hosts) - 3} more' if len(hosts) > 3 else ''}"] if hosts else []
     found = {
         "run": launch.run_name,
         "when": _when(about.at_unix_s),
         "stood still": stalled_words(evidence).rstrip("."),
-        "step": _step(seen),
+        "step": range_of(seen),
         "world size": f"{evidence.world_size} ranks" if evidence.world_size else "",
-        "hosts" if len(hosts) > 1 else "host": named[0] if named else "",
+        "devices": "; ".join(filter(None, (contract.devices(evidence), nodes.misplaced(facts, about)))),
+        "batch": contract.batches(evidence),
+        "hosts" if len(hosts) > 1 else "host": hosts_word(hosts),
         "torch": launch.torch or _version(about, "torch"),
         "safelaunch": launch.safelaunch,
         "presets": ", ".join(launch.presets),
@@ -131,12 +136,6 @@ def _facts(verdict: Verdict, evidence: Evidence, about: About) -> Iterable[tuple
 
 def _when(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s)) if 0 < unix_s < _YEAR_10000 else ""
-
-
-def _step(seen: Sequence[int]) -> str:
-    if not seen:
-        return ""
-    return str(min(seen)) if min(seen) == max(seen) else f"{min(seen)} to {max(seen)}"
 
 
 def _version(about: About, package: str) -> str:
@@ -212,6 +211,7 @@ def _side(side: code.Side, frames: Frames) -> dict[str, Any]:
         "places": [
             {
                 "f": frames.number(place.frame),
+                "whose": place.whose,
                 "lines": [[one.number, one.text, one.mark, one.note, int(one.gap)] for one in place.lines],
             }
             for place in side.places
@@ -265,12 +265,13 @@ def html(
     evidence: Evidence,
     artifacts: Sequence[Artifact] = (),
     *,
+    facts: Facts | None = None,
     read_source: ReadSource | None = None,
     said: Callable[[str], str] = str,
     about: About | None = None,
 ) -> str:
     """The page. See :func:`content` for the arguments."""
-    return render(content(verdict, evidence, artifacts, read_source=read_source, said=said, about=about))
+    return render(content(verdict, evidence, artifacts, facts=facts, read_source=read_source, said=said, about=about))
 
 
 def render(page: dict[str, Any]) -> str:

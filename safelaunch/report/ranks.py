@@ -1,8 +1,8 @@
-"""The ranks, the process groups and the nodes of a job for the page: what is alike is told once."""
+"""The ranks and the process groups of a job for the page, and the files: what is alike is told once."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,7 @@ from safelaunch.diagnose.collectives import describe, number_of
 from safelaunch.diagnose.conditions import View
 from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.model import Artifact, RankEvidence, Verdict, format_ranks
-from safelaunch.report.about import About, Gpu, NodeFiles
-from safelaunch.report.overview import RankRow, main_frames, row_of, without_ours
+from safelaunch.report.overview import Alike, alike, main_frames, row_of, without_ours
 from safelaunch.report.tables import Frames
 from safelaunch.system.printable import clean_lines, is_clean
 
@@ -23,7 +22,6 @@ MOST_LINE = 300
 MOST_GROUPS = 200
 MOST_STANDINGS = 40
 MOST_CALLS = 5
-FULL = 0.95
 
 
 @dataclass
@@ -41,34 +39,33 @@ class Ranks:
 def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> Ranks:
     named = {one.rank for one in verdict.culprits}
     made = Ranks()
-    numbers: dict[Hashable, int] = {}
+    number_of: dict[int, int] = {}
+    for row in alike([row_of(one) for one in facts.ranks.values()], named):
+        number_of |= dict.fromkeys(row.ranks, len(made.rows))
+        made.rows.append(_row(row, facts, frames))
     told: dict[tuple[str, ...], int] = {}
     for rank, one in facts.ranks.items():
-        row = row_of(one)
-        key = (rank in named, row.state, row.doing, row.frame, row.step)
-        if key not in numbers:
-            numbers[key] = len(made.rows)
-            made.rows.append(_row(row, rank in named, one, frames))
-        made.every.append({"r": rank, "row": numbers[key], **_details(one, frames)})
+        made.every.append({"r": rank, "row": number_of[rank], **_details(one, frames)})
         if calls := _calls(facts, rank):
             number = told.setdefault(calls, len(made.calls))
             made.calls += [list(calls)] if number == len(made.calls) else []
             made.every[-1]["fr"] = number
-    members: dict[int, list[int]] = {}
-    hosts: dict[int, dict[str, None]] = {}
-    for item in made.every:
-        members.setdefault(item["row"], []).append(item["r"])
-        hosts.setdefault(item["row"], {})[facts.ranks[item["r"]].evidence.host] = None
-    for number, folded in enumerate(made.rows):
-        folded |= {"r": format_ranks(members[number]), "n": len(members[number]), "hosts": list(hosts[number])[:4]}
-        folded["more_hosts"] = max(0, len(hosts[number]) - 4)
     _add_logs(facts, made, named)
     return made
 
 
-def _row(row: RankRow, culprit: bool, one: RankFacts, frames: Frames) -> dict[str, Any]:
-    at = frames.number(row.frame, one.evidence.code_roots) if row.frame is not None else -1
-    return {"c": int(culprit), "state": row.state, "doing": row.doing, "at": at, "step": row.step}
+def _row(row: Alike, facts: Facts, frames: Frames) -> dict[str, Any]:
+    frame, roots = row.first.frame, facts.ranks[row.ranks[0]].evidence.code_roots
+    return {
+        "r": format_ranks(row.ranks),
+        "n": len(row.ranks),
+        "c": int(row.culprit),
+        "state": row.state,
+        "doing": row.doing,
+        "at": frames.number(frame, roots) if frame is not None else -1,
+        "step": row.step,
+        "hosts": row.hosts,
+    }
 
 
 def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
@@ -201,54 +198,6 @@ def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
         "at": [[format_ranks(ranks), len(ranks), *standing] for standing, ranks in at[:MOST_STANDINGS]],
         "left_out": max(0, len(at) - MOST_STANDINGS),
     }
-
-
-def nodes(
-    facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culprits: Set[int]
-) -> list[dict[str, Any]]:
-    """Those with ranks at fault first, then those that lack something.
-
-    ``states``: host → its ranks and what is known of it, as the verdict's evidence has it.
-    """
-    files = {one.host: one for one in about.nodes}
-    of_host: dict[str, list[int]] = {}
-    for rank, one in facts.ranks.items():
-        of_host.setdefault(one.evidence.host, []).append(rank)
-    made = []
-    for host in dict.fromkeys([*states, *files, *of_host]):
-        if host:
-            told, state = states.get(host, ("", ""))
-            node = {"host": host, "r": told or format_ranks(of_host.get(host, [])), "state": state}
-            at_fault = bool(culprits & set(of_host.get(host, ())))
-            full = host in files and _is_worth_a_look(files[host])
-            made.append(((not at_fault, not full), {**node, **(_files(files[host]) if host in files else {})}))
-    return [node for _, node in sorted(made, key=lambda item: item[0])]
-
-
-def _is_worth_a_look(node: NodeFiles) -> bool:
-    """A GPU that could not be asked or counts errors, a disk or a memory that is full."""
-    if any(gpu.error or gpu.ecc_errors for gpu in node.gpus) or any(share > FULL for _, share in node.disks):
-        return True
-    return node.memory_available_bytes < (1 - FULL) * node.memory_total_bytes
-
-
-def _files(node: NodeFiles) -> dict[str, Any]:
-    return {
-        "gpus": [_gpu(gpu) for gpu in node.gpus[:64]],
-        "no_gpus": node.no_gpus,
-        "cpus": node.cpus,
-        "load": [round(load, 1) for load in node.load[:3]],
-        "memory": [node.memory_total_bytes, node.memory_available_bytes],
-        "disks": [[place, round(share, 3)] for place, share in node.disks[:8]],
-        "versions": [list(item) for item in node.versions[:40]],
-        "log": [line[:MOST_LINE] for line in node.kernel_log],
-    }
-
-
-def _gpu(gpu: Gpu) -> dict[str, Any]:
-    names = ("name", "utilisation_percent", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_w")
-    found = {name: getattr(gpu, name) for name in (*names, "ecc_errors", "error")}
-    return {"index": gpu.index, **{name: value for name, value in found.items() if value not in (None, "")}}
 
 
 def files(artifacts: Iterable[Artifact]) -> dict[str, Any]:

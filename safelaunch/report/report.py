@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 
+from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import (
     Artifact,
     Claim,
@@ -23,7 +24,16 @@ from safelaunch.model import (
     format_ranks,
 )
 from safelaunch.report.early import in_status
-from safelaunch.report.overview import Overview, RankRow, ReadLine, culprit_lines, frame_text, overview, stack_lines
+from safelaunch.report.overview import (
+    Alike,
+    Overview,
+    ReadLine,
+    alike,
+    culprit_lines,
+    frame_text,
+    overview,
+    stack_lines,
+)
 from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
 from safelaunch.system.printable import clean, clean_lines, is_clean
@@ -170,10 +180,19 @@ def _fence(lines: Iterable[str]) -> str:
 
 
 def markdown(
-    verdict: Verdict, evidence: Evidence, artifacts: Sequence[Artifact], *, read_line: ReadLine | None = None
+    verdict: Verdict,
+    evidence: Evidence,
+    artifacts: Sequence[Artifact],
+    *,
+    facts: Facts | None = None,
+    read_line: ReadLine | None = None,
 ) -> str:
-    """``report.md``: verdict, culprits with their stacks, the ranks, merged stacks, evidence, what is missing."""
-    laid_out = overview(evidence)
+    """``report.md``: verdict, culprits with their stacks, the ranks, merged stacks, evidence, what is missing.
+
+    ``facts``: those of ``evidence``, where they are known already.
+    """
+    laid_out = overview(evidence, facts)
+    rows = alike(laid_out.rows, {one.rank for one in verdict.culprits})
     parts = [
         f"# {_md(OUTCOMES[verdict.outcome].capitalize())}: {_md(verdict.cause)}",
         f"{_md(verdict.summary)}",
@@ -187,7 +206,7 @@ def markdown(
         _md_list("What to do", verdict.suggestions),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
-        "## Ranks\n\n" + _md_table(laid_out.rows),
+        "## Ranks\n\n" + _md_table(rows),
         "## Where the ranks part\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
         _md_stacks(laid_out),
         _md_list("Evidence", [f"{claim.claim} ({claim.file})" for claim in verdict.evidence]),
@@ -215,11 +234,11 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None
     return "\n\n".join(parts)
 
 
-def _md_table(rows: Sequence[RankRow]) -> str:
+def _md_table(rows: Sequence[Alike]) -> str:
     head = "| rank | host | pid | step | state | doing | at |\n|---|---|---|---|---|---|---|"
     lines = [
-        f"| {row.rank} | {_md(row.host)} | {row.pid} | {'' if row.step is None else row.step} | {_md(row.state)} "
-        f"| {_md(row.doing)} | {_md(frame_text(row.frame))} |"
+        f"| {format_ranks(row.ranks)} | {_md(row.hosts)} | {row.first.pid if len(row.ranks) == 1 else ''} | {row.step} "
+        f"| {_md(row.state)} | {_md(row.doing)} | {_md(frame_text(row.first.frame))} |"
         for row in rows
     ]
     return "\n".join([head, *lines])

@@ -9,6 +9,7 @@ from safelaunch.model import Evidence, RankEvidence, format_ranks
 
 MOST_LINES = 24
 MOST_POINTS = 160
+_FEW = 3
 
 
 def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | None:
@@ -52,7 +53,7 @@ def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]
     progress = one.progress
     assert progress is not None
     points = [(at / 1e9, step) for at, step in progress.history]
-    if progress.first_step_ns and not points:
+    if progress.first_step_ns and len(points) < _FEW:  # too fast to be seen; of a long run it would squeeze the rest
         points.append((progress.first_step_ns / 1e9, 1))
     if progress.last_step_ns and (not points or points[-1][1] != progress.step):
         points.append((progress.last_step_ns / 1e9, progress.step or 0))

@@ -1,4 +1,4 @@
-"""What a page says many times, once: frames and stacks by number, and file names as people write them."""
+"""What a page says many times, once: frames and stacks by number; names of files and hosts as people write them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from safelaunch.model import Evidence, Frame
+from safelaunch.model import Evidence, Frame, format_ranks
 from safelaunch.reading.frames import is_library, is_ours, is_pseudo, normal
+from safelaunch.system.printable import clean
 
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages)/(?=[^/])")
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 _STANDARD = re.compile(r".*/lib(?:64)?/(?=python3(?:\.\d+)?t?/)")
 
 
@@ -69,3 +71,20 @@ class Frames:
             self._stacks[key] = len(self.stacks)
             self.stacks.append(list(key))
         return self._stacks[key]
+
+
+def hosts_word(hosts: Sequence[str]) -> str:
+    """``node[2-512]``, as Slurm writes lists of hosts."""
+    runs: dict[tuple[str, str, int], list[int]] = {}
+    whole = []
+    for host in hosts:
+        found = _NUMBERED.fullmatch(clean(host))
+        if found is None or len(found[2]) > 12:
+            whole.append(clean(host))
+            continue
+        width = len(found[2]) if found[2].startswith("0") else 0
+        runs.setdefault((found[1], found[3], width), []).append(int(found[2]))
+    for (begin, end, width), numbers in runs.items():
+        padded = re.sub(r"\d+", lambda one, width=width: one[0].zfill(width), format_ranks(numbers))  # type: ignore[misc]
+        whole.append(f"{begin}[{padded}]{end}" if len(numbers) > 1 else f"{begin}{padded}{end}")
+    return ", ".join(whole[:6]) + (f" and {len(whole) - 6} more" if len(whole) > 6 else "")

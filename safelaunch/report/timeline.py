@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,10 @@ class Parting:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``end_ns``: when the evidence was taken, as far as it is known. ``recorded``: ranks with a record."""
+    """``end_ns``: when the evidence was taken, as far as it is known. ``recorded``: ranks with a record.
+
+    ``mixed``: those at fault wait in several groups.
+    """
 
     kinds: tuple[Kind, ...]
     lanes: tuple[Lane, ...]
@@ -68,6 +71,7 @@ class Timeline:
     parting: Parting | None
     end_ns: int
     recorded: int
+    mixed: bool
 
 
 def timeline(facts: Facts, culprits: Collection[int]) -> Timeline:
@@ -88,13 +92,16 @@ def timeline(facts: Facts, culprits: Collection[int]) -> Timeline:
         key = (rank in culprits, called, tuple(ring.seqs[begin:]), tuple(ring.p2p_seqs[begin:]))
         folded.setdefault(key, []).append(rank)
     lanes = [_lane(tuple(ranks), rings[ranks[0]], kinds, culprits) for ranks in folded.values()]
+    without = sorted(rank for rank in culprits if rank in facts.ranks and rank not in records)
+    lanes += [Lane(tuple(without), True, (), (), (), ())] if without and lanes else []
     lanes.sort(key=lambda lane: (not lane.culprit, -len(lane.ranks), lane.ranks[0]))
     groups: dict[str, tuple[str, ...]] = {}
     for name, label in labels.items():
         groups[label] = (*groups.get(label, ()), name)
-    newest = max((lane.at_ns[-1] for lane in lanes), default=0)
+    newest = max((lane.at_ns[-1] for lane in lanes if lane.at_ns), default=0)
     end_ns = newest + int(min(max(facts.evidence.stall_s, 0.0), LONGEST_S) * 1e9)
-    return Timeline(tuple(kinds.all), tuple(lanes), groups, _parting(facts, labels, culprits), end_ns, len(records))
+    parting, mixed = _parting(facts, labels, culprits), len(_groups_of(facts, culprits)) > 1
+    return Timeline(tuple(kinds.all), tuple(lanes), groups, parting, end_ns, len(records), mixed)
 
 
 class _Kinds:
@@ -176,7 +183,9 @@ def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -
 
 def _parting(facts: Facts, labels: Mapping[str, str], culprits: Collection[int]) -> Parting | None:
     """Where the calls of the ranks part, as far as their records show it."""
-    place = _shifted(facts, culprits) or _mismatched(facts) or _not_entered(facts, culprits)
+    place = (
+        _shifted(facts, culprits) or _mismatched(facts) or _not_entered(facts, culprits) or _met(facts, set(culprits))
+    )
     if place is None:
         return None
     group, number = place
@@ -200,8 +209,11 @@ def _mismatched(facts: Facts) -> tuple[str, int] | None:
 
 
 def _not_entered(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
-    """The first collective that some rank waits in and another member has not entered: one at fault before others."""
+    """The first collective that some rank waits in and another member has not entered: one at fault before others, and
+    one in whose group another one at fault waits before those.
+    """
     found = []
+    waits = _groups_of(facts, culprits)
     for group in _waited_in(facts):
         numbers = [
             number_of(call)
@@ -213,14 +225,32 @@ def _not_entered(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | N
         if numbers and known:
             first = min(numbers)
             late = {rank for rank in members if facts.alignment.last(rank, group) < first}
-            found += [(not late & set(culprits), -len(late), group, first)] if late else []
-    return min(found)[2:] if found else None
+            at_fault = late & set(culprits)
+            with_another = bool(at_fault) and group in waits
+            found += [(not with_another, not at_fault, -len(late), group, first)] if late else []
+    return min(found)[3:] if found else None
+
+
+def _met(facts: Facts, culprits: Set[int]) -> tuple[str, int] | None:
+    """The call that ranks at fault and others wait in together: they differ in something that it was called with."""
+    pending: dict[tuple[str, int], set[int]] = {}
+    for rank in facts.ranks:
+        for call in facts.alignment.pending(rank):
+            if not call.is_p2p:
+                pending.setdefault((call.group, number_of(call)), set()).add(rank)
+    return next((place for place, ranks in pending.items() if ranks & culprits and ranks - culprits), None)
 
 
 def _waited_in(facts: Facts) -> list[str]:
-    """The groups that ranks wait in."""
-    groups = {one.wait.group for one in facts.ranks.values() if one.wait is not None and one.wait.group is not None}
-    return sorted(groups)[:64]
+    """The groups that ranks wait in; where none is known to wait, as after a crash, those of calls that are pending."""
+    groups = _groups_of(facts, facts.ranks)
+    return sorted(groups or {call.group for rank in facts.ranks for call in facts.alignment.pending(rank)})[:64]
+
+
+def _groups_of(facts: Facts, ranks: Collection[int]) -> set[str]:
+    """The groups that these ranks wait in."""
+    waits = (facts.ranks[rank].wait for rank in ranks if rank in facts.ranks)
+    return {wait.group for wait in waits if wait is not None and wait.group is not None}
 
 
 def as_page(shown: Timeline, frames: Frames) -> dict[str, Any]:
@@ -234,7 +264,7 @@ def as_page(shown: Timeline, frames: Frames) -> dict[str, Any]:
             counts[shown.kinds[kind].op] = counts.get(shown.kinds[kind].op, 0) + 1
     ops = sorted(counts, key=lambda op: -counts[op])
     groups = list(shown.groups)
-    start = min((lane.at_ns[0] for lane in lanes), default=0)
+    start = min((lane.at_ns[0] for lane in lanes if lane.at_ns), default=0)
     left_out = shown.lanes[MOST_LANES:]
     return {
         "ops": ops,
@@ -260,6 +290,7 @@ def as_page(shown: Timeline, frames: Frames) -> dict[str, Any]:
         "start_ns": str(start),
         "left_out": [len(left_out), sum(len(lane.ranks) for lane in left_out)],
         "recorded": shown.recorded,
+        "mixed": int(shown.mixed),
     }
 
 

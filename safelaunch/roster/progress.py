@@ -139,6 +139,7 @@ class Page:
             paused=w[layout.PAUSED] != 0,
             exception_ns=w[layout.EXCEPTION_NS],
             exit_ns=w[layout.EXIT_NS],
+            returned_ns=w[layout.RETURNED_NS],
         )
 
 

@@ -1,10 +1,10 @@
 """The settings of one run, resolved from every place that can set them, each with its origin.
 
 Precedence: command line > ``SAFELAUNCH_*`` environment > configuration file > presets > defaults. The
-configuration file is ``--config FILE``, else ``./safelaunch.yaml``, else ``[tool.safelaunch]`` of
-``./pyproject.toml``. Only the highest level that names presets counts: ``--preset`` replaces the configuration
-file's list. Paths on the command line and in the environment, and ``bundle-dir`` everywhere, are relative to the
-working directory. Presets in a configuration file are relative to that file.
+configuration file is ``--config FILE`` (TOML if its name ends in ``.toml``, else YAML), else ``./safelaunch.yaml``,
+else ``[tool.safelaunch]`` of ``./pyproject.toml``. Only the highest level that names presets counts: ``--preset``
+replaces the configuration file's list. Paths on the command line and in the environment, and ``bundle-dir``
+everywhere, are relative to the working directory. Presets in a configuration file are relative to that file.
 
 A configuration file can set variables such as LD_PRELOAD. One that safelaunch only finds in the working directory is
 read if it belongs to this user or to root and nobody else may write it.
@@ -303,9 +303,7 @@ def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[Node, Path]:
         path = cwd / Path(name).expanduser()
         if not path.exists():
             raise PresetError(f"configuration file {name} does not exist ({chosen.origin})", "check the path")
-        if path.name == PYPROJECT:
-            return parse_toml_table(decode(read_bytes(path, name), name), name, TOML_TABLE), path
-        return read_yaml(path, name), path
+        return (_toml(path, name) if path.suffix == ".toml" else read_yaml(path, name)), path
     path = cwd / CONFIG_FILE
     if untrusted_paths.exists(path) and (data := _found(path)) is not None:  # which, unlike pathlib, raises nothing
         return parse_yaml(decode(data, CONFIG_FILE), CONFIG_FILE), path
@@ -313,6 +311,14 @@ def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[Node, Path]:
     if untrusted_paths.is_file(path) and (data := _found(path, b"[" + TOML_TABLE.encode())) is not None:
         return parse_toml_table(decode(data, PYPROJECT), PYPROJECT, TOML_TABLE), path
     return Node(CONFIG_FILE, "nothing"), path
+
+
+def _toml(path: Path, name: str) -> Node:
+    """The table ``[tool.safelaunch]``; without one, all of the file, unless it is a ``pyproject.toml``."""
+    text = decode(read_bytes(path, name), name)
+    table = parse_toml_table(text, name, TOML_TABLE)
+    whole = table.kind == "nothing" and path.name != PYPROJECT
+    return parse_toml_table(text, name, "") if whole else table
 
 
 # --- a file that was found --------------------------------------------------------------------------------------------

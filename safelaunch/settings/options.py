@@ -6,7 +6,7 @@ help text all read this table. ``safelaunch.settings.values`` parses the values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.errors import PresetError, UsageError
@@ -90,7 +90,7 @@ def _quote_hint(node: Node) -> str:
 _RUNS = frozenset({"run", "exec"})
 _A_DURATION = "a positive number of seconds (also 90s, 10m, 2h)"
 
-OWN_OPTIONS: tuple[Option, ...] = (
+_WATCHING = (
     Option(
         "preset",
         "NAME|FILE",
@@ -167,6 +167,8 @@ OWN_OPTIONS: tuple[Option, ...] = (
         _RUNS,
     ),
     Option("no-watch", None, parse_flag, "1 or 0", "Only launch: no beacon, no watchdog, no bundle.", _RUNS),
+)
+_BUNDLES = (
     Option(
         "bundle-dir",
         "DIR",
@@ -209,6 +211,16 @@ OWN_OPTIONS: tuple[Option, ...] = (
         _RUNS,
     ),
     Option(
+        "run-name",
+        "NAME",
+        parse_run_name,
+        "a name of 1 to 64 letters, digits, '.', '_' and '-' that starts with neither '.' nor '-'",
+        "Name of this run in bundles and in 'safelaunch status' [the script's name].",
+        _RUNS,
+    ),
+)
+_GPUS = (
+    Option(
         "gpus",
         "N|all|none|IDS",
         parse_gpus,
@@ -234,14 +246,8 @@ OWN_OPTIONS: tuple[Option, ...] = (
         _RUNS,
     ),
     Option("no-lease", None, parse_flag, "1 or 0", "Lease no GPUs: share them, as under torchrun.", _RUNS),
-    Option(
-        "run-name",
-        "NAME",
-        parse_run_name,
-        "a name of 1 to 64 letters, digits, '.', '_' and '-' that starts with neither '.' nor '-'",
-        "Name of this run in bundles and in 'safelaunch status' [the script's name].",
-        _RUNS,
-    ),
+)
+_OTHER = (
     Option(
         "cluster-key-file",
         "FILE",
@@ -264,7 +270,7 @@ OWN_OPTIONS: tuple[Option, ...] = (
         "FILE",
         parse_path,
         "a file",
-        "Configuration file [./safelaunch.yaml, else [tool.safelaunch] in ./pyproject.toml].",
+        "Configuration file, YAML or TOML [./safelaunch.yaml, else [tool.safelaunch] in ./pyproject.toml].",
         _RUNS,
         in_file=False,
     ),
@@ -279,6 +285,14 @@ OWN_OPTIONS: tuple[Option, ...] = (
     ),
 )
 
+# By subject, in the order of the help; ``docs/options.md`` has the same.
+OPTION_GROUPS: Mapping[str, tuple[Option, ...]] = {
+    "Watching": _WATCHING,
+    "Bundles": _BUNDLES,
+    "GPUs": _GPUS,
+    "Other": _OTHER,
+}
+OWN_OPTIONS = tuple(option for group in OPTION_GROUPS.values() for option in group)
 BY_NAME = {option.name: option for option in OWN_OPTIONS}
 BY_FLAG = {option.flag: option for option in OWN_OPTIONS}
 WATCHDOG_KEYS = ("stall-timeout", "startup-timeout", "max-stall", "on-stall")
@@ -292,20 +306,47 @@ def options_of(command: str) -> tuple[Option, ...]:
     return tuple(option for option in OWN_OPTIONS if command in option.commands)
 
 
+# Options that belong to no run: they print something and exit.
+HELP_OPTIONS = {
+    "-h, --help": "Print this help.",
+    "--help-torchrun": "Print the help of the installed torchrun.",
+    "--version": "Print the version.",
+}
+ELSEWHERE = (
+    "You can also set each option in the environment (SAFELAUNCH_STALL_TIMEOUT=90s) or in the configuration file "
+    "(stall-timeout: 90s). Precedence: command line, environment, configuration file, presets. Lists of presets "
+    "are not merged: the list with the highest precedence replaces the others."
+)
+
+
 def help_text(command: str = "run", width: int = 100) -> str:
-    """The help on the own options of a subcommand, one aligned entry each; printed above torchrun's help."""
+    """The help on the own options of a subcommand, by subject."""
+    parts = []
+    for title, options in OPTION_GROUPS.items():
+        rows = [(f"{o.flag} {o.metavar or ''}".rstrip(), o.help) for o in options if command in o.commands]
+        parts += [f"{title}:\n{entries(rows, width)}\n"] if rows else []
+    return "\n".join([*parts, wrapped(ELSEWHERE, width)])
+
+
+def entries(rows: Iterable[tuple[str, str]], width: int, column: int = 28) -> str:
+    """Names and their meanings in two columns. A name that is too long for its column has a line of its own."""
+    lines = []
+    for name, text in rows:
+        fits = len(name) + 4 <= column
+        body = wrapped(text, width, " " * column)
+        lines += [f"  {name:<{column - 2}}{body.lstrip()}"] if fits else [f"  {name}", body]
+    return "\n".join(lines)
+
+
+def wrapped(text: str, width: int, indent: str = "  ") -> str:
+    """One paragraph, without breaking a word."""
     import textwrap  # needed for help only
 
-    rows = [(f"  {o.flag} {o.metavar or ''}".rstrip(), o.help) for o in options_of(command)]
-    column = max((len(left) for left, _ in rows), default=0) + 2
-    lines = ["safelaunch options:"]
-    for left, text in rows:
-        wrapped = textwrap.wrap(text, max(20, width - column))
-        lines.append(f"{left:<{column}}{wrapped[0]}")
-        lines += [" " * column + line for line in wrapped[1:]]
-    note = (
-        "You can also set each option in the environment (SAFELAUNCH_STALL_TIMEOUT=90s) or in the configuration file "
-        "(stall-timeout: 90s). Precedence: command line, environment, configuration file, presets. Lists of presets "
-        "are not merged: the list with the highest precedence replaces the others."
+    return textwrap.fill(
+        text,
+        max(40, width),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return "\n".join([*lines, "", *textwrap.wrap(note, width, initial_indent="  ", subsequent_indent="  ")]) + "\n"

@@ -55,13 +55,13 @@ class Node:
         return _ARTICLES.get(self.kind, self.kind)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known name closest to ``word``, or an empty string if none is close."""
+def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The known name closest to ``word``, or an empty string if none is close: ``likeness`` of 1 is equal."""
     import difflib  # needed for errors only
 
     names = list(known)
     longer = [name for name in names if len(word) > 2 and name.startswith(word)]
-    return next(iter([*difflib.get_close_matches(word, names, n=1), *longer]), "")
+    return next(iter([*difflib.get_close_matches(word, names, n=1, cutoff=likeness), *longer]), "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -209,7 +209,7 @@ class _YamlTree:
 
 
 def parse_toml_table(text: str, name: str, table: str) -> Node:
-    """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` if it is absent.
+    """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` if it is absent. ``""``: the whole file.
 
     TOML parsers keep no positions, so the line is that of the first ``key =`` (or sub-table) after the table's
     header. Raises PresetError for a syntax error.
@@ -222,8 +222,8 @@ def parse_toml_table(text: str, name: str, table: str) -> Node:
         raise PresetError(f"{name}: not valid TOML: {error}") from error
     lines = text.splitlines()
     header = re.compile(rf"\s*\[\s*{re.escape(table)}\b")
-    start = next((number for number, line in enumerate(lines) if header.match(line)), 0)
-    for part in table.split("."):
+    start = next((number for number, line in enumerate(lines) if header.match(line)), 0) if table else 0
+    for part in table.split(".") if table else ():
         if not isinstance(value, dict) or part not in value:
             return Node(f"{name}:1", "nothing")
         value = value[part]

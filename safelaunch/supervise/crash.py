@@ -54,6 +54,7 @@ class _Failure:
     looking: Task[Seen] | None
     quiet_s: float = 0.0
     error: str = ""
+    begun_s: float = 0.0
     seen: Seen = (Looks(()), {})
     known: Known | None = None
     told: bool = False
@@ -101,6 +102,15 @@ class CrashCase:
     def begun(self) -> bool:
         """Whether this attempt is known to have failed."""
         return self._failure is not None
+
+    def begun_before(self, at_s: float) -> bool:
+        """Whether this attempt had failed by then (CLOCK_MONOTONIC)."""
+        return self._failure is not None and self._failure.begun_s < at_s
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is a failure without its bundle."""
+        return self._writing is not None or bool(self._due) or (self._failure is not None and not self._failure.told)
 
     @property
     def writing(self) -> bool:
@@ -194,7 +204,7 @@ class CrashCase:
                 self._watch.acknowledge(agent=not self._watch.unseen)
 
         quiet_s = self._watch.quiet_s(time.monotonic())
-        self._failure = _Failure(self._watch.attempt, Task("look", look), quiet_s)
+        self._failure = _Failure(self._watch.attempt, Task("look", look), quiet_s, begun_s=time.monotonic())
         return self._failure
 
     def _tell(self) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import msgspec
 from msgspec import structs
 
 from safelaunch.bundle.onbundle import variables_of_look
 from safelaunch.capture.look import Look, Target
+from safelaunch.launch.paths import RunPaths
 from safelaunch.model import EarlyLook, RankExit
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.report import early as shown
@@ -58,6 +61,12 @@ class EarlyLooks:
         self._under_way: _Looking | None = None
         self._left: Task[Looks] | Task[EarlyLook | None] | None = None  # of a look that was given up
         self._failed = False
+        self._kept: tuple[EarlyLook, ...] = ()
+
+    @property
+    def quiet(self) -> Quiet:
+        """What earlier spells of quiet tell."""
+        return self._quiet
 
     def advance(self, now: float, *, free: bool) -> None:
         """One tick. ``free`` False: the job is suspected, has failed or is being stopped."""
@@ -72,6 +81,7 @@ class EarlyLooks:
     def _advance(self, now: float, *, free: bool) -> None:
         if self._watch.attempt != self._attempt:
             self._attempt, self._quiet = self._watch.attempt, Quiet(now)
+            self._keep()
         spell, before = self._watch.spell(now), self._quiet
         self._quiet = quiet.follow(before, spell, now)
         if before.begin_s and self._quiet.begin_s != before.begin_s:
@@ -159,6 +169,7 @@ class EarlyLooks:
         part = bool(self._watch.unseen)
         said = self._is_worth_a_line(look, before, part=part)
         self._watch.early = (*self._watch.early, structs.replace(look, said=said))[-KEPT:]
+        self._keep()
         if said:
             say(shown.line(look, before, part=part))
         if said and look.movement == "still":
@@ -177,6 +188,18 @@ class EarlyLooks:
         self._watch.early = tuple(
             one if one.lasted_s else structs.replace(one, lasted_s=lasted_s) for one in self._watch.early
         )
+        self._keep()
+
+    def _keep(self) -> None:
+        """Leaves it in the run directory. A full disk costs only this."""
+        if self._watch.early == self._kept:
+            return
+        self._kept = self._watch.early
+        path = RunPaths(self._about.run_dir).early
+        beside = path.with_name(f".{path.name}")
+        with suppress(OSError):
+            beside.write_bytes(msgspec.json.encode(self._kept))
+            beside.replace(path)
 
 
 def without_the_gil(target: Target, look: Look) -> Target:

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from typing import Literal
@@ -178,9 +179,14 @@ def take_evidence(
     threshold: Threshold | None = None,
     moving: bool = False,
     ask: bool = True,
+    native: bool = True,
+    ranks_seen: Callable[[], object] = lambda: None,
     timeline: Timeline | None = None,
 ) -> Collected:
-    """Collects what the looks don't have yet. ``ask`` False: the ranks are gone."""
+    """Collects what the looks don't have yet. ``ask`` False: the ranks are gone. ``native`` False: there is no time.
+
+    ``ranks_seen`` is called once the ranks may end.
+    """
     timeline = timeline or Timeline()
     # Outside the run directory if there is room elsewhere: a cleaner that removes that directory must not remove the
     # bundle with it, and $XDG_RUNTIME_DIR may be small.
@@ -200,9 +206,10 @@ def take_evidence(
 
     def ranks() -> None:
         nonlocal looks
-        looks = native_where_it_tells(looks) if ask else looks
+        looks = native_where_it_tells(looks) if ask and native else looks
         looks = replace(looks, taken=without_secrets(looks.taken, about.redactor))
         seen.extend(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
+        ranks_seen()
 
     roots = next((item.code_roots for item in known.ranks.values() if item.code_roots), ())
 
@@ -249,7 +256,8 @@ def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
 
 def prepare() -> None:
     """Imports what verdict and reports need while the job is given time to move: most runs never stall."""
-    from safelaunch.report import exports, page, report  # noqa: F401 - for the imports
+    from safelaunch.postmortem import surroundings  # noqa: F401 - for the imports
+    from safelaunch.report import exports, page, report  # noqa: F401
 
     page.prepare()
 
@@ -490,20 +498,24 @@ def _add_reports(
         line = user_source.line(path, number)
         return said(line) if line else line
 
+    @cache  # the reports read the same; an error is not kept, and costs each of them
+    def facts() -> Facts:
+        return Facts.of(evidence, user_source.text)
+
     def markdown() -> str:
-        return report.markdown(verdict, evidence, staging.settle(), read_line=read_line)
+        return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
 
     def html() -> str:
         known = surroundings.about(staging.root)
         known = replace(known, bundle=known.bundle or about.run_name, at_unix_s=timeline.moments[-1].unix_s)
         artifacts = staging.settle()
-        return page.html(verdict, evidence, artifacts, read_source=user_source.text, said=said, about=known)
+        return page.html(verdict, evidence, artifacts, facts=facts(), said=said, about=known)
 
     def perfetto() -> str:
-        return exports.as_json(exports.perfetto(Facts.of(evidence), about.run_name))
+        return exports.as_json(exports.perfetto(facts(), about.run_name))
 
     def speedscope() -> str:
-        return exports.as_json(exports.speedscope(Facts.of(evidence), about.run_name))
+        return exports.as_json(exports.speedscope(facts(), about.run_name))
 
     begin = time.monotonic()
     made = {exports.PERFETTO: perfetto, exports.SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from safelaunch.bundle.publishing import name_of
-from safelaunch.control.protocol import Client, DumpAnswer, NodeStatus, RankStatus, Request, RunStatus, Server
+from safelaunch.capture.look import Look
+from safelaunch.control.protocol import (
+    Client,
+    DumpAnswer,
+    NodeStatus,
+    RankStatus,
+    Request,
+    RunStatus,
+    Server,
+    StacksAnswer,
+    StackStatus,
+)
+from safelaunch.errors import SafelaunchError
 from safelaunch.launch.job import Job
 from safelaunch.launch.paths import working_directory
-from safelaunch.model import BundlePlace, Progress, RankExit, format_ranks
+from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_ranks
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
@@ -28,16 +41,23 @@ from safelaunch.system.task import Task
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
 BETWEEN_LOOKS_S = 1.0
+NEWEST = 64  # points of the history of a status
 AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, and how old they may be then
 
 
 @dataclass
 class _Dump:
-    """A requested bundle and who asked for it. ``working``: two looks, then the writing; None until its turn."""
+    """A requested bundle and who asked for it. ``working``: two looks, then the writing; None until its turn.
+
+    ``show``: also shows it here, for who has pressed Ctrl-\\. ``given_up``: the job is being stopped.
+    """
 
     bundle_dir: Path
     clients: list[Client]
+    show: Callable[[Report], None] | None = None
     working: Task[Report] | None = None
+    seen: threading.Event = field(default_factory=threading.Event)  # it needs nothing more of the ranks
+    given_up: bool = False
 
 
 class Live:
@@ -61,13 +81,14 @@ class Live:
         self._asking: list[tuple[Client, float]] = []  # for the status, since when
         self._for_another: Task[None] | None = None  # a dump that another node has asked for
         self._dumps: deque[_Dump] = deque()
+        self._stacks: tuple[Task[StacksAnswer], list[Client]] | None = None
         self._cwd = os.fspath(working_directory())
         self._attempt = -1
         self._samples: deque[tuple[float, dict[int, int]]] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self._dumps or self._asking)
+        return bool(self._dumps or self._asking or self._stacks)
 
     def tick(self, now: float) -> None:
         """Answers every request that can be answered now."""
@@ -75,6 +96,7 @@ class Live:
         if self._server is not None:
             self._server.poll(self._handle)
         self._answer_status(now)
+        self._answer_stacks()
         self._advance_dumps()
         self._dump_for_another(now)
 
@@ -85,8 +107,27 @@ class Live:
             self._answer_status(now)
         elif request.command == "dump":
             self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._about.bundle_dir, client)
+        elif request.command == "stacks":
+            asking = self._stacks or (Task("stacks", self._look_at_stacks), [])
+            asking[1].append(client)
+            self._stacks = asking
         else:
             client.close()
+
+    def _look_at_stacks(self) -> StacksAnswer:
+        targets = self._watch.targets()
+        return StacksAnswer(stacks_of(look_at(targets, None).taken[-1]))
+
+    def _answer_stacks(self) -> None:
+        if self._stacks is None or not self._stacks[0].done:
+            return
+        (task, clients), self._stacks = self._stacks, None
+        try:
+            answer = task.result()
+        except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
+            answer = StacksAnswer(problem=f"{type(error).__name__}: {error}")
+        for client in clients:
+            client.answer(self._about.redactor.tree(msgspec.to_builtins(answer)))
 
     def _answer_status(self, now: float) -> None:
         """Answers who asks for the status: at once, or as soon as the other nodes' lines are there."""
@@ -99,24 +140,38 @@ class Live:
         self._asking = waiting
 
     def _queue_dump(self, bundle_dir: Path, client: Client) -> None:
+        self._queued(bundle_dir).clients.append(client)
+
+    def _queued(self, bundle_dir: Path) -> _Dump:
         """Queues a bundle. A request for the place that is being written to shares that bundle; others wait."""
         dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
         if dump is None:
             dump = _Dump(bundle_dir, [])
             self._dumps.append(dump)
-        dump.clients.append(client)
+        return dump
+
+    def dump_here(self, show: Callable[[Report], None]) -> None:
+        """Takes a bundle and shows it with ``show``."""
+        dump = self._queued(self._about.bundle_dir)
+        if dump.show is None:
+            dump.show = show
+            say("taking a bundle of the live run, which continues (Ctrl-C stops it)")
 
     def _advance_dumps(self) -> None:
         if not self._dumps:
             return
         dump = self._dumps[0]
         if dump.working is None:
-            dump.working = Task("dump", lambda: self._write_dump(dump.bundle_dir))
+            dump.working = Task("dump", lambda: self._write_dump(dump))
         elif dump.working.done:
             self._dumps.popleft()
             answer = _answer(dump.working, self._about.redactor)
             for client in dump.clients:
                 client.answer(answer)
+            if dump.show is not None and answer.bundle:
+                dump.show(dump.working.result())
+            elif dump.show is not None:
+                say(f"no bundle could be written: {answer.problem}")
 
     def _dump_for_another(self, now: float) -> None:
         """Takes evidence at the same time as the node that asks for it, which writes the bundle."""
@@ -134,11 +189,31 @@ class Live:
         finally:
             incident.discard(found)
 
-    def _write_dump(self, bundle_dir: Path) -> Report:
-        about = replace(self._about, bundle_dir=bundle_dir)
+    @property
+    def writing(self) -> bool:
+        """Whether a bundle is being written for which the ranks are no longer needed."""
+        return any(dump.seen.is_set() for dump in self._dumps)
+
+    def finish(self) -> None:
+        """The job is being stopped: finishes the bundle that has its evidence, and gives up what needs the ranks."""
+        for dump in [dump for dump in self._dumps if not dump.seen.is_set()]:
+            dump.given_up = True
+            self._dumps.remove(dump)
+            if dump.show is not None:
+                say("the bundle of the live run is given up: the job is being stopped")
+            for client in dump.clients:
+                client.answer(DumpAnswer(problem="the job is being stopped"))
+        self._advance_dumps()
+
+    def _write_dump(self, dump: _Dump) -> Report:
+        bundle_dir, about = dump.bundle_dir, replace(self._about, bundle_dir=dump.bundle_dir)
         asked = self._together.dump.ask()
         try:
             found = self._evidence(about)
+            dump.seen.set()
+            if dump.given_up:
+                incident.discard(found)
+                raise SafelaunchError("the job is being stopped")
             evidence, others = self._together.dump.collected(found.evidence) if asked else (found.evidence, ())
         finally:
             self._together.dump.is_over()
@@ -210,9 +285,16 @@ class Live:
             ],
             notes=[*self._watch.notes],
             early=[*self._watch.early],
+            history=self._history(now),
             nodes=self._nodes(now),
             alone=self._together.why_alone if self._watch.unseen and not self._together.is_covered else "",
         )
+
+    def _history(self, now: float) -> list[tuple[float, int]]:
+        stepping = [p for p in self._watch.last_progress.values() if p.step is not None]
+        slowest = min(stepping, key=lambda p: p.step or 0, default=None)
+        points = self._watch.steps_of(slowest.rank) if slowest is not None else ()
+        return [(round(max(0.0, now - at_ns / 1e9), 2), step) for at_ns, step in points[-NEWEST:]]
 
     def _nodes(self, now: float) -> list[NodeStatus]:
         """What is known of every node; only answers to ``status`` ask for it."""
@@ -250,6 +332,7 @@ class Live:
             age_s=round(self._age_s(progress, now), 3),
             phase=self._about.redactor.said(progress.phase),
             signals=", ".join(signals),
+            rss_bytes=rss_bytes(progress.pid),
         )
 
     def _age_s(self, progress: Progress, now: float) -> float:
@@ -275,6 +358,27 @@ def state_of(progress: Progress) -> str:
         return "paused"
     runs = progress.state == "started" and (progress.step is not None or progress.phase)
     return "running" if runs else progress.state
+
+
+def rss_bytes(pid: int) -> int:
+    """The resident memory of a process; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def stacks_of(look: Look) -> list[StackStatus]:
+    """The ranks by where their main threads are; the largest group first, then by rank."""
+    groups: dict[tuple[tuple[Frame, ...], str], list[int]] = {}
+    for rank, seen in sorted(look.ranks.items()):
+        stack = seen.main.stack if seen.main is not None else None
+        thread = stack.value.main_thread if stack is not None and stack.value is not None else None
+        missing = "" if thread is not None else (stack.missing if stack is not None else "") or "not seen"
+        groups.setdefault((thread.frames if thread is not None else (), missing), []).append(rank)
+    found = [StackStatus(format_ranks(ranks), frames, missing) for (frames, missing), ranks in groups.items()]
+    sizes = {format_ranks(ranks): (-len(ranks), ranks[0]) for ranks in groups.values()}
+    return sorted(found, key=lambda one: sizes[one.ranks])
 
 
 def _server(path: Path) -> Server | None:

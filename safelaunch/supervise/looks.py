@@ -57,7 +57,12 @@ class Looks:
 
 
 def look_at(
-    targets: Sequence[Target], looks: Looks | None, *, collectives: bool = False, network: bool = False
+    targets: Sequence[Target],
+    looks: Looks | None,
+    *,
+    collectives: bool = False,
+    network: bool = False,
+    deadline_s: float = LOOK_DEADLINE_S,
 ) -> Looks:
     """Takes one more look at the ranks; the first one with ``looks`` None.
 
@@ -68,7 +73,7 @@ def look_at(
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
     with _one_at_a_time:  # two py-spies on one process: the second is refused
-        look = take(targets, deadline_s=LOOK_DEADLINE_S, earlier=earlier)
+        look = take(targets, deadline_s=deadline_s, earlier=earlier)
     entries = newest_entries(looks.targets) if collectives else {}
     return looks.plus(look, entries, resends=network and any(resends(each.pid) for each in looks.targets))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safelaunch.capture import command
 from safelaunch.launch import controlgroup, process
-from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
+from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, HOLD_S, Forwarder, Job, JobProcesses
 from safelaunch.launch.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.roster.progress import AgentEvent, Roster
@@ -23,6 +23,7 @@ from safelaunch.supervise import incident
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.incident import Report
+from safelaunch.supervise.interrupt import Interrupt
 from safelaunch.supervise.launch_info import circumstances
 from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Notices
@@ -32,9 +33,10 @@ from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Glance, Watch
 from safelaunch.system.console import redact, say
 from safelaunch.system.task import Task
+from safelaunch.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.watch.restart import Failure, failure_of, why_give_up
 from safelaunch.watch.rhythm import Bounds
-from safelaunch.watch.stall import Policy, confirm_after_s
+from safelaunch.watch.stall import Policy, Status, confirm_after_s
 
 TICK_S = 0.25
 BUSY_TICK_S = 0.02
@@ -43,6 +45,8 @@ WRITE_PATIENCE_S = 90.0
 CAPTURE_PATIENCE_S = 20.0
 SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
+SAME_SIGNAL_S = 1.0  # a rank that failed so shortly before we were asked to stop may have been asked as well
+SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -85,12 +89,19 @@ class _Verdict:
 class Supervisor:
     """Watches one started job. ``run`` returns the wait status to end with."""
 
-    def __init__(self, job: Job, processes: JobProcesses, touch: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        processes: JobProcesses,
+        touch: Callable[[], None] = lambda: None,
+        forwarder: Forwarder | None = None,
+    ) -> None:
+        """``forwarder``: of the signals that this process gets; by default to the job's first process."""
         assert job.run is not None
         self._job = job
         self._processes = processes
         command.helper_reports.send_to(self._processes.adopt_helper)
-        self._forwarder = Forwarder(job.agent.pid)
+        self._forwarder = forwarder or Forwarder(job.agent.pid, hold=self._hold, on_quit=self._on_quit)
         settings = job.plan.settings
         self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds_of(settings))
         self._cap = GroupTimeout(self._watch) if bounds_of(settings) else None
@@ -101,9 +112,14 @@ class Supervisor:
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
+        self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _Verdict | None = None
+        self._stop_s = 0.0  # when somebody asked the job to stop
+        self._unshown: list[Report] = []  # what was found before that, for the end
+        self._found_at_stop = ""  # the bundle that was written after somebody asked the job to stop
+        self._newest = ""  # the newest bundle of a hang
         self._failures: tuple[Failure, ...] = ()
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
@@ -118,6 +134,7 @@ class Supervisor:
         )
         self._raised: AgentEvent | None = None  # what has ended the agent itself
         self._watching = True
+        self.shown: Report | None = None  # the newest report
         self._touch = touch
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
@@ -134,10 +151,13 @@ class Supervisor:
         controlgroup.sweep()
         while (status := self._processes.ended()) is None:
             busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
+            busy = busy or self._interrupt.writing
             self._forwarder.wait(BUSY_TICK_S if busy else self._until_due_s(time.monotonic()))
             self._guarded_tick()
             if self._watching:
-                self._together.tick(time.monotonic(), stopping=self._forwarder.stop_requested)
+                # Those who agree on a verdict must not take the stop for a reason to drop it.
+                stopping = self._forwarder.stop_requested and not (self._stall.writing and self._stall.agreed)
+                self._together.tick(time.monotonic(), stopping=stopping)
             self._processes.look_for_orphans()
             self._keep_leases_young(time.monotonic())
         if os.WIFSIGNALED(status) and self._ending is None:
@@ -171,7 +191,7 @@ class Supervisor:
     def _end_survivors(self, status: int) -> None:
         """Ends the ranks of a torchrun that was killed, once their evidence is taken: nobody else would end them."""
         deadline = time.monotonic() + CAPTURE_PATIENCE_S
-        while self._watching and self._stall.writing and not self._forwarder.stop_requested:
+        while self._watching and self._stall.writing and self._forwarder.stops < 2:
             if time.monotonic() > deadline:
                 break
             self._forwarder.wait(BUSY_TICK_S)
@@ -190,11 +210,14 @@ class Supervisor:
             self._tick(time.monotonic())
         except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
             self._watching = False
+            self._forwarder.release()
             self._watch.acknowledge()
             self._together.close(at_once=True)  # the other nodes must not take these ranks for watched
             say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")
 
     def _tick(self, now: float) -> None:
+        if self._forwarder.stop_requested:
+            self._stop_s = self._stop_s or now
         glance = self._watch.tick(now)
         for rank in glance.damaged:
             say(f"something overwrote the progress page of rank {rank}: safelaunch no longer counts its steps")
@@ -212,6 +235,8 @@ class Supervisor:
         if self._forwarder.stop_requested or self._ending is not None:
             # A user, a scheduler or safelaunch is stopping the job: blame nobody, keep nobody waiting.
             self._watch.acknowledge(agent=self._ending is not None or self._together.is_heard_stopping(now))
+            if self._ending is None:
+                self._on_stop(glance, now)
             return
         self._on_crash(glance)
         self._on_stall(glance, now)
@@ -230,7 +255,7 @@ class Supervisor:
             return True
         # What other nodes do about a hang may reach this one before it has done the same.
         ours = self._stall.agreed or self._ending or event.attempt == self._restarting
-        return not (self._forwarder.stop_requested or ours)
+        return not (ours or (self._forwarder.stop_requested and not self._failed_before_stop))
 
     def _note_exits(self, event: AgentEvent) -> None:
         if event.event == "started":
@@ -245,6 +270,80 @@ class Supervisor:
         for rank in self._watch.ended():
             known.setdefault(rank, RankExit(0, time.time(), before_close=True))
         return known
+
+    # --- a key is pressed, a scheduler stops the job ----------------------------------------------------------------
+
+    def _on_quit(self) -> None:
+        """Ctrl-\\: the user wants to know, and the job goes on."""
+        if self._watching:
+            self._live.dump_here(self._show)
+
+    def _hold(self) -> bool:
+        """Asked at the first SIGINT: whether the job is to live for a moment yet, for its evidence."""
+        try:
+            return self._watching and self._ending is None and self._is_worth_evidence(time.monotonic())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user wants the job to stop
+            say(f"no evidence could be taken ({type(error).__name__}: {error})")
+            return False
+
+    def _is_worth_evidence(self, now: float) -> bool:
+        if self._stall.needs_ranks:
+            say(f"finishing the evidence first, at most {HOLD_S:g} s; Ctrl-C again stops at once")
+            return True
+        failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished
+        if self._stall.writing or self._live.writing or failed:
+            say("stopping; the verdict comes once its bundle is written; Ctrl-C again goes without")
+            return False
+        if self._newest and self._watch.state.status is Status.HUNG:
+            say(f"stopping; the bundle of this hang is {self._newest}")
+            return False
+        spell = self._watch.spell(now)
+        frozen_s = frozen_s_of(self._early.quiet if self._early is not None else None, spell, now)
+        known = frozen_s or self._stall.looking or self._is_seen_to_stand()
+        if spell is None or not known:
+            return False
+        times = f" ({frozen_s / spell.usual_s:.0f} x the usual step)" if frozen_s else ""
+        quiet_s = frozen_s or now - spell.since_s
+        say(f"no step for {quiet_s:.0f} s{times}: first the evidence, at most {HOLD_S:g} s; Ctrl-C again stops at once")
+        self._interrupt.begin(quiet_s, spell.usual_s if frozen_s else 0.0, now)
+        return True
+
+    def _is_seen_to_stand(self) -> bool:
+        """Whether an early look has found that the ranks stand still, and they have not moved since."""
+        early = self._watch.early
+        return bool(early) and early[-1].movement == "still" and not early[-1].lasted_s
+
+    @property
+    def _failed_before_stop(self) -> bool:
+        return self._crash.begun_before(self._stop_s - SAME_SIGNAL_S)
+
+    def _on_stop(self, glance: Glance, now: float) -> None:
+        """Finishes what was begun before somebody asked the job to stop. Nothing new begins."""
+        if self._forwarder.holding and not (self._interrupt.needs_ranks or self._stall.needs_ranks):
+            self._forwarder.release()
+        if not self._forwarder.holding:
+            self._interrupt.is_over()
+        self._live.finish()
+        found = [self._interrupt.report(), self._stall.written(now)]
+        if self._failed_before_stop:
+            found.append(self._crash.advance(glance))
+        self._unshown += [report for report in found if report is not None]
+        if now - self._stop_s > SHOWN_AFTER_S:
+            self._show_what_was_found()
+
+    @property
+    def _is_finishing(self) -> bool:
+        """Whether something that was begun before the stop is not written yet."""
+        crash = self._failed_before_stop and self._crash.unfinished
+        writing = self._interrupt.writing or self._stall.writing or self._live.writing
+        return self._forwarder.stops == 1 and (crash or writing)
+
+    def _show_what_was_found(self) -> bool:
+        found, self._unshown = self._unshown, []
+        for report in found:
+            self._show(report)
+            self._found_at_stop = report.published.shown
+        return bool(found)
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
@@ -324,21 +423,27 @@ class Supervisor:
         """After the agent's end: reads its last events, and finishes the bundle that is being written."""
         deadline = time.monotonic() + WRITE_PATIENCE_S
         self._guarded_tick()
-        if self._watching and not (self._forwarder.stop_requested or self._ending or self._stall.agreed):
+        stopped = self._forwarder.stop_requested and not self._failed_before_stop
+        if self._watching and not (stopped or self._ending or self._stall.agreed):
             self._note_end(status)
             self._note_rendezvous(time.monotonic())
-        while self._watching and not self._forwarder.stop_requested and self._ending is None:
-            if not (self._crash.busy or self._stall.writing) or time.monotonic() > deadline:
+        while self._watching and self._ending is None and time.monotonic() < deadline:
+            stopping = self._forwarder.stop_requested
+            if not (self._is_finishing if stopping else self._crash.busy or self._stall.writing):
                 break
             self._forwarder.wait(BUSY_TICK_S)
             self._guarded_tick()
+        if self._forwarder.stop_requested and self._watching and self._ending is None:
+            self._guarded_tick()
+            if not self._show_what_was_found() and self._found_at_stop:  # what the job has said since hides it
+                say(f"bundle: {self._found_at_stop}")
 
     def _finish_writing(self) -> None:
         """Finishes the half-written bundle of a crash when the job has ended for a hang, or removes it."""
         deadline = time.monotonic() + WRITE_PATIENCE_S
         while self._crash.writing and not self._forwarder.stop_requested and time.monotonic() < deadline:
             self._forwarder.wait(BUSY_TICK_S)
-        if self._crash.writing:
+        if self._crash.writing or self._stall.writing or self._interrupt.writing:
             self._about.unfinished.discard()
         self._stall.tidy_up()
 
@@ -377,12 +482,13 @@ class Supervisor:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
-        """Waits for --on-bundle's command, which has its own deadline, unless somebody stops the job meanwhile.
+        """Waits for --on-bundle's command, which has its own deadline, unless somebody is in a hurry.
 
         And a moment for --on-suspect's: a job that ends well has not to wait for what was feared of it.
         """
-        begin, longest_s = time.monotonic(), self._notifier.patience_s
-        while not self._forwarder.stop_requested and (waited_s := time.monotonic() - begin) < longest_s:
+        begin, longest_s, stops = time.monotonic(), self._notifier.patience_s, self._forwarder.stops
+        hurry = stops > 1 or (stops == 1 and not self._found_at_stop)
+        while not hurry and self._forwarder.stops == stops and (waited_s := time.monotonic() - begin) < longest_s:
             if not (self._notifier.busy or (self._suspects.busy and waited_s < SUSPECT_PATIENCE_S)):
                 break
             self._forwarder.wait(BUSY_TICK_S)
@@ -393,7 +499,9 @@ class Supervisor:
         from safelaunch.capture import user_source
         from safelaunch.report import report
 
-        published = result.published
+        self.shown, published = result, result.published
+        if result.verdict.outcome == "hang" and not published.lost:
+            self._newest = published.shown
         if result.without_stacks:
             say(f"no stack could be read, so the verdict has none to go by: {result.without_stacks}")
             say("run 'safelaunch doctor' where the job runs: it shows the cause and the fix")

@@ -64,7 +64,8 @@ class Notices:
                 say(
                     "no rank detected (no rank variables, torch import or step marks): safelaunch CANNOT WATCH this "
                     "command until one appears. The command continues. To have it watched, call safelaunch.step() in "
-                    "its training loop."
+                    "its training loop; if it starts its ranks in a container or on another host, run safelaunch "
+                    "there; if it runs Python with -I or -E, leave that out."
                 )
         if self._steps_due_s is not None and now >= self._steps_due_s and self._watch.last_progress:
             self._steps_due_s = None

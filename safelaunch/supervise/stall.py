@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -86,6 +87,7 @@ class StallCase:
         self._dumped_s = 0.0  # the mark of the newest dump
         self._waited_s = 0.0  # the longest wait that the job recovered from
         self._writing: Task[Report | None] | None = None
+        self._ranks_seen = threading.Event()  # the evidence in progress needs nothing more of the ranks
         self._agreed = False
         self.attempt = (0, 0)  # the attempt that was found to hang, here or by all nodes
         self._looked_at: tuple[int, int] | None = None  # the attempt under suspicion
@@ -102,6 +104,11 @@ class StallCase:
     @property
     def writing(self) -> bool:
         return self._writing is not None
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether it hangs, and the evidence needs the ranks for a moment yet."""
+        return self.writing and not self._ranks_seen.is_set()
 
     @property
     def agreed(self) -> bool:
@@ -142,15 +149,19 @@ class StallCase:
             self._advance_suspicion(self._suspicion, now)
         if self._judgement is not None and not self.writing:
             self._advance_judgement(self._judgement, now)
-        if self._writing is not None and self._writing.done:
-            writing, self._writing = self._writing, None
-            report = writing.result()
-            if report is None or report.action == "dump":
-                self._agreed = False
-            if report is None:  # the job moved, or was started anew
-                self._watch.start_again(now)
-            return report
-        return None
+        return self.written(now)
+
+    def written(self, now: float) -> Report | None:
+        """The report, once, when the bundle in progress is written."""
+        if self._writing is None or not self._writing.done:
+            return None
+        writing, self._writing = self._writing, None
+        report = writing.result()
+        if report is None or report.action == "dump":
+            self._agreed = False
+        if report is None:  # the job moved, or was started anew
+            self._watch.start_again(now)
+        return report
 
     def _suspect(self, stall: Stall, now: float) -> None:
         timeline = Timeline().plus("last progress", stall.mark_s).plus("suspected")
@@ -245,10 +256,18 @@ class StallCase:
         timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
         timeline = timeline.plus("confirmed")
         stalled_s, threshold = now - suspicion.stall.mark_s, suspicion.threshold
+        seen = self._ranks_seen = threading.Event()
 
         def take() -> Collected:
             found = incident.take_evidence(
-                "hang", looks, known, self._about, stall_s=stalled_s, threshold=threshold, timeline=timeline
+                "hang",
+                looks,
+                known,
+                self._about,
+                stall_s=stalled_s,
+                threshold=threshold,
+                ranks_seen=seen.set,
+                timeline=timeline,
             )
             return incident.with_nodes(found, self._together.nodes()) if self._watch.unseen else found
 

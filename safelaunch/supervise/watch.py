@@ -193,7 +193,7 @@ class Watch:
         asked only about a rank that has been quiet for a while.
         """
         quiet_s = now - max(progress.last_step_ns, progress.claimed_ns, progress.exit_ns) / 1e9
-        if progress.pid in self._gone:
+        if progress.pid in self._gone or progress.returned_ns:
             return True
         if quiet_s < self.policy.stall_s:
             return progress.state == "exited"

@@ -9,6 +9,8 @@ import os
 import threading
 from collections.abc import Callable
 
+from safelaunch.errors import SafelaunchError
+
 PREFIX = "safelaunch: "
 WRITE_DEADLINE_S = 2.0
 
@@ -46,12 +48,22 @@ def terminal_safe(text: str) -> str:
 
 def show(text: str) -> None:
     """Prints ``text`` on stdout. Raises BrokenPipeError when the reader has closed the pipe."""
-    print(terminal_safe(text), flush=True)
+    put(terminal_safe(text))
 
 
 def show_json(document: object) -> None:
     """Prints a JSON document of strings, numbers, lists and dicts on stdout."""
-    print(json_text(document), flush=True)
+    put(json_text(document))
+
+
+def put(text: str) -> None:
+    """Prints text that is safe as it is. Raises BrokenPipeError, and SafelaunchError for a full disk, say."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise SafelaunchError(f"standard output can't be written: {error.strerror or error}") from error
 
 
 def json_text(document: object) -> str:

@@ -11,7 +11,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot."""
+    """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot.
+    ``wait_status``: of a zombie, as ``waitpid`` would return it; 0 for another user's process."""
 
     pid: int
     name: str
@@ -20,6 +21,7 @@ class Stat:
     cpu_ms: int
     start_ticks: int
     rss_bytes: int
+    wait_status: int = 0
 
 
 def parse(text: str) -> Stat:
@@ -30,7 +32,8 @@ def parse(text: str) -> Stat:
     if not opened or not closed or len(fields) < 22:
         raise ValueError(f"not a line of /proc/<pid>/stat: {text[:80]!r}")
     cpu = (int(fields[11]) + int(fields[12])) * _TICK_MS
-    return Stat(int(head), name, fields[0], int(fields[1]), cpu, int(fields[19]), int(fields[21]) * _PAGE)
+    status = int(fields[49]) if len(fields) > 49 and fields[49].isdigit() else 0
+    return Stat(int(head), name, fields[0], int(fields[1]), cpu, int(fields[19]), int(fields[21]) * _PAGE, status)
 
 
 def read(pid: int, tid: int | None = None) -> Stat | None:

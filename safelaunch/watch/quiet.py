@@ -17,6 +17,10 @@ TIMES_STEP = 8.0  # of the longest recent step
 UNKNOWN_S = 10.0  # before a usual step is known: imports, the first compilation
 OUTLASTS = 1.5  # of the longest spell that ended by itself
 GROWTH = 3.0  # from one look at a spell to the next
+# So long without a step, a job counts as frozen for whoever stops it, and wants to know why.
+FROZEN_TIMES, FROZEN_S = 10.0, 2.0
+# No step for longer than this many usual ones, and this long, is worth a word.
+FEW_STEPS, FEW_S = 5, 5.0
 FORGETS_S = 86_400.0
 REMEMBERED = 8
 # What looks may cost of the job's time, counted as five minutes where it is shorter.
@@ -87,6 +91,11 @@ def _remembering(known: Quiet, ended: Ended) -> Quiet:
     return replace(known, ended=tuple(sorted(fresh, key=lambda one: -one.lasted_s)[:REMEMBERED]))
 
 
+def is_quiet(age_s: float, usual_s: float) -> bool:
+    """Whether ``age_s`` without a step is worth a word, where a step usually takes ``usual_s``; never if that is 0."""
+    return bool(usual_s) and age_s > max(FEW_S, FEW_STEPS * usual_s)
+
+
 def is_due(known: Quiet, spell: Spell, now: float) -> bool:
     """Whether to look now, at the spell that ``follow`` has taken in."""
     after_s = GROWTH * known.looks[-1] if known.looks else first_look_s(known, spell, now)
@@ -99,8 +108,26 @@ def first_look_s(known: Quiet, spell: Spell, now: float) -> float:
     least_s = UNKNOWN_S
     if spell.stage == "steps":
         least_s = max(min(MOST_S, max(LEAST_S, TIMES_STEP * spell.longest_s)), OUTLASTS * spell.longest_s)
-    longest_s = max((one.lasted_s for one in known.ended if now - one.at_s < FORGETS_S), default=0.0)
-    return max(least_s, OUTLASTS * longest_s)
+    return max(least_s, _outlasting_s(known, now))
+
+
+def _outlasting_s(known: Quiet, now: float) -> float:
+    """How long a spell has to last to be no mere repetition of one that ended by itself."""
+    return OUTLASTS * max((one.lasted_s for one in known.ended if now - one.at_s < FORGETS_S), default=0.0)
+
+
+def frozen_s(known: Quiet | None, spell: Spell | None, now: float) -> float:
+    """For how long the job has been frozen: no step for ten times the usual; 0 if it isn't, or no step is usual.
+
+    ``known``: what earlier spells tell, where they were followed.
+    """
+    if spell is None or not spell.usual_s:
+        return 0.0
+    begin_s = max(spell.since_s, known.excused_s if known is not None else 0.0)
+    least_s = max(FROZEN_S, FROZEN_TIMES * spell.usual_s, OUTLASTS * spell.longest_s)
+    if known is not None:
+        least_s = max(least_s, _outlasting_s(known, now))
+    return now - begin_s if now - begin_s >= least_s else 0.0
 
 
 def looking(known: Quiet, now: float) -> Quiet:

@@ -2,16 +2,20 @@
 
 - A block with a title (```` ```python title="train.py" ````) is a file that the page's commands use.
 - The tests run every ```` ```bash ```` block, in the page's order, in one directory per page. It must exit with 0, or
-  with N if the comment ``<!-- exit N -->`` is directly above it.
+  with N if the comment ``<!-- exit N -->`` is directly above it. With ``<!-- needs MODULE -->`` (also ``exit N, needs
+  MODULE``) they run it only if the module is installed.
 - ```` ```console ```` shows commands that the tests cannot run, with ``<!-- not run: WHY -->`` directly above it.
-- ```` ```text ```` is output. Other languages without a title are fragments. Python, YAML and ``sh`` (a script that the
-  page does not run) must parse.
+- ```` ```text ```` is output. With ``<!-- verdict -->`` directly above it, it holds the summary of the newest bundle's
+  verdict; with ``<!-- printed -->``, the commands above it printed each of its lines. ``...`` stands for anything.
+- Other languages without a title are fragments. Python, YAML and ``sh`` (a script that the page does not run) must
+  parse.
 
-Three comments control the tests:
+Four comments control the tests:
 
 - ``<!-- setup`` on its own line begins hidden commands, up to ``-->``.
 - ``<!-- continues: PAGE -->`` starts in a copy of PAGE's directory, as PAGE's commands left it.
 - ``<!-- node: gpus -->`` runs the page on a simulated node of eight GPUs.
+- ``<!-- rare: PAGE -->`` leaves the page to ``--whole``: every run has PAGE, which resembles it.
 """
 
 from __future__ import annotations
@@ -50,7 +54,14 @@ class Block:
     @property
     def exit_code(self) -> int:
         """The expected exit code of its last command."""
-        return int(self.comment.removeprefix("exit ")) if self.comment.startswith("exit ") else 0
+        found = re.match(r"exit (\d+)", self.comment)
+        return int(found[1]) if found else 0
+
+    @property
+    def needs(self) -> str:
+        """The module without which its commands cannot run, or an empty string."""
+        found = re.search(r"\bneeds (\w+)$", self.comment)
+        return found[1] if found and self.language == "bash" else ""
 
 
 def blocks(page: str, text: str | None = None) -> Iterator[Block]:

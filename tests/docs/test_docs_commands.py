@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,12 +13,14 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import stub
+from _pytest.mark import ParameterSet
 from jobs import TAG, port_of_its_own
-from pages import PAGES, SETUP, blocks, directive
+from pages import PAGES, SETUP, Block, blocks, directive
 
 from safelaunch.leases.driver import has_driver
 
@@ -25,6 +29,37 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(240), pytest.mark.xdist_gro
 
 BLOCK_DEADLINE_S = 120
 HUNG = 124
+
+
+SHOWN = ("verdict", "printed")
+
+
+def summary(place: Path) -> str:
+    """The sentence of the newest verdict that a page's commands left."""
+    return str(json.loads((place / "safelaunch-bundles" / "latest" / "verdict.json").read_text())["summary"])
+
+
+def check_shown(block: Block, said: str) -> None:
+    """Fails unless a page shows what there was: the verdict's sentence, or lines of the output.
+
+    Line breaks and the start of safelaunch's lines do not matter, nor do pids, nor numbers in the output.
+    """
+    shown = [" ".join(line.removeprefix("safelaunch: ").split()) for line in block.text.splitlines()]
+    if block.comment == "verdict":
+        assert _without_pids(said) in _without_pids(" ".join(shown)), f"{block.where}: the verdict was\n{said}"
+        return
+    flat = _without_numbers(" ".join(line.removeprefix("safelaunch: ") for line in said.splitlines()))
+    for line in shown:
+        for part in _without_numbers(line).split("..."):
+            assert part.strip() in flat, f"{block.where}: {part!r} is not in\n{said}"
+
+
+def _without_pids(text: str) -> str:
+    return re.sub(r"\bworker \d+", "worker N", text)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "N", " ".join(text.split()))
 
 
 class Shell:
@@ -53,10 +88,15 @@ class Shell:
         for block in blocks(page):
             if block.title:
                 (place / block.title).write_text(block.text + "\n")
+        output, missing = "", list[str]()
         for block in blocks(page):
-            if block.language in ("bash", SETUP):
+            if block.needs and find_spec(block.needs) is None:
+                missing.append(block.needs)
+            elif block.language in ("bash", SETUP):
                 code, output = self._run(block.text, place, environ)
                 assert code == block.exit_code, f"{block.where}: exit code {code}\n{output}"
+            elif block.comment in SHOWN and not missing:
+                check_shown(block, summary(place) if block.comment == "verdict" else output)
         assert not self.pids(), f"{page} leaves processes behind"
         return place
 
@@ -136,7 +176,14 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell.clean_up()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "bash" for block in blocks(page))])
+def case(page: str) -> ParameterSet:
+    return pytest.param(page, marks=[pytest.mark.rare] if directive(page, "rare") else [])
+
+
+WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", [case(page) for page in WITH_COMMANDS])
 def test_the_commands_of(page: str, shell: Shell) -> None:
     shell.page(page)
 

@@ -22,6 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
+from safelaunch import schemas
 from safelaunch.leases.driver import has_driver
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -89,6 +92,8 @@ class Bundle:
                 found.append(f"others may read {path.relative_to(self.path)}")
             if path.is_file() and any(secret.encode() in path.read_bytes() for secret in SECRET_VALUES):
                 found.append(f"a secret is in {path.relative_to(self.path)}")
+        schema = json.loads(schemas.path("verdict.json").read_text())
+        found += [f"verdict.json: {error.message}" for error in Draft202012Validator(schema).iter_errors(self.verdict)]
         for claim in self.verdict["evidence"]:
             if claim["file"] not in files:
                 found.append(f"the claim {claim['claim']!r} points at {claim['file']}, which is not there")

@@ -724,7 +724,10 @@ WRAPPERS_OF_ONE_RANK = {
 }
 
 
-@pytest.mark.parametrize("fault", WRAPPERS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=[pytest.mark.rare] if name == "a file in its place" else []) for name in WRAPPERS],
+)
 def test_a_fault_before_the_rank_starts(start: Start, fault: str) -> None:
     unharmed(start(SCRIPT, wrapper=WRAPPERS[fault]).wait(), 1)
 

@@ -159,7 +159,7 @@ def test_what_a_blocked_call_waits_for(start: Start, case: str) -> None:
     main = state.main_thread
     assert main is not None
     assert re.fullmatch(target, main.fd_target), main
-    told = re.search(r"locked by pid (\d+) \(python\S* program0\.py\)$", main.fd_target)
+    told = re.search(r"locked by pid (\d+) \(python\S* program0\.py, since \S+ \S+ UTC\)$", main.fd_target)
     assert main.locked_by == (int(told[1]) if told else None)
 
 
@@ -174,7 +174,8 @@ def test_the_locks_on_the_files_of_a_process(start: Start, tmp_path: Path) -> No
     assert holder.wait_for(in_call("clock_nanosleep")).locks == (lock,)
     assert proc.read_process(child).locks == ()
     asking = start(opened + "\nwhile True: time.sleep(0.1)", str(path))
-    assert asking.wait_for(lambda state: in_call("clock_nanosleep")(state) and bool(state.locks)).locks == (lock,)
+    (seen,) = asking.wait_for(lambda state: in_call("clock_nanosleep")(state) and bool(state.locks)).locks
+    assert (seen.path, seen.pid) == (lock.path, lock.pid) and ", since " in seen.program
     assert start(opened + "input()", str(path)).wait_for(in_call("read")).locks == ()
 
 

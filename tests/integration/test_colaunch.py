@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 from jobs import PROGRAMS, Job, Result
+from jsonschema import Draft202012Validator
+
+from safelaunch import schemas
 
 LINES = 500
 SWEPT = f"exec -- {sys.executable} {PROGRAMS / 'swept.py'}"
@@ -33,7 +36,9 @@ class Sweep(Job):
 
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:
-        entries = json.loads((self.scratch / "s" / "summary.json").read_text())["jobs"]
+        document = json.loads((self.scratch / "s" / "summary.json").read_text())
+        Draft202012Validator(json.loads(schemas.path("summary.json").read_text())).validate(document)
+        entries = document["jobs"]
         return {entry["name"]: entry for entry in entries}
 
     def states(self) -> dict[str, str]:

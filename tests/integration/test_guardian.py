@@ -107,7 +107,7 @@ def without_group(root_only: str = "takes root, to hide the control groups from 
     [
         pytest.param("family", "supervisor", marks=pytest.mark.rare),
         pytest.param("family", "torchrun", marks=pytest.mark.rare),
-        ("family", "supervisor and torchrun"),
+        pytest.param("family", "supervisor and torchrun", marks=pytest.mark.rare),
         ("daemonizing", "supervisor and torchrun"),
         pytest.param("wiped", "torchrun", marks=pytest.mark.rare),
         ("wiped", "supervisor and ranks"),

@@ -23,7 +23,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("pair", [pytest.param(0, marks=pytest.mark.quick), *range(1, 3)])
+@pytest.mark.parametrize(
+    "pair", [pytest.param(0, marks=pytest.mark.quick), *(pytest.param(n, marks=pytest.mark.rare) for n in (1, 2))]
+)
 def test_two_short_trainings_at_once(tmp_path: Path, pair: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING)

@@ -43,7 +43,7 @@ def met(nodes: TwoNodes) -> None:
     (nodes.scratch / "met").touch()
 
 
-@pytest.mark.parametrize(("over", "ranks"), [("exec", (2, 2)), ("task", (1, 1))])
+@pytest.mark.parametrize(("over", "ranks"), [("exec", (2, 2)), pytest.param("task", (1, 1), marks=pytest.mark.rare)])
 def test_a_hang_has_one_verdict(tmp_path: Path, over: Literal["exec", "task"], ranks: tuple[int, int]) -> None:
     culprit = sum(ranks) - 1
     program = APART if over == "exec" else TASK

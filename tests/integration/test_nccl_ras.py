@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 PROGRAM, STAND_IN = PROGRAMS / "nccl_ras.py", Path(__file__).parents[1] / "unit"
 
 
-@pytest.mark.parametrize("version", ["2.28.9", "2.29.7"])
+@pytest.mark.parametrize("version", [pytest.param("2.28.9", marks=pytest.mark.rare), "2.29.7"])
 def test_nccl_says_that_the_stopped_rank_does_not_answer(version: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -42,6 +42,7 @@ def test_a_hang_that_moves_on_is_not_the_same(tmp_path: Path) -> None:
     assert not result.leftovers
 
 
+@pytest.mark.rare  # as the same hang twice
 def test_the_same_crash_twice_ends_the_job_with_125(tmp_path: Path) -> None:
     result = run(tmp_path, "raise", "always")
     assert result.code == 125, result.stderr

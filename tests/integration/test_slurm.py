@@ -90,7 +90,7 @@ def test_the_script_of_the_page_and_a_hang(cluster: slurm.Cluster, env: dict[str
     assert said.count("together with 1 other node") == 2, said
 
 
-@pytest.mark.parametrize("port", ["named", "reserved"])
+@pytest.mark.parametrize("port", [pytest.param("named", marks=pytest.mark.rare), "reserved"])
 def test_one_supervisor_for_each_task(
     cluster: slurm.Cluster, env: dict[str, str], tmp_path: Path, port: Literal["named", "reserved"]
 ) -> None:

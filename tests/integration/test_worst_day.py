@@ -159,6 +159,7 @@ def kept_locally(result: Result, wanted: Path) -> None:
         shutil.rmtree(bundle.path)
 
 
+@pytest.mark.rare  # a full one is kept locally in the same way
 def test_a_bundle_directory_that_vanishes_during_the_run(tmp_path: Path) -> None:
     wanted = tmp_path / "bundles"
     wanted.mkdir()
@@ -181,7 +182,7 @@ def test_a_bundle_directory_that_is_full(small_disk: Path, tmp_path: Path) -> No
     kept_locally(result, small_disk)
 
 
-@pytest.mark.parametrize("left_kb", [0, pytest.param(24, marks=pytest.mark.rare), 160])
+@pytest.mark.parametrize("left_kb", [0, *(pytest.param(kb, marks=pytest.mark.rare) for kb in (24, 160))])
 def test_a_run_directory_that_is_full(left_kb: int, small_disk: Path, tmp_path: Path) -> None:
     """Room for nothing; for pages only; for pages and output: a hang is found or not, the job is never lost."""
     (small_disk / "data").write_bytes(b"x" * ((256 - left_kb) << 10))

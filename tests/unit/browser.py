@@ -199,8 +199,11 @@ class Browser:
         target.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
 
     def metrics(self) -> dict[str, float]:
-        """Paint timings in milliseconds since the navigation began, by name."""
+        """Paint timings in milliseconds since the navigation began, by name; waits for the first contents."""
         found: Sequence[Sequence[Any]] = self.value(
-            "performance.getEntriesByType('paint').map(e => [e.name, e.startTime])"
+            "new Promise((done) => { new PerformanceObserver((list, observer) => {"
+            " const all = performance.getEntriesByType('paint').map(e => [e.name, e.startTime]);"
+            " if (all.some(([name]) => name === 'first-contentful-paint')) { observer.disconnect(); done(all); }"
+            " }).observe({ type: 'paint', buffered: true }); })"
         )
         return {name: float(at) for name, at in found}

@@ -24,7 +24,7 @@ from safelaunch.model import (
     Verdict,
 )
 from safelaunch.model.entries import Entries, Kinds
-from safelaunch.report.about import About, Gpu, Launch, NodeFiles
+from safelaunch.report.about import About, Gpu, GpuProcess, Launch, Link, NodeFiles
 
 SOURCE = """\
 import torch
@@ -175,14 +175,23 @@ def _artifacts(world: int) -> tuple[Artifact, ...]:
 def _about(hosts: list[str], world: int) -> About:
     gib = 1 << 30
     gpus = tuple(
-        Gpu(n, "NVIDIA H100 80GB HBM3", 100.0 if n else 3.0, (61 + n % 5) * gib, 80 * gib, 58.0 + n, 402.0)
+        Gpu(n, "NVIDIA H100 80GB HBM3", 100.0 if n else 3.0, (61 + n % 5) * gib, 80 * gib, 58.0 + n, 402.0,
+            processes=(GpuProcess(1000 + 10 * n),))
         for n in range(min(8, world))
-    )
+    )  # fmt: skip
+    ports = [
+        Link("eth0", "up", "100000 Mbit/s"),
+        *(Link(f"mlx5_{n}/1", "ACTIVE", "400 Gb/sec (4X NDR)") for n in (0, 1)),
+    ]
+    broken = [*ports[:2], Link("mlx5_1/1", "DOWN", "10 Gb/sec (4X SDR)", "3 link downed")]
+    variables = (("NCCL_DEBUG", "WARN"), ("NCCL_SOCKET_IFNAME", "eth0"), ("MASTER_ADDR", hosts[0]))
     versions = (("python", "3.11"), ("torch", "2.13.0"), ("nvidia-nccl-cu13", "2.28.9"), ("safelaunch", "0.1.0"))
+    xid = "[  812.1] NVRM: Xid (PCI:0000:3b:00): 31, pid=1010, name=python"
     nodes = tuple(
-        NodeFiles(host, gpus, "", 96, (41.2, 40.1, 38.8), 1024 * gib, 610 * gib, (("/dev/shm", 0.04), ("/tmp", 0.97)),
-                  versions, ("[  812.1] NVRM: Xid (PCI:0000:3b:00): 31, pid=1010, name=python",))
-        for host in hosts
+        NodeFiles(host, gpus, "", 96, (41.2 - at % 9, 40.1, 38.8), 1024 * gib, (610 + at % 40) * gib,
+                  (("/dev/shm", 0.04), ("/tmp", 0.97 if at == 0 else 0.4)), versions, () if at else (xid,),
+                  tuple(broken if at == 6 else ports), variables)
+        for at, host in enumerate(hosts)
     )  # fmt: skip
     command = ("torchrun", "--nproc-per-node", "8", "train.py", "--data", "/data/My Corpus")
     launch = Launch(
@@ -222,6 +231,13 @@ def dump() -> Incident:
     return Incident(job(*ranks, outcome="dump", moving=True, stall_s=0.2), (), _about(["node1"], 4))
 
 
+def dumps() -> Incident:
+    """A folder of Flight Recorder dumps, and nothing else."""
+    evidence = hang(8).evidence
+    ranks = tuple(RankEvidence(one.rank, "", 0, flight_record=one.flight_record) for one in evidence.ranks)
+    return Incident(Evidence("hang", 8, ranks))
+
+
 def nothing() -> Incident:
     """No evidence at all."""
     return Incident(Evidence("hang", 0, ()))
@@ -245,7 +261,11 @@ def hostile() -> Incident:
     evidence = job(*ranks, outcome="crash", notes=(EVIL,), threshold_s=1.0, threshold_why=EVIL)
     files = NodeFiles(EVIL, (Gpu(0, EVIL, error=EVIL),), EVIL, versions=((EVIL, EVIL),), disks=((EVIL, 0.5),))
     launch = Launch(EVIL, EVIL, EVIL, f"/home/{EVIL}", EVIL, (EVIL,), EVIL, EVIL, (EVIL,))
-    about = About(EVIL, 1.0, launch, (dataclasses.replace(files, kernel_log=(EVIL,)),))
+    files = dataclasses.replace(
+        files, kernel_log=(EVIL,), network=(Link(EVIL, EVIL, EVIL, EVIL),), environment=((EVIL, EVIL),)
+    )
+    other = dataclasses.replace(files, host=f"{EVIL}2")
+    about = About(EVIL, 1.0, launch, (files, other, dataclasses.replace(other, host="plain", kernel_log=())))
     verdict = diagnose(evidence)
     verdict = replace(verdict, suggestions=(EVIL,), ruled_out=(EVIL,), missing=(EVIL,), summary=EVIL, doubts=(EVIL,))
     return Incident(
@@ -258,6 +278,7 @@ ALL: dict[str, Callable[[], Incident]] = {
     "four": lambda: hang(4),
     "crash": crash,
     "dump": dump,
+    "dumps": dumps,
     "nothing": nothing,
     "hostile": hostile,
     "sixty-four": lambda: hang(64, nodes=8),

@@ -41,9 +41,10 @@ def c10d(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 class Waiting:
     """A thread that rests in a function with some ops."""
 
-    def __init__(self, ops: object) -> None:
+    def __init__(self, ops: object, work: Work | None = None) -> None:
         self.go, self.there = threading.Event(), threading.Event()
-        self.thread = threading.Thread(target=exchange, args=(ops, self))
+        target, *more = (exchange,) if work is None else (wait_for, work)
+        self.thread = threading.Thread(target=target, args=(ops, *more, self))
         self.thread.start()
         self.there.wait()
 
@@ -70,6 +71,36 @@ def test_the_batch_that_a_thread_is_at_is_told(c10d: types.ModuleType) -> None:
         ]
 
 
+class Work:
+    def __init__(self, source: int | None = None, *, completed: bool = False) -> None:
+        self.source, self.completed = source, completed
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def _source_rank(self) -> int:
+        if self.source is None:
+            raise RuntimeError("only a receive has one")
+        return self.source
+
+
+def wait_for(ops: list[P2POp], work: Work, waiting: Waiting) -> None:
+    batch_isend_irecv(ops)
+    waiting.there.set()
+    waiting.go.wait()
+
+
+@pytest.mark.parametrize(
+    ("work", "peers"), [(Work(), [2]), (Work(source=-1), [0]), (Work(completed=True), [2, 0]), (object(), [2, 0])]
+)
+def test_of_a_batch_the_direction_that_is_waited_for_is_told(
+    c10d: types.ModuleType, work: Work, peers: list[int]
+) -> None:
+    c10d.Work = Work  # type: ignore[attr-defined]
+    with Waiting([P2POp(isend, 2), P2POp(irecv, 0)], work):
+        assert [one["peer"] for one in json.loads(server._told())["posted"]] == peers
+
+
 def test_objects_that_are_no_ops_are_not_told(c10d: types.ModuleType) -> None:
     with Waiting([object(), "secret", {"token": 1}]):
         assert json.loads(server._told())["posted"] == []
@@ -84,3 +115,46 @@ def test_an_op_with_tricks_costs_itself(c10d: types.ModuleType) -> None:
 def test_a_rank_without_torch_tells_of_none() -> None:
     if C10D not in sys.modules:
         assert json.loads(server._told())["posted"] == []
+
+
+# --- the batch size of the DataLoaders --------------------------------------------------------------------------------
+
+
+class DataLoader:
+    def __init__(self, batch_size: int | None, batch_sampler: object = None) -> None:
+        self.batch_size, self.batch_sampler = batch_size, batch_sampler
+
+
+class Shard(DataLoader):
+    """As accelerate wraps one."""
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self.batch_size = 8
+
+
+def train(waiting: Waiting) -> None:
+    loader, other = DataLoader(32), object()  # noqa: F841 - read by the handler
+    val_loader = Shard(None, Sampler())  # noqa: F841
+    waiting.there.set()
+    waiting.go.wait()
+
+
+class Training(Waiting):
+    def __init__(self) -> None:
+        self.go, self.there = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=train, args=(self,))
+        self.thread.start()
+        self.there.wait()
+
+
+def test_the_batch_sizes_of_the_loaders_are_told(monkeypatch: pytest.MonkeyPatch, c10d: types.ModuleType) -> None:
+    module = types.ModuleType("torch.utils.data.dataloader")
+    module.DataLoader = DataLoader  # type: ignore[attr-defined]
+    with Training():
+        assert json.loads(server._told())["batches"] == {}, "torch's loaders are not imported"
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        assert json.loads(server._told())["batches"] == {"loader": 32, "val_loader": 8}
+        monkeypatch.setitem(vars(sys.modules["__main__"]), "test_loader", Shard(None, Sampler()))
+        assert json.loads(server._told())["batches"] == {"loader": 32, "val_loader": 8, "test_loader": 8}

@@ -138,6 +138,30 @@ def test_meminfo_and_limits() -> None:
     assert node.parse_limits(limits) == {"Max open files": "1024"}
 
 
+def test_network(tmp_path: Path) -> None:
+    def put(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    put("net/lo/operstate", "unknown\n")
+    put("net/docker0/operstate", "down\n")
+    put("net/eth0/operstate", "up\n")
+    put("net/eth0/speed", "25000\n")
+    put("net/eth0/statistics/rx_errors", "0\n")
+    put("net/eth0/statistics/tx_dropped", "7\n")
+    put("net/ib0/operstate", "down\n")
+    put("net/ib0/device/vendor", "x")
+    put("infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
+    put("infiniband/mlx5_0/ports/1/rate", "10 Gb/sec (4X SDR)\n")
+    put("infiniband/mlx5_0/ports/1/counters/link_downed", "3\n")
+    assert node.network(tmp_path) == {
+        "eth0": {"state": "up", "speed_mbit": 25000, "tx_dropped": 7},
+        "ib0": {"state": "down"},
+        "mlx5_0/1": {"state": "DOWN", "rate": "10 Gb/sec (4X SDR)", "link_downed": 3},
+    }
+    assert node.network(tmp_path / "none") == {}
+
+
 def test_versions_of_another_installation(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import socket
@@ -213,20 +212,6 @@ def test_escapes_from_a_job_do_not_reach_the_terminal() -> None:
     found = run_status(rank(0, phase=evil, signals=evil), name=evil, cwd=evil, command=[evil], threshold_why=evil)
     shown = status.text([run(10, found), run(11, problem=evil)], 1000.0)
     assert "evil" in shown and not [char for char in shown if ord(char) < 32 and char != "\n"]
-
-
-def test_the_live_table_shows_the_same_cells() -> None:
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=140, no_color=True)
-    found = run_status(rank(0, phase="[bold]eval"), rank(1, step=9))
-    console.print(status.picture([run(10, found), run(11, problem="gone: its supervisor was killed")], 1000.0))
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    for words in ("51 steps behind", "[bold]eval", "suspects a hang after 600 s", "gone: its supervisor", "Ctrl-C"):
-        assert words in shown
-    console.print(status.picture([], 1000.0))
-    assert status.NONE_LIVE in console.file.getvalue()
 
 
 def test_json_has_every_run_with_the_fields_of_its_status() -> None:

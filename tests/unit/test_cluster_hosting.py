@@ -60,7 +60,7 @@ def gone(one: process.ProcessId) -> bool:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.rare), "localhost"])
 def test_of_two_on_one_host_the_first_starts_it(make: Callable[..., StoreHost], host: str) -> None:
     number = port()
     one, other = make(host, number), make(host, number)

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePath
 
 import pytest
 import stub
@@ -16,6 +17,7 @@ from safelaunch.cli.colaunch import OURS, check_jobs, make_pool, picture
 from safelaunch.cli.colaunch_options import parse
 from safelaunch.cli.colaunch_rows import (
     COLUMNS,
+    bundles,
     cells,
     choose,
     columns,
@@ -269,8 +271,9 @@ def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None
     assert {Path(path).name for path in found} == {"a-20260101T000000Z-crash", "a-20260102T000000Z-hang"}
     before = {path for path in found if "crash" in path}
     assert Path(active.newest(found - before)).name == "a-20260102T000000Z-hang"
-    assert active.verdict_of(active.newest(found - before)) == "hang"
-    assert (active.newest(set()), active.verdict_of(""), active.verdict_of(str(tmp_path))) == ("", "", "")
+    assert active.verdict_of(active.newest(found - before))[0] == "hang"
+    nothing = ("", "")
+    assert (active.newest(set()), active.verdict_of(""), active.verdict_of(str(tmp_path))) == ("", nothing, nothing)
     assert paths.bundles_of("nobody") == set()
 
 
@@ -319,12 +322,19 @@ def test_a_wrong_command_line_is_an_error_of_ours(words: str, said: str) -> None
         parse(words.split())
 
 
-@pytest.mark.parametrize("words", ["--slots 0", "--slots x", "--max-parallel 0", "--grd a=1", "--timeout -1"])
-def test_what_argparse_rejects(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--slots 0", "argument --slots"),
+        ("--slots x", "argument --slots"),
+        ("--max-parallel 0", "argument --max-parallel"),
+        ("--grd a=1", "there is no option --grd; did you mean '--grid'"),
+        ("--timeout -1", "argument --timeout"),
+    ],
+)
+def test_what_argparse_rejects(words: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         parse([*words.split(), "--", "t.py"])
-    assert ended.value.code == 2
-    assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -336,6 +346,7 @@ def test_what_argparse_rejects(words: str, capsys: pytest.CaptureFixture[str]) -
         ],
         (("--stall-timeout", "soon", "t.py"), "'soon' is not auto or a positive number"),
         (("--stall-timeout",), "needs a value"),
+        (("--stall-timout=9", "t.py"), "did you mean safelaunch's --stall-timeout?"),
         (("--preset", "hang-debgu", "t.py"), "did you mean 'hang-debug'"),
         (("--nproc-per-node=2",), "names no script"),
         (("exec", "--stall-timeout", "9"), "names no script"),
@@ -386,25 +397,41 @@ def view(state: str, name: str = "a", **more: object) -> JobView:
 
 def test_the_row_of_a_running_job() -> None:
     running = view("running", on="0-1", ports="29401,20000", step=40, steps_per_s=2.0, elapsed_s=20.0, attempts=2)
+    running = replace(running, age_s=0.4, metrics={"loss": 0.5, "tag": "x"})
     row = dict(zip(COLUMNS, cells(running, 60.0), strict=True))
     assert row == {
         "job": "a",
         "parameters": "lr=1e-3",
         "state": "running (attempt 2)",
+        "cause": "-",
         "on": "0-1",
         "port": "29401,20000",
         "step": "40",
         "rate": "2/s",
+        "age": "0.4s",
+        "metric": "loss=0.5, tag=x",
         "elapsed": "20s",
         "estimate": "40s",
-        "bundle": "-",
     }
 
 
+def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
+    known = {"step": 40, "steps_per_s": 1.84, "elapsed_s": 70.0, "age_s": 42.0}
+    row = dict(zip(COLUMNS, cells(view("running", **known, quiet=True, cause="data-loading"), 120.0), strict=True))
+    shown = [row[name] for name in ("state", "cause", "rate", "age", "estimate")]
+    assert shown == ["quiet", "data-loading?", "0/s", "42s", "-"]
+    late = dict(zip(COLUMNS, cells(view("running", **known), 60.0), strict=True))
+    assert (late["state"], late["estimate"]) == ("running", "-"), "not 0.0s"
+    assert headline(Snapshot((view("running", "a", quiet=True), view("running", "b")), "slot")).startswith(
+        "0 of 2 done, 2 running (1 quiet)"
+    )
+
+
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
-    hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang"))
-    assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "7", "-", "1m30s", "-", "a-hang")
-    assert cells(view("waiting"), None)[2:] == ("waiting", *"-------")
+    hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang", cause="busy-loop"))
+    assert cells(hung, 60.0)[2:] == ("hung", "busy-loop", "-", "-", "7", "-", "-", "-", "1m30s", "-")
+    assert cells(view("succeeded", outcome=DONE), 60.0)[9] == "loss=0.25"
+    assert cells(view("waiting"), None)[2:] == ("waiting", *"---------")
 
 
 def test_the_headline_counts_and_estimates() -> None:
@@ -442,16 +469,63 @@ def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
     assert lines[-1].strip() == "0 of 40 done, 40 waiting"
 
 
+HUNG = Outcome("hung", 124, 90.0, 7, bundle=f"/w/s/jobs/lr/bundles/lr-{'x' * 30}-hang", cause="collective-mismatch")
+
+
 def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
     running = view("running", "lr-1e-3_seed-1", on="0-3", ports="20001", step=400, steps_per_s=49.4, elapsed_s=6.0)
-    hung = view("hung", "lr-3e-4_seed-1", outcome=Outcome("hung", 124, 90.0, 7, bundle=f"/b/lr-{'x' * 30}-hang"))
-    rows = [cells(each, 60.0) for each in (running, hung)]
+    rows = [cells(each, 60.0) for each in (replace(running, age_s=0.1), view("hung", "lr-3e-4_seed-1", outcome=HUNG))]
     assert columns(rows, 160) == COLUMNS
-    assert columns(rows, 90) == tuple(name for name in COLUMNS if name != "bundle")
-    assert columns(rows, 60) == ("job", "state", "on", "port", "step", "elapsed", "estimate")
-    assert columns(rows, 10) == ("job", "state", "on", "elapsed")
+    assert columns(rows, 90)[:3] == ("job", "state", "cause")
+    assert columns(rows, 10) == ("job", "state", "cause")
     quiet = cells(view("running", "job-with-a-name", on="0", elapsed_s=1.0), None)
     assert columns([quiet], 50) == ("job", "parameters", "state", "on", "elapsed"), "empty ones go first"
+
+
+def test_the_paths_of_bundles_stand_whole_below_the_table() -> None:
+    jobs = [view("hung", f"j{number}", outcome=HUNG) for number in range(9)]
+    assert bundles(jobs[:1], 9, PurePath("/w")) == ["j0: collective-mismatch", f"  {HUNG.bundle.removeprefix('/w/')}"]
+    assert bundles(jobs[:1], 9, PurePath("/elsewhere"))[1] == f"  {HUNG.bundle}"
+    lines = bundles(jobs, 9, PurePath("/w"))
+    assert [line for line in lines if line.startswith("j")] == [f"j{n}: collective-mismatch" for n in (5, 6, 7, 8)]
+    assert lines[-1] == "and 5 more bundles: see summary.csv" and len(lines) == 9
+    assert bundles([view("succeeded", outcome=DONE)], 9, PurePath("/w")) == []
+    assert bundles(jobs, 2, PurePath("/w")) == ["and 9 more bundles: see summary.csv"]
+
+
+def sweep_on_screen() -> Snapshot:
+    """One of each kind, as a screen may find them."""
+    names = [f"lr-{lr}_seed-{seed}" for lr, seed in (("1e-3", 0), ("1e-3", 1), ("3e-4", 0), ("3e-4", 1), ("1e-4", 0))]
+    bundle = f"{Path.cwd()}/safelaunch-sweeps/sweep/jobs/{names[2]}/bundles/{names[2]}-20261122T191239Z-hang"
+    hung = Outcome("hung", 124, 90.0, 7, bundle=bundle, cause="collective-mismatch", metrics={"loss": 3.5})
+    pace = {"ports": "29401", "step": 1047, "steps_per_s": 37.7, "elapsed_s": 31.0}
+    return Snapshot(
+        (
+            view("succeeded", names[0], attempts=1, outcome=DONE),
+            view("running", names[1], on="0-1", age_s=0.1, metrics={"loss": 0.7312}, **pace),
+            view("hung", names[2], outcome=hung),
+            view("running", names[3], on="2-3", age_s=42.0, quiet=True, cause="data-loading", **pace),
+            view("waiting", names[4]),
+        ),
+        "GPU",
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_on_a_terminal(width: int) -> None:
+    """Written anew with ``WRITE_GOLDEN=1`` in the environment; look at the difference."""
+    import io
+
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, height=24)
+    console.print(picture(sweep_on_screen(), 24, width))
+    shown = "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    golden = Path(__file__).parents[1] / "data" / "colaunch_table" / f"{width}.txt"
+    if os.environ.get("WRITE_GOLDEN"):
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(shown, "utf-8")
+    assert shown == golden.read_text("utf-8")
 
 
 def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
@@ -510,6 +584,23 @@ def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> N
         "odd",
     )
     assert (rows[2]["exit_code"], rows[2]["loss"]) == ("", "")
+
+
+def test_while_it_runs_the_csv_has_what_is_known_so_far(tmp_path: Path) -> None:
+    begun = Track(job("d"), "running", 1, 1)
+    known = Outcome("running", None, 12.5, 40, ("GPU-3",), metrics={"loss": 0.75})
+    summary.write_csv([*tracks(), begun], SweepPaths(tmp_path), {"d": known})
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        row = list(csv.DictReader(file))[-1]
+    shown = [row[name] for name in ("state", "exit_code", "duration_s", "last_step", "gpus", "loss")]
+    assert shown == ["running", "", "12.5", "40", "GPU-3", "0.75"]
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.csv"]
+
+
+def test_the_table_at_the_end_names_causes_where_there_are_any() -> None:
+    lines = summary_lines([*tracks(), Track(job("d"), "hung", 1, 1, HUNG)])
+    assert lines[0].split()[:4] == ["job", "parameters", "state", "cause"]
+    assert lines[4].split()[2:5] == ["hung", "collective-mismatch", "124"]
 
 
 def test_the_table_at_the_end() -> None:

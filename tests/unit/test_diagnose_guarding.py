@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from evidence import C10D, SCRIPT, at, entry, in_c10d, job, past, rank, record, waiting
+from evidence import C10D, SCRIPT, at, entry, in_c10d, in_user, job, past, rank, record, waiting
+from msgspec import structs
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Frame, RankException, RankExit, Verdict
+from safelaunch.model import Frame, HandledException, RankEvidence, RankException, RankExit, Verdict
 
 
 def verdict_of(source: str, *ranks: int, odd: int = 41, op: str = "all_gather", world: int = 2) -> Verdict:
@@ -90,8 +91,13 @@ def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() 
 # --- several ranks, and what sets them apart --------------------------------------------------------------------------
 
 
-def confidence_of_odd(odd: set[int], world: int = 8, groups: dict[str, tuple[int, ...]] | None = None) -> str:
-    """Of a job in which ``odd`` ranks wait in an all_gather, the others in an all_reduce."""
+def verdict_of_odd(
+    odd: set[int], world: int = 8, groups: dict[str, tuple[int, ...]] | None = None, handling: str = ""
+) -> Verdict:
+    """Of a job in which ``odd`` ranks wait in an all_gather, the others in an all_reduce.
+
+    ``handling``: these do so in the handler of such an exception.
+    """
     flights = [
         record(
             *past(3), entry("all_gather" if n in odd else "all_reduce", 4, line=41 if n in odd else 50), groups=groups
@@ -102,30 +108,65 @@ def confidence_of_odd(odd: set[int], world: int = 8, groups: dict[str, tuple[int
         rank(n, in_c10d("all_gather" if n in odd else "all_reduce", 41 if n in odd else 50), flight=flight)
         for n, flight in enumerate(flights)
     ]
-    verdict = diagnose(job(*ranks))
-    assert [one.rank for one in verdict.culprits] == sorted(odd)
-    return verdict.confidence
+    if handling:
+        ranks = [in_handler(one, handling) if n in odd else one for n, one in enumerate(ranks)]
+    return diagnose(job(*ranks))
+
+
+def in_handler(one: RankEvidence, exception: str) -> RankEvidence:
+    assert one.main is not None
+    stacks = tuple(
+        structs.replace(sample, threads=tuple(structs.replace(t, ident=1) for t in sample.threads))
+        for sample in one.main.stacks
+    )
+    handled = HandledException(1, exception, "a bad batch", (at(30),))
+    return structs.replace(
+        one, main=structs.replace(one.main, stacks=stacks), gil=structs.replace(one.gil, handling=(handled,))
+    )
 
 
 @pytest.mark.parametrize(
     ("odd", "world", "expected"),
     [
         ({3}, 8, "high"),
-        ({1, 4, 6}, 8, "low"),
-        ({1, 4, 6, 9}, 64, "low"),
         ({0, 1}, 8, "medium"),
         (set(range(8)), 64, "high"),
         (set(range(3, 64, 4)), 64, "high"),
-        ({5, 6, 7, 8}, 64, "low"),
     ],
 )
 def test_several_ranks_are_surely_at_fault_only_in_a_pattern(odd: set[int], world: int, expected: str) -> None:
     """Ranks that draw for themselves, or decide by data of their own, seldom make one."""
-    assert confidence_of_odd(odd, world) == expected
+    verdict = verdict_of_odd(odd, world)
+    assert [one.rank for one in verdict.culprits] == sorted(odd)
+    assert verdict.confidence == expected
+
+
+@pytest.mark.parametrize(("odd", "world"), [({1, 4, 6}, 8), ({0, 1, 4}, 6), ({1, 4, 6, 9}, 64), ({5, 6, 7, 8}, 64)])
+def test_nobody_is_named_where_each_rank_decides_for_itself(odd: set[int], world: int) -> None:
+    verdict = verdict_of_odd(odd, world)
+    assert (verdict.cause, verdict.culprits) == ("collective-mismatch", ())
+    assert verdict.confidence == "medium"
+    assert "train.py:41" in verdict.summary and "decide for itself" in verdict.summary
+    assert "decide alike" in verdict.suggestions[0]
 
 
 def test_the_members_of_a_group_are_a_pattern() -> None:
     ranks = {5, 22, 40, 61}
-    assert confidence_of_odd(ranks, 64) == "low"
+    assert not verdict_of_odd(ranks, 64).culprits
     groups = {"0": tuple(range(64)), "7": tuple(sorted(ranks))}
-    assert confidence_of_odd(ranks, 64, groups) == "high"
+    assert verdict_of_odd(ranks, 64, groups).confidence == "high"
+
+
+def test_ranks_that_say_themselves_why_are_named_without_a_pattern() -> None:
+    verdict = verdict_of_odd({1, 4, 6}, handling="ValueError")
+    assert [one.rank for one in verdict.culprits] == [1, 4, 6]
+    assert "ValueError: a bad batch" in verdict.summary
+
+
+@pytest.mark.parametrize(("odd", "named"), [({3}, [3]), ({0, 1}, [0, 1]), ({1, 4, 6}, [])])
+def test_of_ranks_that_rest_in_two_places_several_are_named_only_in_a_pattern(odd: set[int], named: list[int]) -> None:
+    """No peer waits for them, as far as anything shows."""
+    ranks = [rank(n, in_user(41 if n in odd else 50), "sleep", flight=None) for n in range(8)]
+    verdict = diagnose(job(*ranks))
+    assert [one.rank for one in verdict.culprits] == named
+    assert verdict.confidence == "low"

@@ -159,6 +159,18 @@ def test_a_pipe_that_only_the_reader_has_open() -> None:
     assert "Close the other end of the pipe here" in verdict.suggestions[0]
 
 
+@pytest.mark.parametrize(("status", "words"), [(9, " by SIGKILL"), (3 << 8, " with code 3"), (0, "")])
+def test_a_queue_whose_only_writer_has_died(status: int, words: str) -> None:
+    """Who takes from a queue has both its ends open by design."""
+    dead = process(70, (), "zombie", role="child")
+    states = tuple(structs.replace(state, wait_status=status) for state in dead.states)
+    main = beside(process(RANK, (RECV, Frame(QUEUES, 103, "Queue.get"), *in_user(7)), "pipe"), RANK)
+    verdict = parent(main, structs.replace(dead, states=states))
+    assert named(verdict) == ("blocking-io", 1, 7, "main")
+    assert f"its child process 70 has ended{words} and not been reaped, while" in verdict.summary
+    assert "why the child ended" in verdict.suggestions[0]
+
+
 @pytest.mark.parametrize("frames", [(), (SERVES, MODULE)])
 def test_a_pipe_that_another_child_has_inherited(frames: tuple[Frame, ...]) -> None:
     """Be it a program or forked: the one that was to write has ended."""

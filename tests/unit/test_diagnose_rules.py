@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -29,14 +30,14 @@ def test_every_rule_says_in_a_sentence_what_it_is_about(rule) -> None:  # type: 
 
 def test_a_rule_that_concludes_what_it_does_not_declare_fails_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     (last,) = RULES[-1:]
-    monkeypatch.setattr("safelaunch.diagnose.RULES", (replace(last, concludes=("group-order",)),))
+    monkeypatch.setattr(sys.modules[_conclude.__module__], "RULES", (replace(last, concludes=("group-order",)),))
     with pytest.raises(AssertionError, match="nobody_stands_out concludes no-rank-stands-out"):
         _conclude(Case.of(job(waiting(0), waiting(1))))
 
 
 def test_a_rule_is_not_asked_where_what_it_needs_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     last = replace(RULES[-1], needs=("a crash",))
-    monkeypatch.setattr("safelaunch.diagnose.RULES", (last, RULES[-1]))
+    monkeypatch.setattr(sys.modules[_conclude.__module__], "RULES", (last, RULES[-1]))
     case = Case.of(job(waiting(0), waiting(1)))
     assert last.ask(case) == ""
     assert _conclude(case)[0].cause == "no-rank-stands-out"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from evidence import (
     MODULE,
+    SCRIPT,
     SITE,
     STDLIB,
     WORKER_IDLE,
@@ -512,21 +513,56 @@ def test_a_signal_handler_that_waits_for_the_lock_of_the_code_below() -> None:
     assert "signal handler" not in diagnose(waits).summary, "without the source nothing is said"
 
 
-def test_a_key_of_the_store_that_nobody_sets() -> None:
-    one = rank(1, in_user(2, "wait"), "poll", flight=behind())
+def at_store(number: int, line: int, **values: str) -> RankEvidence:
+    """A rank in a call of the store, at ``line``; ``values``: of its local variables."""
+    one = rank(number, in_user(line, "wait"), "poll", flight=behind())
     assert one.main is not None
     states = []
     for state in one.main.states:
         polls = structs.replace(state.threads[0], fd=3, fd_target="tcp6 [::1]:36420 -> [::1]:41283 (established)")
         states.append(structs.replace(state, threads=(polls, *state.threads[1:])))
-    one = structs.replace(one, main=structs.replace(one.main, states=tuple(states)))
-    waits = with_culprit(one, 3)
+    stacks = [
+        structs.replace(sample, threads=tuple(structs.replace(t, names=tuple(values.items())) for t in sample.threads))
+        for sample in one.main.stacks
+    ]
+    return structs.replace(one, main=structs.replace(one.main, states=tuple(states), stacks=tuple(stacks)))
+
+
+def test_a_key_of_the_store_that_nobody_sets() -> None:
+    waits = with_culprit(at_store(1, 2, step="15"), 3)
     source = "def wait(store, step):\n    return store.get(f'export/{step}')\n"
     verdict = diagnose(waits, lambda path: source)
     assert verdict.cause == "blocking-io"
-    assert verdict.summary.startswith("Rank 1 waits at train.py:2 (wait) for the key `f'export/{step}'` of the store")
+    assert verdict.summary.startswith("Rank 1 waits at train.py:2 (wait) for the key `f'export/{step}'` (export/15) of")
     assert "who is to set this key" in verdict.suggestions[0]
     assert "is blocked in I/O" in diagnose(waits, lambda path: "def wait(x):\n    return x.recv(4)\n").summary
+
+
+def test_a_key_of_the_store_that_one_rank_alone_would_set() -> None:
+    source = """\
+def share(store, step, resumed):
+    if rank == 0:
+        if not resumed:
+            store.set(f"run/{step}", name())
+    else:
+        store.get(f"run/{step}")
+"""
+    gone_on = waiting(0, flight=None, line=50)
+    evidence = job(gone_on, at_store(1, 6, step="15"), at_store(2, 6, step="15"))
+    verdict = diagnose(evidence, lambda path: source)
+    assert (verdict.cause, [one.rank for one in verdict.culprits], verdict.victims) == ("blocking-io", [0], "1-2")
+    assert verdict.culprits[0].frame == Frame(SCRIPT, 4, "")
+    assert verdict.summary == (
+        "Ranks 1-2 wait at train.py:6 (wait) for the key `f'run/{step}'` (run/15) of the store. Rank 0 alone sets it,"
+        " at train.py:4, behind `if rank == 0 (train.py:2)` and `if not resumed (train.py:3)`, and it has gone on to"
+        " all_reduce at train.py:50 (train)."
+    )
+    unknown = diagnose(evidence, lambda path: source.replace("rank == 0", "rank == options.publisher"))
+    assert [one.rank for one in unknown.culprits] == [0], "the others are on the other side of the same condition"
+    asleep = job(rank(0, in_user(9), "sleep"), at_store(1, 6), at_store(2, 6))
+    verdict = diagnose(asleep, lambda path: source)
+    assert [one.rank for one in verdict.culprits] == [0]
+    assert "the one to set the key of the store that ranks 1-2 wait for" in verdict.summary
 
 
 def test_a_thread_that_keeps_a_rank_from_its_end() -> None:

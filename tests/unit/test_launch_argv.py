@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from safelaunch.cli.run import misplaced
 from safelaunch.errors import UsageError
-from safelaunch.launch.argv import CommandLine, split
+from safelaunch.launch.argv import CommandLine, options_given, split
 from safelaunch.launch.torchrun import KNOWN
 from safelaunch.settings.config import OWN_OPTIONS
 
@@ -113,6 +113,19 @@ def test_an_own_option_used_wrongly(words: list[str], message: str) -> None:
         cut(*words)
 
 
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--nnodes 2 -mr3 --standalone", [["--nnodes"], ["-m", "-r"], ["--standalone"]]),
+        ("--nnodes=2 --stall-timout", [["--nnodes"], []]),
+        ("--no-py", [["--no-python"]]),
+        ("-x -mx", [[], ["-m"]]),
+    ],
+)
+def test_what_the_options_mean(words: str, options: list[list[str]]) -> None:
+    assert [meant for _, meant in options_given(words.split(), KNOWN)] == options
+
+
 # --- the real parser is the judge -------------------------------------------------------------------------------------
 
 
@@ -150,6 +163,7 @@ def agree(words: list[str], own: list[tuple[int, list[str]]] = []) -> bool:  # n
     script, arguments = judged
     assert [*found.torchrun, *found.script] == words
     assert found.script[0] == script
+    assert all(meant for _, meant in options_given(found.torchrun, table())), "an option that torchrun accepts"
     # argparse drops a "--" that follows the script, or not, by version; it gets to see it in any case.
     assert [w for w in found.script[1:] if w != "--"] == [w for w in arguments if w != "--"]
     if "--" not in words:

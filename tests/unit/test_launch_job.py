@@ -1,13 +1,17 @@
-"""The job's processes as the supervisor sees them."""
+"""The job's processes as the supervisor sees them, and the signals that it passes on."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 
-from safelaunch.launch.job import JobProcesses
+import pytest
+
+from safelaunch.launch import job
+from safelaunch.launch.job import Forwarder, JobProcesses
 from safelaunch.launch.process import Children, ProcessId
 
 
@@ -68,3 +72,82 @@ def test_a_kernel_without_lists_of_children_is_searched() -> None:
         assert child.pid in children.new()
         child.kill()
     os.close(children._list)
+
+
+# --- signals to the job -----------------------------------------------------------------------------------------------
+
+GROUP, ALONE = "its group", "the process"
+INT, TERM, QUIT, USR1 = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, signum: found.append((GROUP, signum)))
+    monkeypatch.setattr(os, "kill", lambda pid, signum: found.append((ALONE, signum)))
+    return found
+
+
+def test_signals_are_passed_on_to_whom_torchrun_would_have_got_them(sent: list[tuple[str, int]]) -> None:
+    forwarder = Forwarder(4711)
+    forwarder.take(USR1, by_terminal=False)
+    assert not forwarder.stop_requested
+    forwarder.take(INT, by_terminal=True)
+    forwarder.take(TERM, by_terminal=False)
+    forwarder.take(QUIT, by_terminal=True)
+    assert sent == [(ALONE, USR1), (GROUP, INT), (ALONE, TERM), (GROUP, QUIT)] and forwarder.stops == 3
+
+
+def test_ctrl_c_waits_for_the_evidence_and_the_second_one_does_not(sent: list[tuple[str, int]]) -> None:
+    forwarder = Forwarder(4711, hold=lambda: True)
+    forwarder.take(INT, by_terminal=True)
+    assert forwarder.holding and forwarder.stop_requested and sent == []
+    forwarder.take(USR1, by_terminal=False)
+    assert sent == [(ALONE, USR1)], "what does not stop the job is not held back"
+    forwarder.take(INT, by_terminal=True)
+    assert sent[1:] == [(GROUP, INT)] and not forwarder.holding, "once, and at once"
+    forwarder.release()
+    forwarder.take(INT, by_terminal=True)
+    assert sent[2:] == [(GROUP, INT)], "a third one is another one"
+
+
+def test_what_was_held_back_goes_out_before_another_signal(sent: list[tuple[str, int]]) -> None:
+    forwarder = Forwarder(4711, hold=lambda: True)
+    forwarder.take(INT, by_terminal=False)
+    forwarder.take(TERM, by_terminal=False)
+    assert sent == [(ALONE, INT), (ALONE, TERM)]
+
+
+def test_only_the_first_ctrl_c_is_asked_about(sent: list[tuple[str, int]]) -> None:
+    forwarder = Forwarder(4711, hold=lambda: True)
+    forwarder.take(TERM, by_terminal=False)
+    forwarder.take(INT, by_terminal=True)
+    assert sent == [(ALONE, TERM), (GROUP, INT)]
+    healthy = Forwarder(4711, hold=lambda: False)
+    healthy.take(INT, by_terminal=True)
+    assert sent[2:] == [(GROUP, INT)] and not healthy.holding
+
+
+def test_ctrl_backslash_is_a_question_and_a_signal_of_that_name_is_not(sent: list[tuple[str, int]]) -> None:
+    asked: list[str] = []
+    forwarder = Forwarder(4711, on_quit=lambda: asked.append("dump"))
+    forwarder.take(QUIT, by_terminal=True)
+    assert (asked, sent, forwarder.stop_requested) == (["dump"], [], False)
+    forwarder.take(QUIT, by_terminal=False)
+    assert sent == [(ALONE, QUIT)] and forwarder.stop_requested
+    forwarder.take(QUIT, by_terminal=True)
+    assert asked == ["dump"] and sent[1:] == [(GROUP, QUIT)], "somebody wants it to end by now"
+
+
+def test_a_signal_is_held_for_so_long_and_no_longer(
+    sent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "HOLD_S", 0.0)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    try:
+        forwarder = Forwarder(4711, hold=lambda: True)
+        forwarder.take(INT, by_terminal=True)
+        forwarder.wait(0.001)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert sent == [(GROUP, INT)] and not forwarder.holding

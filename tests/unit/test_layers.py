@@ -19,7 +19,8 @@ PACKAGE = Path(safelaunch.__file__).parent
 # The packages in the order in which data flows. A module may import from packages before its own, and from its own.
 LAYERS = (
     ("beacon", "what runs inside the ranks and the torchrun agent"),
-    ("safelaunch", "the public package: version, step(), phase(), pause()"),
+    ("safelaunch", "the public package: version, step(), phase(), pause(); the names of the API"),
+    ("schemas", "the JSON Schemas of documents that programs read"),
     ("errors", "what the command line turns into a message and an exit code"),
     ("system", "processes, NVML, the console, threads, deadlines"),
     ("model", "records that travel between the packages"),
@@ -39,6 +40,7 @@ LAYERS = (
     ("bundle", "assembled privately, published whole"),
     ("control", "status and dump of a live run: the protocol, and which runs there are"),
     ("supervise", "the loop over one job: stalls, crashes, incidents"),
+    ("api", "safelaunch.launch() and safelaunch.diagnose()"),
     ("doctor", "can it work here?"),
     ("colaunch", "many jobs on one node"),
     ("cli", "one file per subcommand"),
@@ -55,6 +57,7 @@ PURE = {
     "watch.stragglers",
     "watch.strides",
     "report.code",
+    "report.contract",
     "report.exports",
     "report.overview",
     "report.ranks",
@@ -64,6 +67,8 @@ PURE = {
     "report.tree",
     "model",
     "model.entries",
+    "model.evidence",
+    "model.verdict",
     "diagnose.*",
     "reproduce",
     "reproduce.*",
@@ -80,7 +85,7 @@ IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 NOT_OURS = ("demos/", "launch/launcher/", "cluster/host_store.py")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
 THIRD_PARTY = {
-    "torch": {"beacon.server", "beacon.rank"},
+    "torch": {"beacon.server", "beacon.rank", "api.launching"},
     "yaml": {"settings.yamlfile"},
     "msgspec": {
         "model.*",
@@ -107,7 +112,10 @@ THIRD_PARTY = {
         "supervise.peers",
         "supervise.watch",
         "watch.stall",
+        "report.exports",
         "watch.rhythm",
+        "api.*",
+        "colaunch.summary",
         "cli.*",
         "report.about",
     },
@@ -204,7 +212,9 @@ def test_every_package_has_its_layer() -> None:
 
 
 def test_the_arrows_point_down() -> None:
-    upward = [(i.by, i.module) for i in IMPORTS if i.ours and layer(i.module) > layer(i.by)]
+    # The public package names the API for type checkers; at run time it is imported when it is first used.
+    named = {("safelaunch", "api"), ("safelaunch", "schemas")}
+    upward = {(i.by, i.module) for i in IMPORTS if i.ours and layer(i.module) > layer(i.by)} - named
     assert not upward
 
 
@@ -233,7 +243,8 @@ def test_before_its_role_is_known_a_process_of_the_job_imports_nothing() -> None
 
 def test_the_public_package_imports_nothing_of_ours() -> None:
     """``import safelaunch`` in a training script costs nothing."""
-    assert not [i for i in IMPORTS if i.by == "safelaunch" and (i.ours or i.module not in sys.stdlib_module_names)]
+    public = [i for i in IMPORTS if i.by == "safelaunch" and not i.late]
+    assert not [i for i in public if i.ours or i.module not in sys.stdlib_module_names]
 
 
 @pytest.mark.parametrize("module", THIRD_PARTY)
@@ -244,7 +255,7 @@ def test_third_party_modules_are_imported_where_they_belong(module: str) -> None
 
 def test_no_third_party_module_is_unknown() -> None:
     foreign = {(i.by, i.module) for i in IMPORTS if not i.ours and i.module not in sys.stdlib_module_names}
-    known = {*THIRD_PARTY, "sitecustomize", "tomllib", "_safelaunch_beacon"}
+    known = {*THIRD_PARTY, "sitecustomize", "typing_extensions", "tomllib", "_safelaunch_beacon"}
     assert not {(by, module) for by, module in foreign if module not in known}
 
 
@@ -271,7 +282,9 @@ def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
 
 
 def test_torch_is_never_imported_by_the_supervisor() -> None:
-    assert {i.by for i in IMPORTS if i.module == "torch"} <= {n for n in MODULES if within(n, {"beacon.*"})}
+    beside = {"beacon.*", "api.launching"}  # in the ranks, and in the process that starts them
+    assert {i.by for i in IMPORTS if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
+    assert {i.by for i in IMPORTS if i.module == "api.launching"} == {"api"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if within(name, PURE)])
@@ -331,6 +344,12 @@ def seen_by(tmp_path: Path, when: str, *words: str) -> set[str]:
 
 def test_a_dry_run_without_presets_imports_nothing_heavy(tmp_path: Path) -> None:
     assert not seen_by(tmp_path, AT_EXIT, "--dry-run", "--nproc-per-node", "2", "script.py") & HEAVY
+
+
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["--nproc-per-node=2", "-h"], ["completion", "bash"]])
+def test_help_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
+    allowed = {"argparse"} if words[0] == "completion" else set()
+    assert not seen_by(tmp_path, AT_EXIT, *words) & (HEAVY - allowed)
 
 
 @pytest.mark.parametrize(

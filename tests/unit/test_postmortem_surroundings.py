@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.postmortem.surroundings import about
-from safelaunch.report.about import Launch
+from safelaunch.report.about import Launch, Link
 
 
 def bundle(root: Path) -> Path:
@@ -21,6 +21,11 @@ def bundle(root: Path) -> Path:
     (root / "node/a/gpus.json").write_text(json.dumps({"driver": "1", "gpus": [gpu, {"index": 1, "error": "lost"}]}))
     disks = {"/tmp": {"total_bytes": 100, "free_bytes": 25}, "/dead": {"missing": "no answer"}}
     resources = {"cpus": 8, "load": [1.0, 2.0, 3.0], "memory_bytes": {"MemTotal": 9, "MemAvailable": 4}, "disks": disks}
+    resources["network"] = {
+        "eth0": {"state": "up", "speed_mbit": 25000},
+        "mlx5_0/1": {"state": "DOWN", "rate": "10 Gb/sec", "link_downed": 3},
+    }
+    (root / "node/a/env.json").write_text(json.dumps({"NCCL_DEBUG": "INFO", "PATH": "/bin", "MASTER_ADDR": "a"}))
     (root / "node/a/resources.json").write_text(json.dumps(resources))
     (root / "node/a/versions.json").write_text(json.dumps({"torch": "2.13", "kernel": "6.1"}))
     (root / "node/a/kernel_log.txt").write_text("".join(f"line {n}\n" for n in range(100)))
@@ -34,6 +39,8 @@ def test_a_bundle_tells_of_the_job_and_its_nodes(tmp_path: Path) -> None:
     (node,) = found.nodes
     assert [gpu.name or gpu.error for gpu in node.gpus] == ["H100", "lost"]
     assert node.disks == (("/tmp", 0.75),) and node.versions == (("torch", "2.13"),)
+    assert node.network == (Link("eth0", "up", "25000 Mbit/s"), Link("mlx5_0/1", "DOWN", "10 Gb/sec", "3 link downed"))
+    assert node.environment == (("NCCL_DEBUG", "INFO"), ("MASTER_ADDR", "a"))
     assert node.kernel_log[-1] == "line 99" and len(node.kernel_log) == 40
 
 

@@ -46,6 +46,11 @@ from safelaunch.reading.kernel import kernel_wait
         (f"{SITE}/safelaunch/beacon/faults.py", False),
         (f"{SITE}/safelaunch/demos/lock_deadlock.py", True),
         (f"{SITE}/safelaunch/watch.py", False),
+        ("/home/me/.pyenv/versions/3.11.7/bin/python3.11", False),  # C++ stacks of the Flight Recorder
+        ("/opt/py/bin/python3.13t", False),
+        ("??", False),
+        ("./Include/internal/pycore_ceval.h", False),
+        ("/home/me/python_trainer", True),
     ],
 )
 def test_is_user(path: str, mine: bool) -> None:
@@ -174,6 +179,29 @@ def test_a_passing_state_is_not_a_wait() -> None:
     assert kernel_wait(ProcessEvidence("main", (sample(0, "D"), sample(1, "S")))).kind == "sleep"
     assert kernel_wait(ProcessEvidence("main", (sample(0, "T"), sample(1, "S")))).kind == "sleep"
     assert kernel_wait(ProcessEvidence("main", (sample(0, "D"), sample(1, "D")))).kind == "disk"
+
+
+def looked_at(at_s: float, slices: int, ends_s: float | None, *, awake: bool = False) -> ProcessState:
+    letter, call = ("R", "") if awake else ("S", "clock_nanosleep")
+    thread = ThreadState(10, "python", letter, syscall_name=call, slices=slices, ends_s=ends_s)
+    return ProcessState(10, 1, 5, at_s, "python", (), letter, (thread,))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "again"),
+    [
+        (looked_at(5.0, 400, 5.1), looked_at(7.0, 420, 7.1), True),
+        (looked_at(5.0, 400, None, awake=True), looked_at(7.0, 420, 7.1), True),
+        (looked_at(5.0, 400, 5.1), looked_at(7.0, 420, None, awake=True), True),
+        (looked_at(5.0, 400, None), looked_at(7.0, 420, 7.1), True),
+        (looked_at(5.0, 400, None, awake=True), looked_at(7.0, 402, 7.1), False),
+        (looked_at(5.0, 400, None, awake=True), looked_at(7.0, 420, 9000.0), False),
+        (looked_at(5.0, 400, 9000.0), looked_at(7.0, 402, 9000.0), False),
+    ],
+)
+def test_a_thread_that_sleeps_again_and_again(first: ProcessState, second: ProcessState, again: bool) -> None:
+    """A look may find it awake between two sleeps: how often it has run since then tells."""
+    assert kernel_wait(ProcessEvidence("main", (first, second))).again is again
 
 
 def test_cpu_time_beats_the_moment_of_the_look() -> None:

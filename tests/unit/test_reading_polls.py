@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from safelaunch.model import Frame
-from safelaunch.reading.polls import Poll, poll_at, store_key_at
+from safelaunch.reading.polls import Poll, poll_at
 
 FILE = "/home/me/train.py"
 
@@ -21,24 +21,6 @@ def poll(text: str, *functions: str, asleep: bool = True) -> Poll | None:
         if f"# {at}" in text
     ]
     return poll_at([Frame(FILE, line, "f") for line in marked], lambda path: "\n".join(lines), asleep=asleep)
-
-
-@pytest.mark.parametrize(
-    ("line", "key"),
-    [
-        ('return self.store.get(f"export/{step}").decode()', "f'export/{step}'"),
-        ('store.wait(["ready"], timedelta(seconds=5))', "['ready']"),
-        ("dist.PrefixStore('a', store).get(name)", "name"),
-        ("self.cache.get('ready')", None),
-        ("store.set('ready', '1')", None),
-        ("store.get()", None),
-        ("broken(", None),
-    ],
-)
-def test_the_key_of_a_store(line: str, key: str | None) -> None:
-    source = f"def wait(self, step):\n    {line}\n"
-    assert store_key_at(Frame(FILE, 2, "wait"), lambda path: source) == key
-    assert store_key_at(Frame(FILE, 2, "wait"), lambda path: None) is None
 
 
 @pytest.mark.parametrize(

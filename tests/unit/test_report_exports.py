@@ -7,7 +7,8 @@ from typing import Any
 
 import incidents
 import pytest
-from evidence import in_user, job, rank
+from evidence import entry, in_user, job, rank, record
+from msgspec.structs import replace
 
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence
@@ -27,9 +28,41 @@ def test_a_trace_is_what_the_trace_event_format_asks_for() -> None:
     for event in events:
         assert isinstance(event["pid"], int) and isinstance(event["name"], str) and event["name"]
         if event["ph"] == "X":
-            assert isinstance(event["tid"], int) and event["ts"] >= 0 and event["dur"] >= 0
+            assert isinstance(event["tid"], int) and event["tid"] > 0
+            assert isinstance(event["ts"], int) and event["ts"] >= 0
+            assert isinstance(event["dur"], int) and event["dur"] >= 0
+            assert isinstance(event["cat"], str) and isinstance(event["args"], dict)
+        else:
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name")
     begun = [event["ts"] for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert begun == sorted(begun) and begun[0] == 0
+
+
+def test_the_calls_of_a_thread_never_overlap_which_no_viewer_could_draw() -> None:
+    hang = incidents.hang(64, nodes=8).evidence
+    late = [replace(entry("all_reduce", n), created_ns=10**9 + 1001 * (n ^ 1)) for n in range(1, 9)]  # by two threads
+    for events in (trace_of(hang), trace_of(job(rank(0, in_user(7), flight=record(*late))))):
+        tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for event in events:
+            if event["ph"] == "X":
+                tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], -event["dur"]))
+        for track in tracks.values():
+            open_until: list[int] = []
+            for begin, minus in sorted(track):
+                while open_until and open_until[-1] <= begin:
+                    open_until.pop()
+                assert not open_until or begin - minus <= open_until[-1]
+                open_until.append(begin - minus)
+        named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+        assert set(tracks) == named
+
+
+def test_names_that_are_hostile_stay_ascii_text() -> None:
+    facts = Facts.of(incidents.hostile().evidence)
+    for document in (exports.perfetto(facts, incidents.EVIL), exports.speedscope(facts, incidents.EVIL + "\ud800\x7f")):
+        text = exports.as_json(document)
+        assert text.isascii() and text.isprintable()
+        assert json.loads(text) == document
 
 
 def test_a_rank_is_a_process_and_its_pending_call_lasts_until_the_evidence_was_taken() -> None:
@@ -61,6 +94,23 @@ def test_stacks_weigh_as_many_ranks_as_have_them() -> None:
 def test_a_rank_that_raised_stands_where_it_raised_without_a_frame_of_ours() -> None:
     document = exports.as_json(exports.speedscope(Facts.of(incidents.crash().evidence)))
     assert "_safelaunch_beacon" not in document and '"forward"' in document
+
+
+def test_profiles_keep_to_the_format_of_speedscope() -> None:
+    """Its schema: every sample has a weight, every number is that of a frame, and the weights fill the profile."""
+    for evidence in (incidents.hang(64, nodes=8).evidence, incidents.crash().evidence, incidents.hostile().evidence):
+        document = exports.speedscope(Facts.of(evidence), "train")
+        assert set(document) == {"$schema", "name", "exporter", "activeProfileIndex", "shared", "profiles"}
+        frames = document["shared"]["frames"]
+        for frame in frames:
+            assert set(frame) <= {"name", "file", "line", "col"} and isinstance(frame["name"], str) and frame["name"]
+            assert isinstance(frame.get("file", ""), str) and isinstance(frame.get("line", 0), int)
+        for profile in document["profiles"]:
+            assert set(profile) == {"type", "name", "unit", "startValue", "endValue", "samples", "weights"}
+            assert profile["type"] == "sampled" and profile["unit"] in ("none", "seconds", "bytes")
+            assert len(profile["samples"]) == len(profile["weights"])
+            assert sum(profile["weights"]) == profile["endValue"] - profile["startValue"]
+            assert all(0 <= number < len(frames) for sample in profile["samples"] for number in sample)
 
 
 def test_without_records_or_stacks_both_are_empty_and_whole() -> None:

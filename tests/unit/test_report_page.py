@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import browser
 import incidents
 import pytest
-from evidence import behind, entry, in_user, job, past, rank, record, waiting
+from evidence import behind, entry, in_user, job, past, progress, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Frame, RankException, RankExit
+from safelaunch.model import Culprit, Frame, RankException, RankExit
 from safelaunch.report import page
-from safelaunch.report.about import About, NodeFiles
+from safelaunch.report.about import About, Gpu, GpuProcess, NodeFiles
+from safelaunch.report.overview import RankRow, alike
+from safelaunch.report.tables import hosts_word
 
 pytestmark = pytest.mark.xdist_group("chromium")  # one Chromium, and each page made once
 
@@ -111,6 +115,46 @@ def test_a_rank_that_never_entered_the_call_is_marked_in_its_lane() -> None:
     assert [(lane["r"], lane["a"]) for lane in made["lanes"]] == [("1", 1), ("0,2", 0)]
 
 
+def test_a_rank_at_fault_without_a_record_keeps_its_lane() -> None:
+    evidence = job(waiting(0), rank(1, in_user(7), "stop"), waiting(2))
+    made = page.content(diagnose(evidence), evidence)["timeline"]
+    assert [(lane["r"], lane["c"], len(lane["k"])) for lane in made["lanes"]] == [("1", 1, 0), ("0,2", 0, 4)]
+
+
+def test_those_at_fault_in_several_groups_are_parted_in_theirs_and_not_in_the_group_of_all() -> None:
+    groups = {"0": (0, 1, 2), "1": (1, 2), "2": (1, 2)}
+    mine = {n: entry("all_reduce", 1, done=False, group=str(n)) for n in (1, 2)}
+    ranks = [waiting(0, flight=record(*past(3), entry("all_reduce", 4), groups=groups))]
+    ranks += [waiting(n, flight=record(*past(3), mine[n], groups=groups)) for n in (1, 2)]
+    evidence = job(*ranks)
+    verdict = diagnose(evidence)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("group-order", [1, 2])
+    made = page.content(verdict, evidence)["timeline"]
+    assert made["mixed"] == 1 and made["groups"][made["part"][0]][0] != "default_pg"
+
+
+def test_ranks_that_differ_in_an_argument_alone_part_at_the_call_they_share() -> None:
+    ranks = [waiting(n, "broadcast", flight=record(*past(3), entry("broadcast", 4, done=False))) for n in range(3)]
+    evidence = job(*ranks)
+    verdict = diagnose(evidence)
+    frame = in_user(50)[0]
+    named = replace(
+        verdict, culprits=(Culprit(0, "node1", 1000, "main", frame, 60, "Rank 0 names rank 1 as the root."),)
+    )
+    assert page.content(named, evidence)["timeline"]["part"] == [0, 4]
+
+
+def test_a_job_that_was_seen_at_one_step_says_so_in_words(chromium: browser.Browser, tmp_path: Path) -> None:
+    one = progress(0, 5)
+    ranks = [replace(rank(0, in_user(7), "sleep"), progress=replace(one, last_step_ns=10**9)), waiting(1)]
+    evidence = job(*ranks, threshold_s=2.0)
+    path = tmp_path / "one.html"
+    path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+    chromium.open(path)
+    assert "Rank 0: step 5" in chromium.text("#steps") and not chromium.texts("#steps svg")
+    assert chromium.errors == []
+
+
 def test_thousands_of_ranks_make_a_small_page() -> None:
     text = html_of("thousands")
     assert len(text.encode()) < 5_000_000
@@ -185,6 +229,70 @@ def test_the_issue_is_markdown_that_a_job_cannot_break_out_of() -> None:
     )
 
 
+def test_nodes_that_are_alike_are_one_row_and_what_stands_out_is_told() -> None:
+    made = incident_page("thousands")["nodes"]
+    assert [(row["hosts"], row["n"], row["c"]) for row in made["rows"]] == [
+        ("node1", 1, 1),
+        ("node7", 1, 0),
+        ("node[2-6,8-512]", 510, 0),
+    ]
+    assert made["rows"][0]["notes"] == ["/tmp is nearly full", "the kernel log says something"]
+    assert made["rows"][1]["notes"] == ["mlx5_1/1 is DOWN"]
+    rest = made["rows"][2]
+    assert (rest["gpus"], rest["network"]) == ("8 × NVIDIA H100 80GB HBM3", "eth0, 2 InfiniBand ports")
+    assert rest["busy"] == [3.0, 100.0] and rest["load"][0] < rest["load"][1] and rest["r"].startswith("8-47,")
+    assert len(made["every"]) == 512 and len(made["versions"]) == 1
+
+
+def test_the_log_of_every_node_does_not_make_a_page_too_large() -> None:
+    evidence = incidents.hang(2).evidence
+    lines = tuple("x" * 300 for _ in range(40))
+    files = tuple(NodeFiles(f"n{at}", kernel_log=(str(at), *lines)) for at in range(512))
+    made = page.html(diagnose(evidence), evidence, about=About(nodes=files))
+    assert len(made.encode()) < 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        (["a"], "a"),
+        (["a", "b"], "a, b"),
+        (["n1", "n2", "n4"], "n[1-2,4]"),
+        (["gpu-007", "gpu-008", "gpu-010"], "gpu-[007-008,010]"),
+        (["ip-10-0-0-5", "ip-10-0-0-6"], "ip-10-0-0-[5-6]"),
+        (["n1.cluster", "n2.cluster"], "n[1-2].cluster"),
+        (list("abcdefgh"), "a, b, c, d, e, f and 2 more"),
+    ],
+)
+def test_names_of_hosts_are_written_as_slurm_does(hosts: list[str], words: str) -> None:
+    assert hosts_word(hosts) == words
+
+
+def test_the_head_names_ranks_on_a_gpu_that_is_not_theirs() -> None:
+    assert "share" not in dict(incident_page("four")["head"]["facts"]).get("devices", "")
+    one = incidents.hang(2)
+    (node,) = one.about.nodes
+    crowded = (Gpu(0, "A100", processes=(GpuProcess(1000), GpuProcess(1010))), Gpu(1, "A100"))
+    about = dataclasses.replace(one.about, nodes=(dataclasses.replace(node, gpus=crowded),))
+    ranks = tuple(replace(each, gpu=str(each.rank)) for each in one.evidence.ranks)
+    facts = page.content(one.verdict, replace(one.evidence, ranks=ranks), about=about)["head"]["facts"]
+    words = dict(facts)["devices"]
+    assert words.endswith("; ranks 0-1 share GPU 0; rank 1 has memory on GPU 0 and was given GPU 1")
+    assert words.startswith("local rank 0: GPU 0, 1: GPU 1")
+
+
+def test_ranks_that_differ_in_a_pid_or_in_the_state_they_were_caught_in_are_one_row() -> None:
+    rows = [
+        RankRow(n, "a", n, 5, "S futex" if n % 2 else "R", f"waits for pid {100 + n}, 3.{n} s", None) for n in range(4)
+    ]
+    (folded,) = alike(rows, ())
+    assert folded.ranks == (0, 1, 2, 3) and folded.doing == "waits for pid …, … s"
+    assert (folded.state, folded.step) == ("R (2), S futex (2)", "5")
+    assert [one.doing for one in alike(rows, {0})] == ["waits for pid 100, 3.0 s", "waits for pid …, … s"]
+    many = [dataclasses.replace(rows[0], rank=n, step=n) for n in range(200)]
+    assert [one.step for one in alike(many, ())] == ["0 to 199"]
+
+
 # --- in Chromium ------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +311,9 @@ def test_every_page_is_drawn_without_an_error_and_fits_a_phone(show: Show, name:
 
 def test_a_page_of_thousands_is_painted_at_once_and_its_culprit_is_found(show: Show) -> None:
     opened = show("thousands")
+    assert opened.texts("[data-lane]") == ["rank 0", "ranks 1-4095"]  # ranks 1-7 differ in another group alone
+    opened.value("document.querySelector('#timeline select').value = '-1'")
+    opened.value("document.querySelector('#timeline select').dispatchEvent(new Event('change'))")
     assert opened.texts("[data-lane]") == ["rank 0", "ranks 8-4095", "ranks 1-7"]
     opened.focus("#search")
     opened.press(*"3071")
@@ -264,6 +375,22 @@ def test_the_timeline_is_walked_zoomed_and_switched_by_keyboard(show: Show) -> N
     assert opened.errors == []
 
 
+def test_the_keys_of_the_timeline_skip_a_lane_without_calls(chromium: browser.Browser, tmp_path: Path) -> None:
+    evidence = job(waiting(0), rank(1, in_user(7), "stop"), waiting(2, line=60))
+    path = tmp_path / "stopped.html"
+    path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+    chromium.open(path)
+    assert chromium.texts("[data-lane]")[0] == "rank 1"
+    chromium.focus("#timeline canvas")
+    chromium.press("End")
+    assert "rank 0" in chromium.text("#timeline-said")
+    chromium.press("ArrowDown")
+    assert "rank 2" in chromium.text("#timeline-said")
+    chromium.press("ArrowUp", "ArrowUp")
+    assert "rank 0" in chromium.text("#timeline-said")
+    assert chromium.errors == []
+
+
 def test_stacks_fold_and_ranks_unfold_by_keyboard(show: Show) -> None:
     opened = show("crash")
     assert "Ranks 0,2-3" in opened.text(".tree")
@@ -318,3 +445,126 @@ def test_numbers_that_a_page_cannot_hold_are_left_out() -> None:
     about = About(at_unix_s=float("inf"), nodes=(NodeFiles("a", load=(float("nan"), float("inf"))),))
     text = page.html(diagnose(evidence), evidence, about=about)
     json.loads(data_of(text), parse_constant=pytest.fail)
+
+
+# --- for everybody ----------------------------------------------------------------------------------------------------
+
+_TEXT_ON = {  # which text colours stand on which grounds
+    "ink": ("bg", "card", "soft", "bad-soft", "way"),
+    "dim": ("bg", "card", "soft", "bad-soft", "way"),
+    "faint": ("bg", "card", "soft", "bad-soft"),
+    "bad": ("bg", "card", "soft", "bad-soft"),
+    "bg": ("ink",),
+}
+
+
+def palettes() -> list[dict[str, str]]:
+    """The colours of the light and of the dark theme."""
+    light, dark = re.findall(r":root \{(.*?)\}", page._part("report.css"), re.DOTALL)[:2]
+    colours = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in (light, dark)]
+    assert set(colours[0]) == set(colours[1]) and len(colours[0]) > 15
+    return colours
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_all_text_has_the_contrast_that_wcag_asks_for(theme: int) -> None:
+    colours = palettes()[theme]
+    for text, grounds in _TEXT_ON.items():
+        for ground in grounds:
+            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    for n in range(8):
+        assert contrast(colours[f"op{n}"], colours["card"]) >= 3, n  # a shape that has to be told apart
+    for ground in ("bg", "card", "soft"):
+        assert contrast(colours["focus"], colours[ground]) >= 3
+
+
+_HEADINGS = "[...document.querySelectorAll('h1, h2, h3, h4')].map(e => Number(e.tagName[1]))"
+_NAMELESS = """[...document.querySelectorAll('button, a, select, input, summary, canvas, nav, [role=img]')]
+  .filter(e => !(e.getAttribute('aria-label') || e.innerText || e.title || '').trim()).map(e => e.outerHTML)"""
+_BROKEN_IDS = """(() => {
+  const ids = [...document.querySelectorAll('[id]')].map(e => e.id), known = new Set(ids);
+  const names = ['aria-controls', 'aria-labelledby', 'aria-describedby'];
+  const asked = names.flatMap(n => [...document.querySelectorAll(`[${n}]`)].map(e => e.getAttribute(n)));
+  return [ids.length - known.size, asked.filter(id => !known.has(id))];
+})()"""
+
+
+@pytest.mark.parametrize("name", ["four", "crash", "nothing", "thousands"])
+def test_a_screen_reader_finds_its_way(show: Show, name: str) -> None:
+    opened = show(name)
+    opened.value("document.querySelectorAll('.who').forEach((button) => button.click())")
+    levels = opened.value(_HEADINGS)
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(following <= before + 1 for before, following in pairwise(levels)), levels
+    for landmark in ("body > header", "body > main", "nav[aria-label]"):
+        assert opened.value(f"document.querySelectorAll('{landmark}').length") == 1
+    assert opened.value("document.querySelectorAll('main > section:not([aria-labelledby])').length") == 0
+    assert opened.value(_NAMELESS) == []
+    assert opened.value(_BROKEN_IDS) == [0, []]
+    assert opened.value("[...document.querySelectorAll('[tabindex]')].every(e => e.tabIndex <= 0)") is True
+    assert opened.value("[...document.querySelectorAll('th')].every(e => e.scope)") is True
+    assert opened.errors == []
+
+
+def test_the_tab_key_goes_through_the_page_in_the_order_that_is_read(show: Show) -> None:
+    opened = show("four")
+    opened.press("Tab")
+    assert opened.value("document.activeElement.className") == "skip"
+    seen = []
+    for _ in range(200):
+        opened.press("Tab")
+        top = opened.value(
+            "document.activeElement === document.body ? null : [document.activeElement.closest('section, nav, #head')"
+            "?.id || 'nav', document.activeElement.getBoundingClientRect().top + scrollY]"
+        )
+        if top is None:
+            break
+        seen.append(top[0])
+    order = list(dict.fromkeys(seen))
+    assert order == ["head", "nav", "code", "timeline", "stacks", "ranks", "nodes", "evidence", "files"]
+    assert seen == sorted(seen, key=order.index)  # each place once
+
+
+def test_a_phone_shows_whole_words_in_every_table(show: Show) -> None:
+    for name in ("thousands", "four", "crash"):
+        opened = show(name)
+        opened.size(375, mobile=True)
+        opened.value("document.querySelectorAll('.who').forEach((button) => button.click())")
+        opened.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        narrow = opened.value(
+            "[...document.querySelectorAll('td, dd, li, .place, summary')].filter(e => e.offsetParent"
+            " && e.innerText.trim() && e.clientWidth < 120 && e.innerText.trim().length * 5 > e.clientWidth)"
+            ".map(e => [e.clientWidth, e.innerText.slice(0, 60)])"
+        )
+        assert narrow == []
+        assert opened.value("document.documentElement.scrollWidth") <= 375
+
+
+def test_nodes_unfold_by_keyboard(show: Show) -> None:
+    opened = show("thousands")
+    assert opened.texts("#nodes .who") == ["node1", "node7", "node[2-6,8-512]"]
+    opened.focus("#nodes tr:nth-child(3) .who")
+    opened.press("Enter")
+    assert opened.text("[data-host='node7']").count("400 Gb/sec") == 1
+    assert "DOWN, 10 Gb/sec (4X SDR), 3 link downed" in opened.text("[data-host='node7']")
+    assert opened.value("document.activeElement.getAttribute('aria-expanded')") == "true"
+    opened.press("Enter")
+    assert opened.value("document.querySelector('[data-host=node7]').offsetParent") is None
+    opened.focus("#nodes tr:nth-child(5) .who")
+    opened.press("Enter", "Tab", "Tab", "Enter")
+    assert "Rank" not in opened.text("[data-host='node3'] h3") and opened.text("[data-host='node3'] h3").startswith(
+        "node3"
+    )
+    assert opened.errors == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -324,6 +325,39 @@ def test_safelaunch_yaml_comes_before_pyproject(tmp_path: Path) -> None:
     settings = settle(tmp_path, yaml="stall-timeout: 1\n", toml="[tool.safelaunch]\nstall-timeout = 2\nwait = true\n")
     assert settings.stall_timeout_s == 1.0
     assert settings.wait is False
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("# mine\nstall-timeout = '90s'\n[env]\nA = 1\n", 2),
+        ("[other]\nwait = 3\n[tool.safelaunch]\nstall-timeout = 90\n[tool.safelaunch.env]\nA = 1\n", 4),
+    ],
+    ids=["top level", "table"],
+)
+def test_a_named_toml_file(tmp_path: Path, text: str, line: int) -> None:
+    (tmp_path / "other.toml").write_text(text)
+    settings = settle(tmp_path, "--config=other.toml")
+    assert (settings.stall_timeout_s, settings.origin("stall-timeout")) == (90.0, f"other.toml:{line}")
+    assert [(one.name, one.value) for one in settings.env] == [("A", "1")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stall-timout = 3\n", "other.toml:1: unknown key 'stall-timout'; did you mean 'stall-timeout'?"),
+        ("stall-timeout: 3\n", "other.toml: not valid TOML"),
+    ],
+)
+def test_an_error_in_a_named_toml_file(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "other.toml").write_text(text)
+    with pytest.raises(PresetError, match=f"^{re.escape(message)}"):
+        settle(tmp_path, "--config=other.toml")
+
+
+def test_a_named_toml_file_may_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text("")
+    assert settle(tmp_path, "--config=other.toml").stall_timeout_s is None
 
 
 @pytest.mark.parametrize("toml", ["broken [", "[tool.safelaunch-x]\na = 1\n", "[tool.other]\nx = '[tool.safelaunch'\n"])

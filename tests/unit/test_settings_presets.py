@@ -15,7 +15,9 @@ from safelaunch.settings.presetfile import EnvSetting, version_matches
 from safelaunch.settings.presets import find_builtin_dir, list_presets, load_presets
 
 SHIPPED = [
+    "collective-timing",
     "compile-debug",
+    "cpp-stacks",
     "cuda-sync",
     "desync-detail",
     "hang-debug",
@@ -342,7 +344,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str | bytes, 
 @pytest.mark.parametrize(
     ("ref", "message", "fix"),
     [
-        ("hang-debgu", "unknown preset 'hang-debgu'; did you mean 'hang-debug'?", "shipped presets: compile-debug"),
+        ("hang-debgu", "unknown preset 'hang-debgu'; did you mean 'hang-debug'?", "shipped presets: collective-timing"),
         ("hang", "unknown preset 'hang'; did you mean 'hang-debug'?", ""),
         ("qqq", "unknown preset 'qqq'", "give its path"),
         ("", "unknown preset ''", ""),
@@ -379,6 +381,12 @@ def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> No
     listed = [re.fullmatch(r"(\S+) {2,}(\S.*)", line) for line in lines[: len(SHIPPED)]]
     assert [match and match[1] for match in listed] == SHIPPED
     assert len({match.start(2) for match in listed if match}) == 1, "aligned"
+
+
+def test_list_is_what_many_try(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["list"]) == command.main([]) == 0
+    out = capsys.readouterr().out
+    assert out[: len(out) // 2] == out[len(out) // 2 :]
 
 
 def test_the_table_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,7 +445,7 @@ def test_show_as_json_has_the_reasons(capsys: pytest.CaptureFixture[str]) -> Non
         (["show", "a", "b"], "takes one name or file", "usage"),
         (["hang-debug"], "unexpected 'hang-debug'", "safelaunch presets show hang-debug"),
         (["shwo"], "unexpected 'shwo'", "usage"),
-        (["--jsn"], "unrecognized arguments: --jsn", "usage"),
+        (["--jsn"], "no option --jsn; did you mean '--json'?", "presets --help"),
         (["show", "hang-debg"], "unknown preset 'hang-debg'; did you mean 'hang-debug'?", "shipped"),
     ],
 )

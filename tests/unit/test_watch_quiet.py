@@ -189,3 +189,48 @@ def test_a_rank_that_has_said_so_may_be_quiet(fields: dict[str, Any]) -> None:
     ranks.step(0, 20, now, **fields)
     watch.tick(now + 1.0)
     assert watch.spell(now + 20.0) is None
+
+
+# --- frozen -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "longest_s", "quiet_s", "frozen"),
+    [
+        (0.1, 0.2, 1.9, False),  # ten times the usual, and nobody would call that frozen
+        (0.1, 0.2, 2.0, True),
+        (1.0, 1.5, 9.9, False),
+        (1.0, 1.5, 10.0, True),
+        (0.1, 4.0, 5.9, False),  # one step in a hundred takes four seconds
+        (0.1, 4.0, 6.0, True),
+        (0.0, 0.0, 3600.0, False),  # nothing is usual yet
+    ],
+)
+def test_when_a_job_counts_as_frozen(usual_s: float, longest_s: float, quiet_s: float, frozen: bool) -> None:
+    spell = Spell(1000.0, "steps", usual_s, longest_s)
+    expected = quiet_s if frozen else 0.0
+    assert quiet.frozen_s(None, spell, 1000.0 + quiet_s) == pytest.approx(expected)
+    assert quiet.frozen_s(Quiet(0.0, "steps"), spell, 1000.0 + quiet_s) == pytest.approx(expected)
+    assert quiet.frozen_s(None, None, 1000.0 + quiet_s) == 0.0
+
+
+def test_an_evaluation_as_long_as_the_last_one_is_not_frozen() -> None:
+    job = Job(longest_s=0.1)
+    job.step()
+    job.wait(20.0)
+    assert quiet.frozen_s(job.quiet, job.spell(), job.now)
+    job.step()
+    job.wait(25.0)
+    assert not quiet.frozen_s(job.quiet, job.spell(), job.now)
+    job.wait(10.0)
+    assert quiet.frozen_s(job.quiet, job.spell(), job.now)
+
+
+def test_time_that_a_rank_has_asked_for_is_not_counted() -> None:
+    job = Job(longest_s=0.1)
+    job.step()
+    job.wait(20.0, judged=False)
+    job.wait(1.0)
+    assert not quiet.frozen_s(job.quiet, job.spell(), job.now)
+    job.wait(2.0)
+    assert quiet.frozen_s(job.quiet, job.spell(), job.now) < 4.0

@@ -23,6 +23,16 @@ const h = (tag, attributes, ...children) => fill(document.createElement(tag), at
 const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 const ranksWord = (ranges, count) => `${count === 1 ? "rank" : "ranks"} ${ranges}`;
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+// One text of ranges for several: "0-3", "4,9" → "0-4,9".
+function united(texts) {
+  const parts = texts.join(",").split(",").map((part) => part.split("-").map(Number)).map(([first, last]) => [first, last === undefined ? first : last]).sort((one, other) => one[0] - other[0]);
+  const found = [];
+  for (const [first, last] of parts) {
+    const before = found[found.length - 1];
+    if (before && first <= before[1] + 1) before[1] = Math.max(before[1], last); else found.push([first, last]);
+  }
+  return found.map(([first, last]) => (first === last ? first : `${first}-${last}`)).join(",");
+}
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
 function duration(us) {
@@ -149,7 +159,7 @@ function head() {
       h("dl", { class: "facts" }, it.facts.map(([label, value]) => [h("dt", {}, capital(label)), h("dd", {}, value)]))),
     it.command ? h("div", { class: "command" }, h("code", { tabindex: "0", "aria-label": "command" }, it.command),
       copyButton("Copy command", it.command)) : "",
-    h("div", { class: "command" }, copyButton("Copy as issue", it.issue),
+    h("div", { class: "bar links" }, copyButton("Copy as issue", it.issue),
       ["verdict.json", "report.md", "launch.json", "timeline.perfetto.json", "stacks.speedscope.json"]
         .filter((name) => it.bundle && (name !== "launch.json" || it.command))
         .map((name) => h("span", {}, link(name)))),
@@ -158,9 +168,18 @@ function head() {
 
 // --- the code ------------------------------------------------------------------------------------------------------
 
+// A line of source that wraps below its own begin.
+function wrapping(text) {
+  const indent = text.length - text.trimStart().length;
+  const node = h("span", { class: "t" }, text.slice(0, indent), h("u", {}, text.trimStart() || " "));
+  const hang = Math.min(indent + 4, 24);
+  node.style.paddingLeft = `${hang}ch`;
+  node.style.textIndent = `-${hang}ch`;
+  return node;
+}
 function sourceLine([number, text, mark, note, gap]) {
   return h("div", { class: [mark, gap ? "gap" : ""].join(" ").trim() || null },
-    h("span", { class: "n" }, number), h("span", { class: "t" }, text.slice(0, text.length - text.trimStart().length), h("u", {}, text.trimStart() || " ")),
+    h("span", { class: "n" }, number), wrapping(text),
     mark === "here" ? h("span", { class: "skip" }, "this line") : null,
     note ? h("span", { class: "what" }, note) : null);
 }
@@ -169,11 +188,10 @@ function code() {
   section("code", page.head.outcome === "crash" ? "Where it failed" : "The code at each side", "",
     h("div", { class: "sides" }, page.code.map((side) => h("article", { class: `card side${side.c ? " culprit" : ""}` },
       h("header", {},
-        h("p", {}, h("strong", {}, capital(ranksWord(side.r, side.n))),
-          side.c ? h("span", { class: "skip" }, " (at fault)") : ""),
+        h("h3", {}, capital(ranksWord(side.r, side.n)), side.c ? h("span", { class: "skip" }, " (at fault)") : ""),
         side.does ? h("p", { class: "dim" }, marked(side.does)) : ""),
       side.places.map((place, at) => [
-        h("div", { class: "place", title: frameTitle(place.f) }, `${at ? "called from " : ""}${frameText(place.f)}`),
+        h("div", { class: "place", title: frameTitle(place.f) }, `${place.whose ? `${place.whose} at ` : at ? "called from " : ""}${frameText(place.f)}`),
         place.lines.length
           ? h("div", { class: "source", tabindex: "0", role: "group", "aria-label": frameText(place.f) }, place.lines.map(sourceLine))
           : h("p", { class: "none" }, "The source is not readable from here.")]),
@@ -202,7 +220,7 @@ function timeline() {
   const own = data.lanes.map((lane, number) => ({ ...lane, number }));
   const single = data.groups.length <= 1;
   const state = { by: "number", group: single ? 0 : -1, all: false, from: 0, to: 1, lane: 0, call: -1 };
-  if (!single && data.part) state.group = data.part[0];
+  if (!single && data.part && !data.mixed) state.group = data.part[0];
   const canvas = h("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-describedby": "timeline-said", "aria-label":
     `Timeline of the last calls of ${plural(data.recorded, "rank")} in ${plural(own.length, "lane")}. `
     + "Arrow keys choose a call, plus and minus zoom, 0 shows all, Home and End go to the first and last call." });
@@ -232,11 +250,26 @@ function timeline() {
     && !["send", "recv"].includes(data.ops[cell.kind[0]]);
   let rows = [];
   function arrange() {
-    rows = own.map((lane) => ({ lane, cells: cells(lane) })).filter((row) => row.cells.length || (row.lane.a && data.part && state.group === data.part[0]));
+    // Lanes that differ in other groups alone are one where a single group is shown.
+    const folded = new Map();
+    for (const lane of own) {
+      const mine = cells(lane), never = lane.a && data.part && state.group === data.part[0];
+      if (!mine.length && lane.k.length && !never) continue;
+      const key = state.group < 0 ? lane.number : JSON.stringify([lane.c, lane.a, lane.k.length > 0, mine.map((cell) => [lane.k[cell.at], cell.number])]);
+      if (!folded.has(key)) folded.set(key, { lanes: [], cells: mine });
+      folded.get(key).lanes.push(lane);
+    }
+    rows = [...folded.values()].map(({ lanes, cells: found }) => {
+      if (lanes.length === 1) return { lane: lanes[0], cells: found };
+      const lane = { ...lanes[0], r: united(lanes.map((one) => one.r)), n: lanes.reduce((sum, one) => sum + one.n, 0) };
+      for (const cell of found) cell.lane = lane;
+      return { lane, cells: found };
+    });
     if (!state.all) rows = rows.slice(0, MOST_ROWS);
     labels.replaceChildren(...rows.map(({ lane }) => h("div", { class: lane.c ? "culprit" : null, "data-lane": lane.r,
       title: `${ranksWord(lane.r, lane.n)}${lane.n > 1 ? ` (${lane.n})` : ""}` }, ranksWord(lane.r, lane.n))));
     state.lane = Math.min(state.lane, Math.max(0, rows.length - 1));
+    if (rows.length && !rows[state.lane].cells.length) state.lane = Math.max(0, rows.findIndex((row) => row.cells.length));
     state.call = -1;
   }
   const extent = () => {
@@ -249,7 +282,7 @@ function timeline() {
     const [low, high] = extent();
     const room = Math.max(200, canvas.clientWidth || 900);
     if (state.by === "number") {
-      const most = whole ? high - low : Math.min(high - low, Math.max(8, Math.floor(room / 34)));
+      const most = whole ? high - low : Math.min(high - low, Math.max(8, Math.floor(room / (state.group < 0 && data.groups.length > 1 ? 96 : 34))));
       state.from = high - most - .5; state.to = high + 1;
     } else {
       state.from = low - (high - low) * .02; state.to = high + (high - low) * .3 + 1;
@@ -261,7 +294,7 @@ function timeline() {
   function colours(print) {
     const css = getComputedStyle(document.documentElement);
     const get = (name) => css.getPropertyValue(`--${name}`).trim();
-    paint = { ops: data.ops.map((_, at) => get(`op${Math.min(at, 7)}`)), bad: get("bad"), soft: get("bad-soft"), ink: get("ink"),
+    paint = { ops: data.ops.map((_, at) => get(`op${Math.min(at, 7)}`)), bad: get("bad"), soft: get("bad-soft"), ink: get("ink"), onOp: get("on-op"),
       dim: get("dim"), line: get("line"), card: get("card"), focus: get("focus"), hatch: new Map(), print };
   }
   function hatch(context, colour) {
@@ -305,6 +338,7 @@ function timeline() {
     }
   }
   function lane(pen, row, top, width) {
+    if (!row.lane.k.length) { pen.fillStyle = paint.dim; pen.fillText("no record of its calls", 10, top + ROW / 2 + .5); }
     for (const cell of row.cells) {
       const waits = cell.kind[5] !== "done";
       let left = place(cell.x), right = place(cell.end);
@@ -319,13 +353,14 @@ function timeline() {
         pen.fillStyle = hatch(pen, colour);
       }
       pen.fillRect(left, top + 3, right - left, ROW - 6);
-      if (cell.part || (waits && row.lane.c)) { pen.strokeStyle = paint.bad; pen.lineWidth = 2; pen.strokeRect(left + 1, top + 3, right - left - 2, ROW - 6); }
+      if (cell.part || (data.mixed && waits && row.lane.c)) { pen.strokeStyle = paint.bad; pen.lineWidth = 2; pen.strokeRect(left + 1, top + 3, right - left - 2, ROW - 6); }
       const text = data.ops[cell.kind[0]];
-      const shown = [text, SHORT[text] || text.slice(0, 3)].find((word) => pen.measureText(word).width < right - left - 8);
+      const group = state.group < 0 && data.groups.length > 1 && cell.kind[1] >= 0 ? ` · ${data.groups[cell.kind[1]][0]}` : "";
+      const shown = [text + group, (SHORT[text] || text) + group, text, SHORT[text] || text.slice(0, 3)].find((word) => pen.measureText(word).width < right - left - 8);
       if (shown) {
         const wide = pen.measureText(shown).width;
         if (waits) { pen.fillStyle = paint.card; pen.globalAlpha = .93; pen.fillRect(left + 3, top + 5, wide + 4, ROW - 10); pen.globalAlpha = 1; }
-        pen.fillStyle = paint.ink; pen.fillText(shown, left + 5, top + ROW / 2 + .5);
+        pen.fillStyle = waits ? paint.ink : paint.onOp; pen.fillText(shown, left + 5, top + ROW / 2 + .5);
       }
       if (rows[state.lane] === row && state.call === cell.at) { pen.strokeStyle = paint.focus; pen.lineWidth = 2; pen.strokeRect(left - 1, top + 1, right - left + 2, ROW - 2); }
     }
@@ -389,9 +424,10 @@ function timeline() {
     const now = row ? row.cells.findIndex((cell) => cell.at === state.call) : -1;
     const go = (lane, index) => { const target = rows[lane]; if (target && target.cells.length) choose(lane, target.cells[Math.max(0, Math.min(index, target.cells.length - 1))].at, true); };
     const nearest = (lane) => { const target = rows[lane], x = now >= 0 ? row.cells[now].x : Infinity; if (!target || !target.cells.length) return; let best = 0; target.cells.forEach((cell, index) => { if (Math.abs(cell.x - x) <= Math.abs(target.cells[best].x - x)) best = index; }); go(lane, x === Infinity ? 1e9 : best); };
+    const step = (by) => { let lane = state.lane + by; while (rows[lane] && !rows[lane].cells.length) lane += by; nearest(lane); };
     const keys = {
       ArrowLeft: () => go(state.lane, now < 0 ? 1e9 : now - 1), ArrowRight: () => go(state.lane, now < 0 ? 1e9 : now + 1),
-      ArrowUp: () => nearest(Math.max(0, state.lane - 1)), ArrowDown: () => nearest(Math.min(rows.length - 1, state.lane + 1)),
+      ArrowUp: () => step(-1), ArrowDown: () => step(1),
       Home: () => go(state.lane, 0), End: () => go(state.lane, 1e9), "+": () => zoom(.6, middle()), "=": () => zoom(.6, middle()),
       "-": () => zoom(1 / .6, middle()), "0": () => { reset(true); draw(); }, PageUp: () => pan(-.5), PageDown: () => pan(.5),
     };
@@ -433,7 +469,7 @@ function timeline() {
     press("‹", "Earlier", () => pan(-.4)), press("›", "Later", () => pan(.4)), press("End", "Show the end", () => { reset(false); draw(); })],
   h("div", { class: "card lanes" }, labels, canvas), said,
   h("div", { class: "legend" }, data.ops.map((op, at) => { const box = h("i", {}); box.style.background = `var(--op${Math.min(at, 7)})`; return h("span", {}, box, op); }),
-    h("span", {}, "hatched: pending"), h("span", { class: "bad" }, "red: where the ranks part")), more,
+    data.kinds.some((kind) => kind[5] !== "done") ? h("span", {}, "hatched: pending") : "", data.part ? h("span", { class: "bad" }, "red: where the ranks part") : ""), more,
   data.left_out[0] ? h("p", { class: "dim" }, `${plural(data.left_out[0], "more lane")} (${plural(data.left_out[1], "rank")}) in timeline.perfetto.json`) : "");
   colours(); again();
   new ResizeObserver(() => draw()).observe(canvas);
@@ -450,6 +486,10 @@ function steps() {
   const box = h("div", { class: "card chart" });
   const rates = data.lines.map((line) => line.rate).filter(Boolean);
   section("steps", "Steps over time", rates.length ? h("span", { class: "dim" }, `${Math.max(...rates).toPrecision(3)} steps a second ${page.head.outcome === "dump" ? "lately" : "before it stopped"}`) : "", box);
+  if (new Set(data.lines.flatMap((line) => line.p.map(([, step]) => step))).size < 2) {
+    box.append(...data.lines.map((line) => h("p", {}, `${capital(ranksWord(line.r, line.n))}: step ${line.step}, ${duration(Math.max(0, -line.p[line.p.length - 1][0]) * 1e6)} before the evidence was taken. The steps before it were too fast to be seen.`)));
+    return;
+  }
   const draw = () => box.replaceChildren(drawSteps(data, Math.max(280, box.clientWidth - 26)));
   draw();
   let drawn = box.clientWidth;
@@ -461,23 +501,28 @@ function drawSteps(data, width) {
   const begin = Math.min(...points.map((p) => p[0])), low = Math.min(...points.map((p) => p[1])), high = Math.max(...points.map((p) => p[1]), low + 1);
   const last = Math.max(...points.map((p) => p[0]));
   const end = Math.max(0, last), span = Math.max(end - begin, .001);
-  const x = (at) => left + (at - begin) / span * (width - left - right), y = (step) => height - bottom - (step - low) / (high - low) * (height - top - bottom);
+  // The steps keep half of the width, however long nothing has moved since.
+  const room = width - left - right, share = last <= begin ? 0 : end <= last ? 1 : Math.max((last - begin) / span, .5);
+  const x = (at) => left + room * (at <= last ? (last > begin ? (at - begin) / (last - begin) : 1) * share : share + (at - last) / (end - last) * (1 - share));
+  const y = (step) => height - bottom - (step - low) / (high - low) * (height - top - bottom);
   const clock = (seconds) => (Math.abs(seconds) < 120 ? `${Math.abs(seconds).toFixed(span < 20 ? 1 : 0)} s` : `${(Math.abs(seconds) / 60).toFixed(1)} min`);
   const drawing = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": data.lines.map((line) =>
     `${ranksWord(line.r, line.n)}: last step ${line.step}${line.rate ? `, ${line.rate.toPrecision(3)} steps a second` : ""}`).join("; ") });
   if (end > last) drawing.append(s("rect", { class: "quiet", x: x(last), y: top, width: x(end) - x(last), height: height - top - bottom }));
-  const parts = width > 560 ? 3 : 2;
-  for (let n = 0; n <= parts; n += 1) {
-    const step = low + (high - low) * n / parts, at = begin + span * n / parts;
+  const stride = Math.max(1, Math.ceil((high - low) / (width > 560 ? 4 : 2)));
+  for (let step = low; step <= high; step += stride) {
     drawing.append(s("line", { class: "axis", x1: left, x2: width - right, y1: y(step), y2: y(step) }),
-      s("text", { x: left - 8, y: y(step) + 4, "text-anchor": "end" }, Math.round(step).toLocaleString("en")),
-      s("text", { x: x(at), y: height - 9, "text-anchor": n === 0 ? "start" : n === parts ? "end" : "middle" }, at >= -0.05 ? "evidence taken" : `${clock(at)} before`));
+      s("text", { x: left - 8, y: y(step) + 4, "text-anchor": "end" }, step.toLocaleString("en")));
   }
+  const below = (at, words, anchor) => drawing.append(s("text", { x: x(at), y: height - 9, "text-anchor": anchor }, words));
+  below(begin, `${clock(begin)} before`, "start");
+  if (share > .35 && begin < last && width > 560) below(begin + (last - begin) / 2, `${clock(begin + (last - begin) / 2)} before`, "middle");
+  below(end, "evidence taken", "end");
   const mark = (at, words, anchor, up) => drawing.append(s("line", { class: "mark", x1: x(at), x2: x(at), y1: top, y2: height - bottom }),
     s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: height - bottom - 7 - up, "text-anchor": anchor }, words));
   const close = last + (data.threshold_s || 0);
-  mark(last, `last step, ${clock(last)} before`, (last - begin) / span > .5 ? "end" : "start", 0);
-  if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, (close - begin) / span > .75 ? "end" : "start", 15);
+  mark(last, `last step, ${clock(last)} before`, share >= .5 && x(last) > 190 ? "end" : "start", 0);
+  if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, x(close) + 140 > width ? "end" : "start", 15);
   let lowest = -1e9;
   [...data.lines].sort((one, other) => other.step - one.step).forEach((line) => {
     const kind = line.c ? " culprit" : "";
@@ -551,6 +596,46 @@ function stacks() {
   drawFlame();
 }
 
+// --- tables whose rows unfold --------------------------------------------------------------------------------------
+
+// A row, and the one below it that its button shows. `cells`: [label, content, class].
+let unfolding = 0;
+function foldingRows(name, count, culprit, cells, unfold) {
+  const id = `fold${unfolding += 1}`;
+  const detail = h("tr", { class: "detail", hidden: true, id }, h("td", { colspan: cells.length + 1 }));
+  const button = h("button", { type: "button", class: "plain who", "aria-expanded": "false", "aria-controls": id, onclick: () => {
+    const open = detail.hidden;
+    detail.hidden = !open; button.setAttribute("aria-expanded", String(open));
+    if (open && !detail.firstChild.childNodes.length) unfold(detail.firstChild);
+  } }, name);
+  return [h("tr", { class: culprit ? "culprit" : null }, h("td", {}, button, culprit ? h("span", { class: "skip" }, " (at fault)") : "", count > 1 ? h("span", { class: "dim" }, ` ${count}`) : ""),
+    cells.map(([label, content, kind]) => h("td", { "data-label": label, class: kind }, content))), detail];
+}
+
+// One of `items` at a time, each behind a button with its name.
+function chooser(target, items, title, name, panel) {
+  const place = h("div", {}, panel(items[0]));
+  if (items.length > 1) {
+    const chips = h("div", { class: "chips", role: "group", "aria-label": title });
+    const add = (from) => {
+      chips.append(...items.slice(from, from + 128).map((item, at) => h("button", { type: "button", "aria-pressed": from + at === 0, onclick: (event) => {
+        for (const one of chips.children) if (one.hasAttribute("aria-pressed")) one.setAttribute("aria-pressed", String(one === event.target));
+        place.replaceChildren(panel(item));
+      } }, name(item))));
+      if (items.length > from + 128) { const more = h("button", { type: "button", onclick: () => { more.remove(); add(from + 128); } }, `… ${items.length - from - 128} more`); chips.append(more); }
+    };
+    add(0);
+    target.append(chips);
+  }
+  target.append(place);
+}
+// The columns [name, value of a row, class] of which any row has something, and the cells of a row in them. Words that
+// say what they are need no name where the table stands as a list, on a phone.
+const filled = (rows, fields) => fields.filter(([, value]) => rows.some((row) => value(row) !== ""));
+const PLAIN = ["doing", "stands out"];
+const cellsOf = (fields, row) => fields.map(([name, value, kind]) => [PLAIN.includes(name) ? "" : name, value(row), kind]);
+const columns = (names) => h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name))));
+
 // --- the ranks -----------------------------------------------------------------------------------------------------
 
 function rankPanel(rank) {
@@ -587,41 +672,20 @@ function ranks() {
   const only = h("select", { "aria-label": "Which ranks", id: "only" }, ["all ranks", "at fault", "waiting", "not waiting"].map((word) => h("option", {}, word)));
   const count = h("span", { class: "dim", role: "status", "aria-live": "polite", id: "count" });
   const body = h("tbody", {});
-  const texts = page.rows.map((row, at) => [row.state, row.doing, frameText(row.at), row.hosts.join(" "), row.step === null ? "" : `step ${row.step}`].join(" ").toLowerCase());
+  const texts = page.rows.map((row) => [row.state, row.doing, frameText(row.at), row.step && `step ${row.step}`].join(" ").toLowerCase());
   const said = (rank) => [rank.host, rank.raised || "", rank.log === undefined ? "" : page.logs[rank.log].join(" "), rank.st === undefined ? "" : page.stacks[rank.st].map((number) => page.frames[number].slice(0, 3).join(" ")).join(" ")].join(" ").toLowerCase();
   function found(row, text, numbers) {
     if (numbers !== null) return members[row].filter((rank) => inRanges(rank.r, numbers));
     if (!text || texts[row].includes(text)) return members[row];
     return members[row].filter((rank) => said(rank).includes(text));
   }
+  const fields = filled(page.rows, [["step", (it) => it.step, "num"], ["state", (it) => it.state], ["doing", (it) => it.doing],
+    ["at", (it) => (it.at < 0 ? "" : h("span", { title: frameTitle(it.at) }, frameText(it.at))), "mono"], ["host", (it) => it.hosts]]);
   function entry(row, shown) {
     const it = page.rows[row], all = shown.length === members[row].length;
-    const detail = h("tr", { class: "detail", hidden: true }, h("td", { colspan: 6 }));
-    const button = h("button", { type: "button", class: "plain who", "aria-expanded": "false", onclick: () => {
-      const open = detail.hidden;
-      detail.hidden = !open; button.setAttribute("aria-expanded", String(open));
-      if (open && !detail.firstChild.childNodes.length) unfold(detail.firstChild, shown);
-    } }, all ? ranksWord(it.r, it.n) : ranksWord(shown.slice(0, 6).map((rank) => rank.r).join(",") + (shown.length > 6 ? ",…" : ""), shown.length));
-    const cell = (label, content, kind) => h("td", { "data-label": label, class: kind }, content);
-    return [h("tr", { class: it.c ? "culprit" : null }, h("td", {}, button, shown.length > 1 ? h("span", { class: "dim" }, ` ${shown.length}`) : ""),
-      cell("step", it.step === null ? "" : it.step, "num"), cell("state", it.state), cell("", it.doing), cell("at", h("span", { title: frameTitle(it.at) }, frameText(it.at)), "mono"),
-      cell("host", it.hosts.join(", ") + (it.more_hosts ? ` and ${it.more_hosts} more` : ""))), detail];
-  }
-  function unfold(target, shown) {
-    const place = h("div", {}, rankPanel(shown[0]));
-    if (shown.length > 1) {
-      const chips = h("div", { class: "chips", role: "group", "aria-label": "Ranks of this row" });
-      const add = (from) => {
-        chips.append(...shown.slice(from, from + 128).map((rank, at) => h("button", { type: "button", "aria-pressed": from + at === 0, onclick: (event) => {
-          for (const one of chips.children) if (one.hasAttribute("aria-pressed")) one.setAttribute("aria-pressed", String(one === event.target));
-          place.replaceChildren(rankPanel(rank));
-        } }, rank.r)));
-        if (shown.length > from + 128) { const more = h("button", { type: "button", onclick: () => { more.remove(); add(from + 128); } }, `… ${shown.length - from - 128} more`); chips.append(more); }
-      };
-      add(0);
-      target.append(chips);
-    }
-    target.append(place);
+    const name = all ? ranksWord(it.r, it.n) : ranksWord(shown.slice(0, 6).map((rank) => rank.r).join(",") + (shown.length > 6 ? ",…" : ""), shown.length);
+    return foldingRows(name, shown.length, it.c, cellsOf(fields, it),
+    (target) => chooser(target, shown, "Ranks of this row", (rank) => rank.r, rankPanel));
   }
   const MOST = 60;
   function show(most) {
@@ -631,11 +695,11 @@ function ranks() {
     const sum = rows.reduce((total, [, shown]) => total + shown.length, 0);
     count.textContent = `${plural(sum, "rank")} in ${plural(rows.length, "row")}`;
     body.replaceChildren(...rows.slice(0, most).flatMap(([row, shown]) => entry(row, shown)));
-    if (rows.length > most) body.append(h("tr", {}, h("td", { colspan: 6 }, h("button", { type: "button", onclick: () => show(most * 4) }, `Show more of ${plural(rows.length, "row")}`))));
+    if (rows.length > most) body.append(h("tr", {}, h("td", { colspan: fields.length + 1 }, h("button", { type: "button", onclick: () => show(most * 4) }, `Show more of ${plural(rows.length, "row")}`))));
   }
   search.addEventListener("input", () => show(MOST)); only.addEventListener("change", () => show(MOST));
   section("ranks", "Ranks", [search, only, count],
-    h("div", { class: "card scroll" }, h("table", { class: "stack" }, h("thead", {}, h("tr", {}, ["ranks", "step", "state", "doing", "at", "host"].map((name) => h("th", { scope: "col" }, name)))), body)));
+    h("div", { class: "card scroll" }, h("table", { class: "stack" }, columns(["ranks", ...fields.map(([name]) => name)]), body)));
   show(MOST);
 }
 
@@ -645,7 +709,7 @@ function groups() {
   const { rows, left_out: more } = page.groups;
   if (!rows.length) return;
   section("groups", "Process groups", "", h("div", { class: "card scroll" }, h("table", { class: "stack" },
-    h("thead", {}, h("tr", {}, ["group", "members", "who is where", "last entered", "last completed"].map((name) => h("th", { scope: "col" }, name)))),
+    columns(["group", "members", "who is where", "last entered", "last completed"]),
     h("tbody", {}, rows.map((row) => row.at.map(([ranges, count, last, completed, state], at) => h("tr", {},
       at ? h("td", {}) : h("td", {}, h("b", {}, row.name || "default"), row.what ? h("span", { class: "dim" }, ` ${row.what}`) : "", row.waited ? h("span", { class: "dim" }, " · waited in") : ""),
       at ? h("td", {}) : h("td", { "data-label": "members" }, `${row.n === 1 ? "rank" : "ranks"} ${row.r}${row.known ? "" : " (as far as seen)"}`),
@@ -659,33 +723,42 @@ function meter(share, label) {
   fillNode.style.width = `${Math.round(Math.min(1, Math.max(0, share)) * 100)}%`;
   return [h("span", { class: `meter${share > .95 ? " full" : ""}`, role: "img", "aria-label": label }, fillNode), h("span", {}, ` ${label}`)];
 }
+function span([low, high], unit) {
+  if (low === undefined) return "";
+  const [from, to] = [low, high].map((value) => (value < 10 ? value : Math.round(value)));
+  return `${from === to ? from : `${from}–${to}`}${unit}`;
+}
 function nodes() {
-  if (!page.nodes.length) return;
-  const gpu = (one) => h("tr", {}, h("td", { class: "num" }, one.index), h("td", {}, one.name || ""), one.error ? h("td", { class: "bad", colspan: 3 }, one.error) : [
-    h("td", {}, one.utilisation_percent === undefined ? "" : meter(one.utilisation_percent / 100, `${one.utilisation_percent} %`)),
-    h("td", {}, one.memory_total_bytes ? meter((one.memory_used_bytes || 0) / one.memory_total_bytes, `${bytes(one.memory_used_bytes || 0)} of ${bytes(one.memory_total_bytes)}`) : ""),
-    h("td", { class: "dim" }, [one.temperature_c !== undefined && `${one.temperature_c} °C`, one.power_w !== undefined && `${Math.round(one.power_w)} W`, one.ecc_errors > 0 && `${one.ecc_errors} ECC errors`].filter(Boolean).join(", "))]);
-  const node = (one, open) => h("details", { class: "card tree", open },
-    h("summary", {}, h("b", {}, one.host), h("span", { class: "dim" }, ` ${[one.r && `ranks ${one.r}`, one.state, one.gpus && one.gpus.length && plural(one.gpus.length, "GPU")].filter(Boolean).join(" · ")}`)),
-    one.memory ? h("div", { class: "two" },
-      h("dl", { class: "facts" }, h("dt", {}, "CPUs"), h("dd", {}, `${one.cpus}, load ${one.load.join(" ")}`),
-        one.memory[0] ? [h("dt", {}, "Memory"), h("dd", {}, meter(1 - one.memory[1] / one.memory[0], `${bytes(one.memory[0] - one.memory[1])} of ${bytes(one.memory[0])} in use`))] : "",
-        one.disks.map(([place, share]) => [h("dt", {}, place), h("dd", {}, meter(share, `${Math.round(share * 100)} % in use`))]),
-        one.no_gpus ? [h("dt", {}, "GPUs"), h("dd", {}, one.no_gpus)] : ""),
-      h("dl", { class: "facts" }, one.versions.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]))) : "",
-    one.gpus && one.gpus.length ? h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, one.gpus.map(gpu)))) : "",
-    one.log && one.log.length ? h("details", {}, h("summary", {}, "The end of the kernel log"), h("pre", { tabindex: "0" }, one.log.join("\n"))) : "");
-  const list = h("div", { class: "nodes" });
-  const show = (from, most) => {
-    list.append(...page.nodes.slice(from, from + most).map((one) => node(one, page.nodes.length === 1)));
-    const left = page.nodes.length - from - most;
-    if (left > 0) {
-      const more = h("button", { type: "button", onclick: () => { more.remove(); show(from + most, 64); } }, `Show ${Math.min(64, left)} of ${left} more`);
-      list.append(more);
-    }
-  };
-  show(0, 8);
-  section("nodes", page.nodes.length > 1 ? `${page.nodes.length} nodes` : "Node", "", list,
+  const { rows, every, names, versions, environments, logs } = page.nodes;
+  if (!every.length) return;
+  const cell = (label, content, kind) => h("td", { "data-label": label, class: kind }, content);
+  const gpu = ([index, name, busy, used, total, celsius, watts, ecc, error]) => h("tr", {}, cell("GPU", index, "num"), cell("", names[name] || ""),
+    error ? h("td", { class: "bad", colspan: 3 }, error) : [cell("busy", busy === null ? "" : meter(busy / 100, `${busy} %`)),
+      cell("memory", total ? meter((used || 0) / total, `${bytes(used || 0)} of ${bytes(total)}`) : ""),
+      cell("", [celsius !== null && `${celsius} °C`, watts !== null && `${watts} W`].filter(Boolean).join(", "), "dim"),
+      cell("", ecc ? `${ecc} ECC errors` : "", "bad")]);
+  const list = (pairs) => h("dl", { class: "facts" }, pairs.map(([label, value]) => [h("dt", {}, label), h("dd", {}, value)]));
+  const more = (title, pairs) => (pairs && pairs.length ? h("details", {}, h("summary", {}, title), list(pairs)) : "");
+  const panel = (one) => h("div", { class: "panel node", "data-host": one.host },
+    h("div", {}, h("h3", {}, one.host), list([one.r && ["Ranks", one.r], one.state && ["State", one.state],
+      one.cpus && ["CPUs", `${one.cpus}, load ${one.load.join(" ")}`],
+      one.memory && one.memory[0] && ["Memory", meter(1 - one.memory[1] / one.memory[0], `${bytes(one.memory[0] - one.memory[1])} of ${bytes(one.memory[0])} in use`)],
+      ...(one.disks || []).map(([place, share]) => [place, meter(share, `${Math.round(share * 100)} % in use`)]),
+      ...(one.links || []).map(([name, state, speed, errors]) => [name, [state, speed && `, ${speed}`, errors && h("span", { class: "bad" }, `, ${errors}`)]]),
+      one.no_gpus && ["GPUs", one.no_gpus]].filter(Boolean)),
+    more("Versions", versions[one.v]), more("Variables", environments[one.e])),
+    one.gpus && one.gpus.length ? h("div", { class: "scroll" }, h("h3", {}, "GPUs"), h("table", { class: "stack" }, columns(["GPU", "name", "busy", "memory", "heat, power", "errors"]), h("tbody", {}, one.gpus.map(gpu)))) : "",
+    one.log !== undefined ? h("div", {}, h("h3", {}, "The end of the kernel log"), h("pre", { tabindex: "0" }, logs[one.log].join("\n"))) : "");
+  const members = rows.map(() => []);
+  for (const one of every) members[one.row].push(one);
+  const gpus = (it) => (it.gpus && [it.gpus, [it.busy.length && `${span(it.busy, " %")} busy`, it.gpu_memory.length && `${span(it.gpu_memory, " %")} of memory`].filter(Boolean).map((text) => h("span", { class: "dim" }, ` · ${text}`))]);
+  const fields = filled(rows, [["ranks", (it) => it.r], ["state", (it) => it.state], ["GPUs", gpus], ["memory", (it) => span(it.memory, " %"), "num"],
+    ["load", (it) => span(it.load, ""), "num"], ["network", (it) => it.network], ["stands out", (it) => it.notes.join("; ")]]);
+  const row = (it, at) => foldingRows(it.hosts, it.n, it.c, cellsOf(fields, it), (target) => chooser(target, members[at], "Nodes of this row", (one) => one.host, panel));
+  section("nodes", every.length > 1 ? `${every.length} nodes` : "Node", "",
+    every.length > 1
+      ? h("div", { class: "card scroll" }, h("table", { class: "stack" }, columns(["nodes", ...fields.map(([name]) => name)]), h("tbody", {}, rows.map(row))))
+      : h("div", { class: "card tree" }, panel(every[0])),
     page.nccl.length ? h("div", { class: "note" }, h("h3", {}, "What NCCL says"), h("ul", { class: "list" }, page.nccl.map((line) => h("li", {}, line)))) : "");
 }
 

@@ -61,6 +61,15 @@ def reduce_patiently(job: Training) -> None:
         time.sleep(0.1)
 
 
+def share_run_id(job: Training, store: dist.Store, step: int) -> None:
+    """Whoever resumes believes that the others know the run."""
+    if job.rank == options.culprit:
+        if step != options.after:
+            store.set(f"run/{step}", "a")  # HANGS: store-key
+    else:
+        store.get(f"run/{step}")
+
+
 def download() -> bytes:
     """Nobody listens there, and an error of the network is thought to pass."""
     with socket.socket() as unused:
@@ -76,6 +85,7 @@ def download() -> bytes:
 
 def main() -> None:
     with Training(options) as job:
+        store = dist.distributed_c10d._get_default_store()
         line = Line(job) if options.how.startswith("unsent") else None
         for step, batch in job.batches():
             job.train(batch)
@@ -87,6 +97,8 @@ def main() -> None:
                 line.read_slowly(step)
             elif options.how == "flag" and step <= options.after:
                 wait_for_index(job, step)
+            elif options.how == "store-key" and step <= options.after:
+                share_run_id(job, store, step)
             elif options.how == "polled-work" and step == options.after:
                 reduce_patiently(job)
             elif options.how == "attempts" and job.misbehaves(step):

@@ -5,17 +5,16 @@ import multiprocessing
 import os
 import socket
 import subprocess
-import sys
 import time
 
 import torch
-from training import Training, parser
+from training import parser, train_until
 
 options = parser.parse_args()
 
 
 def wait_for_licence() -> None:
-    time.sleep(86_400)  # HANGS: asleep, two
+    time.sleep(86_400)  # HANGS: asleep
 
 
 def read_new_prompts() -> str:
@@ -50,13 +49,12 @@ def read_dead_disk() -> None:
     ctypes.CDLL(os.path.join(options.scratch, "libdisk.so")).read_dead_disk()  # HANGS: disk
 
 
-def save_checkpoint(job: Training) -> None:
+def save_checkpoint() -> None:
     path = os.path.join(options.scratch, "checkpoint.pt")
     os.mkfifo(path)
     disk = os.open(path, os.O_RDWR)  # takes 64 KB and no more, as a full or dead disk does
-    state = {"model": job.model.state_dict(), "buffer": torch.zeros(1 << 20)}
     with open(disk, "wb") as file:
-        torch.save(state, file)  # HANGS: checkpoint
+        torch.save({"buffer": torch.zeros(1 << 20)}, file)  # HANGS: checkpoint
 
 
 def report() -> None:
@@ -85,22 +83,8 @@ CALLS = {
     "subprocess": run_evaluation_script,
     "input": confirm,
     "disk": read_dead_disk,
-    "two": wait_for_licence,
+    "checkpoint": save_checkpoint,
 }
 
-
-def main() -> None:
-    with Training(options) as job:
-        for step, batch in job.batches():
-            job.train(batch)
-            second = options.how == "two" and job.rank == (options.culprit + 1) % job.world
-            if not (job.misbehaves(step) or (second and step == options.after)):
-                continue
-            if options.how == "checkpoint":
-                save_checkpoint(job)
-            else:
-                CALLS[options.how]()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    train_until(options, CALLS)

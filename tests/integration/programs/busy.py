@@ -1,8 +1,9 @@
 """One rank computes forever between two steps, in Python or in C code called from it."""
 
 import re
+from functools import partial
 
-from training import Training, parser
+from training import parser, train_until
 
 options = parser.parse_args()
 
@@ -18,15 +19,7 @@ def clean(text: str) -> bool:
     return re.match(r"(\w+\s?)+$", text) is not None  # HANGS: regex
 
 
-def main() -> None:
-    with Training(options) as job:
-        for step, batch in job.batches():
-            job.train(batch)
-            if job.misbehaves(step) and options.how == "python":
-                wait_for_flag({})
-            if job.misbehaves(step) and options.how == "regex":
-                clean("the quick brown fox jumps over the lazy dog again and again and again!")
-
+TEXT = "the quick brown fox jumps over the lazy dog again and again and again!"
 
 if __name__ == "__main__":
-    main()
+    train_until(options, {"python": partial(wait_for_flag, {}), "regex": partial(clean, TEXT)})

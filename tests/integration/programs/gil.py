@@ -2,7 +2,7 @@
 
 import ctypes
 
-from training import Training, parser
+from training import parser, train_until
 
 options = parser.parse_args()
 
@@ -11,13 +11,5 @@ def tokenize_natively() -> None:
     ctypes.PyDLL(None).sleep(86_400)  # HANGS: gil
 
 
-def main() -> None:
-    with Training(options) as job:
-        for step, batch in job.batches():
-            job.train(batch)
-            if job.misbehaves(step):
-                tokenize_natively()
-
-
 if __name__ == "__main__":
-    main()
+    train_until(options, {"gil": tokenize_natively})

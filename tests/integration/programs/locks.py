@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from training import Training, parser
+from training import parser, train_until
 
 options = parser.parse_args()
 weights_lock = threading.Lock()
@@ -56,14 +56,5 @@ def next_prefetched() -> int:
 
 CALLS = {"order": update_weights, "join": wait_for_upload, "queue": next_prefetched, "future": fetched}
 
-
-def main() -> None:
-    with Training(options) as job:
-        for step, batch in job.batches():
-            job.train(batch)
-            if job.misbehaves(step):
-                CALLS[options.how]()
-
-
 if __name__ == "__main__":
-    main()
+    train_until(options, CALLS)

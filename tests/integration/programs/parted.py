@@ -54,6 +54,20 @@ def reduce_each(job: Training) -> None:
             dist.barrier()  # HANGS: loop-barrier
 
 
+def reduce_used(job: Training) -> None:
+    """An expert that sees no token has no gradient, and its rank leaves it out."""
+    experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    for step, batch in job.batches():
+        job.train(batch)
+        used = [0, 2] if job.misbehaves(step) else [0, 1, 2]
+        torch.stack([experts[number](torch.ones(4)) for number in used]).sum().backward()
+        for weight in experts.parameters():
+            if weight.grad is not None:
+                dist.all_reduce(weight.grad)
+        experts.zero_grad()
+        dist.barrier()  # HANGS: unused
+
+
 def break_early(job: Training) -> None:
     """One rank leaves the inner loop a round early, and calls what follows it."""
     for step, batch in job.batches():
@@ -112,7 +126,7 @@ def share_from_two(job: Training) -> None:
 
 
 WAYS = {
-    "trainer": train_in_a_thread, "future": evaluate_in_a_future, "loop-barrier": reduce_each,
+    "trainer": train_in_a_thread, "future": evaluate_in_a_future, "loop-barrier": reduce_each, "unused": reduce_used,
     "loop-break": break_early, "guard-tuple": log_of_some, "guard-return": save_on_one, "ring": exchange_in_a_ring,
     "object-roots": share_from_two,
 }  # fmt: skip

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 
-from training import Training, parser
+from training import parser, train_until
 
 options = parser.parse_args()
 
@@ -13,15 +13,9 @@ def stop_myself() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)  # HANGS: itself
 
 
-def main() -> None:
-    with Training(options) as job:
-        for step, batch in job.batches():
-            job.train(batch)
-            if job.misbehaves(step) and options.how == "itself":
-                stop_myself()
-            if job.misbehaves(step) and options.how == "other":
-                subprocess.run(["sh", "-c", f"kill -STOP {os.getpid()}"], check=True)
+def be_stopped() -> None:
+    subprocess.run(["sh", "-c", f"kill -STOP {os.getpid()}"], check=True)
 
 
 if __name__ == "__main__":
-    main()
+    train_until(options, {"itself": stop_myself, "other": be_stopped})

@@ -4,6 +4,7 @@ import argparse
 import datetime
 import os
 import time
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--culprit", type=int, default=0, help="the rank that misbehaves")
+parser.add_argument("--culprits", type=int, default=1, help="how many ranks misbehave, the first of them the culprit")
 parser.add_argument("--how", default="", help="how it misbehaves")
 parser.add_argument("--after", type=int, default=5, help="steps before it misbehaves")
 parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the whole training")
@@ -57,7 +59,17 @@ class Training:
         return loss.detach()
 
     def misbehaves(self, step: int) -> bool:
-        return self.rank == self.options.culprit and step == self.options.after
+        behind = (self.rank - self.options.culprit) % self.world
+        return behind < self.options.culprits and step == self.options.after
+
+
+def train_until(options: argparse.Namespace, ways: Mapping[str, Callable[[], object]]) -> None:
+    """Trains on all ranks, until the culprit does between two steps what ``--how`` says of ``ways``."""
+    with Training(options) as job:
+        for step, batch in job.batches():
+            job.train(batch)
+            if job.misbehaves(step):
+                ways[options.how]()
 
 
 def rank() -> int:

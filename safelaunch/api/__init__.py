@@ -1,0 +1,26 @@
+"""The Python API: what ``safelaunch.launch`` and ``safelaunch.diagnose`` are, and the types of their results.
+
+Import these names from ``safelaunch``, which loads this package when one of them is first used.
+"""
+
+from __future__ import annotations
+
+from safelaunch.api.launching import HangError, Launch, launch
+from safelaunch.api.postmortem import diagnose
+from safelaunch.errors import SafelaunchError, UsageError
+from safelaunch.model import BundlePlace, Claim, Culprit, Frame, NodeAtFault, Verdict
+
+__all__ = [
+    "BundlePlace",
+    "Claim",
+    "Culprit",
+    "Frame",
+    "HangError",
+    "Launch",
+    "NodeAtFault",
+    "SafelaunchError",
+    "UsageError",
+    "Verdict",
+    "diagnose",
+    "launch",
+]

@@ -1,0 +1,171 @@
+"""The supervisor of a job whose ranks another process starts: the caller of ``safelaunch.launch``.
+
+It is a process of its own, started by the caller, so that it shares neither GIL nor fate with it. It is no parent of
+the ranks: the caller tells it of them as torchrun's agent does, and it signals only those, and what is below them. If
+the caller is killed, it ends what the caller has left behind; if it is killed itself, the job continues unwatched.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from safelaunch.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
+from safelaunch.errors import SafelaunchError
+from safelaunch.launch import process
+from safelaunch.launch.argv import CommandLine
+from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
+from safelaunch.launch.paths import RunPaths, create_run, run_root, working_directory
+from safelaunch.launch.plan import Plan, Surroundings, build_beside, in_directory
+from safelaunch.launch.process import ProcessId
+from safelaunch.launch.torchrun import Torch
+from safelaunch.roster.progress import EventReader
+from safelaunch.settings.config import resolve
+from safelaunch.supervise.preflight import check
+from safelaunch.supervise.resources import Resources, gather
+from safelaunch.system.console import redact, say
+
+
+class CallersProcesses(JobProcesses):
+    """The ranks that the caller starts, and what is below them. ``agent`` is the caller, which is never signalled."""
+
+    def __init__(self, caller: ProcessId, line: Line, run: RunPaths, forwarder: Forwarder) -> None:
+        super().__init__(caller, None)
+        self._line = line
+        self._run = run
+        self._forwarder = forwarder
+        self._known: set[ProcessId] = set()
+        self._status: int | None = None
+
+    def ended(self) -> int | None:
+        """A wait status, once the caller has no rank left: of a failure or a success, or of the caller's own death."""
+        for message in self._line.heard():
+            if isinstance(message, Stopping):
+                self._forwarder.note_stop()
+            elif isinstance(message, Ended):
+                self._status = int(message.failed) << 8
+        if self._status is None and not (self._line.is_open and self.agent.is_alive()):
+            self._status = signal.SIGKILL
+            self._forwarder.note_stop()  # what its ranks do now says nothing about them
+        return self._status
+
+    def ranks(self) -> tuple[ProcessId, ...]:
+        """Every rank of any attempt that is alive, as the caller has reported them, and everything below them."""
+        events = EventReader(self._run.agent_events).read()
+        workers = {ProcessId(pid, ticks) for event in events for _, pid, ticks in event.workers.values()}
+        alive = {worker for worker in workers if worker.is_alive()}
+        # A child outlives its rank in the set, and so does not escape.
+        self._known = {one for one in self._known if one.is_alive()} | alive
+        self._known |= set(process.descendants([one.pid for one in self._known]))
+        return tuple(self._known)
+
+    def all(self) -> tuple[ProcessId, ...]:
+        return self.ranks()
+
+    def end_all(self) -> tuple[ProcessId, ...]:
+        """Tells the caller, whose launcher then ends its ranks; SIGTERM, grace, SIGKILL for what does not end."""
+        self._line.say(Stop())
+        return process.end_all(None, self.all, grace_s=GRACE_S)
+
+
+def main() -> None:
+    """Supervises the job of the process at the other end of the socket, whose descriptor is the only argument."""
+    from safelaunch.redaction.redact import redact_text
+
+    redact.use(redact_text)
+    process.block_signals()
+    line = Line(socket.socket(fileno=int(sys.argv[1])), FromCaller)
+    request = line.wait()
+    if not isinstance(request, Request):
+        return  # the caller is gone
+    try:
+        _serve(request, line)
+    except SafelaunchError as error:
+        line.say(Refused(type(error).__name__, error.message, error.fix))
+
+
+def _serve(request: Request, line: Line) -> None:
+    plan, given = _planned(request)
+    try:
+        directory = _directory(plan)
+        if directory is None:
+            line.say(Ready(_changes(plan)))
+            _wait_for_end(line)
+            return
+        try:
+            plan = in_directory(plan, directory.root)
+            line.say(Ready(_changes(plan), os.fspath(directory.root)))
+            line.say(_supervise(Job(plan, _caller(request), directory, time.time()), line, given))
+        finally:
+            _remove(directory)
+    finally:
+        given.release()
+
+
+def _planned(request: Request) -> tuple[Plan, Resources]:
+    """Raises SafelaunchError for options that are wrong and for resources that are not available."""
+    environ = dict(os.environ)
+    torch = Torch(request.python, Path(request.torch_package), request.torch_version)
+    settings = resolve(request.own, environ, working_directory(), lambda: torch.version)
+    check(settings)
+    given = gather(CommandLine((), request.torchrun, request.script), settings, environ, None)
+    run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
+    around = Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
+    return build_beside(given.command, request.argv, settings, torch, around, request.pid), given
+
+
+def _caller(request: Request) -> ProcessId:
+    return ProcessId(request.pid, request.start_ticks)
+
+
+def _changes(plan: Plan) -> dict[str, str]:
+    """What the caller's environment has not, or has otherwise."""
+    return {name: value for name, value in plan.env.items() if os.environ.get(name) != value}
+
+
+def _directory(plan: Plan) -> RunPaths | None:
+    """The run directory; None if the job is not watched, by choice or because that is impossible."""
+    if not plan.watched:
+        return None
+    try:
+        return create_run(plan.run_dir.parent, os.getpid(), os.getuid())
+    except OSError as error:
+        say(f"cannot watch this job: no run directory in {plan.run_dir.parent}: {error.strerror or error}")
+        return None
+
+
+def _remove(directory: RunPaths) -> None:
+    from shutil import rmtree
+
+    rmtree(directory.root, ignore_errors=True)
+    os.close(directory.lock)
+
+
+def _wait_for_end(line: Line) -> None:
+    """Holds the resources of a job that is not watched until it has ended."""
+    while (message := line.wait()) is not None and not isinstance(message, Ended):
+        pass
+
+
+def _supervise(job: Job, line: Line, given: Resources) -> Done:
+    assert job.run is not None
+    try:
+        from safelaunch.supervise.loop import Supervisor  # the caller imports, too, meanwhile
+
+        forwarder = Forwarder(None)
+        processes = CallersProcesses(job.agent, line, job.run, forwarder)
+        supervisor = Supervisor(job, processes, given.touch, forwarder)
+        code = os.waitstatus_to_exitcode(supervisor.run())
+    except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
+        say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")
+        _wait_for_end(line)
+        return Done()
+    shown = supervisor.shown
+    if shown is None:
+        return Done(hung=code in (EXIT_HUNG, EXIT_GAVE_UP))
+    place = "" if shown.published.lost else os.fspath(shown.published.path)
+    return Done(code in (EXIT_HUNG, EXIT_GAVE_UP), shown.verdict, place)

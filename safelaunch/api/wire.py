@@ -1,0 +1,126 @@
+"""What the process that calls ``safelaunch.launch`` and its supervisor say to each other: a line of JSON each."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, TypeVar
+
+import msgspec
+
+from safelaunch.model import Verdict
+
+_CHUNK = 1 << 16
+_T = TypeVar("_T")
+
+
+class Request(msgspec.Struct, frozen=True, tag="request"):
+    """The job that the caller is about to start.
+
+    - ``own``: safelaunch's options, as on its command line
+    - ``torchrun``: what torchrun would be given for the same ``LaunchConfig``; ``script``: the entrypoint's name
+    - ``argv``: the caller's own command line
+    - ``torch_package``, ``torch_version``: the torch that the caller has imported
+    - ``pid``, ``start_ticks``: the caller's
+    """
+
+    own: tuple[tuple[str, str | None], ...]
+    torchrun: tuple[str, ...]
+    script: tuple[str, ...]
+    argv: tuple[str, ...]
+    python: str
+    torch_package: str
+    torch_version: str
+    pid: int
+    start_ticks: int
+
+
+class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
+    """From the caller: a signal or an interrupt ends the job."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """From the caller: no rank is left."""
+
+    failed: bool
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """From the supervisor: the job may start with these variables. ``run_dir`` empty: it is not watched."""
+
+    env: dict[str, str]
+    run_dir: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """From the supervisor: the job may not start. ``kind``: the name of the error."""
+
+    kind: str
+    message: str
+    fix: str = ""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """From the supervisor: the job hangs, and its ranks are about to be ended."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """From the supervisor, at its end. ``hung``: it has ended the job. ``verdict``, ``bundle``: the newest, if any."""
+
+    hung: bool = False
+    verdict: Verdict | None = None
+    bundle: str = ""
+
+
+FromCaller = Request | Stopping | Ended
+FromSupervisor = Ready | Refused | Stop | Done
+
+
+class Line:
+    """One end of the connection. ``other``: the type of what the other end says."""
+
+    def __init__(self, end: socket.socket, other: Any) -> None:
+        self._end = end
+        self._decoder = msgspec.json.Decoder(other)
+        self._rest = b""
+        self.is_open = True
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def say(self, message: FromCaller | FromSupervisor) -> None:
+        """Does nothing if nobody listens any more."""
+        try:
+            self._end.sendall(msgspec.json.encode(message) + b"\n")
+        except OSError:
+            self.is_open = False
+
+    def heard(self) -> list[Any]:
+        """What has arrived; returns at once."""
+        try:
+            while self.is_open:
+                self._read(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass  # nothing more for now
+        *lines, self._rest = self._rest.split(b"\n")
+        return [self._decoder.decode(line) for line in lines]
+
+    def wait(self) -> Any:
+        """The next message, once it is there; None if the other end is gone."""
+        while b"\n" not in self._rest:
+            if not self.is_open:
+                return None
+            self._read()
+        line, _, self._rest = self._rest.partition(b"\n")
+        return self._decoder.decode(line)
+
+    def _read(self, flags: int = 0) -> None:
+        try:
+            chunk = self._end.recv(_CHUNK, flags)
+        except ConnectionError:
+            chunk = b""
+        self._rest += chunk
+        self.is_open = bool(chunk)
+
+    def close(self) -> None:
+        self.is_open = False
+        self._end.close()

@@ -1,0 +1,61 @@
+"""``safelaunch completion SHELL``: the completion script of a shell, made by ``scripts/generate.py`` with shtab."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from safelaunch.cli.parsing import Parser
+from safelaunch.system.console import put, show
+
+SHELLS = {"bash": "safelaunch.bash", "zsh": "_safelaunch", "fish": "safelaunch.fish"}
+_EPILOG = """\
+For every new shell, add one line to its start-up file:
+  bash  ~/.bashrc                    eval "$(safelaunch completion bash)"
+  zsh   ~/.zshrc, after compinit     eval "$(safelaunch completion zsh)"
+  fish  ~/.config/fish/config.fish   safelaunch completion fish | source"""
+
+
+def main(argv: list[str]) -> int:
+    """Prints the script, or with ``--values`` the words that it asks for; returns 0."""
+    words = parser().parse_args(argv)
+    if words.values is not None:
+        show("\n".join(_runs() if words.values == "runs" else _presets()))
+    elif words.shell is None:
+        parser().error(f"name a shell: {', '.join(SHELLS)}")
+    else:
+        put(script(words.shell).rstrip("\n"))
+    return 0
+
+
+def parser() -> Parser:
+    """The command line of ``safelaunch completion``."""
+    from argparse import SUPPRESS, RawDescriptionHelpFormatter
+
+    found = Parser(
+        "completion",
+        description="Prints a script that completes subcommands, options, presets, runs and files.",
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    found.add_argument("shell", nargs="?", choices=tuple(SHELLS), metavar="SHELL", help=", ".join(SHELLS))
+    found.add_argument("--values", choices=("runs", "presets"), help=SUPPRESS)
+    return found
+
+
+def script(shell: str) -> str:
+    """The completion script of ``shell``."""
+    return resources.files("safelaunch.cli").joinpath(f"completions/{SHELLS[shell]}").read_text(encoding="utf-8")
+
+
+def _runs() -> list[str]:
+    """The names and ids of this user's runs on this node."""
+    from safelaunch.control.discover import look, our_roots
+
+    runs = [run for run in look(our_roots()) if run.alive]
+    return list(dict.fromkeys([*(run.name for run in runs if run.name), *(run.id for run in runs)]))
+
+
+def _presets() -> list[str]:
+    from safelaunch.settings.presets import builtin_names, find_builtin_dir
+
+    return list(builtin_names(find_builtin_dir()))

@@ -1,0 +1,102 @@
+"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``: printed at once, without torch and without a parser.
+
+The man page and the shells' completions have the same source: ``scripts/generate.py``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from contextlib import suppress
+from importlib import import_module
+
+from safelaunch.cli import COMMANDS
+from safelaunch.errors import UsageError
+from safelaunch.settings.options import HELP_OPTIONS, entries, help_text, wrapped
+from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.system.console import show
+
+ABOUT = (
+    "torchrun that watches the job. When the job hangs or crashes, safelaunch collects every rank's stacks, Flight "
+    "Recorder trace and state, names the rank and the line that caused it, and writes all of it as one bundle. Then it "
+    "ends a hung job, restarts it, or lets it run."
+)
+USAGE = (
+    "safelaunch [options] [torchrun options] script.py [script args...]",
+    "safelaunch SUBCOMMAND ...",
+)
+TORCHRUN = (
+    "Every option of the installed torchrun works, in both spellings (--nproc-per-node, --nproc_per_node), and so do "
+    "-m, --no-python, --run-path and the PET_* variables. Put safelaunch's options and torchrun's in any order before "
+    "the script: what follows the script belongs to it. To list torchrun's options: safelaunch --help-torchrun"
+)
+EXIT_CODES = {
+    "the job's own": "The job ended by itself, exactly as under torchrun.",
+    "124": "The watchdog ended a hung job.",
+    "125": "Restarting was given up, because the same failure came back at the same step and place.",
+    "2": "An error in safelaunch's own options, presets, configuration, GPUs or bundle directory, or a script that "
+    "does not exist. Nothing was started.",
+}
+EXAMPLES = {
+    "safelaunch --nproc-per-node=8 train.py --lr 1e-3": "Run 8 ranks under the watchdog.",
+    "safelaunch --preset hang-debug --stall-timeout 5m --nproc-per-node=8 train.py": "Hunt a hang that comes back.",
+    "safelaunch exec -- accelerate launch train.py": "Watch another launcher.",
+    "safelaunch status --watch": "Look at the live runs, from another terminal.",
+    "safelaunch diagnose safelaunch-bundles/latest": "Read the newest verdict again.",
+}
+
+
+def main(words: list[str]) -> int:
+    """Prints the help on a subcommand; without one, that on all of safelaunch."""
+    name = words[0] if words else ""
+    if name in ("torchrun", "--help-torchrun"):
+        from safelaunch.cli.run import help_torchrun
+
+        return help_torchrun()
+    if not name or name.startswith("-") or name == "help":
+        show(text(width()))
+        return 0
+    if name not in COMMANDS:
+        raise UsageError(f"help: there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
+    return int(import_module(f"safelaunch.cli.{name}").main(["--help"]))
+
+
+def width() -> int:
+    """Columns for the help: those of the terminal, at most 100."""
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
+
+
+def short_text(width: int) -> str:
+    """What safelaunch is, its usage and its subcommands."""
+    usage = "\n".join(f"{'usage:' if not at else '':<7}{line}" for at, line in enumerate(USAGE))
+    return "\n\n".join(
+        [
+            wrapped(f"safelaunch: {ABOUT}", width, ""),
+            usage,
+            f"Subcommands (safelaunch help SUBCOMMAND shows more):\n{entries(COMMANDS.items(), width, 14)}",
+        ]
+    )
+
+
+def text(width: int) -> str:
+    """What ``safelaunch --help`` prints."""
+    return "\n\n".join(
+        [
+            short_text(width),
+            help_text("run", width),
+            f"Help:\n{entries(HELP_OPTIONS.items(), width)}",
+            f"Options of torchrun:\n{wrapped(TORCHRUN, width)}",
+            f"Exit codes:\n{entries(EXIT_CODES.items(), width, 18)}",
+            "Examples:\n" + "\n".join(f"  {line}\n      {why}" for line, why in EXAMPLES.items()),
+        ]
+    )
+
+
+def show_usage() -> int:
+    """Without any word: a short help on stderr, and the exit code of a command that started nothing.
+
+    torchrun does so too: a script whose command came out empty must not take that for a job that succeeded.
+    """
+    with suppress(OSError):  # nobody reads it
+        print(f"{short_text(width())}\n\nAll options, exit codes and examples: safelaunch --help", file=sys.stderr)
+    return 2

@@ -1,0 +1,33 @@
+"""The parser of the subcommands: argparse, with errors in safelaunch's words and near misses named."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from safelaunch.errors import UsageError
+from safelaunch.settings.yamlfile import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """A subcommand's parser. ``name``: the subcommand. Options count only if spelled in full."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        super().__init__(prog=f"safelaunch {name}", allow_abbrev=False, **settings)
+        self.name = name
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse does it, but what it does not know is an error here, where the nearest option can be named."""
+        known, unknown = super().parse_known_args(args, namespace)
+        option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+        if option:
+            names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            self.error(f"there is no option {option}{did_you_mean(option, names)}")
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError: the command line prints it, and exits with 2."""
+        message = re.sub(r"^unrecognized arguments: (.+)", r"unexpected: \1", message)
+        raise UsageError(f"{self.name}: {message}", f"See safelaunch {self.name} --help.")

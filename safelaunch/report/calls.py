@@ -1,0 +1,267 @@
+"""The recorded calls of all ranks as one table, in the order in which the ranks made them.
+
+A row is a call of a process group by its number, and what the ranks made of it: ranks that did the same share a line.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from safelaunch.diagnose.collectives import describe, op_name
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.model import Collective, FlightRecord, format_ranks
+from safelaunch.model.entries import Entries
+from safelaunch.reading.frames import place, stack_of
+from safelaunch.system.printable import clean
+
+NOT_CALLED = "not called"
+Slot = tuple[str, bool, int, int]  # group, whether it is a send or receive, number, which of those with that number
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the table shows. ``ranks`` None: all; ``groups``: names or descriptions, empty: all; ``last`` 0: all."""
+
+    ranks: frozenset[int] | None = None
+    groups: frozenset[str] = frozenset()
+    last: int = 0
+
+    def has(self, call: Collective) -> bool:
+        return not self.groups or call.group in self.groups or call.description in self.groups
+
+
+@dataclass
+class Row:
+    """One call. ``kinds``: what ranks made of it, with these ranks; ``absent``: members that have not called it."""
+
+    slot: Slot
+    at_ns: int
+    kinds: dict[int, list[int]] = field(default_factory=dict)
+    absent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """``kinds``: the calls that rows refer to, with where they were made. ``more``: whether ``last`` cut any off.
+
+    ``recorded``: the ranks shown; ``unrecorded``: those of the selection without a Flight Recorder.
+    """
+
+    rows: tuple[Row, ...]
+    kinds: tuple[tuple[Collective, str], ...]
+    recorded: tuple[int, ...]
+    unrecorded: tuple[int, ...]
+    groups: tuple[str, ...]
+    more: bool
+
+
+def table(facts: Facts, chosen: Selection) -> Table:
+    """The calls of ``chosen``, oldest first."""
+    wanted = [rank for rank in facts.ranks if chosen.ranks is None or rank in chosen.ranks]
+    records = {rank: record for rank in wanted if (record := facts.ranks[rank].evidence.flight_record) is not None}
+    rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
+    kinds = _Kinds(facts)
+    columns = _columns(rings, kinds, chosen)
+    rows: dict[Slot, Row] = {}
+    for column in columns:
+        for slot, kind, time_ns in zip(column.slots, column.kinds, column.at_ns, strict=True):
+            row = rows.setdefault(slot, Row(slot, time_ns))
+            row.at_ns = min(row.at_ns, time_ns)
+            row.kinds.setdefault(kind, []).extend(column.ranks)
+    _note_absent(rows.values(), records, rings)
+    order = in_order([column.slots for column in columns], {slot: row.at_ns for slot, row in rows.items()})
+    return Table(
+        tuple(rows[slot] for slot in order),
+        tuple(kinds.all),
+        tuple(sorted(records)),
+        tuple(sorted({*(chosen.ranks or facts.ranks), *wanted} - set(records))),
+        tuple(dict.fromkeys(_label(one) for one, _ in kinds.known)),
+        any(0 < chosen.last < column.recorded for column in columns),
+    )
+
+
+@dataclass
+class _Column:
+    """The chosen calls of ranks that called alike. ``at_ns``: of the first of them; ``recorded``: before the cut."""
+
+    slots: list[Slot]
+    kinds: list[int]
+    at_ns: list[int]
+    recorded: int = 0
+    ranks: list[int] = field(default_factory=list)
+
+
+def _columns(rings: Mapping[int, Entries], kinds: _Kinds, chosen: Selection) -> list[_Column]:
+    """Ranks that called alike share a column."""
+    folded: dict[Hashable, _Column] = {}
+    for rank, ring in rings.items():
+        numbers = kinds.of(rank, ring, chosen)
+        every: Sequence[int] = range(len(ring))
+        if chosen.groups:
+            every = [position for position, kind in enumerate(ring.kind_of) if kind in numbers]
+        at = every[-chosen.last :]
+        called = [numbers[ring.kind_of[n]] for n in at]
+        seqs = [
+            ring.p2p_seqs[n] if kinds.all[kind][0].is_p2p else ring.seqs[n] for n, kind in zip(at, called, strict=True)
+        ]
+        key = (tuple(called), tuple(seqs))
+        if key not in folded:
+            folded[key] = _Column(kinds.slots(called, seqs), called, [ring.created_ns[n] for n in at])
+        folded[key].ranks.append(rank)
+        folded[key].recorded = max(folded[key].recorded, len(every))
+    return list(folded.values())
+
+
+class _Kinds:
+    """Numbers the kinds of call over all ranks. All rings outlive it: it knows their tables of kinds by their ids."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.all: list[tuple[Collective, str]] = []
+        self._facts = facts
+        self._numbers: dict[tuple[Collective, str], int] = {}
+        self._known: dict[tuple[int, int, tuple[str, ...]], tuple[Collective, str]] = {}
+
+    @property
+    def known(self) -> Iterable[tuple[Collective, str]]:
+        """Also those of groups that are not chosen."""
+        return self._known.values()
+
+    def of(self, rank: int, ring: Entries, chosen: Selection) -> Mapping[int, int]:
+        """The chosen kinds of one record → their numbers here."""
+        found = {}
+        evidence = self._facts.ranks[rank].evidence
+        for number, call in ring.used().items():
+            key = (id(ring.kinds), number, evidence.code_roots)
+            kind = self._known.get(key)
+            if kind is None:
+                frame = stack_of(evidence, call.frames).user_frame or next(iter(call.frames), None)
+                kind = self._known[key] = (call, place(frame) if frame is not None else "")
+            if chosen.has(call):
+                found[number] = self._numbers.setdefault(kind, len(self.all))
+                self.all += [kind] if found[number] == len(self.all) else []
+        return found
+
+    def slots(self, called: Sequence[int], numbers: Sequence[int]) -> list[Slot]:
+        """The places of a rank's calls in the table: calls that share a number (coalesced ones) have one each."""
+        seen: dict[tuple[str, bool, int], int] = {}
+        found = []
+        for kind, number in zip(called, numbers, strict=True):
+            call = self.all[kind][0]
+            key = (call.group, call.is_p2p, number)
+            found.append((*key, seen.get(key, 0)))
+            seen[key] = seen.get(key, 0) + 1
+        return found
+
+
+def _note_absent(rows: Iterable[Row], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:
+    """A member of the group whose last collective has a smaller number has not called this one."""
+    last: dict[str, dict[int, int]] = {}
+    members: dict[str, set[int]] = {}
+    whole = set()  # the ranks whose ring has lost nothing: a group that it does not have was not called
+    for rank, record in records.items():
+        ring = rings[rank]
+        for group, number in _newest(ring):
+            last.setdefault(group, {})[rank] = number
+        whole |= {rank} if ring and ring.record_ids[0] == 0 else set()
+        for group, ranks in record.groups.items():
+            members.setdefault(group, set()).update(ranks)
+    for row in rows:
+        group, is_p2p, number, _ = row.slot
+        reached = last.get(group, {})
+        there = members.get(group, set()) & whole | set(reached)
+        row.absent = () if is_p2p else tuple(sorted(rank for rank in there if reached.get(rank, -1) < number))
+
+
+def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
+    """The number of the newest collective in each group."""
+    left = {call.group for call in ring.used().values() if not call.is_p2p}
+    for seq, kind in zip(reversed(ring.seqs), reversed(ring.kind_of), strict=True):
+        call = ring.kinds.all[kind]
+        if not call.is_p2p and call.group in left:
+            yield call.group, seq
+            left.remove(call.group)
+        if not left:
+            return
+
+
+def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> list[Slot]:
+    """All slots, so that each column keeps its order; where two columns contradict each other, by time."""
+    before: dict[Slot, int] = dict.fromkeys(at_ns, 0)
+    after: dict[Slot, set[Slot]] = {slot: set() for slot in at_ns}
+    for column in columns:
+        for one, other in pairwise(column):
+            if other not in after[one]:
+                after[one].add(other)
+                before[other] += 1
+    ready = [(at_ns[slot], slot) for slot, count in before.items() if not count]
+    heapq.heapify(ready)
+    by_time = iter(sorted((time_ns, slot) for slot, time_ns in at_ns.items()))
+    placed: dict[Slot, None] = {}
+    while len(placed) < len(at_ns):
+        while not ready:  # a circle: ranks entered groups in different orders
+            ready = [one for one in [next(by_time)] if one[1] not in placed]
+        _, slot = heapq.heappop(ready)
+        if slot in placed:
+            continue
+        placed[slot] = None
+        for following in after[slot]:
+            before[following] -= 1
+            if not before[following] and following not in placed:
+                heapq.heappush(ready, (at_ns[following], following))
+    return list(placed)
+
+
+# --- as text and as JSON ----------------------------------------------------------------------------------------------
+
+
+def lines(shown: Table) -> list[str]:
+    """The table as aligned lines."""
+    cells = [("group", "number", "call", "ranks", "state", "at")]
+    for row in shown.rows:
+        group, is_p2p, number, _ = row.slot
+        label = next((_label(shown.kinds[kind][0]) for kind in row.kinds), group)
+        head = (label, f"{'p2p ' if is_p2p else ''}{number}")
+        for kind, ranks in sorted(row.kinds.items(), key=lambda item: min(item[1])):
+            call, where = shown.kinds[kind]
+            cells.append((*head, describe(call), format_ranks(ranks), state(call), where))
+        if row.absent:
+            cells.append((*head, NOT_CALLED, format_ranks(row.absent), "", ""))
+    shown_cells = [[cell if cell.isprintable() else clean(cell) for cell in line] for line in cells]
+    widths = [max(map(len, column)) for column in zip(*shown_cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in shown_cells]
+
+
+def _label(call: Collective) -> str:
+    return call.group if call.description in ("", "undefined") else f"{call.group} {call.description}"
+
+
+def document(shown: Table) -> list[dict[str, Any]]:
+    """The table for ``--json``: an object for each line."""
+    return [
+        {
+            "group": row.slot[0],
+            "description": call.description,
+            "number": row.slot[2],
+            "p2p": row.slot[1],
+            "op": op_name(call),
+            "input_sizes": call.input_sizes,
+            "input_dtypes": call.input_dtypes,
+            "output_sizes": call.output_sizes,
+            "output_dtypes": call.output_dtypes,
+            "state": state(call),
+            "at": where,
+            "ranks": sorted(ranks),
+            "not_called_by": list(row.absent),
+        }
+        for row in shown.rows
+        for (call, where), ranks in ((shown.kinds[kind], ranks) for kind, ranks in row.kinds.items())
+    ]
+
+
+def state(call: Collective) -> str:
+    """The state of a call in a word."""
+    return "completed" if call.completed else "queued" if call.started is False else "pending"

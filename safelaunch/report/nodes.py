@@ -1,0 +1,228 @@
+"""The nodes of a job for the page, those that are alike folded into one row, and ranks on a GPU that is not theirs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.model import format_ranks
+from safelaunch.report.about import About, Gpu, Link, NodeFiles
+from safelaunch.report.tables import hosts_word
+from safelaunch.system.printable import clean
+
+FULL = 0.95
+MOST_LINE = 300
+MOST_GPUS = 64
+MOST_LINKS = 24
+MOST_LOG_BYTES = 400_000  # of all nodes together
+_UP = ("up", "active", "unknown", "")  # "unknown" is what a virtual interface says
+
+
+@dataclass
+class _Table:
+    """What many nodes have alike, once: items by number."""
+
+    items: list[Any] = field(default_factory=list)
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    def number(self, key: Hashable, item: Any) -> int:
+        if key not in self._numbers:
+            self._numbers[key] = len(self.items)
+            self.items.append(item)
+        return self._numbers[key]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """``state``: what the verdict's evidence knows of it. ``files``: None where the bundle has none of it."""
+
+    host: str
+    ranks: str
+    state: str
+    culprit: bool
+    files: NodeFiles | None
+
+
+def nodes(
+    facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culprits: Collection[int]
+) -> dict[str, Any]:
+    """``rows``: one for each class of nodes that are alike; those with ranks at fault first, then what stands out.
+
+    ``every``: each node. ``states``: host → its ranks and what is known of it.
+    """
+    found = [(node, _standing_out(node)) for node in _all(facts, about, states, set(culprits))]
+    classes: dict[Hashable, list[tuple[_Node, tuple[str, ...]]]] = {}
+    for node, notes in found:
+        classes.setdefault(_class_of(node, notes), []).append((node, notes))
+    ordered = sorted(classes.values(), key=lambda members: (not members[0][0].culprit, not members[0][1]))
+    versions, logs, names, environments = _Table(), _Table(), _Table(), _Table()
+    every: list[dict[str, Any]] = []
+    left = MOST_LOG_BYTES
+    for number, members in enumerate(ordered):
+        for node, _ in members:
+            told: dict[str, Any] = {"host": node.host, "row": number, "r": node.ranks, "state": node.state}
+            if node.files is not None:
+                told |= _details(node.files, names)
+                told["v"] = versions.number(node.files.versions, [list(item) for item in node.files.versions[:40]])
+                told["e"] = environments.number(
+                    node.files.environment, [list(item) for item in node.files.environment[:60]]
+                )
+                log = tuple(line[:MOST_LINE] for line in node.files.kernel_log)
+                if log and (size := sum(map(len, log))) <= left:
+                    left -= size
+                    told["log"] = logs.number(log, list(log))
+            every.append(told)
+    return {
+        "rows": [_row(members) for members in ordered],
+        "every": every,
+        "versions": versions.items,
+        "environments": environments.items,
+        "logs": logs.items,
+        "names": names.items,
+    }
+
+
+def _all(facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culprits: set[int]) -> Iterable[_Node]:
+    files = {one.host: one for one in about.nodes}
+    of_host: dict[str, list[int]] = {}
+    for rank, one in facts.ranks.items():
+        of_host.setdefault(one.evidence.host, []).append(rank)
+    for host in dict.fromkeys([*states, *files, *of_host]):
+        if host:
+            told, state = states.get(host, ("", ""))
+            mine = of_host.get(host, [])
+            yield _Node(host, told or format_ranks(mine), state, bool(culprits & set(mine)), files.get(host))
+
+
+def _class_of(node: _Node, notes: tuple[str, ...]) -> Hashable:
+    """Nodes of one class differ in their numbers alone."""
+    state = re.sub(r"\d+", "", node.state)
+    if node.files is None:
+        return node.culprit, state, notes
+    one = node.files
+    return node.culprit, state, notes, one.cpus, _gpu_words(one), one.versions, len(one.network)
+
+
+def _standing_out(node: _Node) -> tuple[str, ...]:
+    """What of a node is worth a look, without numbers."""
+    if node.files is None:
+        return ()
+    one = node.files
+    found = [f"GPU {gpu.index} cannot be asked" for gpu in one.gpus if gpu.error]
+    found += [f"GPU {gpu.index} counts ECC errors" for gpu in one.gpus if gpu.ecc_errors]
+    found += [f"{place} is nearly full" for place, share in one.disks if share > FULL]
+    found += ["memory is nearly full"] if _used(one) > FULL else []
+    found += [f"{link.name} is {link.state}" for link in one.network if link.state.lower() not in _UP]
+    found += ["the kernel log says something"] if one.kernel_log else []
+    return tuple(found)
+
+
+def _used(one: NodeFiles) -> float:
+    return 1 - one.memory_available_bytes / one.memory_total_bytes if one.memory_total_bytes else 0.0
+
+
+def _row(members: Sequence[tuple[_Node, tuple[str, ...]]]) -> dict[str, Any]:
+    first, notes = members[0]
+    files = [node.files for node, _ in members if node.files is not None]
+    gpus = [gpu for one in files for gpu in one.gpus if not gpu.error]
+    ranks = ",".join(node.ranks for node, _ in members if node.ranks)
+    return {
+        "hosts": hosts_word([node.host for node, _ in members]),
+        "n": len(members),
+        "c": int(first.culprit),
+        "r": format_ranks(_numbers(ranks)) if ranks else "",
+        "state": first.state,
+        "gpus": _gpu_words(files[0]) if files else "",
+        "busy": _span([gpu.utilisation_percent for gpu in gpus]),
+        "gpu_memory": _span([
+            100 * gpu.memory_used_bytes / gpu.memory_total_bytes
+            for gpu in gpus
+            if gpu.memory_used_bytes is not None and gpu.memory_total_bytes
+        ]),
+        "memory": _span([100 * _used(one) for one in files if one.memory_total_bytes]),
+        "load": _span([one.load[0] for one in files if one.load]),
+        "network": _network_words(files[0].network) if files else "",
+        "notes": list(notes),
+    }  # fmt: skip
+
+
+def _numbers(ranges: str) -> set[int]:
+    found: set[int] = set()
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _span(values: Iterable[float | None]) -> list[float]:
+    """The least and the most of what is known; empty where nothing is."""
+    known = [value for value in values if value is not None]
+    return [round(min(known), 1), round(max(known), 1)] if known else []
+
+
+def _gpu_words(one: NodeFiles) -> str:
+    """``8 × NVIDIA H100``."""
+    counts = Counter(gpu.name or "GPU" for gpu in one.gpus)
+    return ", ".join(f"{count} × {name}" for name, count in counts.items()) or one.no_gpus
+
+
+def _network_words(links: Sequence[Link]) -> str:
+    """``eth0, 8 InfiniBand ports``."""
+    plain = [link.name for link in links if "/" not in link.name]
+    ports = len(links) - len(plain)
+    more = [f"{len(plain) - 3} more"] if len(plain) > 3 else []
+    return ", ".join([*plain[:3], *more, *([f"{ports} InfiniBand port{'s' * (ports > 1)}"] if ports else [])])
+
+
+def _details(one: NodeFiles, names: _Table) -> dict[str, Any]:
+    return {
+        "gpus": [_gpu(gpu, names) for gpu in one.gpus[:MOST_GPUS]],
+        "no_gpus": one.no_gpus,
+        "cpus": one.cpus,
+        "load": [round(load, 1) for load in one.load[:3]],
+        "memory": [one.memory_total_bytes, one.memory_available_bytes],
+        "disks": [[place, round(share, 3)] for place, share in one.disks[:8]],
+        "links": [[link.name, link.state, link.speed, link.errors] for link in one.network[:MOST_LINKS]],
+    }
+
+
+def _gpu(gpu: Gpu, names: _Table) -> list[Any]:
+    """``[index, name's number, % busy, used, total, °C, W, ECC errors, error]``."""
+    numbers = (gpu.utilisation_percent, gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.temperature_c, gpu.power_w)
+    rounded = [None if number is None else round(number) for number in numbers]
+    return [gpu.index, names.number(gpu.name or "", gpu.name or ""), *rounded, gpu.ecc_errors or 0, gpu.error]
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def misplaced(facts: Facts, about: About) -> str:
+    """Ranks whose memory is on a GPU that another rank uses, or on another one than they were given; by NVML.
+
+    ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.
+    """
+    held: dict[tuple[str, int], list[str]] = {}
+    for node in about.nodes:
+        for gpu in node.gpus:
+            for process in gpu.processes or ():
+                held.setdefault((node.host, process.pid), []).append(str(gpu.index))
+    users: dict[tuple[str, str], list[int]] = {}
+    told = []
+    for rank, one in facts.ranks.items():
+        evidence = one.evidence
+        places = held.get((evidence.host, evidence.pid), [])
+        for place in places:
+            users.setdefault((evidence.host, place), []).append(rank)
+        if evidence.gpu.isdecimal() and places and evidence.gpu not in places:
+            told.append(f"rank {rank} has memory on GPU {', '.join(places[:4])} and was given GPU {evidence.gpu}")
+    shared = [
+        f"ranks {format_ranks(ranks)} share GPU {place}{f' of {clean(host)}' if len(about.nodes) > 1 else ''}"
+        for (host, place), ranks in users.items()
+        if len(ranks) > 1
+    ]
+    both = [*shared, *told]
+    return "; ".join([*both[:4], *([f"and {len(both) - 4} more"] if len(both) > 4 else [])])

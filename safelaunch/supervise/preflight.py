@@ -1,0 +1,34 @@
+"""What would fail later in a run, found before anything starts."""
+
+from __future__ import annotations
+
+from safelaunch.errors import UsageError
+from safelaunch.settings.config import Settings
+
+
+def check(settings: Settings) -> None:
+    """Raises UsageError, before anything starts, for what would fail later."""
+    _check_key(settings)
+    if settings.is_explicit("bundle-dir"):
+        from safelaunch.bundle.publishing import check_directory
+
+        problem = check_directory(settings.bundle_dir)
+        if problem:
+            raise UsageError(
+                f"--bundle-dir {settings.bundle_dir} cannot hold bundles: {problem}.",
+                "Name a directory that you can write to and other users cannot; safelaunch creates it if necessary.",
+            )
+
+
+def _check_key(settings: Settings) -> None:
+    if settings.cluster_key_file is None:
+        return
+    from safelaunch.cluster.keyfile import BadKeyFile, read_key
+
+    try:
+        read_key(settings.cluster_key_file)
+    except BadKeyFile as error:
+        raise UsageError(
+            f"--cluster-key-file {settings.cluster_key_file}: {error}.",
+            "Put the same random text there on every node, readable by you alone: openssl rand -hex 32 > FILE",
+        ) from error

@@ -1,0 +1,100 @@
+"""What a key does in the terminal of a job: Ctrl-C where it is frozen and where it is not, Ctrl-\\."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from jobs import PROGRAMS, Bundle, Job
+
+pytestmark = pytest.mark.torch
+
+CTRL_C, CTRL_BACKSLASH = b"\x03", b"\x1c"
+FROZEN = [PROGRAMS / "blocked.py", "--how=asleep", "--culprit=1"]
+# Leads a session on the terminal named by its first argument, and becomes Python with the other ones.
+ON_TERMINAL = """if True:
+    import fcntl, os, sys, termios
+    os.setsid()
+    terminal = os.open(sys.argv[1], os.O_RDWR)
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    os.dup2(terminal, 0)
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class Typed(Job):
+    """A job whose safelaunch has a terminal of its own, in the foreground."""
+
+    master: int
+
+    def type(self, key: bytes) -> None:
+        os.write(self.master, key)
+
+
+@contextmanager
+def on_terminal(words: list[str | Path], scratch: Path) -> Iterator[Typed]:
+    master, slave = pty.openpty()
+    try:
+        interpreter = [sys.executable, "-c", ON_TERMINAL, os.ttyname(slave), "-m", "safelaunch"]
+        with Typed(words, scratch, interpreter=interpreter) as job:
+            job.master = master
+            yield job
+    finally:
+        os.close(slave)
+        os.close(master)
+
+
+def verdict_is_shown(said: str, bundle: Bundle) -> bool:
+    """Whether the verdict stands above its bundle's path."""
+    before, path, _ = said.partition(f"bundle: {bundle.path}")
+    return bool(path) and f"{bundle.verdict['cause']} (confidence: " in before
+
+
+def test_a_frozen_job_is_asked_by_ctrl_backslash_and_goes_on_and_is_stopped_by_ctrl_c(tmp_path: Path) -> None:
+    words = ["--nproc-per-node=2", *FROZEN, f"--scratch={tmp_path}"]
+    with on_terminal(words, tmp_path) as job:
+        job.until(lambda: "safelaunch: quiet for" in job.stderr, "a word that the job is quiet")
+        ranks = job.ranks()
+        job.type(CTRL_BACKSLASH)
+        job.until(lambda: job.bundles() and "bundle: " in job.stderr, "a bundle")
+        (dump,) = job.bundles()
+        assert (dump.verdict["outcome"], dump.verdict["cause"]) == ("dump", "stuck-in-user-code"), job.stderr
+        assert job.ranks() == ranks, "nobody was ended"
+        job.type(CTRL_C)
+        result = job.wait()
+    assert result.code == 1 and not result.leftovers, "as torchrun ends"
+    assert result.stderr.index("first the evidence, at most 2 s") < result.stderr.index("Received 2 death signal")
+    (last,) = (bundle for bundle in result.bundles if bundle.path != dump.path)
+    assert last.problems() == [] and verdict_is_shown(result.said, last), result.stderr
+    # Where two seconds are not enough to see every rank twice, it says less, and nothing else.
+    named = [culprit["rank"] for culprit in last.verdict["culprits"]]
+    assert named == [1] if last.verdict["outcome"] == "hang" else named in ([], [1]), last.verdict
+
+
+def test_ctrl_c_while_the_bundle_of_a_hang_is_written(tmp_path: Path) -> None:
+    words = ["--stall-timeout=3", "--nproc-per-node=2", *FROZEN, f"--scratch={tmp_path}"]
+    with on_terminal(words, tmp_path) as job:
+        job.until(lambda: "collecting evidence from every rank" in job.stderr, "the hang")
+        job.type(CTRL_C)
+        result = job.wait()
+    assert result.code in (1, 124) and not result.leftovers
+    assert result.verdict["outcome"] == "hang" and result.bundle.problems() == []
+    assert [culprit["rank"] for culprit in result.verdict["culprits"]] == [1]
+    assert verdict_is_shown(result.said, result.bundle), result.stderr
+
+
+def test_an_interrupted_demo_ends_without_a_traceback(tmp_path: Path) -> None:
+    with on_terminal(["demo", "--bundle-dir", str(tmp_path / "bundles")], tmp_path) as job:
+        job.until(lambda: len(job.ranks()) == 3, "its ranks")
+        job.type(CTRL_BACKSLASH)
+        job.until(lambda: "outside the demo" in job.stderr, "a word")
+        job.type(CTRL_C)
+        result = job.wait()
+    assert result.code == 130 and not result.leftovers
+    assert "the demo was stopped" in result.said and "FAILED" not in result.said
+    assert "Traceback" not in result.stderr, result.stderr

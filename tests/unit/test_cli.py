@@ -1,0 +1,118 @@
+"""Whatever the encoding and the streams, a subcommand prints what it can, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_postmortem import dumps, mismatching
+
+from safelaunch.cli import COMMANDS
+
+# A few hundred processes would take a minute: one that has imported everything forks for each command line.
+FORKS = """
+import json, os, sys
+from importlib import import_module
+for name in ("run", "exec", "colaunch", "presets", "status", "dump", "diagnose", "gpus", "completion", "help"):
+    import_module(f"safelaunch.cli.{name}")
+from safelaunch.cli import entry
+codes = {}
+for words in json.loads(os.environ["LINES"]):
+    pid = os.fork()
+    if not pid:
+        sys.argv = ["safelaunch", *(os.fsdecode(word.encode()) for word in words)]  # as Python reads them
+        entry()
+    codes[" ".join(words)] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+with open(os.environ["CODES"], "w") as file:
+    json.dump(codes, file)
+os._exit(0)
+"""
+EXPECTED = [
+    ([], 2),
+    (["--help"], 0),
+    (["--version"], 0),
+    (["nosuchü→"], 2),
+    (["--preset", "ü→", "train.py"], 2),
+    (["--dry-run", "ü→.py"], 0),
+    (["demo", "ü→"], 2),
+    (["exec", "--dry-run", "--", "echo", "ü→"], 0),
+    (["exec", "ü→"], 2),
+    (["colaunch", "--grid", "a=ü,→", "--dry-run", "--", "ü→.py", "{a}"], 0),
+    (["presets"], 0),
+    (["presets", "show", "hang-debug"], 0),
+    (["presets", "--json"], 0),
+    (["status"], 0),
+    (["status", "--json"], 0),
+    (["status", "ü→"], 2),
+    (["dump"], 1),
+    (["dump", "ü→"], 2),
+    (["diagnose", "ü→"], 0),
+    (["diagnose", "ü→", "--json"], 0),
+    (["diagnose", "ü→", "-j"], 0),
+    (["diagnose", "nosuchü→"], 2),
+    (["doctor", "--ü→"], 2),
+    (["gpus"], 0),
+    (["gpus", "--json"], 0),
+    (["completion", "bash"], 0),
+    (["completion", "--values", "presets"], 0),
+    (["help"], 0),
+    (["help", "status"], 0),
+]
+LINES = [words for words, _ in EXPECTED]
+POSIX = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+def test_every_subcommand_is_tried() -> None:
+    assert {words[0] for words in LINES if words} >= COMMANDS.keys()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    dumps(tmp_path / "ü→", mismatching())
+    (tmp_path / "ü→.py").write_text("")
+    return tmp_path
+
+
+def codes_of(here: Path, shell: str = '"$@"', **environ: str) -> tuple[dict[str, int], str]:
+    """The exit code of each line, and everything that was printed. ``shell``: how the shell runs it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SAFELAUNCH_", "PYTHON", "LC_"))}
+    variables = {"LINES": json.dumps(LINES), "CODES": os.fspath(here / "codes"), "XDG_RUNTIME_DIR": os.fspath(here)}
+    done = subprocess.run(
+        ["bash", "-c", shell, "sh", sys.executable, "-c", FORKS],
+        cwd=here,
+        env={**kept, **variables, **environ},
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=240,
+    )
+    said = (done.stdout + done.stderr).decode("utf-8", "replace")
+    assert (here / "codes").is_file(), said
+    codes: dict[str, int] = json.loads((here / "codes").read_text())
+    return codes, said
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"LC_ALL": "C"}, POSIX, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONIOENCODING": "ascii:strict"}],
+    ids=["C", "POSIX", "latin-1", "ascii"],
+)
+def test_any_encoding(environ: dict[str, str], here: Path) -> None:
+    codes, said = codes_of(here, **environ)
+    assert "Traceback" not in said and "Exception" not in said, said
+    assert codes == {" ".join(words): code for words, code in EXPECTED}
+    assert "Rank 2 waits in all_gather" in said
+
+
+@pytest.mark.parametrize(
+    "shell",
+    ['"$@" >&-', '"$@" 2>&-', '"$@" <&- >&- 2>&-', '"$@" >/dev/full', '"$@" 2>/dev/full', '"$@" | true'],
+    ids=["stdout closed", "stderr closed", "all closed", "stdout full", "stderr full", "pipe broken"],
+)
+def test_streams_that_nobody_reads(shell: str, here: Path) -> None:
+    codes, said = codes_of(here, shell)
+    assert "Traceback" not in said and "Exception" not in said, said
+    assert set(codes.values()) <= {0, 1, 2}, codes

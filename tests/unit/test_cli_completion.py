@@ -1,0 +1,103 @@
+"""The completion scripts and the man page: as ``scripts/generate.py`` makes them, and what the shells make of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from safelaunch.cli import COMMANDS, completion, main
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from generate import MAN_PAGE, generated  # noqa: E402
+
+PRESETS = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+CASES = [
+    ("safelaunch st", {"status"}),
+    ("safelaunch --stall-t", {"--stall-timeout"}),
+    ("safelaunch --nproc", {"--nproc-per-node"}),
+    ("safelaunch --preset ", PRESETS),
+    ("safelaunch --on-stall ", {"kill", "restart", "dump"}),
+    ("safelaunch help dem", {"demo"}),
+    ("safelaunch diagnose --ht", {"--html"}),
+    ("safelaunch diagnose tr", {"train.py"}),
+    ("safelaunch completion ", {"bash", "zsh", "fish"}),
+]
+
+
+def test_the_files_are_up_to_date() -> None:
+    """After a change to an option or a help text: python scripts/generate.py."""
+    assert [path.name for path, text in generated().items() if path.read_text("utf-8") != text] == []
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a script, and a ``safelaunch`` on the PATH."""
+    binary = tmp_path / "bin" / "safelaunch"
+    binary.parent.mkdir()
+    binary.write_text(f'#!/bin/sh\nexec {sys.executable} -m safelaunch "$@"\n')
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binary.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def output_of(words: list[str], cwd: Path) -> str:
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_bash(shell: Path) -> None:
+    lines = "\n".join(f'try "{line}"' for line, _ in CASES)
+    code = f"""eval "$(safelaunch completion bash)"
+        try() {{
+            COMP_WORDS=($1); [[ $1 == *" " ]] && COMP_WORDS+=("")
+            COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=()
+            _shtab_safelaunch 2>/dev/null  # compopt wants to be called by readline
+            echo "${{COMPREPLY[*]}}"
+        }}
+        {lines}"""
+    found = output_of(["bash", "--norc", "-c", code], shell).splitlines()
+    assert {line: set(words.split()) for (line, _), words in zip(CASES, found, strict=True)} == dict(CASES)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_fish(shell: Path) -> None:
+    lines = "\n".join(f"echo (complete -C '{line}' | string split -f1 \\t)" for line, _ in CASES)
+    code = f"safelaunch completion fish | source\n{lines}"
+    found = output_of(["fish", "--no-config", "-c", code], shell).splitlines()
+    assert {line: set(words.split()) for (line, _), words in zip(CASES, found, strict=True)} == dict(CASES)
+
+
+@pytest.mark.parametrize("name", completion.SHELLS)
+def test_each_shell_reads_its_script(name: str, tmp_path: Path) -> None:
+    if shutil.which(name) is None:
+        pytest.skip(f"no {name} here")
+    (tmp_path / "script").write_text(completion.script(name))
+    assert output_of([name, "-n", "script"], tmp_path) == ""
+
+
+def test_the_runs_are_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(completion, "_runs", lambda: ["train", "r4711"])
+    assert main(["completion", "--values", "runs"]) == 0
+    assert capsys.readouterr().out == "train\nr4711\n"
+    for name in completion.SHELLS:
+        assert "safelaunch completion --values runs" in completion.script(name), name
+
+
+def test_the_man_page_renders_without_warnings(tmp_path: Path) -> None:
+    if shutil.which("groff") is None:
+        pytest.skip("no groff here")
+    shown = re.sub(".\x08", "", output_of(["groff", "-man", "-Tascii", "-P-c", "-ww", str(MAN_PAGE)], tmp_path))
+    assert "--stall-timeout SECONDS|auto" in shown
+    for command in COMMANDS:
+        assert f"   safelaunch {command}" in shown

@@ -1,0 +1,204 @@
+"""``safelaunch diagnose``: the files that it writes, where it writes none, and the table of calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import incidents
+import pytest
+from msgspec.structs import replace
+from test_postmortem import dumps, hang, mismatching, verdict_at, write_bundle
+
+from safelaunch.cli import main
+from safelaunch.cli.diagnose import FILES, HTML, PERFETTO, SPEEDSCOPE, VERDICT
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(root: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        os.fspath(path.relative_to(root)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """What a page shows."""
+    found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page.read_text(), re.S)
+    assert found is not None
+    document: dict[str, Any] = json.loads(found[1])
+    return document
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def bundle(root: Path) -> Path:
+    return write_bundle(root / "bundle", incidents.hang(4).evidence)
+
+
+def archive(root: Path) -> Path:
+    with tarfile.open(root / "bundle.tar.gz", "w:gz") as tar:
+        tar.add(bundle(root / "made"), "bundle")
+    return root / "bundle.tar.gz"
+
+
+def two_bundles(root: Path) -> Path:
+    """Of two nodes, each with half of the ranks."""
+    evidence = incidents.hang(4).evidence
+    for node, ranks in ((1, evidence.ranks[:2]), (2, evidence.ranks[2:])):
+        part = write_bundle(root / "both" / f"node{node}", replace(evidence, ranks=ranks), host=f"node{node}")
+        (part / "launch.json").write_text(json.dumps({"run_name": "twice", "command": ["safelaunch", "train.py"]}))
+        (part / "node" / f"host{node}").mkdir(parents=True)
+    return root / "both"
+
+
+def folder(root: Path) -> Path:
+    return dumps(root / "dumps", mismatching())
+
+
+@pytest.mark.parametrize("kind", [bundle, archive, two_bundles, folder])
+def test_a_folder_of_files_from_whatever_path_holds(kind: Any, here: Path, capfd: Capture) -> None:
+    path = kind(here)
+    before = contents(here)
+    assert main(["diagnose", str(path), "-o", "out/there"]) == 0
+    shown = capfd.readouterr()
+    out = here / "out" / "there"
+    assert sorted(one.name for one in out.iterdir()) == sorted(FILES)
+    assert all(f"safelaunch: written: {out / name}" in shown.err for name in FILES)
+    assert {name: value for name, value in contents(here).items() if not name.startswith("out/")} == before
+    _, verdict = verdict_at(path, capfd)
+    assert json.loads((out / VERDICT).read_text()) == verdict
+    assert verdict["summary"].split(" ")[0] in shown.out
+    assert json.loads((out / PERFETTO).read_text())["traceEvents"]
+    assert json.loads((out / SPEEDSCOPE).read_text())["profiles"]
+    page = data_of(out / HTML)
+    assert page["head"]["cause"] == verdict["cause"] and page["head"]["bundle"] == "", "no links to files elsewhere"
+    assert page["timeline"]["lanes"]
+
+
+def test_the_page_of_several_bundles_knows_the_job_and_all_nodes(here: Path) -> None:
+    assert main(["diagnose", str(two_bundles(here)), "--html", "page.html"]) == 0
+    page = data_of(here / "page.html")
+    assert ["run", "twice"] in page["head"]["facts"] and page["head"]["command"] == "safelaunch train.py"
+    assert "host1" in json.dumps(page["nodes"]) and "host2" in json.dumps(page["nodes"])
+
+
+def test_one_page_alone_with_json_on_stdout(here: Path, capfd: Capture) -> None:
+    (here / "page.html").write_text("an older one")
+    assert main(["diagnose", str(bundle(here)), "--json", "--html", "page.html"]) == 0
+    assert json.loads(capfd.readouterr().out)["cause"] == "collective-mismatch"
+    assert data_of(here / "page.html")["head"]["cause"] == "collective-mismatch"
+    assert stat.S_IMODE((here / "page.html").stat().st_mode) == 0o600, "evidence is its owner's"
+    assert sorted(one.name for one in here.iterdir()) == ["bundle", "page.html"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-o", "bundle"],
+        ["-o", "bundle/reports"],
+        ["--html", "bundle/report.html"],
+        ["--html", "link/report.html"],
+        ["-o", "other"],
+        ["--html", "other/ranks/0/report.html"],
+        ["--html", "other"],
+    ],
+)
+def test_no_bundle_is_written_into(words: list[str], here: Path, capfd: Capture) -> None:
+    bundle(here)
+    write_bundle(here / "other", hang())
+    (here / "link").symlink_to("bundle")
+    before = contents(here)
+    assert main(["diagnose", "bundle", *words]) == 2
+    shown = capfd.readouterr()
+    assert shown.out == "" and "is within" in shown.err
+    assert contents(here) == before
+
+
+def test_an_archive_is_not_replaced(here: Path, capfd: Capture) -> None:
+    path = archive(here)
+    before = path.read_bytes()
+    assert main(["diagnose", str(path), "--html", str(path)]) == 2
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("words", "why"), [(["--html", "."], "is a directory"), (["-o", "file"], "could not be")])
+def test_where_nothing_can_be_written(words: list[str], why: str, here: Path, capfd: Capture) -> None:
+    bundle(here / "far")
+    (here / "file").write_text("")
+    assert main(["diagnose", "far/bundle", *words]) in (1, 2)
+    err = capfd.readouterr().err
+    assert why in err and "Traceback" not in err
+
+
+def test_a_page_of_hostile_evidence_is_text(here: Path) -> None:
+    write_bundle(here / "b", incidents.hostile().evidence)
+    main(["diagnose", "b", "--html", "page.html"])
+    text = (here / "page.html").read_text()
+    assert text.count("</script>") == 2 and "<img" not in text
+
+
+# --- the table of calls -----------------------------------------------------------------------------------------------
+
+
+def test_the_table_instead_of_the_verdict(here: Path, capfd: Capture) -> None:
+    path = folder(here)
+    assert main(["diagnose", str(path), "-j"]) == 0
+    shown = capfd.readouterr()
+    lines = [" ".join(line.split()) for line in shown.out.splitlines()]
+    assert lines[0] == "group number call ranks state at"
+    assert lines[-2:] == [
+        "0 default_pg 4 all_reduce of (4) Float 0-1,3 pending train.py:50 (train)",
+        "0 default_pg 4 all_gather of (4) Float 2 pending train.py:41 (train)",
+    ]
+    assert "4 of 4 ranks" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "numbers"),
+    [
+        (["--ranks", "0,2-3"], {0, 2, 3}, {1, 2, 3, 4}),
+        (["--last", "2"], {0, 1, 2, 3}, {3, 4}),
+        (["--groups", "default_pg", "--ranks", "1", "--last", "1"], {1}, {4}),
+        (["--groups", "tp,0", "--last", "0"], {0, 1, 2, 3}, {1, 2, 3, 4}),
+    ],
+)
+def test_what_is_shown_is_chosen(
+    words: list[str], ranks: set[int], numbers: set[int], here: Path, capfd: Capture
+) -> None:
+    assert main(["diagnose", str(folder(here)), "--json", *words]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert {rank for one in found for rank in one["ranks"]} == ranks
+    assert {one["number"] for one in found} == numbers
+
+
+def test_what_is_left_out_is_told(here: Path, capfd: Capture) -> None:
+    assert main(["diagnose", str(folder(here)), "--last", "1", "--ranks", "0,9"]) == 0
+    err = capfd.readouterr().err
+    assert "--last 0 shows all" in err and "no Flight Recorder of rank 9" in err
+
+
+def test_no_call_matches(here: Path, capfd: Capture) -> None:
+    assert main(["diagnose", str(folder(here)), "--groups", "nope"]) == 1
+    shown = capfd.readouterr()
+    assert shown.out == "" and "no recorded call matches (groups: 0 default_pg)" in shown.err
+
+
+@pytest.mark.parametrize("words", [["--ranks", "x"], ["--ranks", "3-1"], ["--ranks", "0-99999999"], ["--last", "-1"]])
+def test_a_selection_that_is_none(words: list[str], here: Path, capfd: Capture) -> None:
+    assert main(["diagnose", str(folder(here)), *words]) == 2
+    assert f"argument {words[0]}" in capfd.readouterr().err

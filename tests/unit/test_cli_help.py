@@ -1,0 +1,90 @@
+"""``safelaunch``, ``safelaunch --help`` and ``safelaunch help``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from safelaunch.cli import COMMANDS, main, program
+from safelaunch.cli import help as command
+from safelaunch.errors import UsageError
+from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
+
+
+def test_without_words_a_short_help_and_the_code_of_a_command_that_started_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "usage: safelaunch" in shown.err
+    assert all(f"\n  {name} " in shown.err for name in COMMANDS)
+    assert len(shown.err.splitlines()) < 24
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"], ["--nproc-per-node", "2", "--help"], ["--hel"]])
+def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr().out == command.text(command.width()) + "\n"
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_what_help_says(width: int) -> None:
+    text = command.text(width)
+    examples = text.index("\nExamples:")
+    assert max(map(len, text[:examples].splitlines())) <= width
+    places = [
+        text.index(f"\n{title}:") for title in ("Subcommands (safelaunch help SUBCOMMAND shows more)", *OPTION_GROUPS)
+    ]
+    places += [text.index("\nOptions of torchrun:"), text.index("\nExit codes:"), examples]
+    assert places == sorted(places)
+    for option in OWN_OPTIONS:
+        assert f"\n  {option.flag}" in text
+    for code in ("124", "125", "2"):
+        assert f"\n  {code} " in text
+
+
+def test_what_it_is_takes_three_lines() -> None:
+    assert len(command.text(100).split("\n\n")[0].splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "help"])
+def test_help_on_a_subcommand_is_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (["help", name], [name, "--help"]):
+        try:
+            assert main(words) == 0
+        except SystemExit as end:  # argparse
+            assert end.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and f"safelaunch {name}" in shown[0]
+
+
+def test_help_on_what_is_no_subcommand() -> None:
+    with pytest.raises(UsageError, match=r"^help: there is no subcommand 'statsu'; did you mean 'status'\?$"):
+        command.main(["statsu"])
+
+
+@pytest.mark.torch
+@pytest.mark.rare
+def test_torchruns_own_help() -> None:
+    done = subprocess.run([*program(), "--help-torchrun"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "--nproc-per-node" in done.stdout and "--stall-timeout" not in done.stdout
+
+
+def test_help_costs_little_more_than_python_itself() -> None:
+    """CPU time, of which importing torch would take sixty times as much."""
+
+    def cpu_s(*words: str) -> float:
+        spent = []
+        for _ in range(3):
+            process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            assert process.returncode == 0
+            spent.append(used.ru_utime + used.ru_stime)
+        return min(spent)
+
+    assert cpu_s(*program()[1:], "--help") < 20 * cpu_s("-c", "pass")

@@ -1,0 +1,108 @@
+"""What ``safelaunch`` rejects by itself, before anything starts, and what it leaves to torchrun."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from safelaunch.cli import main
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("SAFELAUNCH_", "PET_"))]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def said(words: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = main(words.split())
+    return code, capfd.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("statsu", "statsu is neither a script nor a subcommand; did you mean 'safelaunch status'?"),
+        ("colanch sweep.yaml", "colanch is neither a script nor a subcommand; did you mean 'safelaunch colaunch'?"),
+        ("--stall-timout 60 train.py", "there is no option --stall-timout; did you mean safelaunch's --stall-timeout?"),
+        (
+            "--stall_timeout=5 train.py",
+            "there is no option --stall_timeout; did you mean safelaunch's --stall-timeout?",
+        ),
+        ("--run_name x train.py", "there is no option --run_name; did you mean safelaunch's --run-name?"),
+        (
+            "--nproc-per-nodes 2 train.py",
+            "there is no option --nproc-per-nodes; did you mean torchrun's --nproc-per-node?",
+        ),
+        (
+            "--nproc_per_nods=2 train.py",
+            "there is no option --nproc_per_nods; did you mean torchrun's --nproc_per_node?",
+        ),
+        ("--nnodes 1 --rdvz-id 3 train.py", "there is no option --rdvz-id; did you mean torchrun's --rdzv-id?"),
+        ("--wait", "the script is missing (usage: safelaunch [options] script.py [script args...])"),
+        ("--nproc-per-node train.py", "the script is missing (usage: safelaunch [options] script.py [script args...])"),
+        ("-m no_such_module", "there is no module no_such_module"),
+        ("--no-python no-such-program", "no-such-program: command not found"),
+    ],
+)
+def test_one_line_and_nothing_starts(words: str, expected: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, lines = said(words, capfd)
+    assert code == 2 and len(lines) == 1
+    assert lines[0].startswith(f"safelaunch: {expected}")
+    assert sorted(path.name for path in here.iterdir()) == ["train.py"], "no bundle"
+
+
+def test_a_missing_script(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, lines = said("--nproc-per-nod=2 trian.py --lr 1", capfd)
+    assert (code, lines) == (2, [f"safelaunch: trian.py does not exist in {here}; did you mean 'train.py'?"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["train.py", "statsu", "--nproc-per-nod=2 train.py", "--nproc_per_nod 2 train.py", "train.py --stall-timout 3"],
+)
+def test_what_torchrun_accepts_passes(words: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "statsu").write_text("")
+    assert said(f"--dry-run --no-lease {words}", capfd) == (0, [])
+
+
+@pytest.mark.parametrize("option", ["--xyzzy", "--nope", "-x"])
+def test_an_option_like_none_is_left_to_torchrun(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert said(f"--dry-run {option} 60 train.py", capfd) == (0, [])
+
+
+def test_a_dry_run_only_notes_that_the_script_is_missing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, lines = said("--dry-run elsewhere.sh", capfd)
+    assert (code, lines) == (0, [f"safelaunch: elsewhere.sh does not exist in {here}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "possible"),
+    [
+        ("", "", False),
+        ("--max-restarts 0", "", False),
+        ("--max-restarts=3", "", True),
+        ("--max_restarts 3", "", True),
+        ("--max-r 1", "", True),
+        ("", "2", True),
+        ("--max-restarts 0", "2", False),
+    ],
+)
+def test_restart_needs_max_restarts(
+    words: str,
+    variable: str,
+    possible: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if variable:
+        monkeypatch.setenv("PET_MAX_RESTARTS", variable)
+    assert main(["--dry-run", "--on-stall", "restart", *words.split(), "train.py"]) == 0
+    shown = capfd.readouterr()
+    assert ("--max-restarts is 0" in shown.err) is not possible
+    assert f"on stall         {'restart' if possible else 'kill'} " in shown.out

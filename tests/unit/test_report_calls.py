@@ -1,0 +1,105 @@
+"""The table of calls: which ranks share a line, in which order the calls stand, what is not shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import incidents
+from evidence import entry, job, rank, record
+from msgspec.structs import replace
+
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.model import Evidence, RankEvidence
+from safelaunch.report.calls import NOT_CALLED, Selection, document, in_order, lines, table
+
+
+def of(number: int, *what: tuple[str, int, str], first: int = 0) -> RankEvidence:
+    """Rank ``number`` of two, which has called these: op, number, group. ``first``: the id of its oldest record."""
+    made = tuple(
+        replace(entry(op, seq, done=True, group=group), created_ns=1000 * (at + 1), record_id=at)
+        for at, (op, seq, group) in enumerate(what, first)
+    )
+    return rank(number, flight=record(*made, groups=dict.fromkeys(("0", "tp"), (0, 1))))
+
+
+def slots(evidence: Evidence, **chosen: Any) -> list[tuple[str, int]]:
+    return [(row.slot[0], row.slot[2]) for row in table(Facts.of(evidence), Selection(**chosen)).rows]
+
+
+def test_ranks_that_did_the_same_share_a_line() -> None:
+    evidence = incidents.hang(8).evidence
+    text = lines(table(Facts.of(evidence), Selection(last=2)))
+    assert [" ".join(line.split()) for line in text] == [
+        "group number call ranks state at",
+        "0 default_pg 74 all_reduce of (4096) Float 0-7 completed train.py:27 (train)",
+        "0 default_pg 75 all_gather of (1) Float 0 pending train.py:12 (evaluate)",
+        "0 default_pg 75 all_reduce of (1) Float 1-7 pending train.py:27 (train)",
+    ]
+    assert len({line.index("all_") for line in text[1:]}) == 1, "aligned"
+
+
+def test_ranks_and_groups_are_chosen() -> None:
+    evidence = job(of(0, ("all_reduce", 1, "0"), ("all_reduce", 1, "tp")), of(1, ("all_reduce", 1, "0")))
+    assert slots(evidence, groups=frozenset({"tp"})) == [("tp", 1)]
+    assert slots(evidence, ranks=frozenset({1})) == [("0", 1)]
+    found = table(Facts.of(evidence), Selection(ranks=frozenset({1, 5})))
+    assert (found.recorded, found.unrecorded, found.more) == ((1,), (5,), False)
+
+
+def test_the_last_calls_of_each_rank() -> None:
+    evidence = job(of(0, *(("all_reduce", n, "0") for n in range(1, 6))), of(1, ("all_reduce", 1, "0")))
+    found = table(Facts.of(evidence), Selection(last=2))
+    assert [row.slot[2] for row in found.rows] == [1, 4, 5] and found.more
+    assert not table(Facts.of(evidence), Selection(last=5)).more
+    assert len(table(Facts.of(evidence), Selection()).rows) == 5
+
+
+def test_who_has_not_called_it_is_told() -> None:
+    evidence = job(of(0, ("all_reduce", 1, "0"), ("all_reduce", 2, "0")), of(1, ("all_reduce", 1, "0")), rank(2))
+    found = table(Facts.of(evidence), Selection())
+    assert [row.absent for row in found.rows] == [(), (1,)]
+    assert lines(found)[-1].split("  ")[-1].split() == ["1"] and NOT_CALLED in lines(found)[-1]
+
+
+def test_a_ring_that_has_lost_calls_does_not_tell_who_never_used_a_group() -> None:
+    mine = of(0, ("all_reduce", 1, "tp"))
+    for first, absent in ((0, (1,)), (899, ())):
+        evidence = job(mine, of(1, ("all_reduce", 900, "0"), first=first))
+        assert [row.absent for row in table(Facts.of(evidence), Selection(groups=frozenset({"tp"}))).rows] == [absent]
+
+
+def test_each_rank_keeps_its_order() -> None:
+    a, b, c, d = (("0", False, n, 0) for n in range(4))
+    time = {a: 4, b: 3, c: 2, d: 1}
+    assert in_order([[a, b, c]], {slot: time[slot] for slot in (a, b, c)}) == [a, b, c]
+    assert in_order([[a, c], [b, c], [a, d, b]], time) == [a, d, b, c]
+
+
+def test_ranks_that_entered_groups_in_different_orders_lose_no_call() -> None:
+    a, b, c = (("0", False, n, 0) for n in range(3))
+    assert in_order([[a, b, c], [b, a, c]], {a: 1, b: 2, c: 3}) == [a, b, c]
+    evidence = job(
+        of(0, ("all_reduce", 1, "0"), ("all_reduce", 1, "tp")), of(1, ("all_reduce", 1, "tp"), ("all_reduce", 1, "0"))
+    )
+    assert sorted(slots(evidence)) == [("0", 1), ("tp", 1)]
+
+
+def test_coalesced_calls_of_one_number_have_a_line_each() -> None:
+    same = (("all_reduce", 1, "0"), ("all_reduce", 1, "0"))
+    found = table(Facts.of(job(of(0, *same), of(1, *same))), Selection())
+    assert [row.slot for row in found.rows] == [("0", False, 1, 0), ("0", False, 1, 1)]
+
+
+def test_as_json() -> None:
+    evidence = incidents.hang(4).evidence
+    last = document(table(Facts.of(evidence), Selection(last=1)))
+    assert [(one["op"], one["number"], one["ranks"], one["state"]) for one in last] == [
+        ("all_gather", 75, [0], "pending"),
+        ("all_reduce", 75, [1, 2, 3], "pending"),
+    ]
+
+
+def test_hostile_names_stay_on_their_line() -> None:
+    evidence = job(rank(0, flight=record(entry("a\nb\x1b[2J", 1))))
+    text = lines(table(Facts.of(evidence), Selection()))
+    assert len(text) == 2 and all(line.isprintable() for line in text)
