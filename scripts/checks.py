@@ -153,6 +153,14 @@ def read_first_word(files: Sequence[Path]) -> Found:
     return Found(seen, ("", "seen"), ((what, seen), *wrong))
 
 
+def read_reproductions(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    wrong = [row for row in rows if row["why_not"]]
+    seen = f"{len(rows) - len(wrong)} of {len(rows)}"
+    what = "scripts of `reproduce`, from bundles of the zoo and generated dumps: the same ranks and cause"
+    return Found(seen, ("", "seen"), ((what, seen), *((f"– {row['name']}", row["why_not"][:120]) for row in wrong)))
+
+
 def read_soak(files: Sequence[Path]) -> Found:
     rows = [row for file in files for row in json.loads(file.read_text())]
     table, parts = [], []
@@ -305,6 +313,15 @@ CHECKS = {
     "zoo": _script("scripts/zoo.py", 20, read_zoo, "tests/integration/zoo.py", *_JOBS),
     "zoo-nodes": _script(
         "scripts/zoo.py", 30, read_zoo, "tests/integration/zoo.py", "tests/faults", *_JOBS, words=("--nodes", "2")
+    ),
+    "reproductions": _script(
+        "scripts/reproductions.py",
+        30,
+        read_reproductions,
+        "tests/integration/reproducing.py",
+        "tests/integration/zoo.py",
+        "tests/unit/synthetic.py",
+        *_JOBS,
     ),
     "first-word": _script(
         "scripts/zoo.py", 30, read_first_word, "tests/integration/zoo.py", *_JOBS, words=("--first-word", "--jobs", "3")

@@ -18,6 +18,7 @@ COMMANDS = {
     "status": "show the runs on this node and their ranks",
     "dump": "write a bundle of a live run, which continues",
     "diagnose": "reach a verdict from a bundle or from dumps",
+    "reproduce": "write a small script that hangs in the same way, from a bundle or from dumps",
     "doctor": "check whether safelaunch can watch jobs here",
     "gpus": "show this node's GPUs, and who leases or uses them",
     "completion": "print the completion script of a shell: bash, zsh or fish",

@@ -1,0 +1,84 @@
+"""Recorded calls → a small script that hangs in the same way. Pure.
+
+``recorded`` chooses the calls, ``programs`` makes a program of them, ``families`` and ``fold`` find what ranks and
+rounds have in common, and ``text`` writes it down. ``smaller`` leaves out ranks and elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.model import Evidence, Verdict
+from safelaunch.reading.source import ReadSource
+from safelaunch.reproduce.programs import program_of
+from safelaunch.reproduce.recorded import Extent
+from safelaunch.reproduce.smaller import is_large, with_fewest_ranks, with_small_tensors
+from safelaunch.reproduce.text import Head, script
+
+__all__ = ["Extent", "Reproduction", "Wish", "reproduction_of"]
+
+
+_TOO_LARGE = "Tensors are smaller, as some were too large for any machine; sizes that differ stay different."
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the script is to hold. ``fewest``: only as many ranks as still show it; ``shrink``: small tensors; ``name``:
+    what it will be called.
+    """
+
+    extent: Extent = field(default_factory=Extent)
+    fewest: bool = False
+    shrink: bool = False
+    name: str = "repro.py"
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """``text``: the script; ``command`` runs it. ``outcome``, ``cause`` and ``culprits``: the verdict to expect.
+    ``notes``: what is not as it was recorded. ``replays``: there is anything to replay.
+    """
+
+    text: str
+    world_size: int
+    command: str
+    outcome: str
+    cause: str
+    culprits: tuple[int, ...]
+    notes: tuple[str, ...]
+    replays: bool
+
+
+def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | None = None) -> Reproduction:
+    verdict, kept = diagnose(evidence, read_source), None
+    if wish.fewest:
+        evidence, kept = with_fewest_ranks(evidence, verdict, read_source)
+        verdict = diagnose(evidence, read_source)
+    program = program_of(Facts.of(evidence, read_source), wish.extent)
+    if is_large(program):
+        program = replace(program, notes=(*program.notes, _TOO_LARGE))
+    if wish.shrink or is_large(program):
+        program = with_small_tensors(program)
+    culprits = tuple(one.rank for one in verdict.culprits)
+    written = script(program, _head(verdict, kept, wish), culprits if verdict.cause == "uneven-batches" else ())
+    return Reproduction(
+        text=written.text,
+        world_size=program.world_size,
+        command=written.command,
+        outcome=verdict.outcome,
+        cause=verdict.cause,
+        culprits=culprits,
+        notes=written.notes,
+        replays=any(one.calls or one.end.kind != "stands" for one in program.ranks.values()),
+    )
+
+
+def _head(verdict: Verdict, kept: Sequence[int] | None, wish: Wish) -> Head:
+    recorded = [f"Recorded: {verdict.cause} ({verdict.confidence} confidence). {verdict.summary}"]
+    if kept is not None and list(kept) != list(range(len(kept))):
+        pairs = ", ".join(f"{place} was {rank}" for place, rank in enumerate(kept))
+        recorded.append(f"Ranks are counted anew: {pairs}.")
+    return Head(recorded, wish.name)

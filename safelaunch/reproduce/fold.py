@@ -1,0 +1,330 @@
+"""The programs of many ranks as one, with branches, and what repeats in it as loops. Pure, of any hashable items."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import groupby
+from typing import Any
+
+Item = Hashable
+Ranks = frozenset[int]
+Misses = tuple[tuple[int, Ranks], ...]
+_LONGEST_ROUND = 512
+_MOST_MISSES = 4
+_LONGEST_WITH_MISSES = 48
+_MOST_TO_ALIGN = 4000  # items of two sides
+
+
+@dataclass(frozen=True)
+class Step:
+    """``item``, which ``ranks`` do. ``beyond``: those that do not come so far, so it is as good as theirs. ``misses``:
+    in which rounds of the loop around it who leaves it out.
+    """
+
+    item: Any
+    ranks: Ranks
+    beyond: Ranks = frozenset()
+    misses: Misses = ()
+
+
+@dataclass(frozen=True)
+class Loop:
+    """In the last of the ``times`` rounds, ``leaving`` ranks do not come to ``body``."""
+
+    times: int
+    body: tuple[Node, ...]
+    leaving: Ranks = frozenset()
+
+
+@dataclass(frozen=True)
+class Branch:
+    """``sides``: what these ranks do; ``rest``: what all others do that come here, which may be nothing."""
+
+    sides: tuple[tuple[Ranks, tuple[Node, ...]], ...]
+    rest: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unless:
+    """``body`` is left out by these ranks in these rounds of the loop around it."""
+
+    misses: Misses
+    body: tuple[Node, ...]
+
+
+Node = Step | Loop | Branch | Unless
+
+
+def merged(programs: Mapping[int, Sequence[Item]], *, leavers: Collection[int] = ()) -> tuple[Node, ...]:
+    """One program that does on each rank what ``programs`` says, in that order.
+
+    No rank comes back from its last item, so what follows it is as good as its own. ``leavers``: ranks that have left a
+    loop in which the others are.
+    """
+    return tuple(_branched(_level(programs, frozenset(leavers)), frozenset(programs)))
+
+
+def done(nodes: Sequence[Node], rank: int, number: int = 0) -> Iterator[Step]:
+    """The steps that ``rank`` does, if it comes back from each; ``number``: of the round of the loop around them."""
+    for node in nodes:
+        if isinstance(node, Step):
+            yield node
+        elif isinstance(node, Loop):
+            rounds = node.times - (rank in node.leaving)
+            yield from (step for at in range(rounds) for step in done(node.body, rank, at))
+        elif isinstance(node, Unless):
+            if not any(at == number and rank in ranks for at, ranks in node.misses):
+                yield from done(node.body, rank, number)
+        else:
+            mine = next((body for ranks, body in node.sides if rank in ranks), node.rest)
+            yield from done(mine, rank, number)
+
+
+def _level(programs: Mapping[int, Sequence[Item]], leavers: Ranks) -> list[Step | Loop]:
+    level = _rounds(_with_the_stuck(_aligned(programs)))
+    return _one_more_round(level, frozenset(programs)) or _left(level, leavers) or level
+
+
+# --- one sequence -----------------------------------------------------------------------------------------------------
+
+
+def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[Step]:
+    """All items, each with the ranks that do it there: in it, each rank's own stand in their order."""
+    sides: dict[tuple[Item, ...], list[int]] = {}
+    for rank, items in programs.items():
+        sides.setdefault(tuple(items), []).append(rank)
+    common = _common(list(sides))
+    found: list[Step] = []
+    for items, ranks in sorted(sides.items(), key=lambda side: (-len(side[1]), -len(side[0]), side[1])):
+        found = _with_side(found, [Step(item, frozenset(ranks)) for item in items[common:]])
+    shared = next(iter(sides), ())[:common]
+    return [*(Step(item, frozenset(programs)) for item in shared), *found]
+
+
+def _common(sides: Sequence[Sequence[Item]]) -> int:
+    """How many items they have in common at their begin."""
+    first = min(sides, key=len, default=())
+    return next((at for at, item in enumerate(first) if any(side[at] != item for side in sides)), len(first))
+
+
+def _with_side(found: list[Step], side: list[Step]) -> list[Step]:
+    if len(found) + len(side) > _MOST_TO_ALIGN:
+        return [*found, *side]
+    numbers: dict[Item, int] = {}
+    theirs, its = ([numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (found, side))
+    both: list[Step] = []
+    for kind, a, b, c, d in SequenceMatcher(None, theirs, its, autojunk=False).get_opcodes():
+        if kind == "equal":
+            pairs = zip(found[a:b], side[c:d], strict=True)
+            both += [replace(one, ranks=one.ranks | other.ranks) for one, other in pairs]
+        else:
+            both += [*side[c:d], *found[a:b]]
+    return both
+
+
+def _with_the_stuck(steps: Sequence[Step]) -> list[Step]:
+    last = {rank: at for at, step in enumerate(steps) for rank in step.ranks}
+    found = []
+    for at, step in enumerate(steps):
+        found.append(replace(step, beyond=frozenset(rank for rank, its in last.items() if its < at)))
+    return found
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+def _rounds(steps: Sequence[Step]) -> list[Step | Loop]:
+    """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those.
+
+    A round in which some ranks leave something out is one, too; and so is the begin of one in which all are stuck.
+    """
+    numbers: dict[object, int] = {}
+    codes = [numbers.setdefault(step, len(numbers)) for step in steps]
+    items = [numbers.setdefault((step.item,), len(numbers)) for step in steps]
+    found: list[Step | Loop] = []
+    at = 0
+    while at < len(steps):
+        period, times = _round_at(items, at)
+        loop = _loop_with_misses(steps, items, at, period, times) if times > 1 else None
+        if loop is not None:
+            found.append(loop[0])
+            at = loop[1]
+            continue
+        period, times = _round_at(codes, at)
+        found += _folded(steps[at : at + period * times], codes[at : at + period * times])
+        at += period * times
+    return found
+
+
+def _loop_with_misses(
+    steps: Sequence[Step], items: Sequence[int], at: int, period: int, times: int
+) -> tuple[Loop, int] | None:
+    """The rounds from ``at`` on as a loop, and where it ends; None where no rank leaves anything out, or too many."""
+    end = at + period * times
+    rest = len(steps) - end
+    if 0 < rest < period and items[end:] == items[at : at + rest]:
+        times, end = times + 1, len(steps)
+    body: list[Step] = []
+    for place in range(period):
+        there = range(at + place, end, period)
+        ranks = Counter(steps[n].ranks for n in there).most_common(1)[0][0]
+        misses = []
+        for number, n in enumerate(there):
+            who = ranks - steps[n].ranks - steps[n].beyond
+            if not steps[n].ranks <= ranks or 2 * len(who) > len(ranks) or not who <= _ranks_in(steps[n + 1 : end]):
+                return None  # they do something else instead, or have come to their end
+            misses += [(number, who)] if who else []
+        body.append(Step(steps[at + place].item, ranks, misses=tuple(misses)))
+    count = sum(len(step.misses) for step in body)
+    return (Loop(times, tuple(body)), end) if 0 < count <= _MOST_MISSES and period <= _LONGEST_WITH_MISSES else None
+
+
+def _ranks_in(steps: Iterable[Step]) -> Ranks:
+    return frozenset(rank for step in steps for rank in step.ranks)
+
+
+def _folded(steps: Sequence[Step], codes: Sequence[int]) -> list[Step | Loop]:
+    found: list[Step | Loop] = []
+    at = 0
+    while at < len(steps):
+        period, times = _round_at(codes, at)
+        if times < 2:
+            found.append(steps[at])
+            at += 1
+            continue
+        body = _folded(steps[at : at + period], codes[at : at + period])
+        found.append(Loop(times, tuple(body)))
+        at += period * times
+    return found
+
+
+def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
+    best, covered = (1, 1), 1
+    for period in range(1, min(_LONGEST_ROUND, (len(codes) - at) // 2) + 1):
+        if codes[at] != codes[at + period]:
+            continue
+        times = 1
+        while codes[at + times * period : at + (times + 1) * period] == codes[at : at + period]:
+            times += 1
+        if times > 1 and times * period > covered:
+            best, covered = (period, times), times * period
+    return best
+
+
+def _last_loop(level: Sequence[Step | Loop]) -> int | None:
+    at = next((at for at in reversed(range(len(level))) if isinstance(level[at], Loop)), None)
+    body = level[at].body if at is not None else ()  # type: ignore[union-attr]
+    return at if all(isinstance(node, Step) for node in body) else None
+
+
+def _one_more_round(level: list[Step | Loop], programs: Collection[int]) -> list[Step | Loop] | None:
+    """What follows the last loop as one more round of it, in which some ranks leave something out.
+
+    All of ``programs`` are stuck in that round. None where what follows is none, or where nobody leaves anything out.
+    """
+    at = _last_loop(level)
+    if at is None:
+        return None
+    loop, rest = level[at], level[at + 1 :]
+    assert isinstance(loop, Loop)
+    body = [node for node in loop.body if isinstance(node, Step)]
+    left_out: dict[int, set[int]] = {}
+    for rank in programs:
+        mine = [step.item for step in rest if isinstance(step, Step) and rank in step.ranks]
+        skipped = _skipped(mine, body, rank)
+        if skipped is None:
+            return None
+        for place in skipped:
+            left_out.setdefault(place, set()).add(rank)
+    if not left_out or any(isinstance(step, Loop) for step in rest):
+        return None
+    if any(step.misses for step in body):
+        return None
+    changed = [
+        replace(step, misses=((loop.times, frozenset(left_out[place])),)) if place in left_out else step
+        for place, step in enumerate(body)
+    ]
+    return [*level[:at], Loop(loop.times + 1, tuple(changed))]
+
+
+def _skipped(mine: Sequence[Item], body: Sequence[Step], rank: int) -> set[int] | None:
+    """The places of the round's steps that a rank passes over; None where it does something else."""
+    found: set[int] = set()
+    places = iter([n for n, step in enumerate(body) if rank in step.ranks])
+    for item in mine:
+        for place in places:
+            if body[place].item == item:
+                break
+            found.add(place)
+        else:
+            return None
+    return found if mine else None
+
+
+def _left(level: list[Step | Loop], leavers: Ranks) -> list[Step | Loop] | None:
+    """Where ``leavers`` have left the last loop, and the others make one more round of it, in which they are stuck."""
+    at = _last_loop(level)
+    if at is None or not leavers:
+        return None
+    loop, rest = level[at], [step for step in level[at + 1 :] if isinstance(step, Step)]
+    assert isinstance(loop, Loop)
+    body = [node.item for node in loop.body if isinstance(node, Step)]
+    theirs = [step for step in rest if step.ranks <= leavers and step.item not in body]
+    inside = [step.item for step in rest if step not in theirs]
+    if not theirs or len(rest) != len(level) - at - 1 or inside != body[: len(inside)]:
+        return None
+    behind = [replace(step, beyond=frozenset().union(*(one.ranks for one in rest))) for step in theirs]
+    return [*level[:at], replace(loop, times=loop.times + 1, leaving=leavers), *behind]
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+
+def _ranks_of(node: Node) -> tuple[Ranks, Ranks] | None:
+    """Who does it, and who does not come so far, where that is the same for all of it; else None."""
+    if isinstance(node, Step):
+        return node.ranks, node.beyond
+    if not isinstance(node, Loop) or node.leaving:
+        return None
+    inside = {_ranks_of(one) for one in node.body}
+    return inside.pop() if len(inside) == 1 else None
+
+
+def _branched(level: Sequence[Node], here: Ranks) -> Iterator[Node]:
+    """The nodes with branches, for the ranks that come ``here``."""
+    parts: list[tuple[Ranks, tuple[Node, ...]]] = []
+    for who, nodes in groupby(level, key=_ranks_of):
+        ranks, beyond = who or (here, here)
+        mine = here if ranks | beyond >= here else ranks & here
+        parts.append((mine, tuple(_inside(list(nodes), mine))))
+    at = 0
+    while at < len(parts):
+        ranks, body = parts[at]
+        if ranks >= here:
+            yield from body
+            at += 1
+            continue
+        sides, seen = [(ranks, body)], ranks
+        while at + len(sides) < len(parts) and not parts[at + len(sides)][0] & seen:
+            sides.append(parts[at + len(sides)])
+            seen |= sides[-1][0]
+        at += len(sides)
+        sides = [side for side in sides if side[0]]
+        if seen >= here and len(sides) > 1:
+            last = max(sides, key=lambda side: len(side[0]))
+            yield Branch(tuple(side for side in sides if side is not last), last[1])
+        elif sides:
+            yield Branch(tuple(sides))
+
+
+def _inside(nodes: Sequence[Node], here: Ranks) -> Iterator[Node]:
+    for misses, same in groupby(nodes, key=lambda node: node.misses if isinstance(node, Step) else ()):
+        body = [replace(one, body=tuple(_branched(one.body, here))) if isinstance(one, Loop) else one for one in same]
+        mine = tuple((number, ranks & here) for number, ranks in misses if ranks & here)
+        if mine:
+            yield Unless(mine, tuple(body))
+        else:
+            yield from body

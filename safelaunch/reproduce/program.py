@@ -1,0 +1,107 @@
+"""What the written script does: the groups it makes, and what each rank calls in them.
+
+All ranks are counted from 0 without a gap. ``Call.root`` and ``Call.peer`` are ranks of the call's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from safelaunch.model import Collective, Frame
+
+Sizes = tuple[tuple[int, ...], ...]
+
+WORLD = "0"  # the default group
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+TRANSFERS = frozenset({"send", "recv"})
+# gloo's root or leaf is done with these as soon as its data has left, or the data has come: it waits for nobody else.
+EAGER = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of torch.distributed. ``op``: the function's name; ``batch`` for ``batch_isend_irecv`` of ``parts``.
+
+    ``sizes``: of the tensors that the rank gives, or, where only the root gives some (scatter), gets. ``gets``: of
+    those that it gets in an ``all_to_all``. ``waited_for`` False: the rank went on before the call was over. ``site``:
+    the user's line.
+    """
+
+    op: str
+    group: str = WORLD
+    sizes: Sizes = ()
+    dtypes: tuple[str, ...] = ()
+    gets: Sizes = ()
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    waited_for: bool = True
+    site: Frame | None = None
+    parts: tuple[Call, ...] = ()
+
+
+# What a rank does behind its last call. ``waits``: it does not come back from it. ``joins``: it waits for its threads.
+# ``enters``: it lets the main thread make its next call, and waits for the newest of its own.
+Ending = Literal["waits", "waits for work", "joins", "enters", "stands", "leaves", "raises", "exits", "is killed"]
+
+
+@dataclass(frozen=True)
+class End:
+    """``cause``: the catalogue's name of what it stands in. ``words``: the same for people. ``work``: which of its
+    calls that nobody has waited for is waited for at last, counted from the end (0: the last one).
+    """
+
+    kind: Ending
+    cause: str = ""
+    words: str = ""
+    site: Frame | None = None
+    code: int = 0
+    work: int = 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """A thread beside the main one. ``after``: how many calls the main thread has made when it starts. ``first``: the
+    main thread waits until this one has entered its call. ``name``: as it was recorded.
+    """
+
+    calls: tuple[Call, ...]
+    end: End
+    after: int
+    first: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """``calls`` and ``end`` are the main thread's; ``entries``: what each of these calls has left in the record, as far
+    as it has. ``before``: it stands before it joins the job.
+    """
+
+    calls: tuple[Call, ...]
+    end: End
+    sides: tuple[Side, ...] = ()
+    before: bool = False
+    entries: tuple[tuple[Collective, ...], ...] = ()
+
+    @property
+    def all_calls(self) -> tuple[Call, ...]:
+        return (*self.calls, *(call for side in self.sides for call in side.calls))
+
+
+@dataclass(frozen=True)
+class Program:
+    """``groups``: name → ranks, without the default one. ``notes``: what is not as it was recorded, a sentence each."""
+
+    ranks: Mapping[int, RankProgram]
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def members(self, group: str) -> tuple[int, ...]:
+        return self.groups.get(group) or tuple(range(self.world_size))

@@ -1,0 +1,202 @@
+"""The recorded calls of all ranks, from a little before they part to the hang.
+
+What is left out is left out on all members of its group, so the calls that remain meet as they did.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from safelaunch.diagnose.collectives import op_name, signature
+from safelaunch.diagnose.columns import Window
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.transfers import Transfer
+from safelaunch.model import Collective
+
+_LONGEST_ROUND = 256
+_ROUNDS = 3  # whole rounds before the parting
+_FEW = 6  # calls before the parting, where they do not repeat
+
+Meeting = tuple[Hashable, ...]  # what a collective, or a send and its receive, have in common on all ranks
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much to keep: all that is recorded, the ``last`` calls of each rank, or what shows how they part."""
+
+    everything: bool = False
+    last: int | None = None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One entry, and what it meets: the group and number of a collective, the pair and place of a transfer.
+
+    ``place``: ascends by one from call to call on every side of the same ``meeting``.
+    """
+
+    entry: Collective
+    meeting: Meeting
+    place: int
+    transfer: Transfer | None = None
+
+    @property
+    def key(self) -> Meeting:
+        return (*self.meeting, self.place)
+
+
+def recorded(facts: Facts, extent: Extent) -> dict[int, list[Recorded]]:
+    """Rank → its calls that are to be replayed, oldest first."""
+    every = {rank: _entries_of(facts, rank) for rank in sorted(facts.alignment.records)}
+    begins = _in_step({rank: _begin(facts, rank, calls, extent) for rank, calls in every.items()}, every)
+    first: dict[Meeting, int] = {}
+    for rank, calls in every.items():
+        for meeting, place in _first_kept(calls, begins[rank]).items():
+            first[meeting] = min(place, first.get(meeting, place))
+    for rank, calls in every.items():  # what one side's ring has lost, nobody can replay
+        held = _first_held(calls)
+        for meeting in first:
+            first[meeting] = max(first[meeting], held.get(meeting) or _behind_lost(facts, rank, meeting))
+    return {rank: [one for one in calls if one.place >= first[one.meeting]] for rank, calls in every.items()}
+
+
+def _entries_of(facts: Facts, rank: int) -> list[Recorded]:
+    record = facts.alignment.records[rank]
+    transfers: dict[int, Transfer] = {}
+    for group in {entry.group for entry in record.entries if entry.is_p2p}:
+        for one in facts.transfers.of(rank, group) or ():
+            transfers[one.entry.record_id] = one
+    found, counts = [], Counter[Meeting]()
+    for entry in record.entries:
+        transfer = transfers.get(entry.record_id)
+        if not entry.is_p2p and op_name(entry):
+            found.append(Recorded(entry, (entry.group,), entry.seq))
+        elif transfer is not None and (_can_be_counted(facts, transfer) or not entry.completed):
+            meeting = (entry.group, transfer.sender, transfer.receiver)
+            counts[meeting] += 1
+            found.append(Recorded(entry, meeting, counts[meeting], transfer))
+    return found
+
+
+def _can_be_counted(facts: Facts, one: Transfer) -> bool:
+    """Which send meets which receive is known: by counting from the first, which neither ring has lost."""
+    return facts.alignment.is_whole(one.sender) and facts.alignment.is_whole(one.receiver)
+
+
+def _begin(facts: Facts, rank: int, calls: Sequence[Recorded], extent: Extent) -> int:
+    """The place in ``calls`` to begin with."""
+    if extent.everything:
+        return 0
+    if extent.last is not None:
+        return max(0, len(calls) - extent.last)
+    parted = _parted(facts)
+    apart = next((at for at, one in enumerate(calls) if one.place >= parted.get(one.meeting, one.place + 1)), None)
+    apart = len(calls) if apart is None else apart
+    undone = next((at for at, one in enumerate(calls) if not one.entry.completed), len(calls))
+    return _rounds_before(calls, min(apart, undone, _shifted(facts, rank, calls)))
+
+
+def _in_step(begins: Mapping[int, int], every: Mapping[int, Sequence[Recorded]]) -> dict[int, int]:
+    """Ranks that make the same calls, each in groups of its own, begin with the same one: the earliest of theirs."""
+    found: dict[int, int] = {}
+    leaders: list[tuple[int, dict[int, object]]] = []
+    for rank in sorted(begins, key=lambda one: (_record_id(every[one], begins[one]), one)):
+        calls, begin = every[rank], begins[rank]
+        codes = {one.entry.record_id: _code_in_any_group(one) for one in calls}
+        for first, theirs in leaders:
+            until = _record_id(calls, begin)
+            if first in codes and all(codes.get(n) == theirs.get(n) for n in range(first, until)):
+                begin = next(at for at, one in enumerate(calls) if one.entry.record_id == first)
+                break
+        else:
+            leaders.append((_record_id(calls, begin), codes))
+        found[rank] = begin
+    return found
+
+
+def _record_id(calls: Sequence[Recorded], at: int) -> int:
+    return calls[at].entry.record_id if at < len(calls) else calls[-1].entry.record_id + 1 if calls else 0
+
+
+def _code_in_any_group(one: Recorded) -> object:
+    return signature(one.entry), one.entry.frames
+
+
+def _shifted(facts: Facts, rank: int, calls: Sequence[Recorded]) -> int:
+    """Where a rank of this one's role made a call too many or too few, whatever the group."""
+    shift = facts.histories.shift_of_program
+    if shift is None or rank not in (*shift.ranks, *shift.peers):
+        return len(calls)
+    whole = all(map(facts.alignment.is_whole, facts.alignment.records))
+    entries = facts.alignment.records[rank].entries
+    numbers = {entry.record_id: at for at, entry in enumerate(entries)} if whole else {}
+    places = [numbers.get(one.entry.record_id, one.entry.record_id) for one in calls]
+    return next((at for at, place in enumerate(places) if place >= shift.number), len(calls))
+
+
+def _parted(facts: Facts) -> dict[Meeting, int]:
+    """Group → the first number under which its members made different calls, or one of them made none."""
+    found: dict[Meeting, int] = {}
+    for group in facts.alignment.groups():
+        parted = facts.histories.in_group(group).parted
+        last = min(facts.alignment.last(rank, group) for rank in _recording(facts, group))
+        found[(group,)] = min(last + 1, parted) if parted is not None else last + 1
+    return found
+
+
+def _recording(facts: Facts, group: str) -> list[int]:
+    members, _ = facts.alignment.members(group)
+    return [rank for rank in members if rank in facts.alignment.records]
+
+
+def _rounds_before(calls: Sequence[Recorded], end: int) -> int:
+    """Where the last few whole rounds before ``end`` begin; the last few calls, where none repeat."""
+    codes = [(signature(one.entry), one.entry.group, one.entry.frames) for one in calls[:end]]
+    for period in range(1, min(_LONGEST_ROUND, end // 2) + 1):
+        if codes[end - period : end] == codes[end - 2 * period : end - period]:
+            begin = end - 2 * period
+            while end - begin < _ROUNDS * period and codes[begin - period : begin] == codes[begin : begin + period]:
+                begin -= period
+            return begin
+    return max(0, end - _FEW)
+
+
+def _first_kept(calls: Sequence[Recorded], begin: int) -> Mapping[Meeting, int]:
+    """Meeting → the first place that is kept; behind the last one, where none is."""
+    found: dict[Meeting, int] = {}
+    for at, one in enumerate(calls):
+        if at < begin:
+            found[one.meeting] = one.place + 1
+        elif one.meeting not in found or found[one.meeting] > one.place:
+            found[one.meeting] = one.place
+    return found
+
+
+def _behind_lost(facts: Facts, rank: int, meeting: Meeting) -> int:
+    """The first number behind those that the ring of ``rank`` has lost, of a group of which it holds nothing.
+
+    Where nothing tells the last one that it called, it is behind all that is over.
+    """
+    if len(meeting) > 1 or facts.alignment.is_whole(rank):
+        return 0
+    group = str(meeting[0])
+    members = facts.alignment.members(group)[0]
+    if rank not in members:
+        return 0
+    last = facts.alignment.last(rank, group)
+    windows = [window for peer in members if (window := facts.alignment.window(peer, group)) is not None]
+    return last + 1 if last >= 0 else max(map(_last_over, windows), default=0) + 1
+
+
+def _last_over(window: Window) -> int:
+    over = (number for number in reversed(window.numbers) if (entry := window.at(number)) and entry.completed)
+    return next(over, 0)
+
+
+def _first_held(calls: Sequence[Recorded]) -> dict[Meeting, int]:
+    found: dict[Meeting, int] = {}
+    for one in calls:
+        found.setdefault(one.meeting, one.place)
+    return found

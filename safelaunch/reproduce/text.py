@@ -1,0 +1,459 @@
+"""A program as the text of a script that needs torch alone.
+
+Names of files, groups and operations come from dumps, which may be anybody's: they stand in comments only, in ASCII and
+on one line. All else is written from numbers and from words of this module.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from shlex import quote
+
+from safelaunch.model import Frame
+from safelaunch.reading.frames import basename, is_pseudo, short
+from safelaunch.redaction.redact import redact_text
+from safelaunch.reproduce import fold
+from safelaunch.reproduce.families import Families, in_families
+from safelaunch.reproduce.gloo import types_of
+from safelaunch.reproduce.places import places_matter
+from safelaunch.reproduce.program import TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
+
+_WIDTH = 118
+_INDENT = "    "
+_FOREVER = "time.sleep(86_400)"
+# How a rank stands that waits for nobody, where a line of the standard library stands so as well.
+_STANDS = {
+    "blocking-io": ("os.read(os.pipe()[0], 1)",),
+    "lock-deadlock": ("lock = threading.Lock()", "lock.acquire()", "lock.acquire()"),
+    "busy-loop": ("while True:", f"{_INDENT}pass"),
+    "rank-stopped": ("os.kill(os.getpid(), signal.SIGSTOP)",),
+    "stuck-in-user-code": (_FOREVER,),
+    "missing-from-collective": (_FOREVER,),
+}
+_MODULES = ("os", "signal", "sys", "threading", "time")
+
+
+@dataclass(frozen=True)
+class Start:
+    """The main thread starts thread number ``number``; ``first``: and waits until that has entered its call."""
+
+    number: int
+    first: bool
+
+
+Item = Call | End | Start
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the script's head says: what was recorded, a paragraph each, and how the script is called."""
+
+    recorded: Sequence[str]
+    name: str = "repro.py"
+
+
+@dataclass(frozen=True)
+class Script:
+    text: str
+    command: str
+    notes: tuple[str, ...]
+
+
+def script(program: Program, head: Head, leavers: Collection[int] = ()) -> Script:
+    """The whole script. ``leavers``: ranks that have left a loop in which the others are."""
+    named, families = in_families(program)
+    items = {rank: _items(one) for rank, one in named.ranks.items()}
+    types, replaced = types_of(call.dtypes[0] for one in program.ranks.values() for call in _flat(one) if call.dtypes)
+    writer = _Writer(named, families, types)
+    body = [*_before(named), *writer.groups(), *writer.threads()]
+    threaded = any(one.sides for one in named.ranks.values())
+    nodes = fold.merged(items, leavers=leavers)
+    listed = not (leavers or threaded) and places_matter(named, nodes)
+    body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
+    notes = [*program.notes, *_not_the_same(program), *(_of_type(name, types[name]) for name in replaced)]
+    command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
+    lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
+    return Script("\n".join(lines) + "\n", command, tuple(notes))
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def _head(head: Head, command: str, notes: Sequence[str]) -> Iterator[str]:
+    yield "# A minimal reproduction, written by safelaunch reproduce from recorded calls. It needs torch, and no GPU:"
+    yield "#"
+    yield f"#     {command}"
+    yield "#"
+    for text in head.recorded:
+        yield from _comment(text)
+    if notes:
+        yield "#"
+        yield "# Not as recorded:"
+    for note in notes:
+        yield from _comment(f"- {note}", "  ")
+
+
+def _comment(text: str, hanging: str = "") -> list[str]:
+    return textwrap.wrap(
+        plain(text), _WIDTH, initial_indent="# ", subsequent_indent=f"# {hanging}", break_on_hyphens=False
+    ) or ["#"]
+
+
+def plain(text: str) -> str:
+    """The text without secrets, in printable ASCII, on one line: nothing in it can end a comment."""
+    flat = " ".join(redact_text(text).split())
+    return "".join(c if " " <= c <= "~" else "?" for c in flat)
+
+
+def _of_type(name: str, stand_in: str) -> str:
+    return f"gloo has no {name[:40]}: {stand_in} stands for it."
+
+
+def _not_the_same(program: Program) -> Iterator[str]:
+    for rank, one in program.ranks.items():
+        if one.end.kind == "stands" and one.end.cause not in _STANDS:
+            yield f"Rank {rank} {one.end.words} ({one.end.cause}): here it is asleep."
+
+
+def _imports(body: Sequence[str]) -> list[str]:
+    code = "\n".join(body)
+    standard = [f"import {name}" for name in _MODULES if f"{name}." in code]
+    return [*standard, *([""] if standard else []), "import torch", "import torch.distributed as dist"]
+
+
+def _before(program: Program) -> Iterator[str]:
+    """What comes before the groups: ranks that do not join, and the default group."""
+    late = {rank: one for rank, one in program.ranks.items() if one.before}
+    if late:
+        yield 'rank = int(os.environ["RANK"])'
+        for rank, one in late.items():
+            yield f"if rank == {rank}:"
+            yield from (f"{_INDENT}{line}" for line in _standing(one.end))
+        yield 'dist.init_process_group("gloo")'
+        return
+    yield 'dist.init_process_group("gloo")'
+    yield "rank = dist.get_rank()"
+
+
+# --- what ranks have in common ----------------------------------------------------------------------------------------
+
+
+def _flat(program: RankProgram) -> Iterator[Call]:
+    for call in program.all_calls:
+        yield from call.parts or (call,)
+
+
+def _items(program: RankProgram) -> list[Item]:
+    found: list[Item] = [*program.calls, *_at_the_end(program.end)]
+    for number, side in reversed(list(enumerate(program.sides))):
+        found.insert(side.after, Start(number, side.first))
+    return [] if program.before else found
+
+
+def _at_the_end(end: End) -> tuple[End, ...]:
+    return () if end.kind == "waits" else (end,)
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    def __init__(self, program: Program, families: Families, types: Mapping[str, str]) -> None:
+        self._program, self._families, self._types = program, families, types
+        self._names: Mapping[Item, str] = {}  # of the functions that make the calls, where there are any
+
+    def groups(self) -> Iterator[str]:
+        for name, groups in self._families.items():
+            if len(groups) == 1:
+                yield from _wrapped(f"{name} = dist.new_group({_ranks(groups[0])})")
+            else:
+                yield from _wrapped(f"{name}, _ = dist.new_subgroups_by_enumeration({_lists(groups)})")
+        if any(not call.waited_for for one in self._program.ranks.values() for call in one.all_calls):
+            yield "works = []"
+        if any(side.first for one in self._program.ranks.values() for side in one.sides):
+            yield "entered = threading.Event()"
+        yield ""
+
+    def threads(self) -> Iterator[str]:
+        """A function for each thread beside the main one."""
+        most = max((len(one.sides) for one in self._program.ranks.values()), default=0)
+        for number in range(most):
+            sides = {rank: one.sides[number] for rank, one in self._program.ranks.items() if number < len(one.sides)}
+            items: dict[int, list[Item]] = {r: [*one.calls, *_at_the_end(one.end)] for r, one in sides.items()}
+            name = next((one.name for one in sides.values() if one.name), "")
+            yield ""
+            yield from _with_comment([f"def run_thread_{number + 1}():"], f"recorded as {name[:60]!r}" if name else "")
+            yield from self.nodes(fold.merged(items), _INDENT)
+            yield from ("", "")
+
+    def nodes(self, nodes: Sequence[fold.Node], indent: str) -> Iterator[str]:
+        for is_plain, same in groupby(nodes, key=lambda node: isinstance(node, fold.Step)):
+            if is_plain:
+                yield from self._plain([node.item for node in same if isinstance(node, fold.Step)], indent)
+                continue
+            for node in same:
+                if isinstance(node, fold.Loop):
+                    yield from self._loop(node, indent)
+                elif isinstance(node, fold.Branch):
+                    yield from self._branch(node, indent)
+                elif isinstance(node, fold.Unless):
+                    asked = " and ".join(self._not_missed(*miss, alone=len(node.misses) == 1) for miss in node.misses)
+                    yield from _wrapped(f"{indent}if {asked}:", indent)
+                    yield from self.nodes(node.body, indent + _INDENT)
+
+    def _plain(self, items: Sequence[Item], indent: str) -> Iterator[str]:
+        if self._names:
+            yield from _wrapped(f"{indent}calls += [{', '.join(self._names[item] for item in items)}]", indent)
+            return
+        for item in items:
+            yield from (indent + line for line in self._item(item))
+
+    def _item(self, item: Item) -> list[str]:
+        if isinstance(item, Start):
+            name = f"thread_{item.number + 1}"
+            waits = ["entered.wait()"] if item.first else []
+            return [f"{name} = threading.Thread(target=run_{name})", f"{name}.start()", *waits]
+        return _ending(item) if isinstance(item, End) else self._call(item)
+
+    def list_of_calls(self, nodes: Sequence[fold.Node]) -> Iterator[str]:
+        """Each distinct call as a function; a list of these for each rank; and one line that makes them.
+
+        So equal calls are made from one place, whoever makes them.
+        """
+        distinct = dict.fromkeys(step.item for rank in self._program.ranks for step in fold.done(nodes, rank))
+        names: dict[Item, str] = {item: f"call_{number}" for number, item in enumerate(distinct, 1)}
+        for item, name in names.items():
+            yield from ("", f"def {name}():")
+            yield from (_INDENT + line for line in self._item(item))
+            yield ""
+        yield from ("", "calls = []")
+        self._names = names
+        yield from self.nodes(nodes, "")
+        yield "for call in calls:"
+        yield f"{_INDENT}call()"
+
+    def _not_missed(self, number: int, ranks: frozenset[int], *, alone: bool) -> str:
+        asked = f"step != {number} or {negated(self._condition(ranks))}"
+        return asked if alone else f"({asked})"
+
+    def _loop(self, loop: fold.Loop, indent: str) -> Iterator[str]:
+        inner, last = indent + _INDENT, loop.times - 1
+        body = list(self.nodes(loop.body, inner))
+        if loop.leaving:
+            asked = f"if {self._condition(loop.leaving)} and step == {last}:"
+            body = [*_wrapped(f"{inner}{asked}", inner), f"{inner}{_INDENT}break", *body]
+        yield f"{indent}for {'step' if any(' step ' in line for line in body) else '_'} in range({loop.times}):"
+        yield from body
+
+    def _condition(self, ranks: frozenset[int]) -> str:
+        return condition(ranks, self._program.world_size)
+
+    def _branch(self, branch: fold.Branch, indent: str) -> Iterator[str]:
+        word = "if"
+        for ranks, body in branch.sides:
+            yield from _wrapped(f"{indent}{word} {self._condition(ranks)}:", indent)
+            yield from self.nodes(body, indent + _INDENT)
+            word = "elif"
+        if branch.rest:
+            yield f"{indent}else:"
+            yield from self.nodes(branch.rest, indent + _INDENT)
+
+    def _call(self, call: Call) -> list[str]:
+        if call.op == "batch":
+            return self._batch(call)
+        text = self._text(call)
+        if not call.waited_for:
+            text = f"works.append({text})"
+        return _with_comment([text], _site(call.site))
+
+    def _text(self, call: Call) -> str:
+        name = {"send": "isend", "recv": "irecv"}.get(call.op, call.op) if not call.waited_for else call.op
+        words = [*self._tensors(call), *self._ends(call)]
+        words += [f"group={call.group}"] if call.group != WORLD else []
+        words += ["async_op=True"] if not call.waited_for and call.op not in TRANSFERS else []
+        if call.op == "all_reduce" and len(call.sizes) > 1:
+            name = "all_reduce_coalesced"
+        elif call.op == "all_to_all" and len(call.sizes) == 1:
+            name = "all_to_all_single"
+        return f"dist.{name}({', '.join(words)})"
+
+    def _ends(self, call: Call) -> Iterator[str]:
+        prefix = "group_" if call.group != WORLD else ""
+        if call.root is not None:
+            yield f"{prefix}{'dst' if call.op in ('reduce', 'gather') else 'src'}={call.root}"
+        if call.peer is not None:
+            yield f"{prefix}{'dst' if call.op == 'send' else 'src'}={call.peer}"
+        if call.tag:
+            yield f"tag={call.tag}"
+
+    def _tensors(self, call: Call) -> Iterator[str]:
+        count = self._count(call.group)
+        given = [self._zeros(size, call) for size in call.sizes]
+        if call.op in ("barrier", "new_group"):
+            return
+        if call.op == "all_reduce" and len(given) > 1:
+            yield f"[{', '.join(given)}]"
+        elif call.op == "all_gather":
+            yield from (f"[{given[0]} for _ in range({count})]", given[0])
+        elif call.op == "all_gather_into_tensor":
+            yield from (self._zeros((count * _numel(call.sizes),), call), given[0])
+        elif call.op == "reduce_scatter_tensor":
+            part = -(-_numel(call.sizes) // count)
+            yield from (self._zeros((part,), call), self._zeros((part * count,), call))
+        elif call.op in ("gather", "scatter"):
+            several = f"[{given[0]} for _ in range({count})]"
+            me = "rank" if call.group == WORLD else f"dist.get_rank({call.group})"
+            yield from (given[0], f"{several} if {me} == {call.root} else None")
+        elif call.op == "all_to_all":
+            yield from self._exchange(call, count)
+        else:
+            yield given[0]
+
+    def _exchange(self, call: Call, count: int) -> Iterator[str]:
+        if len(call.sizes) == len(call.gets) == count > 1:
+            for sizes in (call.gets, call.sizes):
+                yield f"[{', '.join(self._zeros(size, call) for size in sizes)}]"
+            return
+        for sizes in (call.gets, call.sizes):
+            yield self._zeros((-(-_numel(sizes) // count) * count,), call)
+
+    def _zeros(self, size: tuple[int, ...], call: Call) -> str:
+        shape = ", ".join(map(str, size)) if size else "()"
+        dtype = self._types.get(call.dtypes[0], "float32") if call.dtypes else "float32"
+        return f"torch.zeros({shape}{f', dtype=torch.{dtype}' if dtype != 'float32' else ''})"
+
+    def _batch(self, call: Call) -> list[str]:
+        ops = []
+        for part in call.parts:
+            where = f"group={part.group}, group_peer={part.peer}" if part.group != WORLD else f"{part.peer}"
+            tag = f", tag={part.tag}" if part.tag else ""
+            kind = "dist.isend" if part.op == "send" else "dist.irecv"
+            ops.append(f"{_INDENT}dist.P2POp({kind}, {self._zeros(part.sizes[0], part)}, {where}{tag}),")
+        site = _site(call.site)
+        if not call.waited_for:
+            return [*_with_comment(["works += dist.batch_isend_irecv(["], site), *ops, "])"]
+        begin = _with_comment(["for work in dist.batch_isend_irecv(["], site)
+        return [*begin, *ops, "]):", f"{_INDENT}work.wait()"]
+
+    def _count(self, group: str) -> int:
+        return len(self._families[group][0]) if group != WORLD else self._program.world_size
+
+
+def _numel(sizes: Sizes) -> int:
+    total = 0
+    for size in sizes:
+        product = 1
+        for number in size:
+            product *= number
+        total += product
+    return total
+
+
+def _ending(end: End) -> list[str]:
+    if end.kind == "waits for work":
+        return _with_comment([f"works[-{end.work + 1}].wait()"], _site(end.site))
+    if end.kind == "enters":
+        return ["entered.set()", "works[-1].wait()"]
+    if end.kind == "joins":
+        return _with_comment(["thread_1.join()"], _site(end.site))
+    lines = {
+        "leaves": ["threading.Thread(target=time.sleep, args=(86_400,)).start()", "sys.exit()"],
+        "raises": ['raise RuntimeError("as recorded")'],
+        "exits": [f"os._exit({end.code})"],
+        "is killed": [f"os.kill(os.getpid(), {end.code})"],
+    }.get(end.kind)
+    if lines is None:
+        return _standing(end)
+    return [*_said(end), *lines]
+
+
+def _standing(end: End) -> list[str]:
+    return [*_said(end), *_STANDS.get(end.cause, (_FOREVER,))]
+
+
+def _said(end: End) -> list[str]:
+    where = _site(end.site)
+    words = end.words if where and where.split(" ")[0] in end.words else f"{end.words} {where}".strip()
+    return _comment(f"{end.cause}: {words}" if end.cause else words)
+
+
+def _site(frame: Frame | None) -> str:
+    """``train.py:61 (train)``."""
+    if frame is None or is_pseudo(frame.file):
+        return ""
+    function = short(frame.function)
+    return f"{basename(frame.file)[-60:]}:{frame.line}" + (
+        f" ({function[:60]})" if function and function != "<module>" else ""
+    )
+
+
+def _with_comment(lines: Sequence[str], words: str) -> list[str]:
+    text = plain(words)
+    if not text:
+        return [*lines]
+    beside = f"{lines[0]}  # {text}"
+    return [beside, *lines[1:]] if len(beside) <= _WIDTH else [f"# {text}", *lines]
+
+
+def _wrapped(line: str, indent: str = "") -> list[str]:
+    return (
+        textwrap.wrap(
+            line,
+            _WIDTH,
+            initial_indent="",
+            subsequent_indent=indent + 2 * _INDENT,
+            break_long_words=False,
+            drop_whitespace=True,
+        )
+        if len(line) > _WIDTH
+        else [line]
+    )
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def condition(ranks: frozenset[int], world: int) -> str:
+    """Whether ``rank`` is one of these, of all ranks of the world."""
+    others = frozenset(range(world)) - ranks
+    if len(others) == 1 and len(ranks) > 2:
+        return f"rank != {min(others)}"
+    ordered = sorted(ranks)
+    first, last = ordered[0], ordered[-1]
+    if len(ordered) == 1:
+        return f"rank == {first}"
+    if len(ordered) == last - first + 1 and len(ordered) > 2:
+        if first == 0:
+            return f"rank <= {last}"
+        return f"rank >= {first}" if last == world - 1 else f"{first} <= rank <= {last}"
+    return f"rank in {_range(ordered) or '(' + ', '.join(map(str, ordered)) + ')'}"
+
+
+def negated(asked: str) -> str:
+    for word, other in (("==", "!="), ("!=", "=="), (" in ", " not in ")):
+        if word in asked:
+            return asked.replace(word, other)
+    return f"not ({asked})"
+
+
+def _range(ordered: Sequence[int]) -> str:
+    """``range(0, 8, 2)`` where the numbers are evenly spaced and more than a few; else empty."""
+    if len(ordered) < 4:
+        return ""
+    step = ordered[1] - ordered[0]
+    if any(after - before != step for before, after in pairwise(ordered)):
+        return ""
+    end = ordered[-1] + step
+    return f"range({ordered[0]}, {end}{f', {step}' if step > 1 else ''})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    spaced = _range(ranks)
+    return f"list({spaced})" if spaced else f"[{', '.join(map(str, ranks))}]"
+
+
+def _lists(groups: Sequence[tuple[int, ...]]) -> str:
+    return f"[{', '.join(map(_ranks, groups))}]"

@@ -1,0 +1,108 @@
+"""Runs what ``safelaunch reproduce`` writes, and compares its verdict with the one that it was written from.
+
+The sources are the zoo's classes that hang at calls of torch.distributed, and jobs of ``tests/unit/synthetic.py``, as
+their dumps alone tell of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zoo
+from jobs import Job
+
+from safelaunch.capture import user_source
+from safelaunch.capture.flight_dump import to_json
+from safelaunch.model import Evidence, Verdict
+from safelaunch.postmortem import locate
+from safelaunch.reproduce import Reproduction, Wish, reproduction_of
+
+# What makes a rank stand, by the cause of the replay, where it cannot be the recorded one.
+STAND_INS = {
+    "missing-from-collective": ("stuck-in-user-code",),  # here its stack says why
+    "data-loading": ("stuck-in-user-code",),
+    "uninterruptible-io": ("stuck-in-user-code",),
+    "gil-held": ("stuck-in-user-code",),
+    "swallowed-exception": ("collective-mismatch", "uneven-batches"),
+}
+# The zoo's classes in which ranks wait for each other, and those in which one stands by itself, of each kind one.
+CLASSES = (
+    "all-gather", "barrier", "broadcast", "roots", "group-order", "left-out", "recv-recv", "tags", "no-send",
+    "thread-behind", "thread-mismatch", "loop-barrier", "loop-break", "guard-tuple", "guard-return", "batch-ring",
+    "object-roots", "uneven-barrier", "uneven-thread", "swallowed", "swallowed-of-two", "swallowed-end", "polled-work",
+    "symmetric", "asleep", "read-pipe", "lock-order", "busy-python", "stops-itself", "init-asleep", "loader-asleep",
+)  # fmt: skip
+LAYOUTS = ((2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2))
+VARIANTS = ("no stacks", "sends, no stacks", "window, no stacks")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One reproduction. ``recorded`` and ``found``: cause and ranks at fault. ``why_not``: empty where they agree."""
+
+    name: str
+    recorded: tuple[str, tuple[int, ...]]
+    found: tuple[str, tuple[int, ...]]
+    ranks: int
+    lines: int
+    why_not: str = ""
+
+
+def of_zoo(name: str, culprit: int, scratch: Path) -> tuple[Evidence, Verdict]:
+    """Runs a class of the zoo; returns what its bundle tells."""
+    with zoo.start(zoo.BY_NAME[name], culprit, scratch) as job:
+        result = job.wait()
+    return _read(result.bundle.path)
+
+
+def of_paper(
+    kind: str, layout: Sequence[int], variant: str, seed: int, scratch: Path
+) -> tuple[Evidence, Verdict] | None:
+    """Writes the dumps of a generated job; returns what they tell. None where the fault makes no difference."""
+    import synthetic
+    import verdict_corpus
+
+    found = verdict_corpus.hanging(synthetic.Layout(*layout), kind, variant, random.Random(seed))
+    if found is None:
+        return None
+    for rank in found[1].ranks:
+        assert rank.flight_record is not None
+        (scratch / f"dump_{rank.rank}.json").write_bytes(to_json(rank.flight_record))
+    return _read(scratch)
+
+
+def _read(path: Path) -> tuple[Evidence, Verdict]:
+    from safelaunch.diagnose import diagnose
+
+    evidence = locate.read(path).evidence
+    return evidence, diagnose(evidence, user_source.text)
+
+
+def replay(name: str, evidence: Evidence, scratch: Path, wish: Wish = Wish()) -> Replay:  # noqa: B008 - frozen
+    """Writes the script, runs it and compares the verdicts."""
+    made = reproduction_of(evidence, wish, user_source.text)
+    script = scratch / "repro.py"
+    script.write_text(made.text)
+    with Job(["--startup-timeout=3", "--max-stall=4", f"--nproc-per-node={made.world_size}", script], scratch) as job:
+        result = job.wait()
+    recorded = (made.cause, made.culprits)
+    lines = made.text.count("\n")
+    if len(result.bundles) != 1:
+        found, why = ("-", ()), f"exit code {result.code}, {len(result.bundles)} bundles: {result.said[-300:]}"
+        return Replay(name, recorded, found, made.world_size, lines, why)
+    verdict = result.verdict
+    found = (verdict["cause"], tuple(one["rank"] for one in verdict["culprits"]))
+    why = difference(made, verdict["outcome"], found)
+    return Replay(name, recorded, found, made.world_size, lines, why and f"{why}: {verdict['summary']}")
+
+
+def difference(made: Reproduction, outcome: str, found: tuple[str, tuple[int, ...]]) -> str:
+    causes = (made.cause, *STAND_INS.get(made.cause, ()))
+    if outcome not in (made.outcome, "crash"):  # gloo aborts at some sizes that other backends hang at
+        return f"a {outcome}"
+    if found[0] not in causes:
+        return "another cause"
+    return "" if found[1] == made.culprits else "other ranks"

@@ -1,0 +1,48 @@
+"""What ``safelaunch reproduce`` writes hangs for real, with the verdict that it was written from.
+
+``scripts/reproductions.py`` does this for all classes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import reproducing
+
+from safelaunch.reproduce import Wish
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param("extra", (3, 1, 1), id="a call too many"),
+        pytest.param("skip", (2, 2, 1), id="a call left out in one of several groups", marks=pytest.mark.rare),
+    ],
+)
+def test_dumps_of_nccl_lead_to_a_script_that_hangs_alike(
+    kind: str, layout: tuple[int, int, int], tmp_path: Path
+) -> None:
+    source = tmp_path / "dumps"
+    source.mkdir()
+    told = reproducing.of_paper(kind, layout, "no stacks", 0, source)
+    assert told is not None
+    found = reproducing.replay(kind, told[0], tmp_path)
+    assert not found.why_not
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["left-out", "thread-behind"])
+def test_a_bundle_leads_to_a_script_that_hangs_alike(name: str, tmp_path: Path) -> None:
+    source, replayed = tmp_path / "source", tmp_path / "replayed"
+    source.mkdir()
+    replayed.mkdir()
+    evidence, _ = reproducing.of_zoo(name, 1, source)
+    found = reproducing.replay(name, evidence, replayed, Wish(fewest=True, shrink=True))
+    assert not found.why_not

@@ -1,0 +1,65 @@
+"""Programs as branches and loops: each rank does what it did before, and what is alike stands once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safelaunch.reproduce.fold import Branch, Loop, Node, Step, Unless, done, merged
+
+ROUND = ["a", "b", "c"]
+
+
+def done_by(nodes: Sequence[Node], rank: int) -> list[object]:
+    return [step.item for step in done(nodes, rank)]
+
+
+def check(programs: dict[int, list[str]]) -> tuple[Node, ...]:
+    nodes = merged(programs)
+    for rank, items in programs.items():
+        assert done_by(nodes, rank)[: len(items)] == items
+    return nodes
+
+
+items = st.lists(st.sampled_from("abcd"), max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(items, st.integers(0, 4), items), min_size=1, max_size=5))
+def test_each_rank_does_its_own(parts: list[tuple[list[str], int, list[str]]]) -> None:
+    check({rank: [*first, *(times * ROUND), *last] for rank, (first, times, last) in enumerate(parts)})
+
+
+def test_ranks_that_are_alike_do_it_once() -> None:
+    nodes = check(dict.fromkeys(range(512), 100 * ROUND))
+    (loop,) = nodes
+    assert isinstance(loop, Loop)
+    assert (loop.times, len(loop.body)) == (100, 3)
+
+
+def test_one_more_call_is_a_branch() -> None:
+    nodes = check({0: [*ROUND, "x", *ROUND], 1: 2 * ROUND, 2: 2 * ROUND})
+    assert [node.sides for node in nodes if isinstance(node, Branch)] == [
+        ((frozenset({0}), (Step("x", frozenset({0})),)),)
+    ]
+
+
+def test_a_call_left_out_in_a_round_stays_in_the_loop() -> None:
+    programs = dict.fromkeys(range(4), 5 * ROUND)
+    programs[2] = [*(2 * ROUND), "b", "c", *(2 * ROUND)]
+    (loop,) = check(programs)
+    assert isinstance(loop, Loop)
+    assert loop.body[0] == Unless(
+        ((2, frozenset({2})),), (Step("a", frozenset(range(4)), misses=((2, frozenset({2})),)),)
+    )
+
+
+def test_a_rank_that_has_left_the_loop() -> None:
+    programs = {0: [*"aaaa"], 1: [*"aaa", "z"], 2: [*"aaaa"]}
+    loop, behind = merged(programs, leavers=[1])
+    assert isinstance(loop, Loop)
+    assert (loop.times, loop.leaving) == (4, {1})
+    assert isinstance(behind, Step)
+    assert done_by((loop, behind), 1) == programs[1]

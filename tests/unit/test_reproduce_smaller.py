@@ -1,0 +1,73 @@
+"""Fewer ranks and smaller tensors, with the same verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from nccl_formats import Recorder, write
+from replayed import replayed
+from test_reproduce_programs import KINDS, generated
+
+from safelaunch.diagnose import diagnose
+from safelaunch.model import Evidence
+from safelaunch.postmortem import locate
+from safelaunch.reproduce import Extent, Wish, reproduction_of
+from safelaunch.reproduce.smaller import with_fewest_ranks
+
+FEWEST = Wish(Extent(), fewest=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_ranks_lead_to_the_same_verdict(kind: str) -> None:
+    for seed, variant in enumerate(("plain", "no stacks", "sends, no stacks")):
+        evidence = generated(kind, variant, (4, 2, 2), seed)
+        if evidence is None:
+            continue
+        verdict = diagnose(evidence)
+        fewer, kept = with_fewest_ranks(evidence, verdict, None)
+        found = diagnose(fewer)
+        assert (found.cause, [kept[one.rank] for one in found.culprits]) == (
+            verdict.cause,
+            [one.rank for one in verdict.culprits],
+        )
+        made = reproduction_of(evidence, FEWEST)
+        assert made.world_size == len(kept)
+        assert len(replayed(made.text, len(kept))) == len(kept)
+
+
+def test_one_absent_rank_of_many_needs_one_peer() -> None:
+    evidence = generated("stop", "plain", (8, 8, 1), 1)
+    assert evidence is not None
+    assert reproduction_of(evidence, FEWEST).world_size == 2
+
+
+def test_the_head_says_who_the_ranks_were(tmp_path: Path) -> None:
+    text = reproduction_of(absent(tmp_path, 3), FEWEST).text
+    assert "# Ranks are counted anew: 0 was 0, 1 was 3." in text
+
+
+def test_transfers_name_their_peers_by_new_numbers(tmp_path: Path) -> None:
+    ring = [Recorder(number, {"0": (0, 1, 2, 3)}) for number in range(4)]
+    for one in ring:
+        one.collective()
+    ring[1].recv(3, state="started")
+    ring[3].recv(1, state="started")
+    made = reproduction_of(locate.read(write(tmp_path, ring)).evidence, FEWEST)
+    ranks = replayed(made.text, made.world_size)
+    assert [(one.calls[1].op, one.calls[1].peer) for one in ranks.values()][:2] == [("recv", 1), ("recv", 0)]
+
+
+def absent(folder: Path, odd: int) -> Evidence:
+    found = [Recorder(number, {"0": (0, 1, 2, 3)}) for number in range(4)]
+    for one in found:
+        one.collective(size=(1000,)).collective(size=(10, 10))
+        if one.rank != odd:
+            one.collective(size=(1000,), state="started")
+    return locate.read(write(folder, found)).evidence
+
+
+def test_smaller_tensors_differ_where_they_differed(tmp_path: Path) -> None:
+    text = reproduction_of(absent(tmp_path, 3), Wish(Extent(everything=True), shrink=True)).text
+    sizes = [one.tensors[0].shape for one in replayed(text, 4)[0].calls]
+    assert sizes == [(2,), (1,), (2,)]
