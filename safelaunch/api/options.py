@@ -26,6 +26,7 @@ class Options(TypedDict, total=False):
     on_stall: Literal["kill", "restart", "dump"]
     no_early_look: bool
     on_suspect: str
+    pg_timeout: Seconds  # "10m!": of all groups
     watch: bool
     bundle_dir: Text
     bundle_archive: bool

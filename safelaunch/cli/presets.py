@@ -144,8 +144,12 @@ def _document(chain: tuple[Preset, ...]) -> dict[str, Any]:
         "description": preset.description,
         "extends": [name for name, _ in preset.extends],
         "env": [_setting_document(setting) for setting in _settings(chain).values()],
-        "watchdog": {key: "auto" if value is None else value for key, value in _watchdog(chain).items()},
+        "watchdog": {key: "auto" if value is None else _plain(value) for key, value in _watchdog(chain).items()},
     }
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, tuple) else value
 
 
 def _setting_document(setting: EnvSetting) -> dict[str, Any]:

@@ -69,6 +69,21 @@ Sign = Literal[
     "seen-apart",
     "gloo",
     "unsure",
+    "nccl-cuda",
+    "nccl-memory",
+    "nccl-shm",
+    "nccl-limit",
+    "infiniband",
+    "interface",
+    "one-gpu",
+    "mesh",
+    "nccl-versions",
+    "socket",
+    "nccl-system",
+    "gpu-fragmented",
+    "gpu-shared",
+    "gpu-of-two-ranks",
+    "gpu-full",
 ]
 
 
@@ -150,6 +165,61 @@ _CIRCLES = (
         " it, or end it with `terminate()`.",
         only_if="waits-in-turn",
     ),
+)
+
+# Errors of NCCL, of the network under it, and of device meshes.
+_COMMUNICATION = (
+    Advice(
+        "Give each rank a GPU of its own, by `LOCAL_RANK`: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))`"
+        " before the first tensor and the first collective.",
+        only_if="one-gpu",
+    ),
+    Advice(
+        "Leave NCCL some memory of the GPU: a smaller batch, fewer process groups (each has buffers of its own), or a"
+        " smaller `NCCL_BUFFSIZE`.",
+        only_if="nccl-memory",
+    ),
+    Advice(
+        "Look for an Xid in `node/<host>/kernel_log.txt`, compare the driver with the CUDA version of torch"
+        " (`node/<host>/versions.json`), and see with `nvidia-smi topo -m` how the GPUs reach each other;"
+        " `NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` tell whether it is that way.",
+        only_if="nccl-cuda",
+    ),
+    Advice(
+        "Make room in `/dev/shm` (`df -h /dev/shm`; in a container `--shm-size=8g` or `--ipc=host`), and remove what"
+        " ended jobs have left there.",
+        only_if="nccl-shm",
+    ),
+    Advice(
+        "Raise the limit of locked memory where the ranks start: `ulimit -l unlimited` (`--ulimit memlock=-1` for a"
+        " container, `LimitMEMLOCK=infinity` for a service).",
+        only_if="nccl-limit",
+    ),
+    Advice(
+        "Check the link on both nodes: `ibstat`, and the error counters of the port in `node/<host>/resources.json`;"
+        " for RoCE also `NCCL_IB_GID_INDEX`. If the same job runs with `NCCL_IB_DISABLE=1`, it is that link.",
+        only_if="infiniband",
+    ),
+    Advice(
+        "Set `NCCL_SOCKET_IFNAME` (and `GLOO_SOCKET_IFNAME`) to an interface that all nodes have: `ip -br addr` lists"
+        " them.",
+        only_if="interface",
+    ),
+    Advice(
+        "Give all nodes one environment: the versions of torch and NCCL are in `node/<host>/versions.json`.",
+        only_if="nccl-versions",
+    ),
+    Advice(
+        "Look first whether the peer ended by itself; then whether its node answers on that interface (firewall,"
+        " `NCCL_SOCKET_IFNAME`, `ping`).",
+        only_if="socket",
+    ),
+    Advice(
+        "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`), and start as many"
+        " ranks: `--nproc-per-node` times `--nnodes`.",
+        only_if="mesh",
+    ),
+    Advice("To have NCCL say which call failed", only_if="nccl-system", preset="nccl-debug"),
 )
 
 CAUSES: dict[str, Cause] = {
@@ -495,6 +565,27 @@ CAUSES: dict[str, Cause] = {
             " message.",
             only_if="unused-parameters",
         ),
+        *_COMMUNICATION,
+        Advice(
+            "Several ranks have memory on one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before anything"
+            " is put on a device, and `map_location='cpu'` in `torch.load()`.",
+            only_if="gpu-of-two-ranks",
+        ),
+        Advice(
+            "Another process has memory of that GPU: `safelaunch gpus` shows whose it is; `--gpus N` leases GPUs that"
+            " nobody uses.",
+            only_if="gpu-shared",
+        ),
+        Advice(
+            "Let segments grow, so that what torch holds fits together:"
+            " `PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch 2.11 `PYTORCH_CUDA_ALLOC_CONF`).",
+            only_if="gpu-fragmented",
+        ),
+        Advice(
+            "The tensors fill the GPU: a smaller batch with gradient accumulation, activation checkpointing, or"
+            " parameters and optimizer state that are sharded over the ranks (FSDP, ZeRO).",
+            only_if="gpu-full",
+        ),
         Advice("To tell fragmentation from a real shortage of GPU memory", only_if="gpu-memory", preset="oom-debug"),
         Advice(
             "CUDA reports an error later than it happens. To have it raised at its own line",
@@ -541,6 +632,7 @@ CAUSES: dict[str, Cause] = {
         "Give all nodes the same environment: one image, or one shared directory, and one copy of the script.",
     ),
     "no-rank-stands-out": _cause(
+        *_COMMUNICATION,
         Advice(
             "All ranks have arrived: suspect the transport (NIC, `NCCL_SOCKET_IFNAME`, firewall between nodes) or a"
             " GPU.",

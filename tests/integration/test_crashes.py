@@ -126,6 +126,21 @@ def test_a_process_groups_own_timeout_is_the_hang_it_was(tmp_path: Path) -> None
     assert result.leftovers == ()
 
 
+@pytest.mark.parametrize(
+    ("given", "patient"),
+    [("5s", True), pytest.param("5s!", False, marks=pytest.mark.rare)],
+)
+def test_groups_without_a_timeout_get_that_of_the_command_line(given: str, patient: bool, tmp_path: Path) -> None:
+    """With a ``!`` the others as well: then the slow round is what ends the job."""
+    script = PROGRAMS / "impatient.py"
+    result = run(tmp_path, f"--pg-timeout={given}", "--stall-timeout=200", "--nproc-per-node=2", script)
+    assert result.code == 1, result.stderr
+    assert (result.verdict["outcome"], result.verdict["cause"]) == ("hang", "stuck-in-user-code")
+    assert culprits(result) == [1]
+    assert ("the slow round is over" in result.stdout) is patient
+    assert "5000ms" in result.bundle.json("ranks/0/exception.json")["message"]
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.rare)])
 def test_a_stop_by_the_user_leaves_no_bundle(signum: signal.Signals, tmp_path: Path) -> None:
     with Job(["--nproc-per-node=2", PROGRAMS / "live.py", f"--until={tmp_path}/stop"], tmp_path) as job:
