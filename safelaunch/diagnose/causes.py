@@ -167,6 +167,8 @@ _CIRCLES = (
     ),
 )
 
+_GROW = "Let segments grow, so that what torch holds fits together:"
+
 # Errors of NCCL, of the network under it, and of device meshes.
 _COMMUNICATION = (
     Advice(
@@ -567,8 +569,8 @@ CAUSES: dict[str, Cause] = {
         ),
         *_COMMUNICATION,
         Advice(
-            "Several ranks have memory on one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before anything"
-            " is put on a device, and `map_location='cpu'` in `torch.load()`.",
+            "Several ranks have memory on one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before"
+            " anything is put on a device, and `map_location='cpu'` in `torch.load()`.",
             only_if="gpu-of-two-ranks",
         ),
         Advice(
@@ -577,9 +579,14 @@ CAUSES: dict[str, Cause] = {
             only_if="gpu-shared",
         ),
         Advice(
-            "Let segments grow, so that what torch holds fits together:"
-            " `PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch 2.11 `PYTORCH_CUDA_ALLOC_CONF`).",
+            f"{_GROW} `PYTORCH_ALLOC_CONF=expandable_segments:True`.",
             only_if="gpu-fragmented",
+            torch=">=2.11",
+        ),
+        Advice(
+            f"{_GROW} `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
+            only_if="gpu-fragmented",
+            torch="<2.11",
         ),
         Advice(
             "The tensors fill the GPU: a smaller batch with gradient accumulation, activation checkpointing, or"

@@ -13,6 +13,7 @@ from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import Claim, Frame, RankEvidence, RankException
 from safelaunch.reading import aborts, calls, failures, tracebacks
 from safelaunch.reading import frames as fr
+from safelaunch.reading.device_memory import shortage
 
 GONE_CAUSES = (*FAILURES, "uneven-batches")
 
@@ -148,7 +149,7 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
 def _exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
     """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault."""
     claim = Claim(f"first exception: {exception.type}", f"ranks/{rank.rank}/exception.json")
-    text = f"raised {exception.type}: {one_line(exception.message)}"
+    text = f"raised {exception.type}: {one_line(_essence(exception.message))}"
     frame = fr.stack_of(rank, exception.frames).user_frame
     where, process = fr.at(frame), "main"
     told = failure_of(exception)
@@ -160,6 +161,13 @@ def _exception_condition(rank: RankEvidence, exception: RankException) -> Condit
         text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
         where, frame = fr.at(inside), inside
     return Condition("rank-exception", text + where, frame, rank.pid, process, claims=(claim,))
+
+
+def _essence(message: str) -> str:
+    """Without what is told better elsewhere: NCCL's general words before its last error, an allocator's sizes."""
+    if shortage(message) is not None:
+        return message.partition(".")[0]
+    return message.rpartition("Last error:\n")[2] or message
 
 
 def _claim_of_status(rank: RankEvidence) -> Claim:

@@ -47,16 +47,15 @@ def _sizes(told: Shortage) -> str:
 
 def _others(facts: Facts, told: Shortage) -> Iterator[str]:
     """Who else is on that GPU. Without a size of its own, the process may be one of those that are listed."""
-    by_pid = _ranks_by_pid(facts)
+    by_pid = _by_pid(facts)
     for pid, size in told.others if told.own is not None else ():
-        who = f"Rank {by_pid[pid]}" if pid in by_pid else f"Process {pid}, which is no rank of this job,"
-        yield f"{who} has {words(size)} of the same GPU."
+        yield f"{by_pid.get(pid) or f'Process {pid}, which is none of this job,'} has {words(size)} of the same GPU."
     if told.is_fragmented:
         yield "What torch holds unused would have been enough, and lies in pieces that are too small."
 
 
 def _signs(facts: Facts, told: Shortage) -> Iterator[Sign]:
-    by_pid = _ranks_by_pid(facts)
+    by_pid = _by_pid(facts)
     others = [pid for pid, _ in told.others] if told.own is not None else []
     if any(pid in by_pid for pid in others):
         yield "gpu-of-two-ranks"
@@ -68,5 +67,10 @@ def _signs(facts: Facts, told: Shortage) -> Iterator[Sign]:
         yield "gpu-full"
 
 
-def _ranks_by_pid(facts: Facts) -> dict[int, int]:
-    return {one.evidence.pid: one.rank for one in facts.ranks.values() if one.evidence.pid}
+def _by_pid(facts: Facts) -> dict[int, str]:
+    """The processes of the job's ranks, in words."""
+    found: dict[int, str] = {}
+    for number, one in facts.ranks.items():
+        found |= {child.pid: f"A {child.role} of rank {number}" for child in one.evidence.children}
+        found[one.evidence.pid] = f"Rank {number}"
+    return found

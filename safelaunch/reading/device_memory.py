@@ -16,7 +16,7 @@ def _pattern(before: str, name: str, after: str = "") -> re.Pattern[str]:
 _DEVICE = re.compile(r"\bGPU (?P<number>\d+)\b")
 _SIZES = {
     "asked": _pattern(r"Tried to allocate ", "asked"),
-    "total": _pattern(r"total capacit?y of ", "total"),
+    "total": _pattern(r"total capaci?ty of ", "total"),
     "free": _pattern(r"of which ", "free", " is free"),
     "own": _pattern(r"this process has ", "own", " memory in use"),
     "allocated": _pattern(r"Of the allocated memory ", "allocated", " is allocated by PyTorch"),
