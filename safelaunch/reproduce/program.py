@@ -15,6 +15,7 @@ Sizes = tuple[tuple[int, ...], ...]
 
 WORLD = "0"  # the default group
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+OBJECTS = "broadcast_object_list"  # ``sizes``: how many objects, and how long they are, pickled
 TRANSFERS = frozenset({"send", "recv"})
 # gloo's root or leaf is done with these as soon as its data has left, or the data has come: it waits for nobody else.
 EAGER = frozenset({"broadcast", "reduce", "gather", "scatter"})

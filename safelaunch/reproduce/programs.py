@@ -13,7 +13,7 @@ from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.transfers import is_root
 from safelaunch.model import UNKNOWN_SIZES, Collective, format_ranks
 from safelaunch.reproduce.gloo import FUNCTIONS
-from safelaunch.reproduce.program import ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram, Side
+from safelaunch.reproduce.program import OBJECTS, ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram, Side
 from safelaunch.reproduce.recorded import Extent, Recorded, recorded
 from safelaunch.reproduce.threads import SideThread, threads_of
 
@@ -62,6 +62,8 @@ class _Reader:
         self._calls = recorded(facts, extent)
         self._roots = _Roots(facts, self._calls)
         self._notes: dict[str, None] = {}
+        every = (one.entry for calls in self._calls.values() for one in calls)
+        self._sizes_of_objects = {(one.group, one.seq): one.input_sizes for one in every if _passes_objects(one)}
         self._default = {name for name in facts.alignment.groups() if self._is_default(name)} | {WORLD, ""}
 
     def program(self) -> Program:
@@ -192,6 +194,26 @@ class _Reader:
                 found.append(_Made(batch, tuple(one.entry for one in together)))
             else:
                 found += [_Made(call, (one.entry,)) for call, one in zip(made, together, strict=True)]
+        return self._with_objects(found)
+
+    def _with_objects(self, made: Sequence[_Made]) -> list[_Made]:
+        """``broadcast_object_list`` calls a broadcast of the sizes, and one of the objects: as one call."""
+        found: list[_Made] = []
+        is_second = False
+        for one in made:
+            passes = one.call.op == "broadcast" and _passes_objects(one.entries[0])
+            if passes and is_second:
+                first = found.pop()
+                found.append(_Made(first.call, (*first.entries, *one.entries)))
+            elif passes:
+                sizes = (
+                    *one.call.sizes,
+                    *self._sizes_of_objects.get((one.entries[0].group, one.entries[0].seq + 1), ()),
+                )
+                found.append(_Made(replace(one.call, op=OBJECTS, sizes=sizes, dtypes=()), one.entries))
+            else:
+                found.append(one)
+            is_second = passes and not is_second
         return found
 
     def _borrowed(self, rank: int) -> list[_Made]:
@@ -288,6 +310,10 @@ def _functions_of(entry: Collective) -> set[str]:
     """What it stands for in torch.distributed; several for a block of several kinds, none where that is not known."""
     names = entry.ops if isinstance(entry, Block) else (op_name(entry).split(" ")[0],)
     return {FUNCTIONS[name] for name in names if name in FUNCTIONS}
+
+
+def _passes_objects(entry: Collective) -> bool:
+    return any(frame.function == OBJECTS for frame in entry.frames)
 
 
 def _left(made: Iterable[_Made]) -> tuple[Call, ...]:
