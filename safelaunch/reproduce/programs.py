@@ -246,7 +246,8 @@ class _Reader:
             site=self._facts.alignment.stack(rank, entry).user_frame,
         )
         if op in ROOTED:
-            call = replace(call, root=self._roots.of(rank, one))
+            root, others = self._roots.of_all(one)
+            call = replace(call, root=root, other_roots=others)
         if one.transfer is not None:
             call = replace(call, peer=self._place_in_group(entry.group, one.transfer.peer))
         return call
@@ -363,6 +364,7 @@ class _Roots:
                 if _functions_of(one.entry) & ROOTED:
                     self._there.setdefault(one.key, {})[rank] = one.entry
         self._assumed = self._deduced = 0
+        self._found: dict[object, tuple[int, tuple[tuple[int, int], ...]]] = {}
         self._usual: dict[object, int] = {}  # the place of the root, by the line of a call that is not over
         for rank, made in calls.items():
             for one in made:
@@ -374,6 +376,15 @@ class _Roots:
             yield "Roots are not recorded: of calls that are over, one is assumed."
         if self._deduced:
             yield "The root of a call that hangs is one that those who wait in it can wait for."
+
+    def of_all(self, one: Recorded) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The root that most of those name who are in the call, and the others that are named, with who does."""
+        if one.key not in self._found:
+            roots = {rank: self.of(rank, one) for rank in self._there[one.key]}
+            usual, _ = Counter(roots.values()).most_common(1)[0]
+            others = tuple((rank, root) for rank, root in sorted(roots.items()) if root != usual)
+            self._found[one.key] = (usual, others)
+        return self._found[one.key]
 
     def of(self, rank: int, one: Recorded) -> int:
         ranks = sorted(self._facts.alignment.ranks_of(one.entry.group))

@@ -285,11 +285,18 @@ class _Writer:
     def _ends(self, call: Call) -> Iterator[str]:
         prefix = "group_" if call.group != WORLD else ""
         if call.root is not None:
-            yield f"{prefix}{'dst' if call.op in ('reduce', 'gather') else 'src'}={call.root}"
+            yield f"{prefix}{'dst' if call.op in ('reduce', 'gather') else 'src'}={self._root(call)}"
         if call.peer is not None:
             yield f"{'dst' if call.op == 'send' else 'src'}={_peer(call)}"
         if call.tag:
             yield f"tag={call.tag}"
+
+    def _root(self, call: Call) -> str:
+        text = str(call.root)
+        for root in dict.fromkeys(root for _, root in call.other_roots):
+            ranks = frozenset(rank for rank, its in call.other_roots if its == root)
+            text = f"{root} if {self._condition(ranks)} else {text}"
+        return text
 
     def _tensors(self, call: Call) -> Iterator[str]:
         count = self._count(call.group)
@@ -312,7 +319,8 @@ class _Writer:
         elif call.op in ("gather", "scatter"):
             several = f"[{given[0]} for _ in range({count})]"
             me = "rank" if call.group == WORLD else f"dist.get_rank({call.group})"
-            yield from (given[0], f"{several} if {me} == {call.root} else None")
+            root = f"({self._root(call)})" if call.other_roots else str(call.root)
+            yield from (given[0], f"{several} if {me} == {root} else None")
         elif call.op == "all_to_all":
             yield from self._exchange(call, count)
         else:
