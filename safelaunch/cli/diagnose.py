@@ -22,7 +22,7 @@ from safelaunch.report import calls, report
 from safelaunch.report.calls import Selection
 from safelaunch.report.exports import PERFETTO, SPEEDSCOPE
 from safelaunch.settings.values import parse_count
-from safelaunch.system.console import PREFIX, json_text, put, say, terminal_safe
+from safelaunch.system.console import PREFIX, Display, display, json_text, put, say, terminal_safe
 from safelaunch.system.printable import clean
 
 REACHED, NOT_ENOUGH = 0, 1
@@ -213,7 +213,8 @@ def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if wanted.as_json:
         return _Told(code, document, files=files)
-    return _Told(code, terminal_safe(_screen(verdict, path)), tuple(_notes(found)), files)
+    on = display(1, os.environ)
+    return _Told(code, terminal_safe(_screen(verdict, path, on), color=on.color), tuple(_notes(found)), files)
 
 
 def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
@@ -296,8 +297,15 @@ def _notes(found: Found) -> list[str]:
     return [read, *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 
 
-def _screen(verdict: Verdict, path: Path) -> str:
+def _screen(verdict: Verdict, path: Path, on: Display) -> str:
     from safelaunch.capture import user_source
 
-    text = report.screen(verdict, bundle_path=str(path), place="read from", read_line=user_source.line_for_stranger)
+    text = report.screen(
+        verdict,
+        bundle_path=str(path),
+        place="read from",
+        width=on.width + len(PREFIX),
+        color=on.color,
+        read_line=user_source.line_for_stranger,
+    )
     return "\n".join(line.removeprefix(PREFIX) for line in text.splitlines())

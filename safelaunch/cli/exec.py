@@ -16,9 +16,9 @@ from safelaunch.launch.plan import build_exec
 from safelaunch.settings.config import help_text, options_of, resolve
 from safelaunch.settings.options import wrapped
 from safelaunch.settings.yamlfile import did_you_mean
-from safelaunch.supervise.preflight import check
+from safelaunch.supervise.preflight import check, without_effect
 from safelaunch.supervise.resources import gather
-from safelaunch.system.console import show
+from safelaunch.system.console import say, show
 
 ABOUT = (
     "Watches any command whose processes are ranks: another launcher, a shell script that starts torchrun, or a single "
@@ -50,5 +50,9 @@ def main(words: list[str]) -> int:
         torch = None  # the command may have its own
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version if torch else None)
     check(settings)
+    for note in without_effect(settings):
+        say(note)
     given = gather(replace(command, program=program), settings, environ, None)
-    return start(build_exec(command.script, program, settings, torch, surroundings(environ, given)), given)
+    return start(
+        build_exec(command.script, program, settings, torch, surroundings(environ, given, ["exec", *words])), given
+    )

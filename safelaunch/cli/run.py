@@ -18,7 +18,7 @@ from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
 from safelaunch.settings.options import BY_FLAG
 from safelaunch.settings.yamlfile import nearest
 from safelaunch.supervise import resources
-from safelaunch.supervise.preflight import check
+from safelaunch.supervise.preflight import check, without_effect
 from safelaunch.supervise.resources import Resources
 from safelaunch.system.console import say, show
 
@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
     given = resources.gather(command, settings, environ, torch)
 
     def planned(given: Resources) -> Plan:
-        return build(given.command, settings, torch, surroundings(environ, given))
+        return build(given.command, settings, torch, surroundings(environ, given, words))
 
     def again(given: Resources) -> tuple[Plan, Resources]:
         other = resources.with_another_port(given, settings, environ)
@@ -70,7 +70,7 @@ def _settings(
     why = _why_no_script(command, options, environ, torch) if options is not None else ""
     if why and not settings.dry_run:
         raise UsageError(why)
-    notes = [why] if why else []
+    notes = [*([why] if why else []), *without_effect(settings)]
     for option in misplaced(command.script):
         notes.append(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
     if settings.on_stall == "restart" and not _restarts(command, environ):
@@ -134,10 +134,13 @@ def misplaced(script: Sequence[str]) -> list[str]:
     return sorted({word.partition("=")[0] for word in script[1:]} & ours)
 
 
-def surroundings(environ: dict[str, str], given: Resources) -> Surroundings:
-    """The plan's inputs besides the command line: the job's resources, and the path of its run directory."""
+def surroundings(environ: dict[str, str], given: Resources, typed: Sequence[str]) -> Surroundings:
+    """The plan's inputs besides the command line: the job's resources, and the path of its run directory.
+
+    ``typed``: the words behind ``safelaunch``.
+    """
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
-    return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
+    return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note, tuple(typed))
 
 
 def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan, Resources]] | None = None) -> int:

@@ -89,7 +89,7 @@ def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, shar
 
     ``share``: bytes that this node may send. The leader knows itself which ranks nobody has seen.
     """
-    evidence = replace(evidence, missing_ranks=())
+    evidence = replace(evidence, missing_ranks=(), launched=None)
     most = MOST_ENTRIES
     ranks = tuple(
         replace(

@@ -12,13 +12,14 @@ at stands: ``with_the_time_without_a_step``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
 from safelaunch.diagnose import nccl_witness
+from safelaunch.diagnose.advice import advise
 from safelaunch.diagnose.belonging import with_belonging
-from safelaunch.diagnose.causes import BY_ITSELF, Sign, advice_for
+from safelaunch.diagnose.causes import BY_ITSELF
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
@@ -99,6 +100,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         and len(named) > len(facts.world - named),
     }
     doubts = (*finding.doubts, *those(doubtful))
+    suggestions, step = advise(facts, finding)
     return Verdict(
         schema=SCHEMA,
         outcome=facts.evidence.outcome,
@@ -110,37 +112,11 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
         ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
         missing=(*_missing(facts), *_lost(facts, finding)),
-        suggestions=advice_for(finding.cause, _signs(facts, named) | (finding.signs or {"no-sign"})),
+        suggestions=suggestions,
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
         doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
+        next=step,
     )
-
-
-def _signs(facts: Facts, named: Collection[int]) -> set[Sign]:
-    """What the named ranks' own states and waits show, beside the cause."""
-    found: set[Sign] = set()
-    ops = set()
-    for one in (facts.ranks[rank] for rank in named):
-        if one.condition is not None:
-            found |= one.condition.signs
-        if one.wait is not None and one.wait.kind == "p2p":
-            found.add("transfer")
-            ops |= {word for word in ("send", "recv") if word in one.wait.op}
-            found.add("receives" if one.wait.op == "recv" else "may-send")
-    if "may-send" in found:
-        found.discard("receives")
-    if len(ops) > 1:
-        found.add("send-and-receive")
-    found.add("somebody-named" if named else "nobody-named")
-    if facts.unseen:
-        found.add("ranks-unseen")
-    elif facts.evidence.rendezvous is not None:
-        found.add("nodes-absent")
-    elif any(one.wait is not None for one in facts.ranks.values()):
-        found.add("all-arrived")
-    else:
-        found.add("all-in-own-code")
-    return found
 
 
 def _is_held_up(facts: Facts, rank: int) -> bool:
@@ -152,8 +128,8 @@ def _is_held_up(facts: Facts, rank: int) -> bool:
 
 
 def _distinct(claims: tuple[Claim, ...], limit: int = 24) -> tuple[Claim, ...]:
-    """Each claim once, with the file that shows it first."""
-    return tuple({claim.claim: claim for claim in reversed(claims)}.values())[::-1][:limit]
+    """Each claim once for each file that shows it."""
+    return tuple(dict.fromkeys(claims))[:limit]
 
 
 def _missing(facts: Facts) -> Iterator[str]:
@@ -188,7 +164,7 @@ def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
     groups = {f.wait.group for f in facts.ranks.values() if f.wait is not None and f.wait.group is not None}
     lost = out_of_sight(facts.alignment, sorted(groups))
     for group, first in list(lost.items())[:limit]:
-        yield f"calls before number {first} of group {group!r}: the Flight Recorder no longer holds them"
+        yield f"calls before #{first} of group {group!r}: the Flight Recorder no longer holds them"
     late = [rank for rank in facts.alignment.records if not facts.alignment.is_whole(rank)]
     if late and not lost:
         yield f"the first calls of {ranks_word(late)}: the Flight Recorder no longer holds them"

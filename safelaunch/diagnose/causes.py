@@ -5,9 +5,11 @@ Advice gives the usual fix first, then the command that gets the evidence that i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from safelaunch.settings.presetfile import version_matches
 
 # What sets cases of one cause apart, for the advice that fits each.
 Sign = Literal[
@@ -51,15 +53,49 @@ Sign = Literal[
     "receives",
     "may-send",
     "no-sign",
+    "ddp",
+    "ddp-forward",
+    "fsdp-forward",
+    "sync-batchnorm",
+    "state-dict",
+    "unused-parameters",
+    "gpu-memory",
+    "gpu-assert",
+    "all-alike",
+    "not-all-alike",
+    "foreign-dumps",
+    "no-stacks",
+    "lost-connection",
+    "seen-apart",
+    "gloo",
+    "unsure",
 ]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``only_if``: it fits the cases that show this sign, and no others."""
+    """``only_if``: it fits the cases that show this sign; ``unless``: and none of these.
+
+    ``preset``: under which the same run shows more. It is no advice where the run had that preset, nor for versions of
+    torch other than ``torch``.
+    """
 
     text: str
     only_if: Sign | None = None
+    unless: tuple[Sign, ...] = ()
+    preset: str = ""
+    torch: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The text with the command that it is about."""
+        return f"{self.text}: `safelaunch --preset {self.preset} ...`" if self.preset else self.text
+
+    def fits(self, signs: Collection[Sign], presets: Collection[str], torch: str) -> bool:
+        """``presets``: those of the run; ``torch``: its version, empty where that is not known."""
+        if (self.only_if is not None and self.only_if not in signs) or any(one in signs for one in self.unless):
+            return False
+        return self.preset not in presets and (not self.torch or version_matches(self.torch, torch))
 
 
 @dataclass(frozen=True)
@@ -90,6 +126,10 @@ def _cause(
     texts = tuple(Advice(one) if isinstance(one, str) else one for one in advice)
     return Cause(texts, own, failure, of_node, worker)
 
+
+_DESYNC = "desync-detail"
+_DESYNC_WORKS = "<2.13"  # later, TORCH_DISTRIBUTED_DEBUG=DETAIL crashes in DDP's constructor
+_MODELS: tuple[Sign, ...] = ("ddp-forward", "fsdp-forward", "sync-batchnorm", "state-dict")
 
 # Nobody is named: the ranks that were seen are innocent, or may be.
 _ALL_NODES = Advice(
@@ -125,14 +165,40 @@ CAUSES: dict[str, Cause] = {
             only_if="transfer",
         ),
         Advice(
+            "Evaluate through `model.module`, or let all ranks evaluate: a forward pass through"
+            " `DistributedDataParallel` broadcasts the buffers, and that is a collective.",
+            only_if="ddp-forward",
+        ),
+        Advice(
+            "Let all ranks make the forward pass, also of an evaluation: a sharded model gathers its parameters from"
+            " all of them.",
+            only_if="fsdp-forward",
+        ),
+        Advice(
+            "Call `model.eval()` before a forward pass that not all ranks make: `SyncBatchNorm` in training mode is a"
+            " collective.",
+            only_if="sync-batchnorm",
+        ),
+        Advice(
+            "Make the state dict on all ranks, and write the file on one: a full state dict is gathered from all of"
+            " them (`get_model_state_dict()` with `full_state_dict=True, cpu_offload=True` keeps it on rank 0 only).",
+            only_if="state-dict",
+        ),
+        Advice(
             "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
             " `if rank == 0`.",
             only_if="guarded",
+            unless=_MODELS,
         ),
         Advice(
             "Look around the call that was left out for a `continue`, an early return, a caught exception or a branch"
-            " that only some ranks take.",
+            " that only some ranks take: a rank that skips the work still has to make its collectives.",
             only_if="left-out",
+        ),
+        Advice(
+            "If its forward pass did not use some parameters, DDP left out the reduction of their gradients: use all of"
+            " them on every rank, or pass `find_unused_parameters=True`.",
+            only_if="unused-parameters",
         ),
         Advice(
             "Let all ranks decide alike: `all_reduce` the condition or draw on one rank and broadcast it before the"
@@ -146,25 +212,43 @@ CAUSES: dict[str, Cause] = {
         Advice(
             "Give the call the same size and type on every rank: pad, or exchange the sizes first.",
             only_if="sizes-differ",
+            unless=_MODELS,
         ),
         Advice(
             "Let all ranks make the same calls in one order: compare what leads to the lines above.",
             only_if="no-sign",
         ),
-        "To have c10d check op, shape and type of every collective before it starts: `safelaunch --preset desync-"
-        "detail ...`",
+        Advice(
+            "To have c10d compare op, shape and type of every collective before it starts",
+            only_if="unsure",
+            preset=_DESYNC,
+            torch=_DESYNC_WORKS,
+        ),
     ),
     "missing-from-collective": _cause(
         "Look for a branch, an early `continue` or a caught exception before this collective, on the rank that did "
         "not come.",
-        "To get stacks beside the Flight Recorder, run it under `safelaunch --preset hang-debug ...`",
+        Advice(
+            "To see where that rank is, run the job under `safelaunch`: it takes the stacks of all ranks beside the"
+            " Flight Recorder.",
+            only_if="foreign-dumps",
+        ),
+        Advice(
+            "No stack could be read: `safelaunch doctor`, where the job runs, shows why.",
+            only_if="no-stacks",
+        ),
         _ALL_NODES,
         own=True,
         of_node="perhaps",
     ),
     "uneven-batches": _cause(
-        "Give every rank the same number of batches (`DistributedSampler` with `drop_last=True`, or a step count "
-        "agreed upon by `all_reduce`), or wrap the loop in `torch.distributed.algorithms.join.Join`.",
+        "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or a number of steps "
+        "that an `all_reduce` (MIN) before the loop agrees upon.",
+        Advice(
+            "Or wrap the loop in `with model.join():`, where ranks that have run out of batches answer DDP's"
+            " collectives; other collectives in the loop still wait for them.",
+            only_if="ddp",
+        ),
         "Take early-stopping decisions on one rank and broadcast them.",
         own=True,
     ),
@@ -352,7 +436,7 @@ CAUSES: dict[str, Cause] = {
         worker=7,
     ),
     "gpu-kernel": _cause(
-        "To find the kernel: `safelaunch --preset cuda-sync ...`",
+        Advice("To find the kernel", preset="cuda-sync"),
         "Look at `node/<host>/kernel_log.txt` for Xid errors.",
         own=True,
         of_node="surely",
@@ -382,9 +466,15 @@ CAUSES: dict[str, Cause] = {
             only_if="killed-from-outside",
         ),
         Advice(
-            "An abort in a collective: a peer may have called it with another size or type; to have every call "
-            "checked first: `safelaunch --preset desync-detail ...`",
+            "An abort in a collective: a peer may have called it with another size or type. Compare what the ranks pass"
+            " at that line.",
             only_if="aborted-in-a-collective",
+        ),
+        Advice(
+            "To have every call checked before it starts",
+            only_if="aborted-in-a-collective",
+            preset=_DESYNC,
+            torch=_DESYNC_WORKS,
         ),
         Advice(
             "The training had ended: torch may abort a rank that ends right after a collective over gloo (PyTorch "
@@ -399,8 +489,32 @@ CAUSES: dict[str, Cause] = {
         failure=True,
     ),
     "rank-exception": _cause(
-        "Fix the exception on this rank; the errors of the other ranks follow from it.",
-        "If it comes from one sample or one rank only, run that rank's input alone.",
+        Advice(
+            "Pass `find_unused_parameters=True` to `DistributedDataParallel`, or let every parameter take part in each"
+            " forward pass: DDP waits for a gradient of each. `TORCH_DISTRIBUTED_DEBUG=INFO` adds their names to the"
+            " message.",
+            only_if="unused-parameters",
+        ),
+        Advice("To tell fragmentation from a real shortage of GPU memory", only_if="gpu-memory", preset="oom-debug"),
+        Advice(
+            "CUDA reports an error later than it happens. To have it raised at its own line",
+            only_if="gpu-assert",
+            preset="cuda-sync",
+        ),
+        Advice(
+            "Every rank raised it alike, so it is not about one rank: look at the line, or debug it in a single process"
+            " (`--nproc-per-node=1`).",
+            only_if="all-alike",
+            unless=("unused-parameters", "gpu-memory"),
+        ),
+        Advice(
+            "Fix the exception on this rank; the errors of the other ranks follow from it.",
+            only_if="not-all-alike",
+        ),
+        Advice(
+            "If it comes from one sample or one rank only, run that rank's input alone.",
+            only_if="not-all-alike",
+        ),
         failure=True,
     ),
     "node-lost": _cause(
@@ -437,13 +551,21 @@ CAUSES: dict[str, Cause] = {
             "records it: print it on every rank.",
             only_if="all-arrived",
         ),
+        Advice("To see what the transport does", only_if="all-arrived", unless=("gloo",), preset="nccl-debug"),
         Advice(
-            "To see what the transport does: `safelaunch --preset nccl-debug ...`",
+            "To check that all ranks meant the same collective",
             only_if="all-arrived",
+            preset=_DESYNC,
+            torch=_DESYNC_WORKS,
         ),
         Advice(
-            "To check that all ranks meant the same collective: `safelaunch --preset desync-detail ...`",
-            only_if="all-arrived",
+            "Look at what ended the other ranks: these lost their connections, and did not hang by themselves.",
+            only_if="lost-connection",
+        ),
+        Advice(
+            "Let the supervisors of all nodes meet, so that they look at the same moment: under torchrun they do by"
+            " themselves, under `safelaunch exec` give them `--cluster-store HOST:PORT`.",
+            only_if="seen-apart",
         ),
         Advice(
             "No rank waits for another one: what they wait for is outside the job. Look at the lines above, and "
@@ -462,6 +584,8 @@ FAILURES = tuple(name for name, cause in CAUSES.items() if cause.failure)
 BY_ITSELF = ("rank-stopped", *FAILURES)  # true of a whole process, whatever its peers do
 
 
-def advice_for(cause: str, signs: Collection[Sign] = ()) -> tuple[str, ...]:
-    """The advice for ``cause`` that fits a case with these signs."""
-    return tuple(one.text for one in CAUSES[cause].advice if one.only_if is None or one.only_if in signs)
+def advice_for(
+    cause: str, signs: Collection[Sign] = (), presets: Collection[str] = (), torch: str = ""
+) -> Iterator[Advice]:
+    """The advice for ``cause`` that fits a case with these signs, of a run with these presets and this torch."""
+    return (one for one in CAUSES[cause].advice if one.fits(signs, presets, torch))

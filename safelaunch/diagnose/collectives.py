@@ -88,14 +88,45 @@ def fits(one: Signature, other: Signature) -> bool:
     return len(one) == len(other) and all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
 
 
+# torch's names of the types, where c10d writes its own.
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+
+
 def describe(entry: Collective) -> str:
-    """``all_reduce of (4,) Float``, for sentences."""
+    """``all_reduce of float32[4]``, for sentences."""
     if elements(entry.input_sizes) is None:
         return op_name(entry)
-    sizes = ", ".join("(" + ", ".join(map(str, size)) + ")" for size in entry.input_sizes[:3])
-    dtypes = ", ".join(dict.fromkeys(entry.input_dtypes))
-    of = f" of {sizes}{' ' + dtypes if dtypes else ''}" if sizes else ""
-    return op_name(entry) + of
+    names = tuple(_DTYPES.get(name, name.lower()) for name in entry.input_dtypes)
+    each = names if len(names) == len(entry.input_sizes) else names[:1] * len(entry.input_sizes)
+    tensors = (_tensor(size, name) for size, name in zip(entry.input_sizes[:3], each or ("",) * 3, strict=False))
+    more = f" and {len(entry.input_sizes) - 3} more" if len(entry.input_sizes) > 3 else ""
+    return f"{op_name(entry)} of {', '.join(tensors)}{more}"
+
+
+def described(entry: Collective) -> str:
+    """``all_reduce #31 of group '0', float32[4]``."""
+    _, _, tensors = describe(entry).partition(" of ")
+    return f"{op_name(entry)} #{number_of(entry)} of group {entry.group!r}{f', {tensors}' if tensors else ''}"
+
+
+def _tensor(size: tuple[int, ...], dtype: str) -> str:
+    """``float32[4,5]``, ``float32 scalar``."""
+    if not size:
+        return f"{dtype} scalar".strip()
+    return f"{dtype}[{','.join(map(str, size))}]" if dtype else f"({', '.join(map(str, size))})"
 
 
 class Alignment:

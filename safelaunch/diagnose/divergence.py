@@ -165,8 +165,7 @@ class Aligned:
         if majority:
             others = next(others for others in self.sides.values() if others[0] not in ranks)
             return self._of_minority(ranks, others, self.parted)
-        # Told by operation and size alone, too many calls are alike to say which of two sides is odd.
-        return self._of_two(self.parted) if len(self.sides) == 2 and self.by_frames else None
+        return self._of_two(self.parted) if len(self.sides) == 2 else None
 
     def split(self) -> Iterator[Aligned]:
         """Each side for itself: ranks that part and do not come together again run programs of their own."""
@@ -288,7 +287,8 @@ class Aligned:
         if reordered(self.histories[one], self.histories[peer], parted):
             return None
         found = offset(self.histories[one], self.histories[peer], parted)
-        if found is None:
+        # Told by operation and size alone, many calls are alike: then only one that the other side never makes tells.
+        if found is None or not (self.by_frames or (found.novel and found.whole)):
             return None
         if not found.novel and found.extra:
             found = found.seen_from_there  # one repeated a call or the other left it out: loops are rather cut short

@@ -57,6 +57,11 @@ def is_timeout(exception: RankException) -> bool:
     return is_consequence(exception) and _TIMEOUT.search(exception.message) is not None
 
 
+def has_lost_a_peer(rank: RankEvidence) -> bool:
+    """It reports that a peer has gone: its connection ended, which is no wait whose time ran out."""
+    return rank.exception is not None and is_consequence(rank.exception) and not is_timeout(rank.exception)
+
+
 def one_line(text: str, limit: int = 160) -> str:
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
@@ -90,8 +95,13 @@ def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
     The process group's time-out came before the watchdog's; who kept the others waiting is the question all the same.
     """
     ranks = tuple(ranks)
-    own = [rank for rank in ranks if (found := gone_condition(rank, None)) is not None and found.cause in FAILURES]
-    return not own and any(_gave_up(rank) for rank in ranks)
+    return not any(map(failed_by_itself, ranks)) and any(map(_gave_up, ranks))
+
+
+def failed_by_itself(rank: RankEvidence) -> bool:
+    """It has ended, and no peer's end explains that."""
+    found = gone_condition(rank, None)
+    return found is not None and found.cause in FAILURES
 
 
 def _gave_up(rank: RankEvidence) -> bool:

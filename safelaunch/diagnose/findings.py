@@ -10,6 +10,19 @@ from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.doubts import Doubt, levels_of
 from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, format_ranks
+from safelaunch.reading.guards import Guard
+
+
+@dataclass(frozen=True)
+class Parting:
+    """``ranks`` come to ``call``, which is past ``guard``. ``kept``: those that it is known to keep away from there;
+    empty where it asks for more than the rank.
+    """
+
+    guard: Guard
+    call: Frame
+    ranks: tuple[int, ...]
+    kept: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -18,7 +31,8 @@ class Finding:
 
     ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
     ``calls``: rank → the user's frames, innermost first, of the call at which ways parted, where that is not where the
-    ranks are now. ``signs``: what sets it apart from other cases of its cause, for the advice.
+    ranks are now. ``signs``: what sets it apart from other cases of its cause, for the advice. ``partings``: the
+    conditions on the rank that parted those at fault from their peers.
     """
 
     cause: str
@@ -31,6 +45,7 @@ class Finding:
     nodes: tuple[NodeAtFault, ...] = ()
     calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
     signs: frozenset[Sign] = frozenset()
+    partings: tuple[Parting, ...] = ()
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)

@@ -9,11 +9,12 @@ sure, and names nobody: ``unless_drawn``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import comb
 
+from safelaunch.diagnose.causes import Sign
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.findings import Finding, capital, ranks_do, ranks_word
+from safelaunch.diagnose.findings import Finding, Parting, capital, ranks_do, ranks_word
 from safelaunch.diagnose.own_words import says_why
 from safelaunch.diagnose.rank_state import Facts, user_stack_of
 from safelaunch.model import Claim, Frame
@@ -23,18 +24,6 @@ from safelaunch.reading.guards import Guard, Whereabouts, guards_of
 # Findings that say who went another way than its peers, and not why.
 _EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
 _MOST = 2
-
-
-@dataclass(frozen=True)
-class Parting:
-    """``ranks`` come to ``call``, which is past ``guard``. ``kept``: those that it is known to keep away from there;
-    empty where it asks for more than the rank.
-    """
-
-    guard: Guard
-    call: Frame
-    ranks: tuple[int, ...]
-    kept: tuple[int, ...]
 
 
 def with_guards(facts: Facts, finding: Finding) -> Finding:
@@ -54,8 +43,26 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
         finding,
         summary=" ".join([finding.summary, *map(_sentence, told)]),
         claims=(*finding.claims[:1], *claims, *finding.claims[1:], *more),
-        signs=finding.signs | {"guarded"} if found else finding.signs,
+        signs=finding.signs | _signs(facts, found, named),
+        partings=tuple(found),
     )
+
+
+def _signs(facts: Facts, found: Iterable[Parting], named: frozenset[int]) -> frozenset[Sign]:
+    """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts."""
+    signs = {_sign(facts, one, named) for one in found}
+    return frozenset({"guarded"} if "guarded" in signs else signs)
+
+
+def _sign(facts: Facts, one: Parting, named: frozenset[int]) -> Sign:
+    """Whether those at fault came to the call by the condition, or were kept from it: where both sides are named, the
+    fewer ones did what they should not.
+    """
+    came, kept = named & set(one.ranks), named - set(one.ranks)
+    if came and kept:
+        admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
+        return "left-out" if 2 * admitted.count(True) > len(admitted) else "guarded"
+    return "guarded" if came else "left-out"
 
 
 CHANCE = 0.01  # that ranks which draw for themselves make a pattern

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from safelaunch.diagnose.collectives import Alignment, Signature, describe, number_of, op_name, signature
+from safelaunch.diagnose.collectives import Alignment, Signature, described, number_of, op_name, signature
 from safelaunch.diagnose.conditions import Condition, View, record_claim
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.processes import Inside
@@ -188,11 +188,11 @@ def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None)
     mine = view.user_frame if view is not None else None
     called = fr.stack_of(rank, entry.frames).user_frame
     site, number = mine or called, number_of(entry)
-    words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} (number {number})"
+    words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} #{number}"
     elsewhere = mine is not None and called is not None and (mine.file, mine.line) != (called.file, called.line)
     if elsewhere and view is not None and not calls.under_c10d(view.stack):  # in ``work.wait()``, or a synchronize
         words = f"{op_name(entry)} of {fr.place(called)} at {fr.place(mine)}"
-    text = f"pending: {op_name(entry)} number {number} of group {entry.group!r}, {describe(entry)}"
+    text = f"pending: {described(entry)}"
     claim = record_claim(rank.rank, text)
     stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
     kind = "p2p" if entry.is_p2p else "collective"
@@ -271,8 +271,8 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
         claims.append(record_claim(rank, done))
     elif with_peers:
         behind = with_peers[0]
-        text += f"; behind what runs there stands {op_name(behind)} number {behind.seq}, which the device has not begun"
-        claims.append(record_claim(rank, f"{op_name(behind)} number {behind.seq} is scheduled, not started"))
+        text += f"; behind what runs there stands {op_name(behind)} #{behind.seq}, which the device has not begun"
+        claims.append(record_claim(rank, f"{op_name(behind)} #{behind.seq} is scheduled, not started"))
     else:
         text += ", with no collective outstanding that a peer could hold up"
     return Condition("gpu-kernel", text, frame, view.process.pid, claims=tuple(claims))
@@ -291,17 +291,17 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     if alignment.is_over_elsewhere(rank.rank, first):
         what = _done_elsewhere(first)
     elif all(entry.started is False for entry in pending) and alignment.is_begun_elsewhere(rank.rank, first):
-        what = f"it has queued {op_name(first)} number {first.seq}, which its device has not begun; peers' devices have"
+        what = f"it has queued {op_name(first)} #{first.seq}, which its device has not begun; peers' devices have"
     else:
         return None
     frame = fr.stack_of(rank, first.frames).user_frame
     text = f"waits for its GPU: {what}" + (f", at {fr.place(frame)}" if frame else "")
-    claim = record_claim(rank.rank, f"{op_name(first)} number {first.seq} of group {first.group!r}: {what}")
+    claim = record_claim(rank.rank, f"{op_name(first)} #{first.seq} of group {first.group!r}: {what}")
     return Condition("gpu-kernel", text, frame, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 
 def _done_elsewhere(entry: Collective) -> str:
-    return f"all its peers have completed {op_name(entry)} number {entry.seq}, in which it still is"
+    return f"all its peers have completed {op_name(entry)} #{entry.seq}, in which it still is"
 
 
 def _has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from safelaunch.diagnose.causes import BY_ITSELF
-from safelaunch.diagnose.collectives import Alignment, describe, number_of, op_name
+from safelaunch.diagnose.collectives import Alignment, described, number_of, op_name
 from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
 from safelaunch.diagnose.doubts import Doubt
@@ -387,9 +387,9 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.STATE_UNKNOWN,))
     last = record.entries[-1]
     site = fr.stack_of(rank, last.frames).user_frame
-    number = f"number {number_of(last)} of group {last.group!r}"
+    number = f"#{number_of(last)} of group {last.group!r}"
     text = f"entered nothing after {op_name(last)} {number}{fr.at(site)}"
-    claim = record_claim(rank.rank, f"the last on its record: {describe(last)}, {number}")
+    claim = record_claim(rank.rank, f"the last on its record: {described(last)}")
     return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 

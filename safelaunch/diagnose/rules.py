@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from safelaunch.diagnose.causes import CAUSES, FAILURES
-from safelaunch.diagnose.findings import Ruling
+from safelaunch.diagnose.findings import Finding, Ruling
+from safelaunch.diagnose.rank_state import RankFacts
 from safelaunch.diagnose.rules_groups import groups_made_apart
 from safelaunch.diagnose.rules_history import (
     departed,
@@ -88,13 +89,25 @@ _MET: Mapping[Need, Callable[[Case], bool]] = {
 }
 
 
+# What has to have been seen of every rank for a rule to rule something out.
+Witness = Literal["", "its process", "its record", "the rank"]
+
+_WAS_SEEN: Mapping[Witness, Callable[[RankFacts], bool]] = {
+    "": lambda one: True,
+    "the rank": lambda one: True,
+    "its process": lambda one: one.evidence.main is not None and bool(one.evidence.main.states),
+    "its record": lambda one: one.evidence.flight_record is not None,
+}
+
+
 @dataclass(frozen=True)
 class Rule:
-    """``concludes``: the causes that it may name."""
+    """``concludes``: the causes that it may name. ``witness``: without it of every rank, it rules nothing out."""
 
     decide: Callable[[Case], Ruling]
     concludes: tuple[str, ...]
     needs: tuple[Need, ...] = ()
+    witness: Witness = ""
 
     @property
     def name(self) -> str:
@@ -106,7 +119,12 @@ class Rule:
         return " ".join((self.decide.__doc__ or "").partition("\n\n")[0].split())
 
     def ask(self, case: Case) -> Ruling:
-        return self.decide(case) if all(_MET[need](case) for need in self.needs) else ""
+        ruling = self.decide(case) if all(_MET[need](case) for need in self.needs) else ""
+        return ruling if isinstance(ruling, Finding) or self._has_seen(case) else ""
+
+    def _has_seen(self, case: Case) -> bool:
+        unseen = case.unseen if self.witness else frozenset[int]()
+        return not unseen and all(_WAS_SEEN[self.witness](one) for one in case.ranks.values())
 
 
 _MISMATCH = ("collective-mismatch",)
@@ -120,10 +138,10 @@ RULES: tuple[Rule, ...] = (
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
     Rule(wrong_size_received, _MISMATCH, ("a crash",)),
     Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
-    Rule(first_failure, _FAILED),
+    Rule(first_failure, _FAILED, witness="the rank"),
     Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),
-    Rule(stopped_ranks, ("rank-stopped",)),
+    Rule(stopped_ranks, ("rank-stopped",), witness="its process"),
     Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
     Rule(failed_elsewhere, ("rank-exited",), ("several nodes",)),
     Rule(init_not_joined, ("init-not-joined",)),
@@ -131,7 +149,7 @@ RULES: tuple[Rule, ...] = (
     Rule(threads_that_race, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(beside_calls, OWN),
-    Rule(held_up, OWN),
+    Rule(held_up, OWN, witness="the rank"),
     Rule(node_cut_off, ("node-unreachable",), ("several nodes",)),
     Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
     Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
@@ -146,7 +164,7 @@ RULES: tuple[Rule, ...] = (
     Rule(mismatch, _EITHER, ("a circle of waits",)),
     Rule(unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
     Rule(parted_out_of_step, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(mispaired, _EITHER, ("ranks that wait for peers",)),
+    Rule(mispaired, _EITHER, ("ranks that wait for peers",), "its record"),
     Rule(left_by_all, ("gpu-kernel",)),
     Rule(alone, OWN, ("no rank that waits for peers",)),
     Rule(versions_differ, ("versions-differ",), ("several nodes",)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from safelaunch.diagnose.causes import Sign
 from safelaunch.diagnose.collectives import describe, number_of, op_name
 from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.divergence import Departure, Divergence, Habit
@@ -28,6 +29,7 @@ from safelaunch.diagnose.findings import (
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame
+from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 
 
@@ -123,7 +125,7 @@ def _of_departure(case: Case, one: Departure, text: str, summary: str) -> Findin
     """``text``: what the rank did. The line is that of its own call, or of the one that it left out."""
     shown = _both_calls(one)[1 if one.left_out else 0]
     claims = [
-        record_claim(rank, f"rank {rank}: {op_name(call)} is number {number_of(call)} of group {call.group!r}")
+        record_claim(rank, f"rank {rank}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
         for rank, call in _both_calls(one)
     ]
     return Finding(
@@ -150,13 +152,13 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     if not extra:
         did = f"left out {_what(shift)}, which {their} peers called"
     group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift, shift.call)
-    number = f"number {seq} of group {group!r}"
+    number = f"collective #{seq} of group {group!r}"
     summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it is' if one else 'they are'}"
     summary += f" {'ahead of' if extra else 'behind'} {their} peers since"
     summary += f", and now {apart(words)}." if words else "."
     ends = (shift.ranks[0], shift.peers[0])
     places = [
-        record_claim(rank, f"rank {rank}: number {shift.number} is {_called(facts, rank, shift)}")
+        record_claim(rank, f"rank {rank}: #{shift.number} is {_called(facts, rank, shift)}")
         for rank in (ends if extra else ends[::-1])
     ]
     agree = f"{shift.matched} later calls are those of the peers again, {shift.calls} further on"
@@ -171,8 +173,26 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
         tuple(ruled),
         calls=dict.fromkeys(shift.ranks if extra else shift.peers, shift.stack),
-        signs=frozenset() if extra else frozenset({"left-out"}),
+        signs=_signs_of(facts, shift),
     )
+
+
+_OF_MODELS: Mapping[calls.Purpose, Sign] = {
+    "ddp-forward": "ddp-forward",
+    "fsdp-forward": "fsdp-forward",
+    "sync-batchnorm": "sync-batchnorm",
+    "state-dict": "state-dict",
+}
+
+
+def _signs_of(facts: Facts, shift: Divergence) -> frozenset[Sign]:
+    """What torch made the call for that was too many, or left out."""
+    assert shift.call is not None
+    caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
+    purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
+    if shift.kind == "extra":
+        return frozenset({_OF_MODELS[purpose]} if purpose in _OF_MODELS else ())
+    return frozenset({"left-out", "unused-parameters"} if purpose == "gradients" else {"left-out"})
 
 
 def _what(shift: Divergence) -> str:
@@ -259,12 +279,12 @@ def left_out_between_groups(case: Case) -> Ruling:
         return ""
     site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
     number = case.alignment.last(rank, usual.group) + 1
-    text = f"left out {op_name(usual)} at {fr.place(site)} (number {number} of group {usual.group!r}), which it had"
+    text = f"left out {op_name(usual)} at {fr.place(site)} (#{number} of group {usual.group!r}), which it had"
     text += f" always called right before {op_name(now)} at {fr.place(after)}, and waits there"
     claim = record_claim(
         rank,
         f"rank {rank}: each earlier {op_name(now)} of group {now.group!r} at {fr.place(after)} follows"
-        f" {op_name(usual)} of group {usual.group!r}; number {number_of(now)} does not",
+        f" {op_name(usual)} of group {usual.group!r}; #{number_of(now)} does not",
     )
     return Finding(
         "collective-mismatch",

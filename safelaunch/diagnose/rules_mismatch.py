@@ -215,7 +215,7 @@ def _of_record(facts: Facts, found: Mismatch) -> Finding:
     """The finding for a mismatch that the Flight Recorders show; where it began earlier, who began it."""
     meeting = _recorded(facts, found)
     shift = facts.histories.shift_in(found.group)
-    if shift is not None and shift.number < found.seq:
+    if shift is not None and (shift.number < found.seq or (shift.number == found.seq and not found.majority)):
         return shifted(facts, shift, meeting.words, meeting.claims)
     sides = sides_without_majority(facts, found)
     return _finding(facts, meeting) if sides is None else _of_sides(facts, found, meeting, sides)
@@ -228,7 +228,7 @@ _MOST_CALLS = 3
 def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sides) -> Finding:
     """No side outvotes the others, so nobody is named: what each calls is told, and where their ways part."""
     below = f" below {fr.place(sides.under)}" if sides.under is not None else ""
-    text = f"From number {found.seq} of group {found.group!r} on, "
+    text = f"From collective #{found.seq} of group {found.group!r} on, "
     if all(len(side) == 1 for side in sides.ranks):
         text += f"each rank makes its calls in an order of its own{below}"
     else:
@@ -273,15 +273,16 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
         assert entry is not None  # mismatch_at counts entries
         names[rank] = name = describe(entry) if sizes_differ else op_name(entry)
         site, stack = _user_stack(facts, rank, entry.frames)
-        made[rank] = Call(f"{name} at {fr.place(site)}" if site else f"{name} (number {entry.seq})", site, stack)
+        numbered = f"{op_name(entry)} #{entry.seq}{name.removeprefix(op_name(entry))}"
+        made[rank] = Call(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
-    text = f"number {found.seq} of group {found.group!r} is {', '.join(parts)}"
+    text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
     claims = [record_claim((found.odd or ranks)[0], text)]
     parted = facts.histories.in_group(found.group).parted_before(ranks, found.seq)
     if parted is not None:
         number, sites_then = parted
         places = (f"{ranks_word(m)} at {fr.basename(f.file)}:{f.line}" for f, m in sites_then.items())
-        text = f"their call sites parted earlier, at number {number}: {' and '.join(places)}"
+        text = f"their call sites parted earlier, at #{number}: {' and '.join(places)}"
         claims.append(record_claim(ranks[0], text))
     return Meeting(
         found.odd,
@@ -493,7 +494,7 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
         tuple(
             record_claim(
                 one.rank,
-                f"rank {one.rank} {one.says()}: {op_name(one.entry)} number {number_of(one.entry)} of group "
+                f"rank {one.rank} {one.says()}: {op_name(one.entry)} #{number_of(one.entry)} of group "
                 f"{one.entry.group!r}",
             )
             for one in pair
@@ -530,7 +531,7 @@ def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Fin
     silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources)
     surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
     parts = [f"rank {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
-    text = f"The root of {wait.words}, number {wait.seq} of group {wait.group!r}, is {' and '.join(parts)}."
+    text = f"The root of {wait.words}, #{wait.seq} of group {wait.group!r}, is {' and '.join(parts)}."
     return Finding(
         "collective-mismatch",
         () if surely else (Doubt.NO_MAJORITY,),
@@ -550,7 +551,7 @@ def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Findin
         r: facts.alignment.stack(r, entry).user_frame if entry is not None else None for r, entry in entries.items()
     }
     op = next(op_name(entry) for entry in entries.values() if entry is not None)
-    text = f"{capital(ranks_word(roots))} each act as root of {op} number {seq} of group {group!r}"
+    text = f"{capital(ranks_word(roots))} each act as root of {op} #{seq} of group {group!r}"
     text += f" at {fr.place(sites[named[0]])}"
     if named != roots:
         text += f"; {ranks_do(named, 'was', 'were')} not the root there before"
@@ -561,9 +562,7 @@ def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Findin
         f"{text}.",
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} {fr.place(sites[r])}.", sites[r]) for r in named),
         tuple(
-            record_claim(
-                rank, f"rank {rank}: {op} number {seq} of group {group!r} has tensors that only the root's has"
-            )
+            record_claim(rank, f"rank {rank}: {op} #{seq} of group {group!r} has tensors that only the root's has")
             for rank in roots[:4]
         )
         + wait_claims(facts, sorted(facts.ranks)),
@@ -584,7 +583,7 @@ def _was_root(facts: Facts, rank: int, now: Collective) -> bool | None:
 
 
 def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
-    where = f"number {wait.seq} of group {wait.group!r}"
+    where = f"#{wait.seq} of group {wait.group!r}"
     text = f"together the ranks send {sums[0]} elements and expect {sums[1]}"
     claim = record_claim(members[0], f"{where}: {text}")
     return Finding(

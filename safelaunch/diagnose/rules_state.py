@@ -8,7 +8,7 @@ from dataclasses import replace
 from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.doubts import Doubt, those
-from safelaunch.diagnose.exits import failed_at, is_timeout
+from safelaunch.diagnose.exits import failed_at, has_lost_a_peer, is_timeout
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -199,7 +199,7 @@ def alone(facts: Facts) -> Ruling:
     ended = {r for r, one in facts.ranks.items() if one.evidence.exit is not None and one.evidence.exit.returncode == 0}
     named = {r: condition for r, condition in conditions(facts).items() if r not in ended}
     if not named:
-        return "no rank left evidence of where it was"
+        return ""
     if facts.unseen:
         return ""
     places: dict[tuple[object, ...], list[int]] = {}
@@ -234,7 +234,14 @@ def nobody_stands_out(facts: Facts) -> Finding:
     own = {r: condition for r, condition in conditions(facts).items() if not _tells_nothing(condition)}
     alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
     claims = wait_claims(facts, waits) + condition_claims(own)
-    if alike and own and facts.unseen:
+    lost = [r for r in waits if has_lost_a_peer(facts.ranks[r].evidence)]
+    apart = frozenset(waits) & set(facts.evidence.stopped)
+    if apart and not own:
+        text = _seen_apart(facts, sorted(apart), [r for r in waits if r not in apart])
+    elif lost and not own:
+        text = f"{capital(ranks_word(lost))} lost the connection to a peer: {waits_words(facts, waits)}."
+        text += " None of them failed by itself: what ended the connection was not seen."
+    elif alike and own and facts.unseen:
         who = "them" if len(own) > 1 else "it"
         text = summary_of(own, facts, [])
         text += f" {capital(unseen_words(facts))} and may be what keeps {who} there."
@@ -249,6 +256,14 @@ def nobody_stands_out(facts: Facts) -> Finding:
     doubts = {
         Doubt.BY_EXCLUSION: True,
         Doubt.SEVERAL_PLACES: not (alike or (waits and not own)),
-        Doubt.UNSEEN_RANKS: bool(facts.unseen),
+        Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
     }
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims)
+
+
+def _seen_apart(facts: Facts, first: list[int], rest: list[int]) -> str:
+    """Where the supervisor of ``first`` stopped its ranks, and ``rest`` were looked at only afterwards."""
+    text = f"{capital(waits_words(facts, first))}, and their own safelaunch stopped them."
+    if rest:
+        text += f" {capital(ranks_do(rest, 'was', 'were'))} looked at only afterwards: {waits_words(facts, rest)}."
+    return f"{text} What kept the ranks from meeting until then was not seen."

@@ -51,7 +51,7 @@ def threads_that_race(case: Case) -> Ruling:
         site, begin = case.alignment.stack(rank, entry).user_frame, _begin(entry)
         where = f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
         places.setdefault(f"{op_name(entry)}{where}", []).append(rank)
-    which = f"number {found.number} of group {found.group!r}"
+    which = f"collective #{found.number} of group {found.group!r}"
     parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
     text = f"Two threads of each rank call collectives of group {found.group!r}, in no fixed order: {which} is {parts}."
     claims = [

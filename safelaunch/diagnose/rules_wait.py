@@ -99,7 +99,7 @@ def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim,
         held = [one for one in waits.classes.values() if rank in one.blockers and one.wait.seq is not None]
         for one in sorted(held, key=lambda one: (-len(one.ranks), one.ranks))[:limit]:
             wait, who = one.wait, one.ranks
-            text = f"{wait.op} number {wait.seq} of group {wait.group!r}, in which {ranks_do(who, 'waits', 'wait')}"
+            text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_do(who, 'waits', 'wait')}"
             claims.append(record_claim(who[0], f"rank {rank} has not come to {text}"))
     return tuple(claims)
 
@@ -110,7 +110,7 @@ def _mismatch_in(case: Case) -> str:
         if wait.group is not None and wait.seq is not None and wait.kind == "collective":
             found = mismatch_at(case.alignment, wait.group, wait.seq)
             if found is not None:
-                return f"different operations as number {found.seq} of group {found.group!r}"
+                return f"different operations as #{found.seq} of group {found.group!r}"
     return ""
 
 

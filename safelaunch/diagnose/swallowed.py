@@ -54,8 +54,8 @@ def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
     summary = f"{first.reason} {finding.summary}" if len(culprits) == 1 else _of_several(fits, finding.summary)
     claims = tuple(
         Claim(
-            f"{fit.exception.type} at {fr.place(fit.exception.raised)}, after number {fit.number - 1} of group"
-            f" {fit.group!r}{f' and before its number {fit.number}' if fit.later else '; it called no other since'}",
+            f"{fit.exception.type} at {fr.place(fit.exception.raised)}, after #{fit.number - 1} of group"
+            f" {fit.group!r}{f' and before its #{fit.number}' if fit.later else '; it called no other since'}",
             f"ranks/{rank}/caught.json",
         )
         for rank, fit in fits.items()

@@ -116,6 +116,7 @@ def _torch(subject: Subject) -> tuple[Check | None, ...]:
         torch_rules.beacon_check(probe),
         torch_rules.server_check(probe),
         torch_rules.recorder_check(probe),
+        torch_rules.detail_check(probe),
         _gpus(probe.cuda),
     )
 

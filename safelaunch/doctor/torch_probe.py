@@ -21,7 +21,7 @@ INJECT = Path(beacon.__file__).parent / "inject"
 # torch's own interpreter runs this; it need not have safelaunch. The server must never be destroyed, so the process
 # exits without cleaning up.
 PROGRAM = """
-import json, os, shutil, socket, sys, tempfile, time
+import json, os, shutil, signal, socket, sys, tempfile, time
 inject = sys.argv[1]
 custom = getattr(sys.modules.get("sitecustomize"), "__file__", None) or ""
 seen = {
@@ -51,6 +51,38 @@ def status(path, handler):
         connection.sendall(head.encode() + b"\\r\\n\\r\\n")
         return int(connection.recv(4096).split()[1])
 
+def detailed():
+    from torch import distributed
+    distributed.set_debug_level(distributed.DebugLevel.DETAIL)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+
+def outcome(program, limit_s):
+    "How a fork that runs the program ends: it may crash, or hang."
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            program()
+            code = 0
+        finally:
+            os._exit(code)
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            code = os.waitstatus_to_exitcode(status)
+            return "works" if code == 0 else signal.Signals(-code).name if code < 0 else "fails"
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hangs"
+
+if seen["distributed"]:
+    seen["detail"] = outcome(detailed, 15)
 if seen["server"]:
     scratch = tempfile.mkdtemp(prefix="sl-", dir="/tmp")
     server = c10d._WorkerServer(scratch + "/s")

@@ -20,6 +20,8 @@ class Probe:
 
     ``handlers``: the HTTP status of each handler of its worker server, 0 without an answer. ``beacon``: our
     sitecustomize ran; ``chained``: the user's own one, if any; ``isolated``: Python ignores its environment.
+    ``detail``: how a process ended that built a DDP model under TORCH_DISTRIBUTED_DEBUG=DETAIL: ``works``, ``fails``,
+    ``hangs``, or the name of the signal that killed it; empty where it was not tried.
     """
 
     problem: str = ""
@@ -34,6 +36,7 @@ class Probe:
     beacon: bool = False
     chained: str = ""
     isolated: bool = False
+    detail: str = ""
 
 
 def version_check(version: str, package: str, options: int) -> Check:
@@ -92,6 +95,21 @@ def recorder_check(probe: Probe) -> Check | None:
     return warning(
         name, "not available from a live rank of this torch, so verdicts rest on stacks", "use a newer torch"
     )
+
+
+def detail_check(probe: Probe) -> Check | None:
+    """Checks whether a job with DDP survives TORCH_DISTRIBUTED_DEBUG=DETAIL. None if that was not tried."""
+    name = "checked collectives"
+    if not probe.detail:
+        return None
+    variable = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    if probe.detail == "works":
+        return ok(name, f"a DDP model can be built under {variable}")
+    if probe.detail == "fails":
+        return ok(name, f"not tried: no gloo process group could be built for {variable}")
+    how = "hangs" if probe.detail == "hangs" else f"ends by {probe.detail}"
+    fix = "use --preset hang-debug, which compares what the ranks recorded once they hang; without DDP, DETAIL may work"
+    return warning(name, f"with this torch, building a DDP model under {variable} {how}", fix)
 
 
 def beacon_check(probe: Probe) -> Check | None:

@@ -33,7 +33,8 @@ class Plan:
 
     ``watched`` False: no beacon, no watch. ``torch`` None: unknown (exec). ``by_torchrun`` False: ``argv`` is any
     command, and only the kernel reports how ranks end. ``script``: what to run, as the user wrote it. ``gpus``: the
-    job's GPUs, in words. ``command``: what torchrun gets; None under ``exec``.
+    job's GPUs, in words. ``command``: what torchrun gets; None under ``exec``. ``typed``: all words behind
+    ``safelaunch``, as the user typed them.
     """
 
     argv: tuple[str, ...]
@@ -48,6 +49,7 @@ class Plan:
     by_torchrun: bool = True
     gpus: str = ""
     command: CommandLine | None = None
+    typed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Surroundings:
     visible_gpus: str | None = None
     rank_locks: tuple[str, ...] = ()
     gpus: str = ""
+    typed: tuple[str, ...] = ()
 
 
 def build(command: CommandLine, settings: Settings, torch: Torch, around: Surroundings) -> Plan:
@@ -80,6 +83,7 @@ def build(command: CommandLine, settings: Settings, torch: Torch, around: Surrou
         script=command.script,
         gpus=around.gpus,
         command=command,
+        typed=around.typed,
     )
 
 
@@ -100,6 +104,7 @@ def build_exec(
         script=words,
         by_torchrun=False,
         gpus=around.gpus,
+        typed=around.typed,
     )
 
 

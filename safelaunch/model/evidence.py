@@ -593,10 +593,23 @@ class EarlyLook(Record, frozen=True):
 Outcome = Literal["hang", "crash", "dump"]
 
 
+class Launched(Record, frozen=True):
+    """How safelaunch started a job. ``typed``: what the user typed behind ``safelaunch``, without secrets.
+
+    ``presets``: those in force, wherever they were named; ``torch``: its version. Empty: not known.
+    """
+
+    typed: tuple[str, ...] = ()
+    presets: tuple[str, ...] = ()
+    torch: str = ""
+
+
 class Evidence(Record, frozen=True):
     """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
 
-    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
+    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node. ``launched``: None for
+    a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped before the others were
+    looked at.
     """
 
     outcome: Outcome
@@ -612,3 +625,5 @@ class Evidence(Record, frozen=True):
     nccl: NcclWitness | None = None
     rendezvous: Rendezvous | None = None
     early: tuple[EarlyLook, ...] = ()  # the newest ones, oldest first
+    launched: Launched | None = None
+    stopped: tuple[int, ...] = ()

@@ -54,6 +54,13 @@ class NodeAtFault(Record, frozen=True, omit_defaults=False):
     reason: str
 
 
+class NextStep(Record, frozen=True, omit_defaults=False):
+    """A command that can be pasted as it stands, and what for."""
+
+    why: str
+    command: str
+
+
 class BundlePlace(Record, frozen=True, omit_defaults=False):
     """Where the bundle is from which the verdict of several nodes was reached: the claims point at its files.
 
@@ -69,7 +76,8 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
 
     ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
-    ``doubts``: why the confidence is not high, a sentence each.
+    ``doubts``: why the confidence is not high, a sentence each. ``next``: None where the run's command line is not
+    known.
     """
 
     schema: int
@@ -86,6 +94,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
     nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
     doubts: tuple[str, ...] = ()
+    next: NextStep | None = None
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:

@@ -12,6 +12,7 @@ import msgspec
 from safelaunch.capture import nccl_ras
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.cluster.evidence import all_nodes
+from safelaunch.diagnose.exits import failed_by_itself, has_lost_a_peer
 from safelaunch.errors import CaptureError
 from safelaunch.model import (
     BundlePlace,
@@ -20,6 +21,7 @@ from safelaunch.model import (
     Evidence,
     ExitCall,
     FlightRecord,
+    Launched,
     NcclWitness,
     NodeEvidence,
     Outcome,
@@ -189,6 +191,7 @@ def read_bundle(root: Path) -> Found:
         nccl=_nccl(bundle),
         early=(bundle.json("early.json", tuple[EarlyLook, ...]) or ())[:MAX_EARLY],
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
+        launched=bundle.json("launch.json", Launched),
     )
     return Found("a bundle", evidence, tuple(bundle.problems))
 
@@ -229,9 +232,11 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         raise Unreadable(f"it holds jobs of {' and '.join(map(str, sorted(worlds)))} ranks: name one of the bundles")
     world = worlds.pop()
     first = bundles[0].evidence
-    outcome: Outcome = next(
-        (kind for kind in ("crash", "hang") if any(found.evidence.outcome == kind for found in bundles)), "dump"
-    )
+    outcomes = {found.evidence.outcome for found in bundles}
+    outcome: Outcome = next((kind for kind in _WORST if kind in outcomes), "dump")
+    # One supervisor has stopped its ranks for a hang, and those of the others lost their connections to them.
+    stopped = _stopped_first(bundles) if outcomes >= {"hang", "crash"} else ()
+    outcome = "hang" if stopped else outcome
     ranks = sorted((rank for found in bundles for rank in found.evidence.ranks), key=lambda rank: rank.rank)
     asked, nccl = next(
         ((n, f.evidence.nccl) for f, n in zip(bundles, names, strict=True) if f.evidence.nccl is not None), ("", None)
@@ -245,6 +250,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         moving=any(found.evidence.moving for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
         nccl=nccl,
+        launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
+        stopped=stopped,
     )
     problems = [f"{name}/{text}" for found, name in zip(bundles, names, strict=True) for text in found.problems]
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
@@ -257,6 +264,17 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         for rank in found.evidence.ranks
     }
     return Found(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
+
+
+_WORST: tuple[Outcome, ...] = ("crash", "hang")
+
+
+def _stopped_first(bundles: Sequence[Found]) -> tuple[int, ...]:
+    """The ranks of the bundles of a hang, where all that failed elsewhere is that connections to peers were lost."""
+    failed = [rank for found in bundles if found.evidence.outcome == "crash" for rank in found.evidence.ranks]
+    if not failed or not any(map(has_lost_a_peer, failed)) or any(map(failed_by_itself, failed)):
+        return ()
+    return tuple(rank.rank for found in bundles if found.evidence.outcome == "hang" for rank in found.evidence.ranks)
 
 
 def _rank(bundle: _Bundle, number: int, host: str, records: Mapping[int, FlightRecord]) -> RankEvidence:

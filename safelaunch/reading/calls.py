@@ -86,6 +86,43 @@ def passes_objects(stack: Stack) -> bool:
     return any(_in(f, _C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
 
 
+Purpose = Literal[
+    "", "state-dict", "sync-batchnorm", "fsdp-forward", "fsdp-backward", "ddp-forward", "ddp-constructor", "gradients"
+]
+# By the file (its end, or a directory in its path) and the functions of a frame; no functions: any. The first row that
+# fits one of the frames counts.
+_PURPOSES: tuple[tuple[Purpose, str, frozenset[str]], ...] = (
+    ("state-dict", "torch/distributed/checkpoint/state_dict.py", frozenset()),
+    ("state-dict", "torch/distributed/_state_dict_utils.py", frozenset()),
+    ("state-dict", "torch/distributed/fsdp/_state_dict_utils.py", frozenset()),
+    ("state-dict", "torch/distributed/fsdp/_optim_utils.py", frozenset()),
+    ("state-dict", "torch/distributed/tensor/_api.py", frozenset({"full_tensor"})),
+    ("sync-batchnorm", "torch/nn/modules/_functions.py", frozenset({"forward"})),
+    (
+        "fsdp-backward",
+        "torch/distributed/fsdp/",
+        frozenset({"pre_backward", "post_backward", "_pre_backward", "_post_backward_hook", "_pre_backward_hook"}),
+    ),
+    ("fsdp-forward", "torch/distributed/fsdp/", frozenset({"_pre_forward", "pre_forward", "_pre_forward_unshard"})),
+    ("ddp-constructor", "torch/nn/parallel/distributed.py", frozenset({"__init__", "_ddp_init_helper"})),
+    ("ddp-forward", "torch/nn/parallel/distributed.py", frozenset({"forward", "_pre_forward", "_post_forward"})),
+    ("gradients", "torch/autograd/graph.py", frozenset({"_engine_run_backward"})),
+    ("gradients", "torch/autograd/__init__.py", frozenset({"backward"})),
+)
+
+
+def purpose(stack: Stack) -> Purpose:
+    """What torch makes the collective for that the user's line led to; empty where the user called it."""
+    inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
+    for found, part, functions in _PURPOSES:
+        for file, function in inner:
+            if (file.endswith(part) or (part.endswith("/") and part in file)) and (
+                not functions or function in functions
+            ):
+                return found
+    return ""
+
+
 def in_torch(stack: Stack) -> bool:
     """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
     inner = stack.called

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import (
@@ -18,6 +20,7 @@ from safelaunch.model import (
     Culprit,
     Evidence,
     NcclWitness,
+    NextStep,
     NodeAtFault,
     NodeEvidence,
     Verdict,
@@ -49,6 +52,28 @@ OUTCOMES = {"hang": "the job hangs", "crash": "the job crashed", "dump": "a look
 
 # --- one screen ---------------------------------------------------------------------------------------------------
 
+Style = Literal["", "title", "strong", "condition", "command"]
+_SGR: Mapping[Style, str] = {"title": "1;31", "strong": "1", "condition": "33", "command": "1;36"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a screen. ``whole``: it may be longer than the screen is wide, as it is to be pasted."""
+
+    text: str
+    style: Style = ""
+    whole: bool = False
+
+    def shown(self, color: bool) -> str:
+        if not color or not self.style:
+            return self.text
+        inner = self.text.lstrip(" ")
+        return f"{' ' * (len(self.text) - len(inner))}{_painted(inner, self.style)}"
+
+
+def _painted(text: str, style: Style) -> str:
+    return f"\x1b[{_SGR[style]}m{text}\x1b[0m"
+
 
 def screen(
     verdict: Verdict,
@@ -61,37 +86,69 @@ def screen(
 ) -> str:
     """The summary for stderr: at most ``MAX_LINES`` lines of at most ``width`` columns, each starting ``safelaunch: ``.
 
-    The last line is the bundle's path, whole whatever its length, after the word ``place``. ``read_line`` gives the
-    text of a source line.
+    No line breaks within a word, a path or a command. Longer than ``width`` are only such words, and the commands and
+    paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
+    ``read_line`` gives the text of a source line.
     """
-    room = max(width - len(PREFIX), 40)
-    title = f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})"
-    head = _wrap(clean(verdict.summary), room)[:5]
+    room = max(width - len(PREFIX), 28)
+    title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})", room)
+    summary = _wrap(clean(verdict.summary), room)[:_SUMMARY_LINES]
+    head = list(map(Line, _quoted(summary) if color else summary))
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
     if len(verdict.culprits) > 3:
         more = len(verdict.culprits) - 3
-        who.append(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md")
-    who += [line for node in verdict.nodes_at_fault[:3] for line in _wrap(node_words(node), room, "  ")[:3]]
+        who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
+    for node in verdict.nodes_at_fault[:3]:
+        who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
     tail = _tail(verdict, room)
-    space = MAX_LINES - 1 - len(head) - len(who) - len(tail) - 1
-    claims = _claims(verdict.evidence, room, max(space, 0))
-    lines = [_bold(_shorten(title, room), color), *head, *who, *claims, *tail]
-    lines = lines[: MAX_LINES - 1]
-    lines.append(f"{place}: {clean(bundle_path)}")
-    return "".join(f"{PREFIX}{line}\n" for line in lines)
+    command = _command(verdict.next)
+    space = MAX_LINES - len(title) - len(head) - len(who) - len(tail) - len(command) - 2
+    lines = [
+        *(Line(text, "title") for text in title),
+        *head,
+        *who,
+        *_claims(verdict, room, max(space, 0)),
+        *tail,
+    ]
+    lines = [*lines[: MAX_LINES - 1 - len(command)], *command, Line(f"{place}: {clean(bundle_path)}", whole=True)]
+    texts = [line.shown(color) for line in lines]
+    return "".join(f"{PREFIX}{text}\n" for text in texts)
 
 
-def _bold(text: str, color: bool) -> str:
-    return f"\x1b[1;31m{text}\x1b[0m" if color else text
+_SUMMARY_LINES = 6
+_SPACE = "\0"  # stands for one at which no line may break; ``clean`` leaves none in a text
 
 
 def _wrap(text: str, room: int, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, room, initial_indent=indent, subsequent_indent=indent + "  " * bool(indent), break_on_hyphens=False
+    wrapped = textwrap.wrap(
+        text,
+        room,
+        initial_indent=indent,
+        subsequent_indent=indent + "  " * bool(indent),
+        break_on_hyphens=False,
+        break_long_words=False,
     )
+    return [line.replace(_SPACE, " ") for line in wrapped]
 
 
-def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[str]:
+def _unbroken(text: str) -> str:
+    return clean(text).replace(" ", _SPACE)
+
+
+def _quoted(lines: Sequence[str]) -> list[str]:
+    """The lines of one text with what stands between backquotes in colour, also across lines."""
+    found, inside = [], False
+    for line in lines:
+        parts = line.split("`")
+        painted = []
+        for number, part in enumerate(parts):
+            painted.append(_painted(part, "condition") if inside and part else part)
+            inside = inside != (number < len(parts) - 1)
+        found.append("`".join(painted))
+    return found
+
+
+def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
     facts = [f"pid {culprit.pid}" if culprit.process == "main" else culprit.process]
     facts = facts if culprit.pid or culprit.process != "main" else []  # a Flight Recorder dump names no process
     facts += [f"step {culprit.step}"] if culprit.step is not None else []
@@ -99,11 +156,12 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[str]:
     name = f"rank {culprit.rank} ({clean(', '.join(facts))})" if facts else f"rank {culprit.rank}"
     frame = culprit.frame
     if frame is None:
-        return _wrap(name, room, "  ")
-    lines = _wrap(f"{name} at {clean(frame.file)}:{frame.line} in {clean(frame.function)}", room, "  ")
-    text = read_line(frame.file, frame.line) if read_line else None
-    if text:
-        lines.append(_shorten(f"    > {clean(text).strip()}", room))
+        return [Line(text, "strong") for text in _wrap(name, room, "  ")]
+    text = f"{name} at {_unbroken(f'{frame.file}:{frame.line}')} in {clean(frame.function)}"
+    lines = [Line(text, "strong") for text in _wrap(text, room, "  ")]
+    source = read_line(frame.file, frame.line) if read_line else None
+    if source:
+        lines.append(Line(_shorten(f"    > {clean(source).strip()}", room), "strong"))
     return lines
 
 
@@ -113,53 +171,85 @@ def node_words(node: NodeAtFault) -> str:
     return clean(f"node {node.host}{ranks}: {node.reason}")
 
 
-def _claims(claims: Sequence[Claim], room: int, space: int) -> list[str]:
+def _files(files: Sequence[str], most: int = 3) -> str:
+    more = [f"and {len(files) - most} more"] if len(files) > most else []
+    return ", ".join([*map(_unbroken, files[:most]), *more])
+
+
+_OF_RANK = re.compile(r"rank (\d+): ")
+
+
+def _claims(verdict: Verdict, room: int, space: int) -> list[Line]:
     """At most ``space`` lines: as many of the first five claims as fit whole; the first one alone may be shortened."""
-    picked = _spread(claims, min(5, space - 1))
+    picked = _spread(merged_claims(verdict.evidence, clean(verdict.summary)), min(5, space - 1))
     lines: list[str] = []
-    for claim in picked:
-        text = f"{clean(claim.claim)}  [{clean(claim.file)}]"
-        whole = _wrap(text, room, "    ")
+    for text, files in picked:
+        whole = _wrap(f"{text}  [{_files(files)}]", room, "    ")
         lines += whole if len(lines) + len(whole) < space else []
     if picked and not lines:
-        file = clean(picked[0].file)
-        lines.append(_shorten(f"    {clean(picked[0].claim)}  [{file}]", room, keep=len(file) + 4))
-    return ["  evidence:", *lines] if lines else []
+        text, (file, *_) = picked[0]
+        lines.append(_shorten(f"    {text}", room - len(file) - 4) + f"  [{file}]")
+    return [Line("  evidence:"), *map(Line, lines)] if lines else []
 
 
-def _spread(claims: Sequence[Claim], count: int) -> list[Claim]:
+def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tuple[str, ...]]]:
+    """Each claim once, with all files that show it; what is true of several ranks as one claim about them.
+
+    Without those that ``told``, a text that stands before, has word for word.
+    """
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for claim in claims:
+        text = clean(claim.claim)
+        of = _OF_RANK.match(text)
+        rest, ranks = (text[of.end() :], (int(of[1]),)) if of else (text, ())
+        if text.rstrip(".") not in told:
+            found.setdefault(rest, {})[clean(claim.file)] = ranks
+    return [(_of_ranks(rest, files), tuple(files)) for rest, files in found.items()]
+
+
+def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
+    ranks = {rank for of in files.values() for rank in of}
+    return f"{'each of ' if len(ranks) > 1 else ''}{_ranks(format_ranks(ranks))}: {text}" if ranks else text
+
+
+def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[tuple[str, tuple[str, ...]]]:
     """The first claim of each file before the second of any: a screen should show the breadth of the evidence."""
     rounds: dict[str, int] = {}
     order = []
-    for index, claim in enumerate(claims):
-        turn = rounds.get(claim.file, 0)
-        rounds[claim.file] = turn + 1
-        order.append((turn, index, claim))
-    return [claim for _, _, claim in sorted(order, key=lambda item: item[:2])[:count]]
+    for index, (text, files) in enumerate(claims):
+        turn = rounds.get(files[0], 0)
+        rounds[files[0]] = turn + 1
+        order.append((turn, index, (text, files)))
+    return [claim for _, _, claim in sorted(order, key=lambda item: item[:2])[: max(count, 0)]]
 
 
-def _tail(verdict: Verdict, room: int) -> list[str]:
+def _tail(verdict: Verdict, room: int) -> list[Line]:
     lines = []
     if verdict.victims:
         what = "held up by it" if verdict.culprits else "waiting"
         lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
-    for suggestion in verdict.suggestions[:2]:
-        lines += _wrap(f"next: {clean(suggestion)}", room, "  ")[:4]
-    return lines
+    why = verdict.next.why if verdict.next is not None else ""
+    texts = [text for text in verdict.suggestions if not why or not text.startswith(f"{why}: `safelaunch ")]
+    for suggestion in texts[:2]:
+        lines += _wrap(f"next: {clean(suggestion)}", room, "  ")[:5]
+    return list(map(Line, lines))
+
+
+def _command(step: NextStep | None) -> list[Line]:
+    """What to paste, on a line of its own."""
+    if step is None:
+        return []
+    return [Line(f"  {clean(step.why)}:"), Line(f"    {clean(step.command)}", "command", whole=True)]
 
 
 def _ranks(ranges: str) -> str:
     return f"rank {ranges}" if ranges.isdigit() else f"ranks {ranges}"
 
 
-def _shorten(text: str, room: int, keep: int = 0) -> str:
-    """Cut at the end, or before its last ``keep`` characters: a file name there stays, up to half of ``room``."""
-    if len(text) <= room:
-        return text
-    keep = min(keep, room // 2)
-    return text[: room - keep - 1] + "…" + (text[-keep:] if keep else "")
+def _shorten(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"
 
 
 # --- report.md ----------------------------------------------------------------------------------------------------
@@ -204,17 +294,22 @@ def markdown(
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", verdict.suggestions),
+        _md_next(verdict.next),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(rows),
         "## Where the ranks part\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
         _md_stacks(laid_out),
-        _md_list("Evidence", [f"{claim.claim} ({claim.file})" for claim in verdict.evidence]),
+        _md_list("Evidence", [f"{text} ({', '.join(files)})" for text, files in merged_claims(verdict.evidence)]),
         _md_list("Ruled out", verdict.ruled_out),
         _md_list("Not seen", verdict.missing),
         _md_list("Missing artifacts", [f"{a.path}: {a.missing} ({a.how})" for a in artifacts if a.missing]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _md_next(step: NextStep | None) -> str:
+    return f"{_md(step.why)}:\n\n" + _fence([step.command]) if step is not None else ""
 
 
 def _md_list(title: str, items: Sequence[str]) -> str:

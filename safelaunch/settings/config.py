@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ class Settings:
     ``gpus`` is a text from ``values.parse_gpus``, None if not given. ``keep_bundles`` 0 keeps all.
     ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute if the working directory
     is. ``env`` holds the variables of presets and configuration file; exported variables win over them.
+    ``idle_presets``: those that set nothing of their own for the installed torch.
     """
 
     presets: tuple[str, ...] = ()
@@ -130,6 +131,7 @@ class Settings:
     config: str | None = None
     dry_run: bool = False
     env: tuple[EnvSetting, ...] = ()
+    idle_presets: tuple[str, ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
@@ -183,7 +185,7 @@ def resolve(
     _check(values)
     env = {s.name: s for s in composition.env}
     env.update({s.name: s for s in file_env if version_matches(s.torch, version)})
-    return _settings(values, tuple(env.values()), cwd)
+    return replace(_settings(values, tuple(env.values()), cwd), idle_presets=composition.idle)
 
 
 def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settings:

@@ -42,13 +42,15 @@ class Sourced(NamedTuple):
 class Composition:
     """Several presets merged. ``names``: the requested ones; ``watchdog`` maps e.g. ``stall-timeout`` to its value.
 
-    ``chain`` holds every preset that takes part, extended ones included, in the order of application.
+    ``chain`` holds every preset that takes part, extended ones included, in the order of application. ``idle``: those
+    of them that set nothing of their own for this version of torch.
     """
 
     names: tuple[str, ...] = ()
     env: tuple[EnvSetting, ...] = ()
     watchdog: Mapping[str, Sourced] = field(default_factory=dict)
     chain: tuple[Preset, ...] = ()
+    idle: tuple[str, ...] = ()
 
 
 def find_builtin_dir() -> Path:
@@ -89,7 +91,9 @@ def load_presets(
     for preset in chain:
         env.update({s.name: s for s in preset.env if version_matches(s.torch, torch_version)})
         watchdog.update({key: Sourced(value, f"preset {preset.name}") for key, value in preset.watchdog.items()})
-    return Composition(tuple(refs), tuple(env.values()), watchdog, chain)
+    fitting = {preset.name: [s for s in preset.env if version_matches(s.torch, torch_version)] for preset in chain}
+    idle = tuple(p.name for p in chain if p.env and not fitting[p.name] and not p.watchdog)
+    return Composition(tuple(refs), tuple(env.values()), watchdog, chain, idle)
 
 
 def preset_chain(

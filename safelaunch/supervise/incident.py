@@ -30,6 +30,7 @@ from safelaunch.model import (
     Artifact,
     EarlyLook,
     Evidence,
+    Launched,
     NodeEvidence,
     Outcome,
     RankEvidence,
@@ -243,7 +244,9 @@ def take_evidence(
     for side in complete:
         _add_rank(side, staging)
     evidence = _evidence(outcome, complete, known.world_size)
-    evidence = msgspec.structs.replace(evidence, stall_s=stall_s, moving=moving, notes=known.notes, early=known.early)
+    evidence = msgspec.structs.replace(
+        evidence, stall_s=stall_s, moving=moving, notes=known.notes, early=known.early, launched=_launched(about)
+    )
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
@@ -327,7 +330,11 @@ def evidence_of(outcome: Outcome, looks: Looks, known: Known, about: Circumstanc
     seen = list(collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=ask))
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
         seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, nowhere))
-    return _evidence(outcome, seen, known.world_size)
+    return msgspec.structs.replace(_evidence(outcome, seen, known.world_size), launched=_launched(about))
+
+
+def _launched(about: Circumstances) -> Launched:
+    return msgspec.convert(about.launch, Launched)
 
 
 def stuck_for_good(found: Collected) -> Mapping[int, int]:

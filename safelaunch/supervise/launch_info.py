@@ -62,6 +62,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(job.started_unix_s)),
         "not_redacted": list(left_out(plan.env, plan.argv, _ordinary(plan))),
         "command": redactor.argv(plan.argv),
+        "typed": redactor.argv(("safelaunch", *plan.typed))[1:],
         "safelaunch": __version__,
         "torch": plan.torch.version if plan.torch is not None else "",
         "agent_pid": job.agent.pid,

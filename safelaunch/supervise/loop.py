@@ -31,7 +31,7 @@ from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Glance, Watch
-from safelaunch.system.console import redact, say
+from safelaunch.system.console import display, redact, say
 from safelaunch.system.task import Task
 from safelaunch.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.watch.restart import Failure, failure_of, why_give_up
@@ -510,7 +510,16 @@ class Supervisor:
         if judged is not None and not judged.whole and Path(judged.path).name != published.path.name:
             place = "bundle of this node"
             say(f"the bundle with the evidence of all nodes is on {judged.host}: {judged.path}")
-        say(report.screen(result.verdict, bundle_path=published.shown, place=place, read_line=user_source.line))
+        on = display(2, self._job.plan.env)
+        shown = report.screen(
+            result.verdict,
+            bundle_path=published.shown,
+            place=place,
+            width=on.width,
+            color=on.color,
+            read_line=user_source.line,
+        )
+        say(shown, color=on.color)
         if published.lost:
             say(f"the bundle is lost: {published.problem}")
         elif published.problem:

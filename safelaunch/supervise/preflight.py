@@ -20,6 +20,12 @@ def check(settings: Settings) -> None:
             )
 
 
+def without_effect(settings: Settings) -> list[str]:
+    """A line about each preset that does nothing here."""
+    text = "preset {0} sets nothing of its own with the installed torch: safelaunch presets show {0}"
+    return [text.format(name) for name in settings.idle_presets]
+
+
 def _check_key(settings: Settings) -> None:
     if settings.cluster_key_file is None:
         return

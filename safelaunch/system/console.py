@@ -6,8 +6,10 @@ Every text goes through ``redact`` first.
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from safelaunch.errors import SafelaunchError
 
@@ -36,14 +38,55 @@ class Redaction:
 redact = Redaction()
 
 
-def terminal_safe(text: str) -> str:
-    """Returns ``text`` without secrets and without control sequences that a terminal would execute."""
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Where a text is shown: how many columns there are, and whether it may be coloured."""
+
+    width: int = 100
+    color: bool = False
+
+
+NARROWEST, WIDTH = 40, 100
+
+
+def display(descriptor: int, environ: Mapping[str, str]) -> Display:
+    """The terminal behind a descriptor; 100 columns without colour for a file or a pipe.
+
+    Colour follows what CPython does: NO_COLOR, then FORCE_COLOR, then TERM=dumb, then whether it is a terminal.
+    """
+    try:
+        tty = os.isatty(descriptor)
+        width = os.get_terminal_size(descriptor).columns if tty else WIDTH
+    except OSError:
+        tty, width = False, WIDTH
+    color = tty and environ.get("TERM") != "dumb"
+    color = not environ.get("NO_COLOR") and (color or bool(environ.get("FORCE_COLOR")))
+    return Display(max(width, NARROWEST) if width else 80, color)
+
+
+_COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def terminal_safe(text: str, *, color: bool = False) -> str:
+    """Returns ``text`` without secrets and without control sequences that a terminal would execute.
+
+    ``color``: the colours in it are ours, and stay; in a line with a secret they do not.
+    """
+    if color:
+        return "\n".join(map(_safe_in_color, text.split("\n")))
     text = redact(text)
     if all(map(str.isprintable, text.split("\n"))):
         return text
     from safelaunch.system.printable import clean_text  # rarely needed, and this is imported before the job starts
 
     return clean_text(text)
+
+
+def _safe_in_color(line: str) -> str:
+    plain = _COLOR.sub("", line)
+    if redact(plain) != plain:
+        return terminal_safe(plain)
+    return "".join(part if _COLOR.fullmatch(part) else terminal_safe(part) for part in _COLOR.split(line))
 
 
 def show(text: str) -> None:
@@ -81,14 +124,15 @@ def _redacted_tree(value: object) -> object:
     return [_redacted_tree(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def say(text: str) -> None:
+def say(text: str, *, color: bool = False) -> None:
     """Writes ``text`` to stderr with each line prefixed, and gives up after 2 seconds.
 
-    The text may quote untrusted input, so control sequences are removed. A thread does the writing: a terminal that has
-    stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
+    The text may quote untrusted input, so control sequences are removed; ``color``: but not colours. A thread does the
+    writing: a terminal that has stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
     """
     lines = [
-        line if line.startswith(PREFIX) else PREFIX + line for line in terminal_safe(text).rstrip("\n").split("\n")
+        line if line.startswith(PREFIX) else PREFIX + line
+        for line in terminal_safe(text, color=color).rstrip("\n").split("\n")
     ]
     data = "".join(line.rstrip() + "\n" for line in lines).encode("utf-8", "replace")
     writer = threading.Thread(target=_write, args=(data,), name="console", daemon=True)

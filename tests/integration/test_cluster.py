@@ -264,3 +264,20 @@ def test_a_node_that_joins_is_no_crash_of_the_others(tmp_path: Path, monkeypatch
     assert [result.code for result in results] == [0, 0, 0], [result.stderr for result in results]
     assert [result.bundles for result in results] == [(), (), ()], [result.said for result in results]
     assert "nodes have joined or left" in first.stderr + second.stderr
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("rank", [pytest.param(0, id="where all wait"), pytest.param(2, id="where one is stuck")])
+def test_ctrl_c_on_one_node_of_a_frozen_job_accuses_nobody_wrongly(tmp_path: Path, rank: int) -> None:
+    with TwoNodes(tmp_path, ["--max-stall=120"], [APART, "--how=asleep", "--culprit=3"]) as nodes:
+        asked = nodes.with_rank(rank)[0]
+        stuck = nodes.with_rank(2)[0]
+        stuck.until(lambda: "safelaunch: quiet for" in stuck.stderr, "a word that the job is quiet")
+        asked.process.send_signal(signal.SIGINT)
+        results = {job is asked: job.wait() for job in nodes.jobs}
+    assert [result.code for result in results.values()] == [1, 1]
+    assert "first the evidence" in results[True].said and results[True].bundle.problems() == []
+    verdict = results[True].verdict
+    assert verdict["outcome"] == "dump" and "not seen" in verdict["missing"][0], "the other node's ranks"
+    assert [culprit["rank"] for culprit in verdict["culprits"]] in ([], [3] if rank else [])
+    assert results[False].bundles == () and "was stopped on another node" in results[False].said

@@ -51,7 +51,7 @@ def named(verdict: Verdict) -> tuple[str, list[int]]:
 def tells(verdict: Verdict, number: int, group: str = "0") -> bool:
     """Whether it says which collective it is about."""
     texts = (verdict.summary, *(culprit.reason for culprit in verdict.culprits), *(c.claim for c in verdict.evidence))
-    return any(f"number {number} of group {group!r}" in text for text in texts)
+    return any(f"#{number} of group {group!r}" in text for text in texts)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def test_a_call_left_out_long_ago(layout: Format, tmp_path: Path) -> None:
     recorders[2].collective("all_reduce_barrier", "started", size=(1,), dtype="Byte", line=90)
     verdict = verdict_of(tmp_path / "d", recorders)
     assert named(verdict) == ("collective-mismatch", [2])
-    assert "Rank 2 left out all_reduce at train.py:51 (train), which its peers called (number 5" in verdict.summary
+    assert "Rank 2 left out all_reduce at train.py:51 (train), which its peers called (collective #5" in verdict.summary
 
 
 @by_format

@@ -162,8 +162,8 @@ def test_the_table_instead_of_the_verdict(here: Path, capfd: Capture) -> None:
     lines = [" ".join(line.split()) for line in shown.out.splitlines()]
     assert lines[0] == "group number call ranks state at"
     assert lines[-2:] == [
-        "0 default_pg 4 all_reduce of (4) Float 0-1,3 pending train.py:50 (train)",
-        "0 default_pg 4 all_gather of (4) Float 2 pending train.py:41 (train)",
+        "0 default_pg 4 all_reduce of float32[4] 0-1,3 pending train.py:50 (train)",
+        "0 default_pg 4 all_gather of float32[4] 2 pending train.py:41 (train)",
     ]
     assert "4 of 4 ranks" in shown.err
 

@@ -224,7 +224,7 @@ def test_a_call_left_out_of_one_group_is_known_by_the_ranks_own_habit(odd: int) 
     verdict = _two_groups(odd, "1@60 2@61 " * 4, "1@60", "2@61")
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [odd]), verdict.summary
     assert verdict.confidence == "medium" and any("different orders" in text for text in verdict.ruled_out)
-    assert f"Rank {odd} left out all_reduce at train.py:60 (train) (number 5 of group '1')" in verdict.summary
+    assert f"Rank {odd} left out all_reduce at train.py:60 (train) (#5 of group '1')" in verdict.summary
     assert verdict.culprits[0].frame == at(60)
 
 
@@ -264,7 +264,7 @@ def test_of_two_calls_that_take_turns_the_one_left_out_long_ago_is_known(odd: in
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [odd]), verdict.summary
     assert f"Rank {odd} left out all_reduce at train.py:60 (train), which its peer" in verdict.summary
-    assert "number 4 of group '1'" in verdict.summary
+    assert "#4 of group '1'" in verdict.summary
 
 
 def test_a_rank_outside_the_stuck_group_is_not_blamed() -> None:
@@ -361,7 +361,7 @@ def test_two_roots_of_one_gather(culprit: int, before: bool) -> None:
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium"), verdict.summary
     assert [c.rank for c in verdict.culprits] == ([culprit] if before else [0, culprit])
     assert verdict.culprits[0].frame == at(8)
-    assert f"Ranks {format_ranks([0, culprit])} each act as root of gather number 4" in verdict.summary
+    assert f"Ranks {format_ranks([0, culprit])} each act as root of gather #4" in verdict.summary
 
 
 # --- loops and history ------------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def test_a_call_left_out_long_ago_is_the_fault() -> None:
     odd = rank(0, in_c10d("barrier", 70), flight=record(*skipped))
     verdict = diagnose(job(odd, *ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [0])
-    assert "Rank 0 left out all_reduce at train.py:50 (train), which its peers called (number 3" in verdict.summary
+    assert "Rank 0 left out all_reduce at train.py:50 (train), which its peers called (collective #3" in verdict.summary
     assert verdict.culprits[0].frame == at(50)  # where its peers called it
     assert verdict.confidence == "high"
 

@@ -10,8 +10,19 @@ from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.exits import remote_error
-from safelaunch.model import ExitCall, FatalError, Frame, MemoryKills, Progress, RankEvidence, RankException, RankExit
+from safelaunch.model import (
+    ExitCall,
+    FatalError,
+    Frame,
+    Launched,
+    MemoryKills,
+    Progress,
+    RankEvidence,
+    RankException,
+    RankExit,
+)
 
+OLD_TORCH = Launched(torch="2.9.1")  # in which DETAIL works with DDP
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
 
@@ -247,7 +258,7 @@ def test_one_survivor_against_one_after_an_abort_names_both() -> None:
 
 
 def test_an_abort_about_which_the_survivors_agree_stays_with_the_aborted_rank() -> None:
-    verdict = diagnose(job(_at_six(0, (16,)), _aborted(1), _at_six(2, (16,)), outcome="crash"))
+    verdict = diagnose(job(_at_six(0, (16,)), _aborted(1), _at_six(2, (16,)), outcome="crash", launched=OLD_TORCH))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert [c.rank for c in verdict.culprits] == [1]
     assert any("desync-detail" in text for text in verdict.suggestions)
@@ -261,7 +272,7 @@ def test_an_abort_in_the_operator_that_waits_for_a_collective_is_one_in_a_collec
         Frame(f"{SITE}/torch/distributed/tensor/_api.py", 774, "full_tensor"),
     )
     aborted = died(1, -6, fatal=FatalError("Aborted", (*inner, at(41, "save"), at(100, "<module>"))))
-    verdict = diagnose(job(_at_six(0, (16,)), aborted, _at_six(2, (16,)), outcome="crash"))
+    verdict = diagnose(job(_at_six(0, (16,)), aborted, _at_six(2, (16,)), outcome="crash", launched=OLD_TORCH))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert verdict.culprits[0].frame == at(41, "save")
     assert any("desync-detail" in text for text in verdict.suggestions)

@@ -43,7 +43,7 @@ def test_all_sit_in_a_synchronize_and_one_gpu_is_stuck(culprit: int) -> None:
     assert verdict.victims == format_ranks([n for n in range(4) if n != culprit])
     assert verdict.confidence == "high"
     assert verdict.culprits[0].frame == at(33)
-    assert "number 2, which the device has not begun" in verdict.summary
+    assert "#2, which the device has not begun" in verdict.summary
 
 
 def test_a_single_rank_whose_kernel_does_not_end() -> None:
@@ -99,4 +99,4 @@ def test_a_gpu_that_is_still_in_what_all_others_have_left(culprit: int) -> None:
     ranks[culprit] = synchronizing(culprit, WAITING)
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("gpu-kernel", [culprit])
-    assert "all its peers have completed all_reduce number 2" in verdict.summary
+    assert "all its peers have completed all_reduce #2" in verdict.summary

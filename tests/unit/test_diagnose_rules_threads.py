@@ -63,7 +63,7 @@ def racing(*orders: str) -> list[RankEvidence]:
 def test_two_threads_that_race_in_one_group(orders: tuple[str, ...]) -> None:
     verdict = diagnose(job(*racing(*orders)))
     assert (verdict.cause, verdict.culprits, verdict.confidence) == ("collective-mismatch", (), "high")
-    assert "Two threads of each rank call collectives of group '0', in no fixed order: number 3" in verdict.summary
+    assert "Two threads of each rank call collectives of group '0', in no fixed order: collective #3" in verdict.summary
     assert "give each a group of its own" in verdict.suggestions[0]
     assert verdict.victims == f"0-{len(orders) - 1}"
 
@@ -120,7 +120,7 @@ def test_a_thread_of_a_library_races_with_the_main_thread(backend: str, one_thre
     assert ("in no fixed order" in verdict.summary) is races
     if races:
         assert (verdict.culprits, verdict.confidence) == ((), "high")
-        assert "number 4 of group '0' is all_reduce called from saver.py:30 (save) on ranks 0,2" in verdict.summary
+        assert "collective #4 of group '0' is all_reduce called from saver.py:30 (save) on ranks 0,2" in verdict.summary
 
 
 def test_the_main_thread_is_not_given_the_call_of_another() -> None:

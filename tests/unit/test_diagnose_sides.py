@@ -54,7 +54,7 @@ def test_each_rank_in_an_order_of_its_own(backend: str) -> None:
     done = [1, 0, 1, 0] if backend == "gloo" else [0, 0, 0, 0]
     verdict = verdict_of([at_number_4(n, backend, *order, done=done[n]) for n, order in enumerate(orders)])
     assert (verdict.cause, named(verdict), verdict.confidence) == ("collective-mismatch", [], "medium")
-    assert "From number 4 of group '0' on, each rank makes its calls in an order of its own" in verdict.summary
+    assert "From collective #4 of group '0' on, each rank makes its calls in an order of its own" in verdict.summary
     assert "below train.py:57 (of_57)" in verdict.summary
     assert "rank 0 broadcast, all_gather; rank 1 broadcast; rank 2 broadcast, all_to_all; rank 3" in verdict.summary
     assert verdict.victims == "0-3"
@@ -203,7 +203,7 @@ def test_one_sentence_once() -> None:
     verdict = verdict_of([odd, waiting(1), waiting(2)])
     texts = [claim.claim for claim in verdict.evidence]
     assert len(texts) == len(set(texts))
-    assert [one.file for one in verdict.evidence if one.claim.startswith("number 4")] == [
+    assert [one.file for one in verdict.evidence if one.claim.startswith("collective #4")] == [
         "ranks/0/flight_recorder.json"
     ]
 

@@ -37,7 +37,7 @@ jobs = settings(
 
 def tells(verdict: Verdict, group: str, numbers: set[int]) -> bool:
     texts = (verdict.summary, *(c.reason for c in verdict.culprits), *(c.claim for c in verdict.evidence))
-    return any(f"number {number} of group {group!r}" in text for text in texts for number in numbers)
+    return any(f"#{number} of group {group!r}" in text for text in texts for number in numbers)
 
 
 def names(verdict: Verdict, fault: Fault, calls: list[Call], layout: Layout) -> bool:

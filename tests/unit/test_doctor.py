@@ -326,6 +326,25 @@ def test_torch(probe: Probe, imported: str, beacon: str | None, server: str | No
     assert [check.result if check else None for check in checks] == [imported, beacon, server, recorder]
 
 
+@pytest.mark.parametrize(
+    ("detail", "result", "words"),
+    [
+        ("works", "ok", "can be built"),
+        ("SIGSEGV", "warning", "ends by SIGSEGV"),
+        ("hangs", "warning", "hangs"),
+        ("fails", "ok", "not tried"),
+    ],
+)
+def test_what_torchs_own_checks_do_to_a_ddp_job(detail: str, result: str, words: str) -> None:
+    check = torch_rules.detail_check(replace(GOOD, detail=detail))
+    assert check is not None and check.result == result and words in check.detail
+    assert ("hang-debug" in check.fix) is (result == "warning")
+
+
+def test_torchs_own_checks_are_not_judged_where_they_were_not_tried() -> None:
+    assert torch_rules.detail_check(GOOD) is None
+
+
 def test_the_users_own_sitecustomize_is_named() -> None:
     check = torch_rules.beacon_check(replace(GOOD, chained="/usr/lib/python3/sitecustomize.py"))
     assert check is not None and check.result == "ok" and "/usr/lib/python3/sitecustomize.py" in check.detail

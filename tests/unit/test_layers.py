@@ -116,6 +116,7 @@ THIRD_PARTY = {
         "watch.rhythm",
         "api.*",
         "colaunch.summary",
+        "colaunch.steps",
         "cli.*",
         "report.about",
     },

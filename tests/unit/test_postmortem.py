@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from evidence import behind, entry, in_user, job, past, rank, record, waiting
+from evidence import C10D, at, behind, entry, in_user, job, past, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.beacon import layout, page
@@ -26,9 +26,12 @@ from safelaunch.model import (
     Evidence,
     FatalError,
     FlightRecord,
+    Frame,
     GilTest,
+    Launched,
     MemoryKills,
     RankEvidence,
+    RankException,
     RankExit,
     RankFile,
 )
@@ -75,6 +78,10 @@ def write_bundle(root: Path, evidence: Evidence, host: str = "node1") -> Path:
         _json(folder / "proc.json", {"main": one.main, "children": one.children})
         if one.flight_record is not None:
             (folder / "flight_recorder.pickle").write_bytes(pickle.dumps(dump_of(one.flight_record)))
+        if one.exception is not None:
+            _json(folder / "exception.json", one.exception)
+    if evidence.launched is not None:
+        _json(root / "launch.json", evidence.launched)
     described = {"outcome": evidence.outcome, "world_size": evidence.world_size, "moving": evidence.moving}
     _json(root / "manifest.json", {"schema": 1, "host": host, "watch": {"stalled_s": 30.0}, "job": described})
     return root
@@ -253,6 +260,68 @@ def test_the_bundles_of_nodes_that_judged_together_are_one(tmp_path: Path) -> No
     (folder / "train-node2" / "verdict.json").write_text(json.dumps(told))
     with pytest.raises(Unreadable, match="rank 0 is in train-node0 and in train-node1"):
         locate.read(folder)
+
+
+def lost(number: int) -> RankEvidence:
+    """A rank whose peer has gone."""
+    frames = (Frame(C10D, 3252, "all_reduce"), at(50), at(100, "<module>"))
+    text = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+    return rank(number, frames, more={"exception": RankException("RuntimeError", text, 200.0, frames, text)})
+
+
+def two_supervisors(root: Path, *others: RankEvidence) -> Path:
+    """The one of ranks 0-1 has stopped its ranks for a hang; then the other one looked at its own."""
+    first = job(waiting(0), waiting(1), missing_ranks=(2, 3), world=4, launched=LAUNCHED)
+    write_bundle(root / "train-node0", first)
+    write_bundle(root / "train-node1", job(*others, outcome="crash", missing_ranks=(0, 1), world=4), "node2")
+    return root
+
+
+LAUNCHED = Launched(("exec", "--", "python", "train.py"), ("hang-debug",), "2.13.0")
+
+
+def test_a_supervisor_that_stopped_its_ranks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others lost their connections by that: when they arrived, if they had, nobody saw."""
+    folder = two_supervisors(tmp_path, lost(2), lost(3))
+    code, verdict = verdict_at(folder, capsys)
+    assert (code, verdict["outcome"], verdict["cause"], verdict["confidence"]) == (
+        1,
+        "hang",
+        "no-rank-stands-out",
+        "low",
+    )
+    assert "every rank has arrived" not in verdict["summary"]
+    assert "their own safelaunch stopped them. Ranks 2-3 were looked at only afterwards" in verdict["summary"]
+    assert not any("transport" in text for text in verdict["suggestions"])
+    assert any("--cluster-store" in text for text in verdict["suggestions"])
+
+
+def test_the_other_supervisors_own_failure_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = replace(lost(3), exception=RankException("ValueError", "bad sample", 100.0, (at(41),), "ValueError"))
+    _, verdict = verdict_at(two_supervisors(tmp_path, lost(2), own), capsys)
+    assert (verdict["cause"], [one["rank"] for one in verdict["culprits"]]) == ("rank-exception", [3])
+
+
+def test_a_rank_asleep_when_the_other_supervisor_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asleep = rank(3, in_user(7, "load"), "sleep", flight=behind())
+    _, verdict = verdict_at(two_supervisors(tmp_path, lost(2), asleep), capsys)
+    assert (verdict["cause"], [one["rank"] for one in verdict["culprits"]]) == ("stuck-in-user-code", [3])
+
+
+def test_lost_connections_alone_do_not_show_that_ranks_arrived() -> None:
+    verdict = diagnose(job(lost(0), lost(1), outcome="crash"))
+    assert "every rank has arrived" not in verdict.summary
+    assert not any("transport" in text for text in verdict.suggestions)
+
+
+def test_how_the_job_was_started_comes_back(tmp_path: Path) -> None:
+    folder = two_supervisors(tmp_path, lost(2), lost(3))
+    assert locate.read(folder).evidence.launched == LAUNCHED
+    assert locate.read(folder).evidence.stopped == (0, 1)
+    (folder / "train-node0" / "launch.json").write_text('{"typed": 3}')
+    found = locate.read(folder)
+    assert found.evidence.launched is None
+    assert any("launch.json" in problem for problem in found.problems)
 
 
 # --- plain dumps ------------------------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ def test_ranks_that_did_the_same_share_a_line() -> None:
     text = lines(table(Facts.of(evidence), Selection(last=2)))
     assert [" ".join(line.split()) for line in text] == [
         "group number call ranks state at",
-        "0 default_pg 74 all_reduce of (4096) Float 0-7 completed train.py:27 (train)",
-        "0 default_pg 75 all_gather of (1) Float 0 pending train.py:12 (evaluate)",
-        "0 default_pg 75 all_reduce of (1) Float 1-7 pending train.py:27 (train)",
+        "0 default_pg 74 all_reduce of float32[4096] 0-7 completed train.py:27 (train)",
+        "0 default_pg 75 all_gather of float32[1] 0 pending train.py:12 (evaluate)",
+        "0 default_pg 75 all_reduce of float32[1] 1-7 pending train.py:27 (train)",
     ]
     assert len({line.index("all_") for line in text[1:]}) == 1, "aligned"
 

@@ -83,6 +83,17 @@ def test_hang_debug_turns_the_flight_recorder_on_and_dumps_on_timeout() -> None:
     assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("version", "idle"), [("2.9.1", ()), ("2.13.0+cpu", ("desync-detail",)), (None, ("desync-detail",))]
+)
+def test_detail_is_set_only_where_a_ddp_job_survives_it(version: str | None, idle: tuple[str, ...]) -> None:
+    """Where a preset has nothing to set, that is said at the start."""
+    found = load_presets(["desync-detail"], cwd=Path(), torch_version=version)
+    assert found.idle == idle
+    assert ("TORCH_DISTRIBUTED_DEBUG" in {setting.name for setting in found.env}) is not bool(idle)
+    assert load_presets(["hang-debug", "production"], cwd=Path(), torch_version=version).idle == ()
+
+
 @pytest.mark.parametrize("name", ["hang-debug", "desync-detail", "production"])
 def test_nccl_writes_to_the_console_only_where_that_was_asked_for(name: str) -> None:
     """NCCL before 2.22 (torch 2.6 has it) prints its version on stdout at any NCCL_DEBUG level."""

@@ -1,0 +1,180 @@
+"""What to do about a finding: the advice of its cause that fits the case, and one command to paste.
+
+What sets cases of one cause apart are signs, and each sign is a fact about the evidence (:data:`SIGNS`) or was noted by
+the rule that found it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from safelaunch.diagnose.causes import Advice, Sign, advice_for
+from safelaunch.diagnose.doubts import confidence_of
+from safelaunch.diagnose.exits import aborted_in, has_lost_a_peer
+from safelaunch.diagnose.findings import Finding
+from safelaunch.diagnose.rank_state import Facts, view_of
+from safelaunch.model import Launched, NextStep
+from safelaunch.model.entries import Entries
+from safelaunch.reading import calls
+from safelaunch.reading import frames as fr
+
+# The same call on other ranks is part of training.
+_TRAINING: frozenset[calls.Purpose] = frozenset(
+    {"gradients", "ddp-forward", "fsdp-forward", "fsdp-backward", "sync-batchnorm"}
+)
+_UNUSED = re.compile("expected to have finished reduction in the prior iteration", re.IGNORECASE)
+_GPU_MEMORY = re.compile("(?:cuda|hip) out of memory", re.IGNORECASE)
+_GPU_ASSERT = re.compile("device-side assert|illegal memory access|cudaErrorAssert", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A finding with its evidence."""
+
+    facts: Facts
+    finding: Finding
+
+    @cached_property
+    def named(self) -> frozenset[int]:
+        return frozenset(one.rank for one in self.finding.culprits)
+
+    @cached_property
+    def transfers(self) -> list[str]:
+        """The sends and receives that ranks at fault wait in."""
+        waits = (self.facts.ranks[rank].wait for rank in sorted(self.named))
+        return [wait.op for wait in waits if wait is not None and wait.kind == "p2p"]
+
+    @cached_property
+    def purposes(self) -> dict[int, calls.Purpose]:
+        """rank → what torch makes the call for that it waits in, or was aborted in."""
+        aborted = {rank: stack for rank in self.named if (stack := aborted_in(self.facts.ranks[rank].evidence))}
+        waiting = {rank: self._purpose(rank) for rank, one in self.facts.ranks.items() if one.wait is not None}
+        return {**waiting, **{rank: calls.purpose(stack) for rank, stack in aborted.items()}}
+
+    def _purpose(self, rank: int) -> calls.Purpose:
+        one, alignment = self.facts.ranks[rank], self.facts.alignment
+        view = view_of(one.evidence)
+        raised = one.evidence.exception
+        stack = fr.stack_of(one.evidence, raised.frames) if raised is not None else view.stack if view else None
+        found = calls.purpose(stack) if stack is not None else ""
+        wait = one.wait
+        if found or wait is None or wait.group is None or wait.seq is None:
+            return found
+        entry = alignment.entry(rank, wait.group, wait.seq)
+        return calls.purpose(alignment.stack(rank, entry)) if entry is not None else ""
+
+    def alone_in(self, purpose: calls.Purpose) -> bool:
+        """Ranks at fault are in such a call, while all others train, or where a condition on the rank sent them."""
+        there = {rank for rank, found in self.purposes.items() if found == purpose}
+        if not there or not there <= self.named:
+            return False
+        rest = {found for rank, found in self.purposes.items() if rank not in there}
+        return rest <= _TRAINING or any(there == set(one.ranks) for one in self.finding.partings)
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The operations on all records, with their backends."""
+        records = self.facts.alignment.records.values()
+        return list(dict.fromkeys(kind.op for record in records for kind in Entries.of(record.entries).used().values()))
+
+    @property
+    def messages(self) -> list[str]:
+        """Of the exceptions of ranks at fault."""
+        raised = (self.facts.ranks[rank].evidence.exception for rank in self.named)
+        return [one.message for one in raised if one is not None]
+
+    @property
+    def lost(self) -> bool:
+        return any(has_lost_a_peer(one.evidence) for one in self.facts.ranks.values())
+
+    @property
+    def whole(self) -> bool:
+        """All ranks were seen, at one time."""
+        return not (self.facts.unseen or self.facts.evidence.rendezvous or self.facts.evidence.stopped)
+
+    @property
+    def waits(self) -> bool:
+        return any(one.wait is not None for one in self.facts.ranks.values())
+
+
+def _says(pattern: re.Pattern[str]) -> Callable[[Scene], bool]:
+    return lambda scene: any(pattern.search(message) for message in scene.messages)
+
+
+def _without_stack(scene: Scene) -> bool:
+    return any(one.evidence.main is None or not one.evidence.main.stacks for one in scene.facts.ranks.values())
+
+
+SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
+    "transfer": lambda scene: bool(scene.transfers),
+    "may-send": lambda scene: any(op != "recv" for op in scene.transfers),
+    "receives": lambda scene: bool(scene.transfers) and set(scene.transfers) == {"recv"},
+    "send-and-receive": lambda scene: all(any(word in op for op in scene.transfers) for word in ("send", "recv")),
+    "somebody-named": lambda scene: bool(scene.named),
+    "nobody-named": lambda scene: not scene.named,
+    "ranks-unseen": lambda scene: bool(scene.facts.unseen),
+    "nodes-absent": lambda scene: not scene.facts.unseen and scene.facts.evidence.rendezvous is not None,
+    "all-arrived": lambda scene: scene.whole and scene.waits and not scene.lost,
+    "all-in-own-code": lambda scene: scene.whole and not scene.waits,
+    "lost-connection": lambda scene: scene.lost and not scene.facts.evidence.stopped,
+    "seen-apart": lambda scene: bool(scene.facts.evidence.stopped),
+    "ddp": lambda scene: any(one in ("gradients", "ddp-forward") for one in scene.purposes.values()),
+    "ddp-forward": lambda scene: scene.alone_in("ddp-forward"),
+    "fsdp-forward": lambda scene: scene.alone_in("fsdp-forward"),
+    "sync-batchnorm": lambda scene: scene.alone_in("sync-batchnorm"),
+    "state-dict": lambda scene: scene.alone_in("state-dict"),
+    "unused-parameters": _says(_UNUSED),
+    "gpu-memory": _says(_GPU_MEMORY),
+    "gpu-assert": _says(_GPU_ASSERT),
+    "all-alike": lambda scene: len(scene.named) > 1 and scene.named == scene.facts.world,
+    "not-all-alike": lambda scene: len(scene.named) == 1 or scene.named != scene.facts.world,
+    "foreign-dumps": lambda scene: scene.facts.evidence.launched is None and _without_stack(scene),
+    "no-stacks": lambda scene: scene.facts.evidence.launched is not None and _without_stack(scene),
+    "gloo": lambda scene: any(op.startswith("gloo:") for op in scene.kinds),
+    "unsure": lambda scene: confidence_of(scene.finding.doubts) != "high",
+}
+
+
+def advise(facts: Facts, finding: Finding) -> tuple[tuple[str, ...], NextStep | None]:
+    """What to do, the surest first; and what to type next, where it is known how the job was started."""
+    scene = Scene(facts, finding)
+    signs: set[Sign] = {sign for sign, holds in SIGNS.items() if holds(scene)}
+    for rank in scene.named:
+        condition = facts.ranks[rank].condition
+        signs |= condition.signs if condition is not None else set()
+    launched = facts.evidence.launched or Launched()
+    given = tuple(advice_for(finding.cause, signs | (finding.signs or {"no-sign"}), launched.presets, launched.torch))
+    step = _next_step(launched, given) if facts.evidence.outcome != "dump" else None
+    return tuple(one.shown for one in given), step
+
+
+def _next_step(launched: Launched, given: Sequence[Advice]) -> NextStep | None:
+    more = next((one for one in given if one.preset), None)
+    command = again(launched, more.preset if more is not None else "")
+    return NextStep(more.text if more is not None else "Once that is fixed", command) if command else None
+
+
+def again(launched: Launched, preset: str = "") -> str:
+    """The user's own command, with one preset more; empty where it is not known, or holds what was a secret."""
+    typed = launched.typed
+    if not typed or any("[redacted" in word or not word.isprintable() for word in typed):
+        return ""
+    begin = 1 if typed[0] == "exec" else 0
+    at = _behind_presets(typed, launched.presets[-1:])
+    added = [*(() if at else launched.presets), preset] if preset else []
+    options = [word for name in added for word in ("--preset", name)]
+    at = at or begin
+    return shlex.join(["safelaunch", *typed[:at], *options, *typed[at:]])
+
+
+def _behind_presets(typed: Sequence[str], last: Sequence[str]) -> int:
+    """Where in ``typed`` the last preset's name ends, as later ones win; 0 where it is not from there."""
+    for name in last:
+        for number, word in enumerate(typed):
+            if word == f"--preset={name}" or (word == name and number and typed[number - 1] == "--preset"):
+                return number + 1
+    return 0

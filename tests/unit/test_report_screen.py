@@ -1,0 +1,225 @@
+"""The screen of a verdict, as golden files: ``python tests/unit/test_report_screen.py`` writes them anew.
+
+A screen may not break a line within a word or a path, and its last lines can be copied whole.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.model import Claim, Culprit, Frame, NextStep, Verdict
+from safelaunch.report import report
+from safelaunch.system import console
+from safelaunch.system.console import Display, display, terminal_safe
+
+GOLDEN = Path(__file__).parent / "golden"
+BUNDLE = "/home/me/My Experiments/safelaunch-bundles/train-20261122T022137Z-hang"
+COMMAND = "safelaunch --preset nccl-debug --nproc-per-node=8 train.py --data '/data/My Corpus' --steps 1000 --lr 1e-3"
+WIDTHS = (60, 80, 120)
+
+_GATHER = Frame("/home/me/My Experiments/llm/training/metrics.py", 8, "log_metric")
+MISMATCH = Verdict(
+    schema=1,
+    outcome="hang",
+    cause="collective-mismatch",
+    confidence="high",
+    summary="Rank 0 waits in all_gather at metrics.py:8 (log_metric) while ranks 1-7 wait in all_reduce at train.py:18."
+    " `if step % 100 == 0 and dist.get_rank() == 0 (train.py:20)` keeps ranks 1-7 from metrics.py:8 (log_metric).",
+    culprits=(Culprit(0, "node1", 13575, "main", _GATHER, 100, "Rank 0 waits in all_gather."),),
+    victims="1-7",
+    evidence=(
+        Claim("collective #106 of group '0' is all_gather on rank 0, all_reduce on ranks 1-7",
+              "ranks/0/flight_recorder.json"),
+        Claim("`if step % 100 == 0 and dist.get_rank() == 0 (train.py:20)` keeps ranks 1-7 from metrics.py:8"
+              " (log_metric)",
+              "ranks/0/stack.txt"),
+        Claim("rank 0: pending: all_gather #106 of group '0', float32 scalar", "ranks/0/flight_recorder.json"),
+        Claim("rank 0: its main thread waits at metrics.py:8 (log_metric)", "ranks/0/stack.txt"),
+        Claim("rank 1: its main thread waits at train.py:18", "ranks/1/stack.txt"),
+        Claim("rank 2: its main thread waits at train.py:18", "ranks/2/stack.txt"),
+    ),
+    ruled_out=(),
+    missing=(),
+    suggestions=(
+        "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under "
+        "`if rank == 0`.",
+    ),
+    next=NextStep("Once that is fixed", COMMAND.replace("--preset nccl-debug ", "")),
+)  # fmt: skip
+TRANSPORT = replace(
+    MISMATCH,
+    cause="no-rank-stands-out",
+    confidence="medium",
+    summary="Ranks 0-7 wait in all_reduce at train.py:18 (train); every rank has arrived: no rank stands out.",
+    culprits=(),
+    victims="0-7",
+    evidence=tuple(
+        Claim(f"rank {n}: pending: all_reduce #31 of group '0', bfloat16[4096,1024]", f"ranks/{n}/flight_recorder.json")
+        for n in range(3)
+    ),
+    suggestions=(
+        "All ranks have arrived: suspect the transport (NIC, `NCCL_SOCKET_IFNAME`, firewall between nodes) or a GPU.",
+        "To see what the transport does: `safelaunch --preset nccl-debug ...`",
+    ),
+    next=NextStep("To see what the transport does", COMMAND),
+)
+CRASH = replace(
+    MISMATCH,
+    outcome="crash",
+    cause="rank-exception",
+    summary="Rank 3 raised ValueError: loss 3.2 is above the limit at metrics.py:8 (log_metric), while ranks 0-2,4-7"
+    " wait in all_reduce at train.py:18 (train).",
+    culprits=(
+        Culprit(3, "node1", 13578, "dataloader worker (pid 13578)", _GATHER, 41, "Rank 3 raised ValueError."),
+        Culprit(5, "node2", 13580, "main", None, None, "Rank 5 raised ValueError."),
+    ),
+    victims="0-2,4-7",
+    evidence=(Claim("rank 3: first exception: ValueError", "ranks/3/exception.json"),),
+    missing=("no Flight Recorder: ranks 0-7",),
+    suggestions=("Fix the exception on this rank; the errors of the other ranks follow from it.",),
+    next=None,
+)
+SCREENS = {"mismatch": MISMATCH, "transport": TRANSPORT, "crash": CRASH}
+
+
+def line_of(path: str, number: int) -> str:
+    return "    dist.all_gather(losses, loss)  # only rank 0 gets here, and nobody else ever comes to this line"
+
+
+def shown(verdict: Verdict, width: int, *, color: bool = False) -> str:
+    return report.screen(verdict, bundle_path=BUNDLE, width=width, color=color, read_line=line_of)
+
+
+def golden(name: str, width: int) -> Path:
+    return GOLDEN / f"screen-{name}-{width}.txt"
+
+
+EVERY = pytest.mark.parametrize(("name", "width"), [(name, width) for name in SCREENS for width in WIDTHS])
+
+
+@EVERY
+def test_the_screen_is_as_it_was(name: str, width: int) -> None:
+    assert shown(SCREENS[name], width) == golden(name, width).read_text()
+
+
+@EVERY
+def test_no_line_breaks_within_a_word_or_a_path(name: str, width: int) -> None:
+    verdict = SCREENS[name]
+    lines = shown(verdict, width).splitlines()
+    told = [text for text in verdict.suggestions if "safelaunch --preset" not in text]  # that is the last but one line
+    words = set(" ".join([verdict.summary, *told]).split())
+    text = " ".join(line.removeprefix("safelaunch: ").strip() for line in lines)
+    assert words <= set(text.split())
+    paths = [f"{one.frame.file}:{one.frame.line}" for one in verdict.culprits if one.frame is not None]
+    for whole in (*paths, BUNDLE, *([verdict.next.command] if verdict.next else [])):
+        assert sum(whole in line for line in lines) == 1, whole
+    copied = [line for line in lines if BUNDLE in line or COMMAND[-20:] in line or any(path in line for path in paths)]
+    assert all(len(line) <= width for line in lines if line not in copied)
+
+
+def test_the_bundles_path_is_the_last_line_and_whole_at_any_width() -> None:
+    for width in (10, 40, 120):
+        assert shown(MISMATCH, width).splitlines()[-1] == f"safelaunch: bundle: {BUNDLE}"
+
+
+def test_one_claim_has_all_its_files() -> None:
+    text = shown(TRANSPORT, 200)
+    assert text.count("#31") == 1
+    assert "each of ranks 0-2: pending: all_reduce #31 of group '0', bfloat16[4096,1024]" in text
+    assert all(f"ranks/{n}/flight_recorder.json" in text for n in range(3))
+
+
+def test_a_claim_that_the_summary_has_is_not_told_again() -> None:
+    assert shown(MISMATCH, 120).count("keeps ranks") == 1
+
+
+def test_the_next_command_is_told_once() -> None:
+    text = shown(TRANSPORT, 120)
+    assert text.count("--preset nccl-debug") == 1
+    assert text.splitlines()[-2] == f"safelaunch:     {COMMAND}"
+
+
+# --- colour -----------------------------------------------------------------------------------------------------------
+
+
+def test_colour_changes_nothing_but_the_colour() -> None:
+    colored = shown(MISMATCH, 80, color=True)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == shown(MISMATCH, 80)
+    assert terminal_safe(colored, color=True) == colored
+    assert terminal_safe(colored) == shown(MISMATCH, 80)
+
+
+def test_culprit_line_and_condition_stand_out() -> None:
+    colored = shown(MISMATCH, 120, color=True).splitlines()
+    strong = [line for line in colored if "\x1b[1m" in line]
+    assert any("rank 0 (pid 13575" in line for line in strong)
+    assert any("> dist.all_gather" in line for line in strong)
+    assert any("\x1b[33mif step % 100 == 0" in line for line in colored)
+
+
+def test_a_secret_is_taken_out_of_a_line_with_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console.redact, "_function", lambda text: text.replace("hunter2", "[redacted]"))
+    assert terminal_safe("\x1b[1mhunt\x1b[0mer2", color=True) == "[redacted]"
+
+
+@pytest.mark.parametrize(
+    ("environ", "colored"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({}, True),
+        ({"TERM": "dumb"}, False),
+        ({"NO_COLOR": "1"}, False),
+        ({"NO_COLOR": ""}, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+    ],
+)
+def test_colour_on_a_terminal(environ: dict[str, str], colored: bool) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        assert display(theirs, environ).color is colored
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize(("environ", "colored"), [({"TERM": "xterm"}, False), ({"FORCE_COLOR": "1"}, True)])
+def test_colour_in_a_pipe_only_when_forced(environ: dict[str, str], colored: bool) -> None:
+    ends = os.pipe()
+    try:
+        assert display(ends[1], environ) == Display(100, colored)
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+@pytest.mark.parametrize("width", [60, 132, 7])
+def test_the_width_is_that_of_the_terminal(width: int) -> None:
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        assert display(theirs, {"COLUMNS": "99"}).width == max(width, console.NARROWEST)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_closed_descriptor_is_no_terminal() -> None:
+    assert display(987, {}) == Display(100, False)
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name in SCREENS:
+        for width in WIDTHS:
+            golden(name, width).write_text(shown(SCREENS[name], width))
