@@ -141,7 +141,7 @@ def _parted(facts: Facts) -> dict[Meeting, int]:
     found: dict[Meeting, int] = {}
     for group in facts.alignment.groups():
         parted = facts.histories.in_group(group).parted
-        last = min(facts.alignment.last(rank, group) for rank in _recording(facts, group))
+        last = min((facts.alignment.last(rank, group) for rank in _recording(facts, group)), default=0)
         found[(group,)] = min(last + 1, parted) if parted is not None else last + 1
     return found
 
