@@ -19,6 +19,7 @@ from importlib import resources
 from math import isfinite
 from typing import Any
 
+from safelaunch.diagnose.belonging import mesh
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
@@ -121,7 +122,7 @@ def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> 
         "when": _when(about.at_unix_s),
         "stood still": stalled_words(evidence).rstrip("."),
         "step": range_of(seen),
-        "world size": f"{evidence.world_size} ranks" if evidence.world_size else "",
+        "world size": contract.world(evidence.world_size, mesh(facts)),
         "devices": "; ".join(filter(None, (contract.devices(evidence), nodes.misplaced(facts, about)))),
         "batch": contract.batches(evidence),
         "hosts" if len(hosts) > 1 else "host": hosts_word(hosts),
