@@ -38,6 +38,9 @@ class Sink(Protocol):
     def add_json(self, artifact: Artifact, value: object) -> None: ...
 
 
+Answer = tuple[GilTest, FlightCapture]  # of a rank's worker server
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What the supervisor knows about a rank without asking it."""
@@ -48,7 +51,7 @@ class Known:
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
     gpu: str = ""
-    flight: FlightCapture | None = None  # read before the rank was released
+    answer: Answer | None = None  # given before the rank was released
 
 
 def ranks(
@@ -92,9 +95,10 @@ def _rank(
     )
     gil = GilTest()
     record = None
-    if known.flight is not None:
-        record = known.flight.record.value
-        _write_flight_record(target.rank, known.flight, sink)
+    if known.answer is not None:
+        gil, capture = without_secrets(known.answer[0], sink.redactor), known.answer[1]
+        record = capture.record.value
+        _write_flight_record(target.rank, capture, sink)
     elif ask and target.socket is not None:
         gil, capture = ask_server(target)
         gil, capture = without_secrets(gil, sink.redactor), without_secrets(capture, sink.redactor)
@@ -197,7 +201,7 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
         sink.add(Artifact(f"{folder}/log_tail.txt", how, 0.0, note=note), side.log_tail)
 
 
-def ask_server(target: Target, *, deadline_s: float = 2.0) -> tuple[GilTest, FlightCapture]:
+def ask_server(target: Target, *, deadline_s: float = 2.0) -> Answer:
     """The GIL test and the Flight Recorder of a rank. A rank that is exiting gets no question that needs the GIL."""
     path = str(target.socket)
     if target.questions is None or not target.questions.begin_question():

@@ -27,7 +27,7 @@ from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
-from safelaunch.model import EarlyLook, Frame, ProcessState, Progress, StackSample, Thread, ThreadState
+from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, StackSample, Thread, ThreadState
 from safelaunch.redaction.job_secrets import secret_values
 from safelaunch.redaction.redact import shown_env
 from safelaunch.redaction.redactor import Redactor
@@ -343,7 +343,7 @@ def write(text: str, scratch: Path) -> Written:
         notifier=Notifier(),
     )
     known = incident.Known(
-        {0: collect.Known(progress, 4711, page, flight=flight), 1: collect.Known(pid=4712)},
+        {0: collect.Known(progress, 4711, page, answer=(GilTest(), flight)), 1: collect.Known(pid=4712)},
         2,
         (f"noticed: {text}",),
         (EarlyLook(1.0, 7.0, words=f"rank 0 is blocked in I/O at train.py:40 (read on /data/{text})"),),
