@@ -102,6 +102,17 @@ def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_pa
     assert result.verdict["culprits"][0]["frame"]["line"] == line_of(CRASHING, "FAILS: size")
 
 
+@pytest.mark.rare
+def test_a_gpu_that_is_out_of_memory(tmp_path: Path) -> None:
+    """With a stand-in for CUDA's error, in its own words."""
+    result = crash(tmp_path, 2, "memory", 1)
+    assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
+    assert result.verdict["culprits"][0]["frame"]["line"] == line_of(CRASHING, "FAILS: memory")
+    assert "70.0 GiB in tensors and 1.0 GiB reserved and unused" in result.verdict["summary"]
+    assert "has 5.0 GiB of the same GPU" in result.verdict["summary"]
+    assert any("`safelaunch gpus`" in one for one in result.verdict["suggestions"])
+
+
 def test_an_exception_in_a_loader_worker(tmp_path: Path) -> None:
     result = crash(tmp_path, 2, "loader", 1)
     assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
