@@ -170,8 +170,8 @@ CAUSES: dict[str, Cause] = {
         ),
         Advice("Give the send and its receive the same `tag`.", only_if="tags-differ"),
         Advice(
-            "Give the call the same `src` or `dst` on every rank: a global rank, also in a smaller group. Where the rank"
-            " is computed, decide it on one rank and broadcast it.",
+            "Give the call the same `src` or `dst` on every rank: a global rank, also in a smaller group. Where the"
+            " rank is computed, decide it on one rank and broadcast it.",
             only_if="roots-differ",
         ),
         Advice(

@@ -25,7 +25,15 @@ from safelaunch.reading.source import ReadSource
 from safelaunch.report import code, contract, nodes, ranks, steps, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import merged_stacks, range_of
-from safelaunch.report.report import OUTCOMES, beside_next, early_lines, nccl_lines, node_state, node_words, stalled_words
+from safelaunch.report.report import (
+    OUTCOMES,
+    beside_next,
+    early_lines,
+    nccl_lines,
+    node_state,
+    node_words,
+    stalled_words,
+)
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
 from safelaunch.system.printable import clean, clean_json
