@@ -27,6 +27,7 @@ from safelaunch.diagnose.findings import Finding, ranks_word
 from safelaunch.diagnose.guarding import unless_drawn, with_guards
 from safelaunch.diagnose.own_words import with_own_words
 from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.outsiders import with_wrong_group
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_wait import stuck_for_good
@@ -42,6 +43,7 @@ __all__ = ["diagnose", "ranks_stuck_for_good"]
 SCHEMA = 1
 # What is added to a finding, in this order.
 EXPLANATIONS = (
+    with_wrong_group,
     with_guards,
     with_caught_exception,
     with_own_words,
