@@ -25,9 +25,9 @@ from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.findings import Finding, ranks_word
 from safelaunch.diagnose.guarding import unless_drawn, with_guards
+from safelaunch.diagnose.outsiders import with_wrong_group
 from safelaunch.diagnose.own_words import with_own_words
 from safelaunch.diagnose.rank_state import Facts
-from safelaunch.diagnose.outsiders import with_wrong_group
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_wait import stuck_for_good

@@ -217,8 +217,8 @@ CAUSES: dict[str, Cause] = {
             unless=_MODELS,
         ),
         Advice(
-            "Look in the step for what skips the rest of it on one rank, as a `continue`, an early return or an `except`"
-            " does: that rank is in its next forward pass, while its peers still wait in the step before.",
+            "Look in the step for what skips the rest of it on one rank, as a `continue`, an early return or an"
+            " `except` does: that rank is in its next forward pass, while its peers still wait in the step before.",
             only_if="out-of-step",
         ),
         Advice(

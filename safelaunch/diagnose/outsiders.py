@@ -60,9 +60,9 @@ def _outsiders(facts: Facts) -> list[_Outsider]:
     for group, waiters in waiting.items():
         for rank in sorted((facts.alignment.members(group)[0] - set(waiters)) & set(facts.ranks)):
             wait = facts.ranks[waiters[0]].wait
-            one = _Outsider(rank, wait.op if wait else "", tuple(waiters), wait.frame if wait else None)
-            found += [one] if one.op and one.warning in facts.ranks[rank].evidence.log_tail else []
-    return sorted(found, key=lambda one: one.rank)
+            outsider = _Outsider(rank, wait.op if wait else "", tuple(waiters), wait.frame if wait else None)
+            found += [outsider] if outsider.warning in facts.ranks[rank].evidence.log_tail else []
+    return sorted(found, key=lambda outsider: outsider.rank)
 
 
 def _culprit(facts: Facts, one: _Outsider) -> Culprit:

@@ -251,6 +251,15 @@ def test_a_size_that_does_not_fit_where_the_survivors_agree() -> None:
     assert [c.rank for c in verdict.culprits] == [2]
 
 
+def test_the_condition_that_sent_an_aborted_rank_to_its_call() -> None:
+    source = "def train():\n    if epoch % 2 == 1 and rank == 0:\n        evaluate()\n" + "    pass\n" * 60
+    read = {at(3).file: source}.get
+    peers = (_at_six(n, (16,)) for n in (1, 2))
+    verdict = diagnose(job(_aborted_at(0, 3), *peers, outcome="crash"), read_source=read)
+    assert "`if epoch % 2 == 1 and rank == 0 (train.py:2)` keeps ranks 1-2 from train.py:3" in verdict.summary
+    assert "Gate the side effect" in verdict.suggestions[0]
+
+
 def test_one_survivor_against_one_after_an_abort_names_both() -> None:
     verdict = diagnose(job(_aborted(1), _at_six(0, (16,)), _at_six(2, (16,), "Double"), outcome="crash"))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "low")
