@@ -393,3 +393,10 @@ def test_an_exception_from_a_worker_process_is_placed_in_the_worker(text: str, p
 
 def test_an_ordinary_traceback_has_no_remote_part() -> None:
     assert remote_error("Traceback (most recent call last):\nValueError: x") is None
+
+
+def test_survivors_at_one_line_are_told_as_one_though_not_all_have_a_record() -> None:
+    lost = RankException("RuntimeError", "Connection closed by peer", 5.0, (*in_c10d("all_reduce", 50),), "Traceback")
+    thrown_out = rank(2, seen=False, more={"exception": lost, "exit": RankExit(1, 101.0)})
+    verdict = diagnose(job(_aborted_at(0, 3), _at_six(1, (16,)), thrown_out, outcome="crash"))
+    assert "ranks 1-2 wait in all_reduce at train.py:50" in verdict.summary
