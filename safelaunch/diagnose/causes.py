@@ -31,6 +31,8 @@ Sign = Literal[
     "guarded",
     "left-out",
     "sizes-differ",
+    "roots-differ",
+    "tags-differ",
     "groups-made",
     "drawn",
     "polls",
@@ -138,6 +140,7 @@ _ALL_NODES = Advice(
     "Put the bundles of all nodes into one folder: `safelaunch diagnose FOLDER` reaches one verdict over all ranks.",
     only_if="nobody-named",
 )
+_NO_STACKS = "No stack could be read: `safelaunch doctor`, where the job runs, shows why."
 _OTHER_NODES = Advice(_ALL_NODES.text, only_if="ranks-unseen")
 
 # Processes of one rank that wait for each other, whatever its main thread waits in.
@@ -165,6 +168,13 @@ CAUSES: dict[str, Cause] = {
             "Of a send or receive, the other end may be what is missing: look on the peer for a branch that leaves "
             "it out.",
             only_if="transfer",
+            unless=("tags-differ",),
+        ),
+        Advice("Give the send and its receive the same `tag`.", only_if="tags-differ"),
+        Advice(
+            "Give the call the same `src` or `dst` on every rank: a global rank, also in a smaller group. Where the"
+            " rank is computed, decide it on one rank and broadcast it.",
+            only_if="roots-differ",
         ),
         Advice(
             "Evaluate through `model.module`, or let all ranks evaluate: a forward pass through"
@@ -190,7 +200,7 @@ CAUSES: dict[str, Cause] = {
             "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
             " `if rank == 0`.",
             only_if="guarded",
-            unless=_MODELS,
+            unless=(*_MODELS, "transfer", "roots-differ"),
         ),
         Advice(
             "Look around the call that was left out for a `continue`, an early return, a caught exception or a branch"
@@ -222,7 +232,7 @@ CAUSES: dict[str, Cause] = {
             only_if="out-of-step",
         ),
         Advice(
-            "Let all ranks make the same calls in one order: compare what leads to the lines above.",
+            "Let all ranks make the same calls in one order: compare how each rank gets to the call that it waits in.",
             only_if="no-sign",
             unless=("out-of-step",),
         ),
@@ -249,10 +259,7 @@ CAUSES: dict[str, Cause] = {
             " Flight Recorder.",
             only_if="foreign-dumps",
         ),
-        Advice(
-            "No stack could be read: `safelaunch doctor`, where the job runs, shows why.",
-            only_if="no-stacks",
-        ),
+        Advice(_NO_STACKS, only_if="no-stacks"),
         _ALL_NODES,
         own=True,
         of_node="perhaps",
@@ -584,10 +591,12 @@ CAUSES: dict[str, Cause] = {
             only_if="seen-apart",
         ),
         Advice(
-            "No rank waits for another one: what they wait for is outside the job. Look at the lines above, and "
-            "give such a call a timeout.",
+            "No rank waits for another one: what they wait for is outside the job. Look at the line that each rank is "
+            "at, and give such a call a timeout.",
             only_if="all-in-own-code",
+            unless=("no-stacks", "foreign-dumps"),
         ),
+        Advice(_NO_STACKS, only_if="no-stacks"),
         _OTHER_NODES,
     ),
     "slow-not-stuck": _cause(

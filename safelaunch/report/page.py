@@ -25,7 +25,15 @@ from safelaunch.reading.source import ReadSource
 from safelaunch.report import code, contract, nodes, ranks, steps, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import merged_stacks, range_of
-from safelaunch.report.report import OUTCOMES, early_lines, nccl_lines, node_state, node_words, stalled_words
+from safelaunch.report.report import (
+    OUTCOMES,
+    beside_next,
+    early_lines,
+    nccl_lines,
+    node_state,
+    node_words,
+    stalled_words,
+)
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
 from safelaunch.system.printable import clean, clean_json
@@ -96,7 +104,8 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
         "victims": verdict.victims,
         "nodes_at_fault": [node_words(node) for node in verdict.nodes_at_fault],
-        "suggestions": verdict.suggestions,
+        "suggestions": beside_next(verdict),
+        "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
         "notes": evidence.notes,
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
@@ -173,8 +182,11 @@ def issue(page: dict[str, Any], verdict: Verdict) -> str:
             "Evidence:",
             *(f"- {_plain(claim.claim)} ({_cell(claim.file)})" for claim in verdict.evidence[:8]),
         ]
-    if verdict.suggestions:
-        lines += ["", "Suggested:", *(f"- {_plain(item)}" for item in verdict.suggestions)]
+    if head["suggestions"]:
+        lines += ["", "Suggested:", *(f"- {_plain(item)}" for item in head["suggestions"])]
+    if head["next"]:
+        why, command = head["next"]
+        lines += ["", f"{_plain(why)}: {_cell(command)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -239,13 +239,17 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
         lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
-    why = verdict.next.why if verdict.next is not None else ""
-    texts = [text for text in verdict.suggestions if not why or not text.startswith(f"{why}: `safelaunch ")]
-    first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in texts[:2]] or [[]]
+    first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in beside_next(verdict)[:2]] or [[]]
     lines += _cut(first, min(_ADVICE_LINES, max(space - len(lines), 1)))
     for advice in second:
         lines += advice if len(lines) + len(advice) + _EVIDENCE_LINES <= space else []
     return list(map(Line, lines))
+
+
+def beside_next(verdict: Verdict) -> list[str]:
+    """The suggestions that the next command does not carry out."""
+    why = verdict.next.why if verdict.next is not None else ""
+    return [text for text in verdict.suggestions if not why or not text.startswith(f"{why}: `safelaunch ")]
 
 
 def _command(step: NextStep | None) -> list[Line]:
@@ -304,7 +308,7 @@ def markdown(
         _md_list("Early looks", early_lines(evidence)),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
-        _md_list("What to do", verdict.suggestions),
+        _md_list("What to do", beside_next(verdict)),
         _md_next(verdict.next),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),

@@ -23,7 +23,7 @@ from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published,
 from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
 from safelaunch.capture import collect, user_source
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
-from safelaunch.capture.parallel import gather
+from safelaunch.capture.parallel import gather_into
 from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import (
@@ -47,6 +47,8 @@ from safelaunch.supervise.node_evidence import collect_node
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
+
+EVIDENCE_DEADLINE_S = 20.0  # of ranks and node, which have shorter ones of their own
 
 Exits = Callable[[], Mapping[int, RankExit]]
 """The ranks that have ended so far, and how."""
@@ -228,7 +230,7 @@ def take_evidence(
             kills_at_start=about.kills_at_start,
         )
 
-    gather([ranks, node], deadline_s=20.0)
+    gather_into(staging, {"ranks": ranks, f"node/{about.host}": node}, deadline_s=EVIDENCE_DEADLINE_S)
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
         seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, staging))
     timeline = timeline.plus("evidence complete")
