@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         show_json(document(checks))
     else:
         shown = display(1, os.environ)
-        show(text(checks, width=min(120, shown.width), colour=shown.color))
+        show(text(checks, width=min(120, shown.width), colour=shown.color), color=shown.color)
     return 1 if worst(checks) == "failed" else 0
 
 
