@@ -49,7 +49,7 @@ EXPECTED = [
     (["status"], 0),
     (["status", "--json"], 0),
     (["status", "ü→"], 2),
-    (["dump"], 1),
+    (["dump", "nosuchü→"], 2),
     (["dump", "ü→"], 2),
     (["diagnose", "ü→"], 0),
     (["diagnose", "ü→", "--json"], 0),
