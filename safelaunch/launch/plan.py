@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safelaunch.beacon import layout
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.torchrun import Torch, launcher
 from safelaunch.settings.config import Settings
@@ -148,6 +149,9 @@ def _environment(
     if settings.watch:
         env.update(injection(around.environ, around.run_dir, around.supervisor_pid))
         env.update(own)
+        env.pop(layout.CHECKS, None)
+        if settings.check_every:
+            env[layout.CHECKS] = str(settings.check_every)
         if around.rank_locks:
             env[LEASES] = os.pathsep.join(around.rank_locks)
     return applied, env

@@ -77,6 +77,8 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "max_stall_s": settings.effective_max_stall_s,
             "on_stall": settings.on_stall,
             "early_look": settings.early_look,
+            "check_every": settings.check_every,
+            "on_inconsistent": settings.on_inconsistent,
             "on_suspect": redactor.said(settings.on_suspect or ""),
             "origins": dict(settings.origins),
         },
