@@ -43,7 +43,7 @@ FAULTS = {
     "missing-sync": (2, r"diverged between steps 6 and 9: rank 0 against rank 1 in .*0\.weight"),
     "bit-flip": (3, r"diverged between steps 6 and 9: rank 2 differs from the others in .*2\.weight"),
     "hsdp-flip": (4, r"diverged between steps 6 and 9: rank 0 against rank 2 in .*0\.weight"),
-    "tp-flip": (3, r"diverged between steps 6 and 9: rank 2 differs from the others in .*0\.weight"),
+    "tp-flip": (4, r"diverged between steps 6 and 9: rank 2 differs from the others in .*0\.weight"),
     "nan": (3, r"not finite on rank 1 since step 7.*one rank diverged"),
     "batch-norm": (2, r"buffers that should be replicas diverged .*5\.running_mean"),
     "loss": (3, r"loss: rank 1 went its own way"),

@@ -50,8 +50,8 @@ function _shtab_safelaunch_using
   test "$_shtab_safelaunch_cmdpath" = "$argv"
 end
 
-set -g _shtab_safelaunch_commands demo exec colaunch presets status dump diagnose doctor gpus completion help
-set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --cluster-key-file --cluster-store --config --duplicate-stderr-filters --duplicate-stdout-filters --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-stall --on-suspect --output --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
+set -g _shtab_safelaunch_commands demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help
+set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --config --duplicate-stderr-filters --duplicate-stdout-filters --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
 
 complete -c safelaunch -e
 complete -c safelaunch -f
@@ -66,6 +66,8 @@ complete -c safelaunch -n _shtab_safelaunch_using -l startup-timeout -x -d 'Allo
 complete -c safelaunch -n _shtab_safelaunch_using -l on-stall -xka "kill restart dump" -d 'After collecting the evidence: end the job (kill), start its ranks again, or let it run (dump) [kill].'
 complete -c safelaunch -n _shtab_safelaunch_using -l no-early-look -d 'Say nothing about a job that is quiet for longer than usual until the stall timeout.'
 complete -c safelaunch -n _shtab_safelaunch_using -l on-suspect -x -d 'Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.'
+complete -c safelaunch -n _shtab_safelaunch_using -l check-every -x -d 'Every N optimizer steps, compare the ranks'"'"' replicas and look for gradients that are not finite [0: never].'
+complete -c safelaunch -n _shtab_safelaunch_using -l on-inconsistent -xka "report dump stop" -d 'When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) [report].'
 complete -c safelaunch -n _shtab_safelaunch_using -l no-watch -d 'Only launch: no beacon, no watchdog, no bundle.'
 complete -c safelaunch -n _shtab_safelaunch_using -l bundle-dir -xka "(__fish_complete_directories)" -d 'Where bundles go [./safelaunch-bundles].'
 complete -c safelaunch -n _shtab_safelaunch_using -l bundle-archive -d 'Also write each bundle as NAME.tar.gz, beside its directory.'
@@ -132,6 +134,8 @@ complete -c safelaunch -n '_shtab_safelaunch_using exec' -l startup-timeout -x -
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-stall -xka "kill restart dump" -d 'After collecting the evidence: end the job (kill), start its ranks again, or let it run (dump) [kill].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-early-look -d 'Say nothing about a job that is quiet for longer than usual until the stall timeout.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-suspect -x -d 'Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.'
+complete -c safelaunch -n '_shtab_safelaunch_using exec' -l check-every -x -d 'Every N optimizer steps, compare the ranks'"'"' replicas and look for gradients that are not finite [0: never].'
+complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-inconsistent -xka "report dump stop" -d 'When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) [report].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-watch -d 'Only launch: no beacon, no watchdog, no bundle.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-dir -xka "(__fish_complete_directories)" -d 'Where bundles go [./safelaunch-bundles].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-archive -d 'Also write each bundle as NAME.tar.gz, beside its directory.'
@@ -189,6 +193,14 @@ complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l ranks -x -d 'of 
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l groups -x -d 'of these process groups only, by name or description: 0,tp (implies --calls)'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l last -x -d 'the last N calls of each rank [50]; 0: all (implies --calls)'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose; and test $_shtab_safelaunch_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a directory, or a bundle'"'"'s .tar.gz'
+complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a reproduce -d 'write a small script that hangs in the same way, from a bundle or from dumps'
+complete -c safelaunch -n '_shtab_safelaunch_using reproduce' -s h -l help -d 'show this help message and exit'
+complete -c safelaunch -n '_shtab_safelaunch_using reproduce' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'where to write the script [standard output]'
+complete -c safelaunch -n '_shtab_safelaunch_using reproduce' -l last -x -d 'make the last N calls of each rank [from a few rounds before the ranks part]'
+complete -c safelaunch -n '_shtab_safelaunch_using reproduce' -l all -d 'make all recorded calls'
+complete -c safelaunch -n '_shtab_safelaunch_using reproduce' -l ranks -d 'with the fewest ranks that lead to the same verdict'
+complete -c safelaunch -n '_shtab_safelaunch_using reproduce' -l shrink -d 'with small tensors; sizes that differ stay different'
+complete -c safelaunch -n '_shtab_safelaunch_using reproduce; and test $_shtab_safelaunch_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a bundle, its .tar.gz, or a folder of Flight Recorder dumps'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a doctor -d 'check whether safelaunch can watch jobs here'
 complete -c safelaunch -n '_shtab_safelaunch_using doctor' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using doctor' -l json -d 'print one JSON document'
@@ -201,5 +213,5 @@ complete -c safelaunch -n '_shtab_safelaunch_using completion' -s h -l help -d '
 complete -c safelaunch -n '_shtab_safelaunch_using completion; and test $_shtab_safelaunch_npos -eq 0' -ka "bash zsh fish" -d 'bash, zsh, fish'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a help -d 'show this help, or that on a subcommand'
 complete -c safelaunch -n '_shtab_safelaunch_using help' -s h -l help -d 'show this help message and exit'
-complete -c safelaunch -n '_shtab_safelaunch_using help; and test $_shtab_safelaunch_npos -eq 0' -ka "demo exec colaunch presets status dump diagnose doctor gpus completion help torchrun" -d which
+complete -c safelaunch -n '_shtab_safelaunch_using help; and test $_shtab_safelaunch_npos -eq 0' -ka "demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help torchrun" -d which
 complete -c safelaunch -n '_shtab_safelaunch_using' -F
