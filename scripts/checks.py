@@ -156,7 +156,8 @@ def read_first_word(files: Sequence[Path]) -> Found:
 def read_reproductions(files: Sequence[Path]) -> Found:
     rows = json.loads(files[0].read_text())
     wrong = [row for row in rows if row["why_not"]]
-    seen = f"{len(rows) - len(wrong)} of {len(rows)}"
+    in_part = sum(bool(row["in_part"]) for row in rows)
+    seen = f"{len(rows) - len(wrong) - in_part} of {len(rows)}" + (f", {in_part} in part" if in_part else "")
     what = "scripts of `reproduce`, from bundles of the zoo and generated dumps: the same ranks and cause"
     return Found(seen, ("", "seen"), ((what, seen), *((f"– {row['name']}", row["why_not"][:120]) for row in wrong)))
 

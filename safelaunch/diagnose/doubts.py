@@ -75,6 +75,11 @@ class Doubt(Enum):
         1,
         "Several ranks went another way, and nothing sets them apart: each may have drawn for itself.",
     )
+    RANK_AND_MORE = (
+        "others",
+        2,
+        "Several ranks went another way, by a condition that asks for the rank and for what their records do not tell.",
+    )
     PATTERN_BY_CHANCE = (
         "others",
         1,

@@ -90,12 +90,17 @@ def unless_drawn(facts: Facts, finding: Finding) -> Finding:
     data of its own.
 
     The numbers of those on either side are then no property of theirs, and the next run has others. What is wrong is
-    the decision, which all ranks make at one line. Unless a rank says itself why it is where it is.
+    the decision, which all ranks make at one line. Unless a rank says itself why it is where it is, or came to its call
+    by a condition that asks for the rank: then the decision is the rank's, whatever else it asks for.
     """
     if Doubt.NO_PATTERN not in finding.doubts or finding.cause != "collective-mismatch":
         return finding
     if any(says_why(facts, one.rank) for one in finding.culprits):
         return finding
+    named = {one.rank for one in finding.culprits}
+    if any(named.issuperset(one.ranks) for one in finding.partings):
+        doubts = (Doubt.RANK_AND_MORE if one is Doubt.NO_PATTERN else one for one in finding.doubts)
+        return replace(finding, doubts=tuple(doubts))
     text = f"{finding.summary} {_DRAWN}"
     return replace(finding, summary=text, culprits=(), signs=finding.signs | {"drawn"})
 

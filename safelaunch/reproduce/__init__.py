@@ -13,6 +13,8 @@ from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, Verdict
 from safelaunch.reading.source import ReadSource
+from safelaunch.reproduce.places import records_tell
+from safelaunch.reproduce.program import Program
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.recorded import Extent
 from safelaunch.reproduce.smaller import is_large, with_fewest_ranks, with_small_tensors
@@ -21,6 +23,7 @@ from safelaunch.reproduce.text import Head, script
 __all__ = ["Extent", "Reproduction", "Wish", "reproduction_of"]
 
 
+_MANY = 100_000  # entries of all ranks
 _TOO_LARGE = "Tensors are smaller, as some were too large for any machine; sizes that differ stay different."
 
 
@@ -57,7 +60,7 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
     if wish.fewest:
         evidence, kept = with_fewest_ranks(evidence, verdict, read_source)
         verdict = diagnose(evidence, read_source)
-    program = program_of(Facts.of(evidence, read_source), wish.extent)
+    program = _program(Facts.of(evidence, read_source), wish.extent)
     if is_large(program):
         program = replace(program, notes=(*program.notes, _TOO_LARGE))
     if wish.shrink or is_large(program):
@@ -74,6 +77,17 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
         notes=written.notes,
         replays=any(one.calls or one.end.kind != "stands" for one in program.ranks.values()),
     )
+
+
+def _program(facts: Facts, extent: Extent) -> Program:
+    """With as few rounds before the parting as lead to the verdict that all of them do."""
+    program = program_of(facts, extent)
+    size = sum(len(record.entries) for record in facts.alignment.records.values())
+    if extent != Extent() or size > _MANY:
+        return program
+    wanted = records_tell(program_of(facts, Extent(everything=True)))
+    longer = (program_of(facts, Extent(rounds=rounds)) for rounds in (6, 12))
+    return next((one for one in (program, *longer) if records_tell(one) == wanted), program)
 
 
 def _head(verdict: Verdict, kept: Sequence[int] | None, wish: Wish) -> Head:

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from safelaunch.diagnose import diagnose
 from safelaunch.model import Collective, Evidence, FlightRecord, Frame, RankEvidence
+from safelaunch.reproduce.families import in_families
 from safelaunch.reproduce.fold import Node, done
 from safelaunch.reproduce.program import Program
 
@@ -35,6 +36,22 @@ def places_matter(program: Program, nodes: Sequence[Node]) -> bool:
         return numbers["item", steps[rank][at].item]
 
     return _verdict(program, line_of) != _verdict(program, line_of_item)
+
+
+def records_tell(program: Program) -> tuple[str, list[int]]:
+    """Cause and culprits by the records alone that the script leaves, if it makes equal calls from one line.
+
+    Of threads nothing is told: each is a program of its own.
+    """
+    if any(one.sides for one in program.ranks.values()):
+        return "", []
+    named, _ = in_families(program)
+    numbers: dict[object, int] = {}
+
+    def line_of(rank: int, at: int) -> int:
+        return numbers.setdefault(named.ranks[rank].calls[at], len(numbers) + 1)
+
+    return _verdict(named, line_of)
 
 
 def _verdict(program: Program, line_of: Callable[[int, int], int]) -> tuple[str, list[int]]:

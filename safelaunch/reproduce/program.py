@@ -15,6 +15,7 @@ Sizes = tuple[tuple[int, ...], ...]
 
 WORLD = "0"  # the default group
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+OBJECTS = "broadcast_object_list"  # ``sizes``: how many objects, and how long they are, pickled
 TRANSFERS = frozenset({"send", "recv"})
 # gloo's root or leaf is done with these as soon as its data has left, or the data has come: it waits for nobody else.
 EAGER = frozenset({"broadcast", "reduce", "gather", "scatter"})
@@ -24,9 +25,11 @@ EAGER = frozenset({"broadcast", "reduce", "gather", "scatter"})
 class Call:
     """One call of torch.distributed. ``op``: the function's name; ``batch`` for ``batch_isend_irecv`` of ``parts``.
 
-    ``sizes``: of the tensors that the rank gives, or, where only the root gives some (scatter), gets. ``gets``: of
-    those that it gets in an ``all_to_all``. ``waited_for`` False: the rank went on before the call was over. ``site``:
-    the user's line.
+    - ``sizes``: of the tensors that the rank gives, or, where only the root gives some (scatter), gets
+    - ``gets``: of those that it gets in an ``all_to_all``
+    - ``other_roots``: ranks of the world that name another root, and which
+    - ``waited_for`` False: the rank went on before the call was over
+    - ``site``: the user's line
     """
 
     op: str
@@ -35,6 +38,7 @@ class Call:
     dtypes: tuple[str, ...] = ()
     gets: Sizes = ()
     root: int | None = None
+    other_roots: tuple[tuple[int, int], ...] = ()
     peer: int | None = None
     tag: int = 0
     waited_for: bool = True

@@ -13,7 +13,7 @@ from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.transfers import is_root
 from safelaunch.model import UNKNOWN_SIZES, Collective, format_ranks
 from safelaunch.reproduce.gloo import FUNCTIONS
-from safelaunch.reproduce.program import ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram, Side
+from safelaunch.reproduce.program import OBJECTS, ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram, Side
 from safelaunch.reproduce.recorded import Extent, Recorded, recorded
 from safelaunch.reproduce.threads import SideThread, threads_of
 
@@ -62,6 +62,8 @@ class _Reader:
         self._calls = recorded(facts, extent)
         self._roots = _Roots(facts, self._calls)
         self._notes: dict[str, None] = {}
+        every = (one.entry for calls in self._calls.values() for one in calls)
+        self._sizes_of_objects = {(one.group, one.seq): one.input_sizes for one in every if _passes_objects(one)}
         self._default = {name for name in facts.alignment.groups() if self._is_default(name)} | {WORLD, ""}
 
     def program(self) -> Program:
@@ -192,6 +194,26 @@ class _Reader:
                 found.append(_Made(batch, tuple(one.entry for one in together)))
             else:
                 found += [_Made(call, (one.entry,)) for call, one in zip(made, together, strict=True)]
+        return self._with_objects(found)
+
+    def _with_objects(self, made: Sequence[_Made]) -> list[_Made]:
+        """``broadcast_object_list`` calls a broadcast of the sizes, and one of the objects: as one call."""
+        found: list[_Made] = []
+        is_second = False
+        for one in made:
+            passes = one.call.op == "broadcast" and _passes_objects(one.entries[0])
+            if passes and is_second:
+                first = found.pop()
+                found.append(_Made(first.call, (*first.entries, *one.entries)))
+            elif passes:
+                sizes = (
+                    *one.call.sizes,
+                    *self._sizes_of_objects.get((one.entries[0].group, one.entries[0].seq + 1), ()),
+                )
+                found.append(_Made(replace(one.call, op=OBJECTS, sizes=sizes, dtypes=()), one.entries))
+            else:
+                found.append(one)
+            is_second = passes and not is_second
         return found
 
     def _borrowed(self, rank: int) -> list[_Made]:
@@ -224,7 +246,8 @@ class _Reader:
             site=self._facts.alignment.stack(rank, entry).user_frame,
         )
         if op in ROOTED:
-            call = replace(call, root=self._roots.of(rank, one))
+            root, others = self._roots.of_all(one)
+            call = replace(call, root=root, other_roots=others)
         if one.transfer is not None:
             call = replace(call, peer=self._place_in_group(entry.group, one.transfer.peer))
         return call
@@ -290,6 +313,10 @@ def _functions_of(entry: Collective) -> set[str]:
     return {FUNCTIONS[name] for name in names if name in FUNCTIONS}
 
 
+def _passes_objects(entry: Collective) -> bool:
+    return any(frame.function == OBJECTS for frame in entry.frames)
+
+
 def _left(made: Iterable[_Made]) -> tuple[Call, ...]:
     return tuple(one.as_left for one in made)
 
@@ -337,6 +364,7 @@ class _Roots:
                 if _functions_of(one.entry) & ROOTED:
                     self._there.setdefault(one.key, {})[rank] = one.entry
         self._assumed = self._deduced = 0
+        self._found: dict[object, tuple[int, tuple[tuple[int, int], ...]]] = {}
         self._usual: dict[object, int] = {}  # the place of the root, by the line of a call that is not over
         for rank, made in calls.items():
             for one in made:
@@ -348,6 +376,15 @@ class _Roots:
             yield "Roots are not recorded: of calls that are over, one is assumed."
         if self._deduced:
             yield "The root of a call that hangs is one that those who wait in it can wait for."
+
+    def of_all(self, one: Recorded) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The root that most of those name who are in the call, and the others that are named, with who does."""
+        if one.key not in self._found:
+            roots = {rank: self.of(rank, one) for rank in self._there[one.key]}
+            usual, _ = Counter(roots.values()).most_common(1)[0]
+            others = tuple((rank, root) for rank, root in sorted(roots.items()) if root != usual)
+            self._found[one.key] = (usual, others)
+        return self._found[one.key]
 
     def of(self, rank: int, one: Recorded) -> int:
         ranks = sorted(self._facts.alignment.ranks_of(one.entry.group))

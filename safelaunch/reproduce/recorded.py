@@ -16,18 +16,20 @@ from safelaunch.diagnose.transfers import Transfer
 from safelaunch.model import Collective
 
 _LONGEST_ROUND = 256
-_ROUNDS = 3  # whole rounds before the parting
-_FEW = 6  # calls before the parting, where they do not repeat
+_FEW = 2  # calls before the parting in place of a round, where they do not repeat
 
 Meeting = tuple[Hashable, ...]  # what a collective, or a send and its receive, have in common on all ranks
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to keep: all that is recorded, the ``last`` calls of each rank, or what shows how they part."""
+    """How much to keep: all that is recorded, the ``last`` calls of each rank, or what shows how they part: from so
+    many ``rounds`` before.
+    """
 
     everything: bool = False
     last: int | None = None
+    rounds: int = 3
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _begin(facts: Facts, rank: int, calls: Sequence[Recorded], extent: Extent) -
     apart = next((at for at, one in enumerate(calls) if one.place >= parted.get(one.meeting, one.place + 1)), None)
     apart = len(calls) if apart is None else apart
     undone = next((at for at, one in enumerate(calls) if not one.entry.completed), len(calls))
-    return _rounds_before(calls, min(apart, undone, _shifted(facts, rank, calls)))
+    return _rounds_before(calls, min(apart, undone, _shifted(facts, rank, calls)), extent.rounds)
 
 
 def _in_step(begins: Mapping[int, int], every: Mapping[int, Sequence[Recorded]]) -> dict[int, int]:
@@ -141,7 +143,7 @@ def _parted(facts: Facts) -> dict[Meeting, int]:
     found: dict[Meeting, int] = {}
     for group in facts.alignment.groups():
         parted = facts.histories.in_group(group).parted
-        last = min(facts.alignment.last(rank, group) for rank in _recording(facts, group))
+        last = min((facts.alignment.last(rank, group) for rank in _recording(facts, group)), default=0)
         found[(group,)] = min(last + 1, parted) if parted is not None else last + 1
     return found
 
@@ -151,16 +153,16 @@ def _recording(facts: Facts, group: str) -> list[int]:
     return [rank for rank in members if rank in facts.alignment.records]
 
 
-def _rounds_before(calls: Sequence[Recorded], end: int) -> int:
+def _rounds_before(calls: Sequence[Recorded], end: int, rounds: int) -> int:
     """Where the last few whole rounds before ``end`` begin; the last few calls, where none repeat."""
     codes = [(signature(one.entry), one.entry.group, one.entry.frames) for one in calls[:end]]
     for period in range(1, min(_LONGEST_ROUND, end // 2) + 1):
         if codes[end - period : end] == codes[end - 2 * period : end - period]:
             begin = end - 2 * period
-            while end - begin < _ROUNDS * period and codes[begin - period : begin] == codes[begin : begin + period]:
+            while end - begin < rounds * period and codes[begin - period : begin] == codes[begin : begin + period]:
                 begin -= period
             return begin
-    return max(0, end - _FEW)
+    return max(0, end - _FEW * rounds)
 
 
 def _first_kept(calls: Sequence[Recorded], begin: int) -> Mapping[Meeting, int]:

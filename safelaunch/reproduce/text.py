@@ -19,10 +19,12 @@ from safelaunch.reproduce import fold
 from safelaunch.reproduce.families import Families, in_families
 from safelaunch.reproduce.gloo import types_of
 from safelaunch.reproduce.places import places_matter
-from safelaunch.reproduce.program import TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
+from safelaunch.reproduce.program import OBJECTS, TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
 
 _WIDTH = 118
 _INDENT = "    "
+_PICKLED = 64  # bytes that pickling adds, about
+_MOST_OBJECTS = 64
 _FOREVER = "time.sleep(86_400)"
 # How a rank stands that waits for nobody, where a line of the standard library stands so as well.
 _STANDS = {
@@ -283,16 +285,27 @@ class _Writer:
     def _ends(self, call: Call) -> Iterator[str]:
         prefix = "group_" if call.group != WORLD else ""
         if call.root is not None:
-            yield f"{prefix}{'dst' if call.op in ('reduce', 'gather') else 'src'}={call.root}"
+            yield f"{prefix}{'dst' if call.op in ('reduce', 'gather') else 'src'}={self._root(call)}"
         if call.peer is not None:
-            yield f"{prefix}{'dst' if call.op == 'send' else 'src'}={call.peer}"
+            yield f"{'dst' if call.op == 'send' else 'src'}={_peer(call)}"
         if call.tag:
             yield f"tag={call.tag}"
+
+    def _root(self, call: Call) -> str:
+        text = str(call.root)
+        for root in dict.fromkeys(root for _, root in call.other_roots):
+            ranks = frozenset(rank for rank, its in call.other_roots if its == root)
+            text = f"{root} if {self._condition(ranks)} else {text}"
+        return text
 
     def _tensors(self, call: Call) -> Iterator[str]:
         count = self._count(call.group)
         given = [self._zeros(size, call) for size in call.sizes]
         if call.op in ("barrier", "new_group"):
+            return
+        if call.op == OBJECTS:
+            first = f"bytes({max(0, _numel(call.sizes[1:]) - _PICKLED)})" if len(call.sizes) > 1 else "None"
+            yield f"[{', '.join([first, *['None'] * (min(_numel(call.sizes[:1]), _MOST_OBJECTS) - 1)])}]"
             return
         if call.op == "all_reduce" and len(given) > 1:
             yield f"[{', '.join(given)}]"
@@ -306,7 +319,8 @@ class _Writer:
         elif call.op in ("gather", "scatter"):
             several = f"[{given[0]} for _ in range({count})]"
             me = "rank" if call.group == WORLD else f"dist.get_rank({call.group})"
-            yield from (given[0], f"{several} if {me} == {call.root} else None")
+            root = f"({self._root(call)})" if call.other_roots else str(call.root)
+            yield from (given[0], f"{several} if {me} == {root} else None")
         elif call.op == "all_to_all":
             yield from self._exchange(call, count)
         else:
@@ -328,7 +342,7 @@ class _Writer:
     def _batch(self, call: Call) -> list[str]:
         ops = []
         for part in call.parts:
-            where = f"group={part.group}, group_peer={part.peer}" if part.group != WORLD else f"{part.peer}"
+            where = f"{_peer(part)}, {part.group}" if part.group != WORLD else f"{part.peer}"
             tag = f", tag={part.tag}" if part.tag else ""
             kind = "dist.isend" if part.op == "send" else "dist.irecv"
             ops.append(f"{_INDENT}dist.P2POp({kind}, {self._zeros(part.sizes[0], part)}, {where}{tag}),")
@@ -340,6 +354,11 @@ class _Writer:
 
     def _count(self, group: str) -> int:
         return len(self._families[group][0]) if group != WORLD else self._program.world_size
+
+
+def _peer(call: Call) -> str:
+    """A rank of the world: a stack then tells whom the call waits for, where gloo records nothing of it."""
+    return f"dist.get_global_rank({call.group}, {call.peer})" if call.group != WORLD else str(call.peer)
 
 
 def _numel(sizes: Sizes) -> int:

@@ -41,7 +41,11 @@ VARIANTS = ("no stacks", "sends, no stacks", "window, no stacks")
 
 @dataclass(frozen=True)
 class Replay:
-    """One reproduction. ``recorded`` and ``found``: cause and ranks at fault. ``why_not``: empty where they agree."""
+    """One reproduction. ``recorded`` and ``found``: cause and ranks at fault. ``why_not``: empty where they agree.
+
+    ``in_part``: it hangs, and some of the same ranks are named. More can't be asked where NCCL's records of sends have
+    decided: gloo records none.
+    """
 
     name: str
     recorded: tuple[str, tuple[int, ...]]
@@ -49,6 +53,7 @@ class Replay:
     ranks: int
     lines: int
     why_not: str = ""
+    in_part: str = ""
 
 
 def of_zoo(name: str, culprit: int, scratch: Path) -> tuple[Evidence, Verdict]:
@@ -96,7 +101,9 @@ def replay(name: str, evidence: Evidence, scratch: Path, wish: Wish = Wish()) ->
     verdict = result.verdict
     found = (verdict["cause"], tuple(one["rank"] for one in verdict["culprits"]))
     why = difference(made, verdict["outcome"], found)
-    return Replay(name, recorded, found, made.world_size, lines, why and f"{why}: {verdict['summary']}")
+    shares = "send(" in made.text and bool(set(found[1]) & set(made.culprits))
+    why = why and f"{why}: {verdict['summary']}"
+    return Replay(name, recorded, found, made.world_size, lines, "" if shares else why, why if shares else "")
 
 
 def difference(made: Reproduction, outcome: str, found: tuple[str, tuple[int, ...]]) -> str:

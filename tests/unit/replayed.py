@@ -144,6 +144,9 @@ class _Dist:
     def get_rank(self, group: tuple[int, ...] | None = None) -> int:
         return self._rank.number if group is None else group.index(self._rank.number)
 
+    def get_global_rank(self, group: tuple[int, ...], place: int) -> int:
+        return group[place] if group is not None else -1
+
     def new_group(self, ranks: Sequence[int] = ()) -> tuple[int, ...]:
         return tuple(ranks) or tuple(range(self._rank.world))
 
@@ -152,8 +155,8 @@ class _Dist:
         assert len(seen) == len(set(seen)), "torch refuses a rank in two of them"
         return next((tuple(ranks) for ranks in lists if self._rank.number in ranks), None), None
 
-    def P2POp(self, op: str, tensor: Tensor, peer: int | None = None, **more: Any) -> Called:
-        return self._called(op, (tensor,), {"group_src": more.get("group_peer", peer), **more})
+    def P2POp(self, op: str, tensor: Tensor, peer: int, group: Any = None, **more: Any) -> Called:
+        return self._called(op, (tensor,), {"src": peer, "group": group, **more})
 
     def batch_isend_irecv(self, ops: Sequence[Called]) -> list[_Work]:
         self._rank.calls += ops
@@ -168,7 +171,7 @@ class _Dist:
 
     def _called(self, name: str, given: Sequence[Any], more: dict[str, Any]) -> Called:
         ranks = more.get("group") or tuple(range(self._rank.world))
-        if self._rank.number not in ranks:
+        if self._rank.number not in ranks or -1 in more.values():
             self._rank.stop("beyond")()  # it would be stuck in an earlier call
         tensors = [one for each in given for one in (each if isinstance(each, list) else [each]) if one is not None]
         ends = [value for key, value in more.items() if key in ("src", "dst", "group_src", "group_dst")]
@@ -178,7 +181,7 @@ class _Dist:
             ranks=ranks,
             tensors=tuple(tensors),
             root=ends[0] if ends and not is_transfer else None,
-            peer=ends[0] if ends and is_transfer else None,
+            peer=ranks.index(ends[0]) if ends and is_transfer else None,
             tag=more.get("tag", 0),
             waited_for=not more.get("async_op") and name not in ("isend", "irecv"),
         )

@@ -92,7 +92,11 @@ def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() 
 
 
 def verdict_of_odd(
-    odd: set[int], world: int = 8, groups: dict[str, tuple[int, ...]] | None = None, handling: str = ""
+    odd: set[int],
+    world: int = 8,
+    groups: dict[str, tuple[int, ...]] | None = None,
+    handling: str = "",
+    source: str = "",
 ) -> Verdict:
     """Of a job in which ``odd`` ranks wait in an all_gather, the others in an all_reduce.
 
@@ -110,7 +114,8 @@ def verdict_of_odd(
     ]
     if handling:
         ranks = [in_handler(one, handling) if n in odd else one for n, one in enumerate(ranks)]
-    return diagnose(job(*ranks))
+    text = "\n" * 39 + source
+    return diagnose(job(*ranks), lambda path: text if source and path == SCRIPT else None)
 
 
 def in_handler(one: RankEvidence, exception: str) -> RankEvidence:
@@ -161,6 +166,13 @@ def test_ranks_that_say_themselves_why_are_named_without_a_pattern() -> None:
     verdict = verdict_of_odd({1, 4, 6}, handling="ValueError")
     assert [one.rank for one in verdict.culprits] == [1, 4, 6]
     assert "ValueError: a bad batch" in verdict.summary
+
+
+def test_ranks_that_a_condition_on_the_rank_lets_through_are_named_without_a_pattern() -> None:
+    """Also where it asks for more, and so cannot be evaluated: but not surely."""
+    verdict = verdict_of_odd({1, 4, 6}, source="if due and rank in those:\n    gather()\n")
+    assert ([one.rank for one in verdict.culprits], verdict.confidence) == ([1, 4, 6], "low")
+    assert not verdict_of_odd({1, 4, 6}, source="if random() < 0.1:\n    gather()\n").culprits
 
 
 @pytest.mark.parametrize(("odd", "named"), [({3}, [3]), ({0, 1}, [0, 1]), ({1, 4, 6}, [])])

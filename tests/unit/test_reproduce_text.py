@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,38 @@ def test_a_block_of_broadcasts_has_a_root(tmp_path: Path) -> None:
     text = of_dumps(tmp_path, pair)
     assert replayed(text, 2)[0].calls[0].root == 0
     assert "is replayed as all_reduce." in text
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_damaged_dumps_lead_to_a_script_all_the_same(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    values = [
+        "\n import os",
+        '"""',
+        -1,
+        1 << 47,
+        [],
+        [[-5]],
+        None,
+        True,
+        "nccl:send 1->0",
+        "nccl:coalesced",
+        "x\n1",
+        [["a"]],
+    ]
+    four = recorders(4, {"1": (0, 1), "2": (2, 3)})
+    for one in four:
+        group = "1" if one.rank < 2 else "2"
+        for _ in range(3):
+            one.collective(group=group).collective("broadcast").batch([Op("send", peer=(one.rank + 1) % 4)])
+        one.collective(dice.choice(["reduce", "gather", "scatter", "all_to_all", "odd"]), state="started")
+        for _ in range(3):
+            entry = dice.choice(one.entries)
+            entry[dice.choice(list(entry))] = dice.choice(values)
+    evidence = locate.read(write(tmp_path, four, as_json=True)).evidence
+    for wish in (Wish(), ALL, Wish(Extent(last=2), fewest=True, shrink=True)):
+        tree = ast.parse(reproduction_of(evidence, wish).text)
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert texts <= {"gloo", "RANK"}
