@@ -89,7 +89,7 @@ def check_consistent(subject: Any, group: Any = None) -> Consistency:
         if len(sides) > 1:
             differing[name] = tuple(map(tuple, sorted(sides.values(), key=len, reverse=True)))
     rows = [(name, " | ".join(", ".join(map(str, side)) for side in sides)) for name, sides in differing.items()]
-    title = f"{len(differing)} of {len(names)} tensors differ" if differing else f"all {len(names)} tensors are equal"
+    title = f"{len(differing)} of {len(names)} tensors differ between ranks"
     _table(title, ("tensor", "ranks that agree"), rows)
     return Consistency(len(names), differing)
 
@@ -147,7 +147,7 @@ def mesh(device_mesh: Any) -> Mesh:
         (name, str(size), " ".join(str(list(one)) for one in groups[name]))
         for name, size in zip(names, ranks.shape, strict=True)
     ]
-    _table(" x ".join(map(str, ranks.shape)) + " mesh", ("dimension", "size", "groups"), rows)
+    _table("mesh of " + " x ".join(map(str, ranks.shape)), ("dimension", "size", "groups"), rows)
     return Mesh(tuple(ranks.shape), names, tuple(device_mesh.get_coordinate() or ()), groups)
 
 
@@ -178,12 +178,11 @@ def _placement(name: str, tensor: Any) -> Placement:
 
 
 def _digest(tensor: Any) -> str:
+    import ctypes
     import hashlib
 
-    import torch
-
     here = _local(tensor.detach()).cpu().contiguous()
-    data = bytes(here.reshape(-1).view(torch.uint8).untyped_storage()) if here.numel() else b""
+    data = ctypes.string_at(here.data_ptr(), here.numel() * here.element_size()) if here.numel() else b""
     return hashlib.blake2b(f"{here.dtype} {tuple(here.shape)}".encode() + data, digest_size=16).hexdigest()
 
 

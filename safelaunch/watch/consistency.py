@@ -26,6 +26,7 @@ class Comparison:
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[int, dict[int, Check]]] = {}
+        self._members: dict[str, set[int]] = {}  # by series, the ranks that have it
         self._equal: dict[str, int] = {}  # by series, the last position at which all replicas agreed
         self._finite: dict[str, int] = {}
         self._losses: dict[int, list[tuple[int, float]]] = {}
@@ -44,6 +45,7 @@ class Comparison:
         """Adds what one rank has computed."""
         for check in checks:
             series = self._waiting.setdefault(check.about.key, {})
+            self._members.setdefault(check.about.key, set()).add(check.rank)
             series.setdefault(check.position, {})[check.rank] = check
             for old in sorted(series)[:-KEPT]:
                 del series[old]
@@ -75,8 +77,9 @@ class Comparison:
 
     def _is_complete(self, key: str, position: int, here: Sequence[int]) -> bool:
         checks = self._waiting[key][position]
-        expected = {rank for one in checks.values() for group in one.about.groups for rank in group} & set(here)
-        return set(checks) >= (expected or set(here))
+        replicas = {rank for one in checks.values() for group in one.about.groups for rank in group}
+        expected = (replicas or set(here)) | self._members[key]
+        return set(checks) >= expected & set(here)
 
     def _compare(self, key: str, position: int, checks: Mapping[int, Check], unix_s: float) -> list[Inconsistency]:
         result = []

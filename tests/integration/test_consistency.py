@@ -37,3 +37,11 @@ def test_a_healthy_job_is_told_what_was_compared(tmp_path: Path) -> None:
     assert result.code == 0, result.stderr
     assert "nothing inconsistent: " in result.stderr and "wrong result" not in result.stderr
     assert "tensors known to be replicated" in result.stderr
+
+
+@pytest.mark.rare
+def test_probes_return_records_and_print_once(tmp_path: Path) -> None:
+    with Job(["--nproc-per-node=2", PROGRAMS / "probing.py"], tmp_path) as job:
+        result = job.wait()
+    assert result.code == 0, result.stderr
+    assert result.stdout.count("1 of 7 tensors differ") == 1
