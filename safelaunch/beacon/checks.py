@@ -257,6 +257,11 @@ def _largest(torch: Any, tensors: list[Any], device: Any) -> Any:
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     known = [n for n, one in enumerate(tensors) if one is not None and one.numel() and one.dtype in floats]
     result = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+    if known and all(tensors[number].device.type == "cpu" for number in known) and device.type == "cpu":
+        # Many times faster there than the norm, of which each device has one kernel for all tensors.
+        ends = [torch.stack(tensors[number].detach().aminmax()).double() for number in known]
+        result[known] = torch.stack(ends).abs_().amax(1)
+        return result
     by_device: dict[Any, list[int]] = {}
     for number in known:
         by_device.setdefault((tensors[number].device, tensors[number].dtype), []).append(number)
