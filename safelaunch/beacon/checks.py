@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MIX = -1640531527  # 2^32 divided by the golden ratio, as a signed word
 PIECE = 1 << 20  # elements that are mixed at once: bounds the memory that a check takes
+LARGE = 4096  # elements: tensors that have more on average are summed one by one
 MOST_SERIES = 8
 LARGEST_FILE = 4 << 20
 
@@ -244,8 +245,9 @@ class _Prints:
             mixed = bits * MIX
             mixed ^= mixed >> 15
             mixed *= MIX
-            if len(parts) == 1:
-                sums = mixed.sum(dtype=torch.int64).reshape(1)
+            if len(parts) * LARGE < mixed.numel():
+                sizes = [end - begin for _, begin, end in batch]
+                sums = torch.stack([one.sum(dtype=torch.int64) for one in mixed.split(sizes)])
             else:
                 sums = mixed.cumsum(0, dtype=torch.int64)[ends].diff(prepend=ends.new_zeros(1))
             result.index_add_(0, owners.to(device), sums.to(device))
@@ -540,7 +542,10 @@ def _sentinel(torch: Any, tracker: Any, parameter: Any) -> Callable[[Any], None]
         try:
             here, watched = tracker(), parameter()
             if here is not None and not (torch.compiler.is_compiling() or _is_capturing(torch)):
-                here.saw(gradient.detach().abs().amax(), first=watched is None or watched.grad is None)
+                here.saw(
+                    torch.linalg.vector_norm(gradient.detach(), float("inf")),
+                    first=watched is None or watched.grad is None,
+                )
         except Exception:
             _failed()
 
