@@ -43,6 +43,8 @@ _LAZY = (
     "SafelaunchError",
     "UsageError",
     "Verdict",
+    "diagnose",
+    "launch",
 )
 __all__ = [
     "BundlePlace",
@@ -87,22 +89,14 @@ def __dir__() -> list[str]:
 class _Package(type(_sys)):  # type: ignore[misc]  # the class of modules
     """Keeps ``launch`` and ``diagnose`` the functions, although packages of ours have these names too.
 
-    The import system sets a package as an attribute of its parent.
+    The import system sets a package as an attribute of its parent: that is left out here. Where a test replaces one of
+    the functions, it is replaced. Of what is in the packages, say ``from safelaunch.diagnose import rules``: ``import
+    safelaunch.diagnose.rules as rules`` asks the function.
     """
 
-    @property
-    def launch(self) -> _Any:
-        return _api("launch")
-
-    @launch.setter
-    def launch(self, package: object) -> None: ...
-
-    @property
-    def diagnose(self) -> _Any:
-        return _api("diagnose")
-
-    @diagnose.setter
-    def diagnose(self, package: object) -> None: ...
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in ("launch", "diagnose") and isinstance(value, type(_sys))):
+            super().__setattr__(name, value)
 
 
 _sys.modules[__name__].__class__ = _Package

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from safelaunch import errors
@@ -279,9 +280,19 @@ class _Supervisor:
     def finish(self, *, failed: bool) -> Done:
         """Tells it that no rank is left, and waits until everything is written."""
         self._say(Ended(failed))
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)  # if somebody has stopped it, we would wait for ever
         while self._done is None and (message := self._line.wait()) is not None:
             if isinstance(message, Done):
                 self._done = message
         self._line.close()
         self._process.wait()
+        if self._done is None:
+            self._clean_up()
         return self._done or Done()
+
+    def _clean_up(self) -> None:
+        """After a supervisor that was killed, which is its own way to say nothing and to remove nothing."""
+        say(f"the supervisor of this job ended with {self._process.returncode} before it: the rest went unwatched")
+        if self._run_dir:
+            rmtree(self._run_dir, ignore_errors=True)

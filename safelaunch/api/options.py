@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     on_suspect: str
     check_every: int
     on_inconsistent: Literal["report", "dump", "stop"]
+    pg_timeout: Seconds  # "10m!": of all groups
     watch: bool
     bundle_dir: Text
     bundle_archive: bool

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CHECKS = f"{__package__}.checks"  # not imported unless asked for
+C10D = "torch.distributed.distributed_c10d"
+
 _owner = 0  # pid of the process that installed the beacon; a forked child's differs
 
 
@@ -91,7 +93,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: os.register_at_fork(after_in_child=_after_fork),
         lambda: _check_values(base, env.get(layout.CHECKS, "")),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
-        lambda: imports.after_import("torch.distributed.distributed_c10d", lambda _: _torch_distributed(base)),
+        lambda: imports.after_import(C10D, lambda c10d: _torch_distributed(c10d, base, env)),
         lambda: _watch_under_exec(run_dir, env),
     ):
         log.guarded(step)()
@@ -140,9 +142,11 @@ def _check_values(base: str, every: str) -> None:
 
 
 @log.guarded
-def _torch_distributed(base: str) -> None:
+def _torch_distributed(c10d: Any, base: str, env: Mapping[str, str]) -> None:
     marks.set_state(layout.TORCH)
-    from . import server
+    from . import group_timeout, server
+
+    log.guarded(group_timeout.apply)(c10d, env.get("SAFELAUNCH_GROUP_TIMEOUT", ""))
 
     if server.start(base + layout.SERVER_SUFFIX):
         marks.set_server_up()

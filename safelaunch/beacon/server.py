@@ -25,6 +25,7 @@ MOST_MEMBERS = 200_000  # of all groups together
 MOST_FRAMES = 32
 MOST_POSTED = 256
 MOST_LOADERS = 8
+MOST_CHARACTERS = 200  # of a description
 _OPTIMIZED = 0x1  # a function's own variables, and no module's
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
@@ -68,6 +69,8 @@ def _told() -> bytes:
         with contextlib.suppress(Exception):  # objects that look like c10d's, and are none
             told["posted"] = _posted()
         with contextlib.suppress(Exception):
+            told["called"] = _descriptions()
+        with contextlib.suppress(Exception):
             told["batches"] = _batches()
         return json.dumps(told).encode()
     except Exception:  # another torch, or a class with tricks
@@ -86,6 +89,14 @@ def _groups() -> tuple[dict[str, list[int]], int | None]:
         if group in names and left >= 0:
             found[str(names[group])] = sorted(members, key=members.__getitem__)
     return found, int(world.group_count)
+
+
+def _descriptions() -> dict[str, str]:
+    """Name → description of each process group that has one: ``mesh_tp`` is a DeviceMesh's dimension ``tp``."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    names = dict(world.pg_names) if world is not None else {}
+    found = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
+    return {name: text[:MOST_CHARACTERS] for name, text in found.items() if type(text) is str and text}
 
 
 def _handled_exceptions() -> list[dict[str, object]]:

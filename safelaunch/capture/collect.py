@@ -21,7 +21,7 @@ from . import flight_dump, flight_recorder, last_words, stacks, worker_server
 from .flight_recorder import FlightCapture
 from .last_words import LastWords
 from .look import Look, RankLook, Target, evidence_of
-from .parallel import gather
+from .parallel import gather, late
 
 RANK_DEADLINE_S = 8.0
 RAW_OUTPUT = "contains the job's terminal sequences: read it with less or vim, not with cat"
@@ -38,6 +38,9 @@ class Sink(Protocol):
     def add_json(self, artifact: Artifact, value: object) -> None: ...
 
 
+Answer = tuple[GilTest, FlightCapture]  # of a rank's worker server
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What the supervisor knows about a rank without asking it."""
@@ -48,7 +51,7 @@ class Known:
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
     gpu: str = ""
-    flight: FlightCapture | None = None  # read before the rank was released
+    answer: Answer | None = None  # given before the rank was released
 
 
 def ranks(
@@ -70,10 +73,33 @@ def ranks(
         return _rank(target, looks, known.get(target.rank, Known()), pages, host, sink, ask)
 
     calls = [lambda target=target: one(target) for target in targets]
-    results = gather(calls, deadline_s=RANK_DEADLINE_S + 2.0)
+    deadline_s = RANK_DEADLINE_S + 2.0
+    results = gather(calls, deadline_s=deadline_s)
+    for target, result in zip(targets, results, strict=True):
+        if result is None:
+            sink.add(Artifact(f"ranks/{target.rank}", "safelaunch", deadline_s, late(deadline_s)), None)
     return tuple(
-        result or RankEvidence(target.rank, host, target.pid, target.local_rank)
+        result or _known_of(target, looks, known.get(target.rank, Known()), host)
         for target, result in zip(targets, results, strict=True)
+    )
+
+
+def _known_of(target: Target, looks: Sequence[Look], known: Known, host: str) -> RankEvidence:
+    """What is there already: all that is left of a rank whose other evidence comes too late."""
+    main, children = evidence_of(looks, target.rank)
+    return RankEvidence(
+        rank=target.rank,
+        host=host,
+        pid=target.pid,
+        local_rank=target.local_rank,
+        progress=known.progress,
+        main=main,
+        children=children,
+        flight_record=known.answer[1].record.value if known.answer is not None else None,
+        exit=known.exit,
+        beacon=target.has_beacon,
+        code_roots=known.code_roots,
+        gpu=known.gpu,
     )
 
 
@@ -81,20 +107,20 @@ def _rank(
     target: Target, looks: Sequence[Look], known: Known, pages: Path, host: str, sink: Sink, ask: bool
 ) -> RankEvidence:
     folder = f"ranks/{target.rank}"
-    main, children = evidence_of(looks, target.rank)
+    found = _known_of(target, looks, known, host)
     _write_stacks(folder, most_telling(looks, target.rank), sink)
-    seen = {"main": main, "children": children} if main is not None else None
-    sink.add_json(_from_proc(f"{folder}/proc.json", main is not None), seen)
+    seen = {"main": found.main, "children": found.children} if found.main is not None else None
+    sink.add_json(_from_proc(f"{folder}/proc.json", found.main is not None), seen)
     progress = known.progress
     sink.add_json(
         Artifact(f"{folder}/progress.json", "progress page", 0.0, "" if progress else "this rank has no beacon"),
         progress,
     )
     gil = GilTest()
-    record = None
-    if known.flight is not None:
-        record = known.flight.record.value
-        _write_flight_record(target.rank, known.flight, sink)
+    record = found.flight_record
+    if known.answer is not None:
+        gil = without_secrets(known.answer[0], sink.redactor)
+        _write_flight_record(target.rank, known.answer[1], sink)
     elif ask and target.socket is not None:
         gil, capture = ask_server(target)
         gil, capture = without_secrets(gil, sink.redactor), without_secrets(capture, sink.redactor)
@@ -105,24 +131,14 @@ def _rank(
         sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
     words = without_secrets(_last_words(pages, target.page_name or known.page_name), sink.redactor)
     _write_last_words(folder, words, sink)
-    return RankEvidence(
-        rank=target.rank,
-        host=host,
-        pid=target.pid,
-        local_rank=target.local_rank,
-        progress=progress,
-        main=main,
-        children=children,
+    return msgspec.structs.replace(
+        found,
         flight_record=record,
         gil=gil,
         exception=words.exception,
-        exit=known.exit,
         fatal=words.fatal,
         exit_call=words.exit_call,
         caught=words.caught,
-        beacon=target.has_beacon,
-        code_roots=known.code_roots,
-        gpu=known.gpu,
         log_tail=words.log.value or "",
     )
 
@@ -197,7 +213,7 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
         sink.add(Artifact(f"{folder}/log_tail.txt", how, 0.0, note=note), side.log_tail)
 
 
-def ask_server(target: Target, *, deadline_s: float = 2.0) -> tuple[GilTest, FlightCapture]:
+def ask_server(target: Target, *, deadline_s: float = 2.0) -> Answer:
     """The GIL test and the Flight Recorder of a rank. A rank that is exiting gets no question that needs the GIL."""
     path = str(target.socket)
     if target.questions is None or not target.questions.begin_question():

@@ -31,12 +31,13 @@ def with_ends(
 ) -> tuple[ProcessState, ...]:
     """The same states, with the other ends of what their threads wait at. ``pids``: where to look, and in which order.
 
-    After ``deadline_s`` seconds it gives up, and tells of none: the process that matters may be among the rest.
+    After ``deadline_s`` seconds it gives up. It then tells of connections whose other end it has found: these have one.
+    Of a pipe it tells nothing, because what matters is that nobody else has it, and that may be among the rest.
     """
     until = time.monotonic() + deadline_s
     wanted = {(state.pid, tid): one for state in states for tid, one in _wanted(state)}
-    found = _holders(frozenset(wanted.values()), pids, until) if wanted else None
-    return tuple(_told(state, wanted, found) for state in states) if found is not None else tuple(states)
+    found = _holders(frozenset(wanted.values()), pids, until) if wanted else {}
+    return tuple(_told(state, wanted, found) for state in states)
 
 
 def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
@@ -52,12 +53,13 @@ def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
             yield tid, (f"socket:[{peers[inode]}]", False)
 
 
-def _holders(wanted: frozenset[Wanted], pids: Iterable[int], until: float) -> dict[Wanted, tuple[OtherEnd, ...]] | None:
+def _holders(wanted: frozenset[Wanted], pids: Iterable[int], until: float) -> dict[Wanted, tuple[OtherEnd, ...]]:
     targets = {target for target, _ in wanted}
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
     for pid in dict.fromkeys(pids):
         if time.monotonic() > until:
-            return None
+            found = {one: holders for one, holders in found.items() if holders and one[0].startswith("socket:")}
+            break
         for path, target in sockets.descriptors(pid):
             for writes in _directions(path, target) if target in targets else ():
                 if (target, writes) in found:
@@ -86,7 +88,7 @@ def _told(
 ) -> ProcessState:
     def one(thread: ThreadState) -> ThreadState:
         asked = wanted.get((state.pid, thread.tid))
-        return structs.replace(thread, ends=found[asked]) if asked is not None else thread
+        return structs.replace(thread, ends=found[asked]) if asked is not None and asked in found else thread
 
     if not any(pid == state.pid for pid, _ in wanted):
         return state

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from safelaunch.model import Artifact
 from safelaunch.system.console import say
 
 T = TypeVar("T")
+
+
+class Listing(Protocol):
+    """Where artifacts are listed; those without data as missing."""
+
+    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
 
 
 def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int = 16) -> list[T | None]:
@@ -48,3 +55,21 @@ def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int 
             break
         results[index] = result
     return results
+
+
+def gather_into(sink: Listing, calls: Mapping[str, Callable[[], object]], *, deadline_s: float) -> None:
+    """Makes ``calls``, which write to ``sink``; one that is late or fails is listed there as missing, by its key."""
+
+    def made(call: Callable[[], object]) -> bool:
+        call()
+        return True
+
+    results = gather([lambda call=call: made(call) for call in calls.values()], deadline_s=deadline_s)  # type: ignore[misc]
+    for path, result in zip(calls, results, strict=True):
+        if result is None:
+            sink.add(Artifact(path, "safelaunch", deadline_s, late(deadline_s)), None)
+
+
+def late(deadline_s: float) -> str:
+    """Why something is missing of which ``gather`` has no result."""
+    return f"not collected within {deadline_s:g} s"

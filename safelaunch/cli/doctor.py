@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import socket
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 from safelaunch import __version__
 from safelaunch.cli.parsing import Parser
 from safelaunch.doctor import RESULTS, Check, examine, worst
-from safelaunch.system.console import show, show_json
+from safelaunch.system.console import display, show, show_json
 from safelaunch.system.printable import clean
 
 _COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
@@ -27,8 +25,8 @@ def main(argv: list[str]) -> int:
     if words.json:
         show_json(document(checks))
     else:
-        width = min(120, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 120
-        show(text(checks, width=width, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        shown = display(1, os.environ)
+        show(text(checks, width=min(120, shown.width), colour=shown.color))
     return 1 if worst(checks) == "failed" else 0
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
+import os
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from safelaunch.settings.presets import (
     list_presets,
     preset_chain,
 )
-from safelaunch.system.console import show, show_json
+from safelaunch.system.console import display, show, show_json
 
 from ..errors import UsageError
 
@@ -67,7 +66,7 @@ def parser() -> Parser:
 
 def _width() -> int:
     """Columns of the terminal, at most 120; 100 without one."""
-    return min(120, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100
+    return min(120, display(1, os.environ).width)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -144,8 +143,12 @@ def _document(chain: tuple[Preset, ...]) -> dict[str, Any]:
         "description": preset.description,
         "extends": [name for name, _ in preset.extends],
         "env": [_setting_document(setting) for setting in _settings(chain).values()],
-        "watchdog": {key: "auto" if value is None else value for key, value in _watchdog(chain).items()},
+        "watchdog": {key: "auto" if value is None else _plain(value) for key, value in _watchdog(chain).items()},
     }
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, tuple) else value
 
 
 def _setting_document(setting: EnvSetting) -> dict[str, Any]:

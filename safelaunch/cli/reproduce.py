@@ -11,7 +11,7 @@ from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.postmortem.found import Unreadable
 from safelaunch.reproduce import Extent, Reproduction, Wish, reproduction_of
-from safelaunch.system.console import say, show
+from safelaunch.system.console import redact, say, show
 from safelaunch.system.printable import clean
 
 WRITTEN, NOTHING = 0, 1
@@ -88,6 +88,6 @@ def _from(path: Path, called: str, wish: Wish) -> Reproduction:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(redact(text))
     except OSError as error:
         raise UsageError(f"reproduce: {clean(str(path))} cannot be written: {error.strerror}.") from error

@@ -36,9 +36,9 @@ SPARK_CELLS, SPARK_CELL_S = 24, 5.0
 MANY_RANKS = 8  # from here on, ranks that are alike share a line
 LEAST_ROWS = 4  # of the selected run's table
 KEYS = (("d", "dump"), ("s", "stacks"), ("q", "quit"))
-_COLUMNS = ("ranks", "state", "step", "rate", "age", "memory", "doing")
-_RIGHT = {"step", "rate", "age", "memory"}
-_LESS_WANTED = ("memory", "state", "rate")
+_COLUMNS = ("ranks", "state", "step", "rate", "age", "rss", "doing")
+_RIGHT = {"step", "rate", "age", "rss"}
+_LESS_WANTED = ("rss", "state", "rate")
 _STYLES: dict[Mood, Style] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
 _STATES = {
     "watching": ("watching", "good"),

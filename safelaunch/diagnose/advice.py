@@ -14,7 +14,7 @@ from functools import cached_property
 
 from safelaunch.diagnose.causes import Advice, Sign, advice_for
 from safelaunch.diagnose.doubts import confidence_of
-from safelaunch.diagnose.exits import aborted_in, has_lost_a_peer
+from safelaunch.diagnose.exits import aborted_in, failure_of, has_lost_a_peer
 from safelaunch.diagnose.findings import Finding
 from safelaunch.diagnose.rank_state import Facts, view_of
 from safelaunch.model import Launched, NextStep
@@ -88,6 +88,12 @@ class Scene:
         return [one.message for one in raised if one is not None]
 
     @property
+    def failures(self) -> set[Sign]:
+        """What the errors of ranks at fault mean; where none is named, those of all ranks."""
+        raised = (self.facts.ranks[rank].evidence.exception for rank in self.named or self.facts.ranks)
+        return {told.kind for one in raised if one is not None and (told := failure_of(one)) is not None}
+
+    @property
     def lost(self) -> bool:
         return any(has_lost_a_peer(one.evidence) for one in self.facts.ranks.values())
 
@@ -142,7 +148,7 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
 def advise(facts: Facts, finding: Finding) -> tuple[tuple[str, ...], NextStep | None]:
     """What to do, the surest first; and what to type next, where it is known how the job was started."""
     scene = Scene(facts, finding)
-    signs: set[Sign] = {sign for sign, holds in SIGNS.items() if holds(scene)}
+    signs: set[Sign] = {sign for sign, holds in SIGNS.items() if holds(scene)} | scene.failures
     for rank in scene.named:
         condition = facts.ranks[rank].condition
         signs |= condition.signs if condition is not None else set()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from safelaunch.diagnose.collectives import label_of
+from safelaunch.diagnose.collectives import DEFAULT_GROUPS, label_of
 from safelaunch.diagnose.findings import Finding, ranks_word
+from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.waits import Case
-from safelaunch.model import Claim
+from safelaunch.model import Claim, RankEvidence
 from safelaunch.model.entries import Entries
 
 MOST_RANKS, MOST_GROUPS = 4, 6
@@ -52,13 +54,52 @@ def _claims(case: Case, rank: int) -> Iterator[Claim]:
 
 def _groups(case: Case, rank: int) -> Sequence[_Group]:
     """The groups that the rank is in with others, but not with all, the smallest first; of equal ones the first."""
-    record = case.alignment.records.get(rank)
-    if record is None:
-        return ()
-    names = {kind.group: label_of(kind) for kind in Entries.of(record.entries).used().values()}
+    labels = _labels(case, rank)
     found: dict[tuple[int, ...], _Group] = {}
-    for name, ranks in record.groups.items():
+    for name, ranks in _members(case, rank).items():
         members = tuple(sorted(ranks))
         if rank in members and 1 < len(members) < len(case.world):
-            found.setdefault(members, _Group(names.get(name) or f"'{name.partition(' of ranks ')[0]}'", members))
+            found.setdefault(members, _Group(labels.get(name) or f"'{name.partition(' of ranks ')[0]}'", members))
     return sorted(found.values(), key=lambda group: (len(group.ranks), group.ranks))
+
+
+def _members(facts: Facts, rank: int) -> Mapping[str, tuple[int, ...]]:
+    """Of each group that the rank's record lists; without a record, of those that the rank tells itself."""
+    record = facts.alignment.records.get(rank)
+    return record.groups if record is not None else facts.ranks[rank].evidence.gil.groups
+
+
+def _labels(facts: Facts, rank: int) -> dict[str, str]:
+    """Name → what people call a group: its description, by the rank itself or by its calls."""
+    record, told = facts.alignment.records.get(rank), _told(facts.ranks[rank].evidence)
+    used = Entries.of(record.entries).used().values() if record is not None else ()
+    return {**told, **{kind.group: told.get(kind.group) or label_of(kind) for kind in used}}
+
+
+def _told(rank: RankEvidence) -> dict[str, str]:
+    return {name: text for name, text in rank.gil.called.items() if text not in ("undefined", *DEFAULT_GROUPS)}
+
+
+# --- device meshes ----------------------------------------------------------------------------------------------------
+
+_OF_A_MESH = "mesh_"  # begins the description of a DeviceMesh's groups; its dimension's name follows
+
+
+def mesh(facts: Facts) -> tuple[tuple[str, int], ...]:
+    """Dimensions and sizes of the DeviceMesh over all ranks, the outermost first; empty where no such mesh is seen.
+
+    A mesh leaves its name only in the descriptions of its groups. Those of flattened dimensions are made after them.
+    """
+    found = {_dimensions(facts, rank) for rank in facts.ranks} - {()}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _dimensions(facts: Facts, rank: int) -> tuple[tuple[str, int], ...]:
+    labels, dimensions = _labels(facts, rank), []
+    for name, members in _members(facts, rank).items():
+        label = labels.get(name, "")
+        if label.startswith(_OF_A_MESH) and rank in members:
+            dimensions.append((label.removeprefix(_OF_A_MESH), len(members)))
+            if prod(size for _, size in dimensions) == facts.evidence.world_size:
+                return tuple(dimensions)
+    return ()

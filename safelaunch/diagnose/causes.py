@@ -31,6 +31,8 @@ Sign = Literal[
     "guarded",
     "left-out",
     "sizes-differ",
+    "roots-differ",
+    "tags-differ",
     "groups-made",
     "drawn",
     "polls",
@@ -69,6 +71,21 @@ Sign = Literal[
     "seen-apart",
     "gloo",
     "unsure",
+    "nccl-cuda",
+    "nccl-memory",
+    "nccl-shm",
+    "nccl-limit",
+    "infiniband",
+    "interface",
+    "one-gpu",
+    "mesh",
+    "nccl-versions",
+    "socket",
+    "nccl-system",
+    "gpu-fragmented",
+    "gpu-shared",
+    "gpu-of-two-ranks",
+    "gpu-full",
 ]
 
 
@@ -136,6 +153,7 @@ _ALL_NODES = Advice(
     "Put the bundles of all nodes into one folder: `safelaunch diagnose FOLDER` reaches one verdict over all ranks.",
     only_if="nobody-named",
 )
+_NO_STACKS = "No stack could be read: `safelaunch doctor`, where the job runs, shows why."
 _OTHER_NODES = Advice(_ALL_NODES.text, only_if="ranks-unseen")
 
 # Processes of one rank that wait for each other, whatever its main thread waits in.
@@ -152,6 +170,63 @@ _CIRCLES = (
     ),
 )
 
+_GROW = "Let segments grow, so that what torch holds fits together:"
+
+# Errors of NCCL, of the network under it, and of device meshes.
+_COMMUNICATION = (
+    Advice(
+        "Give each rank a GPU of its own, by `LOCAL_RANK`: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))`"
+        " before the first tensor and the first collective.",
+        only_if="one-gpu",
+    ),
+    Advice(
+        "Leave NCCL some memory of the GPU: a smaller batch, fewer process groups (each has buffers of its own), or a"
+        " smaller `NCCL_BUFFSIZE`.",
+        only_if="nccl-memory",
+    ),
+    Advice(
+        "Look for an Xid in `node/<host>/kernel_log.txt`, compare the driver with the CUDA version of torch"
+        " (`node/<host>/versions.json`), and see with `nvidia-smi topo -m` how the GPUs reach each other;"
+        " `NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` tell whether it is that way.",
+        only_if="nccl-cuda",
+    ),
+    Advice(
+        "Make room in `/dev/shm` (`df -h /dev/shm`; in a container `--shm-size=8g` or `--ipc=host`), and remove what"
+        " ended jobs have left there.",
+        only_if="nccl-shm",
+    ),
+    Advice(
+        "Raise the limit of locked memory where the ranks start: `ulimit -l unlimited` (`--ulimit memlock=-1` for a"
+        " container, `LimitMEMLOCK=infinity` for a service).",
+        only_if="nccl-limit",
+    ),
+    Advice(
+        "Check the link on both nodes: `ibstat`, and the error counters of the port in `node/<host>/resources.json`;"
+        " for RoCE also `NCCL_IB_GID_INDEX`. If the same job runs with `NCCL_IB_DISABLE=1`, it is that link.",
+        only_if="infiniband",
+    ),
+    Advice(
+        "Set `NCCL_SOCKET_IFNAME` (and `GLOO_SOCKET_IFNAME`) to an interface that all nodes have: `ip -br addr` lists"
+        " them.",
+        only_if="interface",
+    ),
+    Advice(
+        "Give all nodes one environment: the versions of torch and NCCL are in `node/<host>/versions.json`.",
+        only_if="nccl-versions",
+    ),
+    Advice(
+        "Look first whether the peer ended by itself; then whether its node answers on that interface (firewall,"
+        " `NCCL_SOCKET_IFNAME`, `ping`).",
+        only_if="socket",
+    ),
+    Advice(
+        "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`), and start as many"
+        " ranks: `--nproc-per-node` times `--nnodes`.",
+        only_if="mesh",
+    ),
+    Advice("To have NCCL say which call failed", only_if="nccl-system", preset="nccl-debug"),
+)
+
 CAUSES: dict[str, Cause] = {
     "collective-mismatch": _cause(
         Advice(
@@ -163,6 +238,13 @@ CAUSES: dict[str, Cause] = {
             "Of a send or receive, the other end may be what is missing: look on the peer for a branch that leaves "
             "it out.",
             only_if="transfer",
+            unless=("tags-differ",),
+        ),
+        Advice("Give the send and its receive the same `tag`.", only_if="tags-differ"),
+        Advice(
+            "Give the call the same `src` or `dst` on every rank: a global rank, also in a smaller group. Where the"
+            " rank is computed, decide it on one rank and broadcast it.",
+            only_if="roots-differ",
         ),
         Advice(
             "Evaluate through `model.module`, or let all ranks evaluate: a forward pass through"
@@ -188,7 +270,7 @@ CAUSES: dict[str, Cause] = {
             "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
             " `if rank == 0`.",
             only_if="guarded",
-            unless=_MODELS,
+            unless=(*_MODELS, "transfer", "roots-differ"),
         ),
         Advice(
             "Look around the call that was left out for a `continue`, an early return, a caught exception or a branch"
@@ -215,7 +297,7 @@ CAUSES: dict[str, Cause] = {
             unless=_MODELS,
         ),
         Advice(
-            "Let all ranks make the same calls in one order: compare what leads to the lines above.",
+            "Let all ranks make the same calls in one order: compare how each rank gets to the call that it waits in.",
             only_if="no-sign",
         ),
         Advice(
@@ -233,10 +315,7 @@ CAUSES: dict[str, Cause] = {
             " Flight Recorder.",
             only_if="foreign-dumps",
         ),
-        Advice(
-            "No stack could be read: `safelaunch doctor`, where the job runs, shows why.",
-            only_if="no-stacks",
-        ),
+        Advice(_NO_STACKS, only_if="no-stacks"),
         _ALL_NODES,
         own=True,
         of_node="perhaps",
@@ -495,6 +574,32 @@ CAUSES: dict[str, Cause] = {
             " message.",
             only_if="unused-parameters",
         ),
+        *_COMMUNICATION,
+        Advice(
+            "Several ranks have memory on one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before"
+            " anything is put on a device, and `map_location='cpu'` in `torch.load()`.",
+            only_if="gpu-of-two-ranks",
+        ),
+        Advice(
+            "Another process has memory of that GPU: `safelaunch gpus` shows whose it is; `--gpus N` leases GPUs that"
+            " nobody uses.",
+            only_if="gpu-shared",
+        ),
+        Advice(
+            f"{_GROW} `PYTORCH_ALLOC_CONF=expandable_segments:True`.",
+            only_if="gpu-fragmented",
+            torch=">=2.11",
+        ),
+        Advice(
+            f"{_GROW} `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
+            only_if="gpu-fragmented",
+            torch="<2.11",
+        ),
+        Advice(
+            "The tensors fill the GPU: a smaller batch with gradient accumulation, activation checkpointing, or"
+            " parameters and optimizer state that are sharded over the ranks (FSDP, ZeRO).",
+            only_if="gpu-full",
+        ),
         Advice("To tell fragmentation from a real shortage of GPU memory", only_if="gpu-memory", preset="oom-debug"),
         Advice(
             "CUDA reports an error later than it happens. To have it raised at its own line",
@@ -541,6 +646,7 @@ CAUSES: dict[str, Cause] = {
         "Give all nodes the same environment: one image, or one shared directory, and one copy of the script.",
     ),
     "no-rank-stands-out": _cause(
+        *_COMMUNICATION,
         Advice(
             "All ranks have arrived: suspect the transport (NIC, `NCCL_SOCKET_IFNAME`, firewall between nodes) or a"
             " GPU.",
@@ -568,10 +674,12 @@ CAUSES: dict[str, Cause] = {
             only_if="seen-apart",
         ),
         Advice(
-            "No rank waits for another one: what they wait for is outside the job. Look at the lines above, and "
-            "give such a call a timeout.",
+            "No rank waits for another one: what they wait for is outside the job. Look at the line that each rank is "
+            "at, and give such a call a timeout.",
             only_if="all-in-own-code",
+            unless=("no-stacks", "foreign-dumps"),
         ),
+        Advice(_NO_STACKS, only_if="no-stacks"),
         _OTHER_NODES,
     ),
     "slow-not-stuck": _cause(

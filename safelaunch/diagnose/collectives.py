@@ -33,13 +33,13 @@ _SAME_SIZE = frozenset(
      "_broadcast_oop", "_reduce_oop"}
 )  # fmt: skip
 _SAME_OUTPUT = frozenset({"scatter"})
-_DEFAULT_GROUPS = ("0", "", "default_pg")
+DEFAULT_GROUPS = ("0", "", "default_pg")
 
 
 def label_of(entry: Collective) -> str:
     """What people call the entry's group: the description that its maker gave it, as a DeviceMesh does; else its
     name."""
-    given = entry.description if entry.description not in ("", "undefined", *_DEFAULT_GROUPS) else ""
+    given = entry.description if entry.description not in ("", "undefined", *DEFAULT_GROUPS) else ""
     return given or f"'{entry.group}'"
 
 
@@ -153,7 +153,7 @@ class Alignment:
         kinds = ring.used()
         windows = self._windows[rank] = windows_of(ring, kinds, self._ranks[rank].code_roots)
         self._pending[rank] = _pending(ring, kinds)
-        self._default.update(k.group for k in kinds.values() if not k.is_p2p and k.description in _DEFAULT_GROUPS[2:])
+        self._default.update(k.group for k in kinds.values() if not k.is_p2p and k.description in DEFAULT_GROUPS[2:])
         self._completed.update(kind.group for kind in kinds.values() if not kind.is_p2p and kind.completed)
         queued = {number for number, kind in kinds.items() if kind.started is False}
         last: dict[str, int] = {}

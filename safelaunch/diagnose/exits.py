@@ -11,8 +11,9 @@ from safelaunch.diagnose.causes import FAILURES, Sign
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import Claim, Frame, RankEvidence, RankException
-from safelaunch.reading import aborts, calls, tracebacks
+from safelaunch.reading import aborts, calls, failures, tracebacks
 from safelaunch.reading import frames as fr
+from safelaunch.reading.device_memory import shortage
 
 GONE_CAUSES = (*FAILURES, "uneven-batches")
 
@@ -45,11 +46,22 @@ def is_consequence(exception: RankException) -> bool:
     inner = [f for f in exception.frames[:6] if "/torch/" in fr.normal(f.file)]
     if kind in ("DistStoreError", "DistNetworkError"):
         return True
+    told = failure_of(exception)
+    if told is not None and told.own:
+        return False
     if kind not in _DIST_TYPES and not inner and kind not in ("RuntimeError", "DistError"):
         return False
     if kind in ("ConnectionResetError", "BrokenPipeError") and not inner:
         return False
     return _CONSEQUENCE.search(exception.message) is not None
+
+
+def failure_of(exception: RankException) -> failures.Failure | None:
+    """What an error that came out of torch's communication or of a device mesh means."""
+    inside = any("/torch/distributed/" in fr.normal(frame.file) for frame in exception.frames)
+    named = exception.type.rsplit(".", 1)[-1] in _DIST_TYPES or "nccl" in exception.message.lower()
+    found = failures.failure(exception.message)
+    return found if found is not None and (inside or named or found.kind == "mesh") else None
 
 
 def is_timeout(exception: RankException) -> bool:
@@ -137,9 +149,11 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
 def _exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
     """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault."""
     claim = Claim(f"first exception: {exception.type}", f"ranks/{rank.rank}/exception.json")
-    text = f"raised {exception.type}: {one_line(exception.message)}"
+    text = f"raised {exception.type}: {one_line(_essence(exception.message))}"
     frame = fr.stack_of(rank, exception.frames).user_frame
     where, process = fr.at(frame), "main"
+    told = failure_of(exception)
+    text += f" ({told.means})" if told is not None else ""
     remote = remote_error(exception.text)
     inside = fr.stack_of(rank, remote.frames).user_frame if remote is not None else None
     if remote is not None and inside is not None:
@@ -147,6 +161,13 @@ def _exception_condition(rank: RankEvidence, exception: RankException) -> Condit
         text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
         where, frame = fr.at(inside), inside
     return Condition("rank-exception", text + where, frame, rank.pid, process, claims=(claim,))
+
+
+def _essence(message: str) -> str:
+    """Without what is told better elsewhere: NCCL's general words before its last error, an allocator's sizes."""
+    if shortage(message) is not None:
+        return message.partition(".")[0]
+    return message.rpartition("Last error:\n")[2] or message
 
 
 def _claim_of_status(rank: RankEvidence) -> Claim:

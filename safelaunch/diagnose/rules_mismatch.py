@@ -539,6 +539,7 @@ def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Fin
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
         tuple(Claim(f"rank {r} names rank {sources[r]} as the root", f"ranks/{r}/stack.txt") for r in sources)[:8]
         + wait_claims(facts, sorted(sources)),
+        signs=frozenset({"roots-differ"}),
     )
 
 
@@ -566,6 +567,7 @@ def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Findin
             for rank in roots[:4]
         )
         + wait_claims(facts, sorted(facts.ranks)),
+        signs=frozenset({"roots-differ"}),
     )
 
 

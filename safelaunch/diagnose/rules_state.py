@@ -8,7 +8,7 @@ from dataclasses import replace
 from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.doubts import Doubt, those
-from safelaunch.diagnose.exits import failed_at, has_lost_a_peer, is_timeout
+from safelaunch.diagnose.exits import failed_at, failure_of, has_lost_a_peer, is_timeout
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -241,6 +241,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
     elif lost and not own:
         text = f"{capital(ranks_word(lost))} lost the connection to a peer: {waits_words(facts, waits)}."
         text += " None of them failed by itself: what ended the connection was not seen."
+        text += _began_with(facts, lost)
     elif alike and own and facts.unseen:
         who = "them" if len(own) > 1 else "it"
         text = summary_of(own, facts, [])
@@ -259,6 +260,14 @@ def nobody_stands_out(facts: Facts) -> Finding:
         Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
     }
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims)
+
+
+def _began_with(facts: Facts, lost: list[int]) -> str:
+    """The rank that reported it first, by its own clock, and what its error means."""
+    first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence))
+    raised = facts.ranks[first].evidence.exception
+    told = failure_of(raised) if raised is not None else None
+    return f" It began on rank {first}: {told.means}." if told is not None else ""
 
 
 def _seen_apart(facts: Facts, first: list[int], rest: list[int]) -> str:

@@ -168,8 +168,14 @@ def other_tags(case: Case) -> Ruling:
         if wait.tag != other.tag:
             pair = (rank, wait.target)
             text = f"{capital(apart(wait_words(case, pair)))}: the tags differ, {wait.tag} and {other.tag}."
-            culprits = waiting_culprits(case, pair)
-            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, wait_claims(case, pair))
+            return Finding(
+                "collective-mismatch",
+                (Doubt.EITHER_SIDE,),
+                text,
+                waiting_culprits(case, pair),
+                wait_claims(case, pair),
+                signs=frozenset({"tags-differ"}),
+            )
     return ""
 
 

@@ -41,9 +41,20 @@ def describe(plan: Plan) -> str:
         ]
         if settings.on_suspect:
             lines.append(f"  on suspect       {settings.on_suspect}   ({settings.origin('on-suspect')})")
+    if settings.pg_timeout is not None:
+        lines += ["", f"group timeout {_group_timeout(settings)}   ({settings.origin('pg-timeout')})"]
     lines += ["", "environment"]
     lines += _variables(plan) or ["  nothing except safelaunch's own variables"]
     return redactor.text("\n".join(lines))
+
+
+def _group_timeout(settings: Settings) -> str:
+    """For which process groups it is."""
+    assert settings.pg_timeout is not None
+    if not settings.watch:
+        return "not applied: without the watchdog, nothing of safelaunch's runs in the ranks"
+    which = "of all process groups" if settings.pg_timeout.everywhere else "where the script gives none"
+    return f"{settings.pg_timeout.seconds:g} s, {which}"
 
 
 def _bundles(settings: Settings) -> list[str]:

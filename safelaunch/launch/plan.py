@@ -15,6 +15,7 @@ from safelaunch.settings.config import Settings
 from safelaunch.settings.presetfile import EnvSetting
 
 LEASES = "SAFELAUNCH_LEASES"  # the beacons' locks, by path
+GROUP_TIMEOUT = "SAFELAUNCH_GROUP_TIMEOUT"  # seconds, and a ! for all groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,9 @@ def _environment(
         name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
         why = "each attempt gets its own store: in a shared one, gloo finds the ports of the last attempt"
         applied += (Applied(name, "1", _origin(settings, "on-stall"), why, name in around.environ),)
-    env = {name: value for name, value in around.environ.items() if name not in ("SAFELAUNCH_HELD", LEASES)}
+    env = {
+        name: value for name, value in around.environ.items() if name not in ("SAFELAUNCH_HELD", LEASES, GROUP_TIMEOUT)
+    }
     env.update({setting.name: setting.value for setting in applied if not setting.kept})
     if settings.watch:
         env.update(injection(around.environ, around.run_dir, around.supervisor_pid))
@@ -152,6 +155,8 @@ def _environment(
         env.pop(layout.CHECKS, None)
         if settings.check_every:
             env[layout.CHECKS] = str(settings.check_every)
+        if settings.pg_timeout is not None:
+            env[GROUP_TIMEOUT] = f"{settings.pg_timeout.seconds:g}{'!' if settings.pg_timeout.everywhere else ''}"
         if around.rank_locks:
             env[LEASES] = os.pathsep.join(around.rank_locks)
     return applied, env

@@ -381,7 +381,8 @@ class GilTest(Record, frozen=True):
     None: not sent, or the server was not up. ``ping`` True and ``python`` False means that a thread holds the GIL.
     The Python handler tells of more: ``handling``; ``groups``, the ranks of each process group that the rank is in, by
     its name; ``groups_made``: how many the rank has made, with those that it is not in; ``posted``: the sends and
-    receives of the batches that threads are at; ``batches``: the batch size of each DataLoader, by its variable.
+    receives of the batches that threads are at; ``batches``: the batch size of each DataLoader, by its variable;
+    ``called``: the description of each process group, by its name, in the order in which the groups were made.
     """
 
     ping: bool | None = None
@@ -391,6 +392,7 @@ class GilTest(Record, frozen=True):
     groups_made: int | None = None
     posted: tuple[Posted, ...] = ()
     batches: dict[str, int] = {}
+    called: dict[str, str] = {}
 
 
 class RankEvidence(Record, frozen=True):

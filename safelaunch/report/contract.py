@@ -6,12 +6,18 @@ of a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from safelaunch.model import Evidence, RankEvidence, format_ranks
 
 MOST = 8
 NO_SUCH_DEVICE = "invalid device ordinal"
+
+
+def world(size: int, mesh: Sequence[tuple[str, int]] = ()) -> str:
+    """``8 ranks = dp 2 x tp 4``. ``mesh``: dimensions and sizes."""
+    shape = " x ".join(f"{name} {length}" for name, length in mesh)
+    return f"{size} ranks{f' = {shape}' if shape else ''}" if size else ""
 
 
 def devices(evidence: Evidence) -> str:

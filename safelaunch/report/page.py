@@ -19,13 +19,22 @@ from importlib import resources
 from math import isfinite
 from typing import Any
 
+from safelaunch.diagnose.belonging import mesh
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
 from safelaunch.report import code, contract, nodes, ranks, steps, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import merged_stacks, range_of
-from safelaunch.report.report import OUTCOMES, early_lines, nccl_lines, node_state, node_words, stalled_words
+from safelaunch.report.report import (
+    OUTCOMES,
+    beside_next,
+    early_lines,
+    nccl_lines,
+    node_state,
+    node_words,
+    stalled_words,
+)
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
 from safelaunch.system.printable import clean, clean_json
@@ -96,7 +105,8 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
         "victims": verdict.victims,
         "nodes_at_fault": [node_words(node) for node in verdict.nodes_at_fault],
-        "suggestions": verdict.suggestions,
+        "suggestions": beside_next(verdict),
+        "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
         "notes": [*evidence.notes, *(one.words for one in evidence.inconsistent)],
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
@@ -121,7 +131,7 @@ def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> 
         "when": _when(about.at_unix_s),
         "stood still": stalled_words(evidence).rstrip("."),
         "step": range_of(seen),
-        "world size": f"{evidence.world_size} ranks" if evidence.world_size else "",
+        "world size": contract.world(evidence.world_size, mesh(facts)),
         "devices": "; ".join(filter(None, (contract.devices(evidence), nodes.misplaced(facts, about)))),
         "batch": contract.batches(evidence),
         "hosts" if len(hosts) > 1 else "host": hosts_word(hosts),
@@ -173,8 +183,11 @@ def issue(page: dict[str, Any], verdict: Verdict) -> str:
             "Evidence:",
             *(f"- {_plain(claim.claim)} ({_cell(claim.file)})" for claim in verdict.evidence[:8]),
         ]
-    if verdict.suggestions:
-        lines += ["", "Suggested:", *(f"- {_plain(item)}" for item in verdict.suggestions)]
+    if head["suggestions"]:
+        lines += ["", "Suggested:", *(f"- {_plain(item)}" for item in head["suggestions"])]
+    if head["next"]:
+        why, command = head["next"]
+        lines += ["", f"{_plain(why)}: {_cell(command)}"]
     return "\n".join(lines) + "\n"
 
 

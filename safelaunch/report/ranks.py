@@ -163,6 +163,7 @@ def groups(facts: Facts) -> dict[str, Any]:
     waited = {one.wait.group for one in facts.ranks.values() if one.wait is not None}
     names = {group for record in alignment.records.values() for group in (*record.groups, *record.status)}
     names |= {group for group in alignment.groups() if group}
+    names |= {group for one in facts.ranks.values() for group in one.evidence.gil.groups}
     ordered = sorted(names, key=lambda name: (name not in waited, len(name), name))
     rows = [_group(facts, name, name in waited) for name in ordered[:MOST_GROUPS]]
     rows = [row for row in rows if row["name"] or any(last >= 0 for _, _, last, *_ in row["at"])]
@@ -170,7 +171,7 @@ def groups(facts: Facts) -> dict[str, Any]:
 
 
 def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
-    members, known = facts.alignment.members(name)
+    members, known = _members(facts, name)
     standings: dict[tuple[int, int, str], list[int]] = {}
     description = ""
     for rank in sorted(members):
@@ -188,6 +189,8 @@ def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
         state = "" if entry is None else f"{'completed' if entry.completed else 'waits in'} {describe(entry)}"
         standings.setdefault((last, completed, state), []).append(rank)
     at = sorted(standings.items(), key=lambda item: (-item[0][0], item[1][0]))
+    told = (one.evidence.gil.called.get(name, "") for one in facts.ranks.values())
+    description = description or next(filter(None, told), "")
     return {
         "name": name,
         "what": "" if description == "undefined" else description,
@@ -198,6 +201,14 @@ def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
         "at": [[format_ranks(ranks), len(ranks), *standing] for standing, ranks in at[:MOST_STANDINGS]],
         "left_out": max(0, len(at) - MOST_STANDINGS),
     }
+
+
+def _members(facts: Facts, name: str) -> tuple[frozenset[int], bool]:
+    """The ranks of a group, and whether these are known: by the records, else by what a rank in it says."""
+    members, known = facts.alignment.members(name)
+    told = (one.evidence.gil.groups.get(name, ()) for one in facts.ranks.values())
+    mine = next(filter(None, told), ())
+    return (frozenset(mine), True) if mine and not facts.alignment.records else (members, known)
 
 
 def files(artifacts: Iterable[Artifact]) -> dict[str, Any]:

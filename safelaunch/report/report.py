@@ -230,11 +230,15 @@ def _tail(verdict: Verdict, room: int) -> list[Line]:
         lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
-    why = verdict.next.why if verdict.next is not None else ""
-    texts = [text for text in verdict.suggestions if not why or not text.startswith(f"{why}: `safelaunch ")]
-    for suggestion in texts[:2]:
+    for suggestion in beside_next(verdict)[:2]:
         lines += _wrap(f"next: {clean(suggestion)}", room, "  ")[:5]
     return list(map(Line, lines))
+
+
+def beside_next(verdict: Verdict) -> list[str]:
+    """The suggestions that the next command does not carry out."""
+    why = verdict.next.why if verdict.next is not None else ""
+    return [text for text in verdict.suggestions if not why or not text.startswith(f"{why}: `safelaunch ")]
 
 
 def _command(step: NextStep | None) -> list[Line]:
@@ -294,7 +298,7 @@ def markdown(
         _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
-        _md_list("What to do", verdict.suggestions),
+        _md_list("What to do", beside_next(verdict)),
         _md_next(verdict.next),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),

@@ -24,6 +24,7 @@ from safelaunch.errors import PresetError, UsageError
 from safelaunch.settings.options import BY_FLAG, BY_NAME, OWN_OPTIONS, Option, help_text, options_of
 from safelaunch.settings.presetfile import EnvSetting, read_env, version_matches
 from safelaunch.settings.presets import Composition, Sourced, load_presets
+from safelaunch.settings.values import GroupTimeout
 from safelaunch.settings.yamlfile import (
     Node,
     decode,
@@ -54,6 +55,7 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_CHECKS",
         "SAFELAUNCH_HELD",
         "SAFELAUNCH_EXIT_FILE",
+        "SAFELAUNCH_GROUP_TIMEOUT",
     }
 )
 # The lease directory of a node, for tests and for nodes whose /tmp is not shared.
@@ -100,9 +102,10 @@ class Settings:
 
     An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
     hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None is not given.
-    ``gpus`` is a text from ``values.parse_gpus``, None if not given. ``keep_bundles`` 0 keeps all.
-    ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute if the working directory
-    is. ``env`` holds the variables of presets and configuration file; exported variables win over them.
+    ``pg_timeout`` None leaves torch's own. ``gpus`` is a text from ``values.parse_gpus``, None if not given.
+    ``keep_bundles`` 0 keeps all. ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute if the
+    working directory is. ``env`` holds the variables of presets and configuration file; exported variables win over
+    them.
     ``idle_presets``: those that set nothing of their own for the installed torch.
     """
 
@@ -113,6 +116,7 @@ class Settings:
     max_stall_s: float | None = None
     startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S
     on_stall: str = "kill"
+    pg_timeout: GroupTimeout | None = None
     watch: bool = True
     bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)
     bundle_archive: bool = False
@@ -204,6 +208,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         max_stall_s=value("max-stall", None),
         startup_timeout_s=value("startup-timeout", DEFAULT_STARTUP_TIMEOUT_S),
         on_stall=value("on-stall", "kill"),
+        pg_timeout=value("pg-timeout", None),
         watch=not value("no-watch", False),
         bundle_dir=cwd / Path(value("bundle-dir", DEFAULT_BUNDLE_DIR)).expanduser(),
         bundle_archive=value("bundle-archive", False),

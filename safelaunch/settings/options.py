@@ -18,6 +18,7 @@ from safelaunch.settings.values import (
     parse_count,
     parse_flag,
     parse_gpus,
+    parse_group_timeout,
     parse_on_inconsistent,
     parse_on_stall,
     parse_path,
@@ -186,6 +187,15 @@ _WATCHING = (
         "[report].",
         _RUNS,
     ),
+    Option(
+        "pg-timeout",
+        "DURATION[!]",
+        parse_group_timeout,
+        f"{_A_DURATION}, and perhaps a ! behind it",
+        "The time-out of process groups to which the script gives none; with a !, of all [torch's: 10m for NCCL, else "
+        "30m].",
+        _RUNS,
+    ),
     Option("no-watch", None, parse_flag, "1 or 0", "Only launch: no beacon, no watchdog, no bundle.", _RUNS),
 )
 _BUNDLES = (
@@ -315,7 +325,15 @@ OPTION_GROUPS: Mapping[str, tuple[Option, ...]] = {
 OWN_OPTIONS = tuple(option for group in OPTION_GROUPS.values() for option in group)
 BY_NAME = {option.name: option for option in OWN_OPTIONS}
 BY_FLAG = {option.flag: option for option in OWN_OPTIONS}
-WATCHDOG_KEYS = ("stall-timeout", "startup-timeout", "max-stall", "on-stall", "check-every", "on-inconsistent")
+WATCHDOG_KEYS = (
+    "stall-timeout",
+    "startup-timeout",
+    "max-stall",
+    "on-stall",
+    "check-every",
+    "on-inconsistent",
+    "pg-timeout",
+)
 
 
 def options_of(command: str) -> tuple[Option, ...]:

@@ -13,7 +13,7 @@ A preset is a YAML file, shipped (``hang-debug``) or the user's own (``./my.yaml
         torch: ">=2.9,<3"           # optional: only with these versions of torch
         yields-to: NCCL_DEBUG_FILE  # optional: left out when the user exported one of these (a name or a list)
     watchdog:
-      stall-timeout: 120            # also startup-timeout, max-stall, on-stall
+      stall-timeout: 120            # also startup-timeout, max-stall, on-stall, pg-timeout
 
 This module reads one file; ``safelaunch.settings.presets`` composes several.
 """

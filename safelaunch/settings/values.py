@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import NamedTuple
 
 ON_STALL = ("kill", "restart", "dump")
 ON_INCONSISTENT = ("report", "dump", "stop")
@@ -28,6 +29,25 @@ def parse_seconds(text: str) -> float:
     if not math.isfinite(seconds) or seconds <= 0:
         raise ValueError(text)
     return seconds
+
+
+class GroupTimeout(NamedTuple):
+    """The time-out of process groups. ``everywhere``: also of those to which the script gives one."""
+
+    seconds: float
+    everywhere: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s{'!' if self.everywhere else ''}"
+
+
+def parse_group_timeout(text: str) -> GroupTimeout:
+    """``30s``, or ``30s!`` for all groups."""
+    text = text.strip()
+    seconds = parse_seconds(text.removesuffix("!"))
+    if not 1e-3 <= seconds <= 1e8:  # milliseconds, in a datetime.timedelta
+        raise ValueError(text)
+    return GroupTimeout(seconds, text.endswith("!"))
 
 
 def parse_size(text: str) -> int:

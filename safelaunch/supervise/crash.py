@@ -15,13 +15,12 @@ from functools import partial
 
 import msgspec
 
-from safelaunch.capture.collect import ask_server
-from safelaunch.capture.flight_recorder import FlightCapture
+from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.cluster.evidence import merged
 from safelaunch.cluster.session import Word
-from safelaunch.model import RankException, Verdict
+from safelaunch.model import GilTest, RankException, Verdict
 from safelaunch.roster.progress import AgentEvent
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Exits, Known, Report
@@ -32,7 +31,7 @@ from safelaunch.supervise.watch import Glance, Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
-Seen = tuple[Looks, dict[int, FlightCapture]]
+Seen = tuple[Looks, dict[int, Answer]]
 
 # All ranks and the agent wait for us during this time, for at most 3 s.
 FLIGHT_DEADLINE_S = 1.0
@@ -188,8 +187,8 @@ class CrashCase:
 
     def _known_of(self, failure: _Failure) -> Known:
         known = failure.known or incident.known_of(self._watch, self._exits())
-        flights = failure.seen[1]
-        ranks = {rank: replace(item, flight=flights.get(rank)) for rank, item in known.ranks.items()}
+        answers = failure.seen[1]
+        ranks = {rank: replace(item, answer=answers.get(rank)) for rank, item in known.ranks.items()}
         return replace(known, ranks=ranks)
 
     def _begin(self) -> _Failure:
@@ -199,7 +198,7 @@ class CrashCase:
 
         def look() -> Seen:
             try:
-                return look_at(targets, None), _flight_records(targets)
+                return look_at(targets, None), _answers(targets)
             finally:
                 self._watch.acknowledge(agent=not self._watch.unseen)
 
@@ -291,13 +290,15 @@ def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, Ra
     return ""
 
 
-def _flight_records(targets: tuple[Target, ...]) -> dict[int, FlightCapture]:
-    """The Flight Recorders of the ranks that still answer: where each was when the first one failed."""
+def _answers(targets: tuple[Target, ...]) -> dict[int, Answer]:
+    """What the ranks that still answer say of themselves: where each was when the first one failed."""
     asked = [target for target in targets if target.socket is not None]
 
-    def one(target: Target) -> FlightCapture:
-        return ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)[1]
+    def one(target: Target) -> Answer:
+        told, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)
+        # Who has no answer in so short a time need not be stuck.
+        return GilTest(groups=told.groups, called=told.called, batches=told.batches), flight
 
-    calls: list[Callable[[], FlightCapture]] = [partial(one, target) for target in asked]
+    calls: list[Callable[[], Answer]] = [partial(one, target) for target in asked]
     answers = gather(calls, deadline_s=FLIGHT_DEADLINE_S)
     return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}

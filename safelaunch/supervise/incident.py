@@ -23,7 +23,7 @@ from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published,
 from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
 from safelaunch.capture import collect, user_source
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
-from safelaunch.capture.parallel import gather
+from safelaunch.capture.parallel import gather_into
 from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import (
@@ -48,6 +48,8 @@ from safelaunch.supervise.node_evidence import collect_node
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
+
+EVIDENCE_DEADLINE_S = 20.0  # of ranks and node, which have shorter ones of their own
 
 Exits = Callable[[], Mapping[int, RankExit]]
 """The ranks that have ended so far, and how."""
@@ -231,7 +233,7 @@ def take_evidence(
             kills_at_start=about.kills_at_start,
         )
 
-    gather([ranks, node], deadline_s=20.0)
+    gather_into(staging, {"ranks": ranks, f"node/{about.host}": node}, deadline_s=EVIDENCE_DEADLINE_S)
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
         seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, staging))
     timeline = timeline.plus("evidence complete")
@@ -493,7 +495,13 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
             "threshold_s": round(evidence.threshold_s, 3),
             "why": evidence.threshold_why,
         },
-        "job": {"outcome": evidence.outcome, "world_size": evidence.world_size, "moving": evidence.moving},
+        "job": {
+            "outcome": evidence.outcome,
+            "world_size": evidence.world_size,
+            "moving": evidence.moving,
+            "devices": {str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
+            "batches": {str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
+        },
         "notes": evidence.notes,
         "timeline": timeline.plus("written").moments,
         "artifacts": listed,

@@ -76,6 +76,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "startup_timeout_s": settings.startup_timeout_s,
             "max_stall_s": settings.effective_max_stall_s,
             "on_stall": settings.on_stall,
+            "pg_timeout": str(settings.pg_timeout or ""),
             "early_look": settings.early_look,
             "check_every": settings.check_every,
             "on_inconsistent": settings.on_inconsistent,

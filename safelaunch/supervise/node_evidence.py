@@ -10,7 +10,7 @@ from safelaunch.beacon import layout
 from safelaunch.bundle.staging import Staging
 from safelaunch.capture import gpu, logs, node
 from safelaunch.capture.memory import KillCounts, kill_counts
-from safelaunch.capture.parallel import gather
+from safelaunch.capture.parallel import gather_into
 from safelaunch.capture.result import Result
 from safelaunch.model import Artifact
 
@@ -56,7 +56,8 @@ def collect_node(
             staging.add_json(env.artifact(f"{folder}/env.json"), env.value)
         _run_files(run_dir, folder, staging)
 
-    gather([gpus, kernel, rest], deadline_s=NODE_DEADLINE_S + 2.0)
+    calls = {f"{folder}/gpus.json": gpus, f"{folder}/kernel_log.txt": kernel, folder: rest}
+    gather_into(staging, calls, deadline_s=NODE_DEADLINE_S + 2.0)
     return (kernel_log[0] if kernel_log else ""), counts
 
 

@@ -81,14 +81,18 @@ def test_an_interrupt_blames_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.rare
-def test_a_job_survives_its_supervisor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_job_survives_its_supervisor(number: int, tmp_path: Path) -> None:
     with caller(tmp_path, "steady") as job:
         stepping(job)
         supervisor = int(next((job.runtime / "safelaunch").glob("r*/owner")).read_text().split()[0])
-        os.kill(supervisor, signal.SIGKILL)
+        os.kill(supervisor, number)
         (tmp_path / "signs" / "enough").touch()
         result = job.wait()
+        assert not list((job.runtime / "safelaunch").glob("r*"))
     assert told(result.stdout)["steady"]["results"] == {"0": 0, "1": 1}
+    assert ("the rest went unwatched" in result.stderr) is (number == signal.SIGKILL)
+    assert result.leftovers == ()
 
 
 @pytest.mark.rare

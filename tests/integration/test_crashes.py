@@ -102,6 +102,17 @@ def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_pa
     assert result.verdict["culprits"][0]["frame"]["line"] == line_of(CRASHING, "FAILS: size")
 
 
+@pytest.mark.rare
+def test_a_gpu_that_is_out_of_memory(tmp_path: Path) -> None:
+    """With a stand-in for CUDA's error, in its own words."""
+    result = crash(tmp_path, 2, "memory", 1)
+    assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
+    assert result.verdict["culprits"][0]["frame"]["line"] == line_of(CRASHING, "FAILS: memory")
+    assert "70.0 GiB in tensors and 1.0 GiB reserved and unused" in result.verdict["summary"]
+    assert "has 5.0 GiB of the same GPU" in result.verdict["summary"]
+    assert any("`safelaunch gpus`" in one for one in result.verdict["suggestions"])
+
+
 def test_an_exception_in_a_loader_worker(tmp_path: Path) -> None:
     result = crash(tmp_path, 2, "loader", 1)
     assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
@@ -124,6 +135,21 @@ def test_a_process_groups_own_timeout_is_the_hang_it_was(tmp_path: Path) -> None
     assert (culprits(result), result.verdict["victims"]) == ([1], "0,2")
     assert result.bundle.problems() == []
     assert result.leftovers == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "patient"),
+    [("5s", True), pytest.param("5s!", False, marks=pytest.mark.rare)],
+)
+def test_groups_without_a_timeout_get_that_of_the_command_line(given: str, patient: bool, tmp_path: Path) -> None:
+    """With a ``!`` the others as well: then the slow round is what ends the job."""
+    script = PROGRAMS / "impatient.py"
+    result = run(tmp_path, f"--pg-timeout={given}", "--stall-timeout=200", "--nproc-per-node=2", script)
+    assert result.code == 1, result.stderr
+    assert (result.verdict["outcome"], result.verdict["cause"]) == ("hang", "stuck-in-user-code")
+    assert culprits(result) == [1]
+    assert ("the slow round is over" in result.stdout) is patient
+    assert "5000ms" in result.bundle.json("ranks/0/exception.json")["message"]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.rare)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from safelaunch.beacon import layout, ring
 from safelaunch.capture import collect
 from safelaunch.capture.collect import most_telling
-from safelaunch.capture.look import Look, ProcessLook, RankLook
+from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
-from safelaunch.model import Artifact, ProcessState, StackSample
+from safelaunch.model import Artifact, ProcessState, RankExit, StackSample
 from safelaunch.redaction.redactor import Redactor
 
 STATE = ProcessState(7, 1, 5, 0.0, "python", ("python",), "S")
@@ -53,9 +54,11 @@ class Listed:
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[str, object]] = {}
+        self.missing: dict[str, str] = {}
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None:
         self.found[artifact.path] = artifact.note, data
+        self.missing[artifact.path] = artifact.missing
 
     def add_json(self, artifact: Artifact, value: object) -> None: ...
 
@@ -68,3 +71,23 @@ def test_output_with_terminal_sequences_is_kept_and_noted(text: str, note: str, 
     collect.of_ended(0, collect.Known(pid=7, page_name="0-0-7"), tmp_path, "node1", listed)
     noted, data = listed.found["ranks/0/log_tail.txt"]
     assert noted == note and text in str(data)
+
+
+def test_of_a_rank_that_comes_too_late_what_was_seen_is_kept_and_the_rest_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, or with a log full of secrets."""
+    over = threading.Event()
+
+    class Slow(Listed):
+        def add_json(self, artifact: Artifact, value: object) -> None:
+            over.wait(60)
+
+    monkeypatch.setattr(collect, "RANK_DEADLINE_S", -1.9)
+    listed = Slow()
+    ended = RankExit(1, 5.0)
+    known = {0: collect.Known(pid=7, exit=ended)}
+    (found,) = collect.ranks((Target(0, 0, 7, 5),), (look("stack"),), known, tmp_path, "node1", listed, ask=False)
+    over.set()
+    assert found.main is not None and found.main.stacks and found.exit == ended
+    assert listed.missing["ranks/0"] == "not collected within 0.1 s"

@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from safelaunch.capture import proc, sockets
+from safelaunch.capture import other_ends, proc, sockets
 from safelaunch.capture.other_ends import with_ends
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 
@@ -105,6 +106,18 @@ def test_after_the_deadline_nothing_is_told(pipe: tuple[int, int]) -> None:
     """The process that matters may be among those that were not looked at."""
     with started(READS, pipe[0]) as reader:
         assert ends(waiting(reader, "read"), os.getpid(), deadline_s=-1.0) is None
+
+
+def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far, started(code, near.fileno()) as reader:
+            state = waiting(reader, "recvfrom")
+            clock = iter((0.0, 0.0, 100.0))  # the beginning, before the first process, before the second
+            monkeypatch.setattr(other_ends, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+            found = ends(state, os.getpid(), reader)
+            assert found is not None and [one.pid for one in found] == [os.getpid()]
 
 
 def test_a_thread_that_waits_elsewhere_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,12 +127,13 @@ from safelaunch.cli.status_screen import Line
 from safelaunch.cli.terminal import Terminal
 with Terminal() as terminal:
     terminal.draw([Line("step 1", "bold"), Line("r\\u00e9sum\\u00e9 \\u2581")])
-    key = terminal.key(60)
-    if key == "x":
-        raise ValueError("on purpose")
+    key = ""
     while key != "q":
-        print(repr(key), end=" ", flush=True)
-        key = terminal.key(60)
+        key = terminal.key(0.2)  # as status does: a signal right before it waits for a key is seen after it
+        if key == "x":
+            raise ValueError("on purpose")
+        if key and key != "q":
+            print(repr(key), end=" ", flush=True)
 """
 
 

@@ -132,6 +132,21 @@ def test_uneven_loaders(peers_in: str) -> None:
     assert any("model.join()" in text for text in verdict.suggestions) is (peers_in == "ddp")
 
 
+def test_a_guarded_send_or_receive_is_no_side_effect() -> None:
+    """``if rank == 0: send()``: what the advice on collectives calls a side effect is the other end's counterpart."""
+    for kind, fits in (("transfer", False), ("roots-differ", False), ("left-out", True)):
+        given = advice_for("collective-mismatch", {"guarded", kind})  # type: ignore[arg-type]
+        assert any("Gate the side effect" in one.text for one in given) is fits
+
+
+def test_advice_points_at_no_lines_where_no_stack_was_seen() -> None:
+    unseen = suggestions(job(rank(0, seen=False), rank(1, seen=False), launched=Launched(TYPED, (), "2.13.0")))
+    assert any("`safelaunch doctor`" in text for text in unseen)
+    assert not any("the line" in text for text in unseen)
+    seen = suggestions(job(*(rank(n, in_user(7 + n), "sleep") for n in range(2))))
+    assert not any("`safelaunch doctor`" in text for text in seen)
+
+
 def test_every_sign_is_of_some_advice() -> None:
     used = {sign for cause in CAUSES.values() for one in cause.advice for sign in (one.only_if, *one.unless) if sign}
     assert set(SIGNS) <= used

@@ -6,7 +6,9 @@ from evidence import behind, entry, in_user, job, past, rank, record, waiting
 from msgspec import structs
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import RankEvidence
+from safelaunch.diagnose.belonging import mesh
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.model import GilTest, RankEvidence
 
 WORLD = tuple(range(4))
 
@@ -46,3 +48,33 @@ def test_the_whole_world_is_no_group_to_be_named() -> None:
     verdict = diagnose(job(*ranks))
     assert "all ranks of group" not in verdict.summary
     assert not any(" is in " in claim.claim for claim in verdict.evidence)
+
+
+# --- device meshes ----------------------------------------------------------------------------------------------------
+
+
+def in_mesh(number: int, *names: str) -> RankEvidence:
+    """A rank that tells its groups itself: the world, and one for each dimension."""
+    groups = {"0": WORLD, "1": (0, 1) if number < 2 else (2, 3), "2": (number % 2, number % 2 + 2), "3": WORLD}
+    called = {"0": "default_pg", **{str(at): name for at, name in enumerate(names, 1)}}
+    told = GilTest(True, True, groups=groups, called=called)
+    return structs.replace(rank(number, in_user(7), "sleep"), gil=told)
+
+
+def test_the_dimensions_of_a_mesh_are_read_from_its_groups() -> None:
+    ranks = [in_mesh(n, "mesh_dp", "mesh_tp", "mesh_dp_tp") for n in WORLD]
+    assert mesh(Facts.of(job(*ranks))) == (("dp", 2), ("tp", 2)), "a flattened dimension comes after them"
+
+
+def test_groups_that_do_not_make_up_the_world_are_no_mesh_of_it() -> None:
+    assert mesh(Facts.of(job(*(in_mesh(n, "mesh_dp") for n in WORLD)))) == ()
+    assert mesh(Facts.of(job(*(in_mesh(n, "tensor", "pipeline") for n in WORLD)))) == ()
+    differing = [in_mesh(n, "mesh_dp", f"mesh_{'tp' if n else 'pp'}") for n in WORLD]
+    assert mesh(Facts.of(job(*differing))) == (), "the ranks do not agree"
+
+
+def test_groups_that_the_rank_tells_itself_belong_to_it_without_a_record() -> None:
+    ranks = [in_mesh(n, "mesh_dp", "mesh_tp") for n in WORLD]
+    busy = structs.replace(waiting(0), gil=ranks[0].gil, flight_record=None)
+    verdict = diagnose(job(busy, *(structs.replace(waiting(n), flight_record=None) for n in (1, 2)), ranks[3]))
+    assert any("mesh_tp (ranks 1,3)" in claim.claim for claim in verdict.evidence)

@@ -362,6 +362,7 @@ def test_two_roots_of_one_gather(culprit: int, before: bool) -> None:
     assert [c.rank for c in verdict.culprits] == ([culprit] if before else [0, culprit])
     assert verdict.culprits[0].frame == at(8)
     assert f"Ranks {format_ranks([0, culprit])} each act as root of gather #4" in verdict.summary
+    assert "the same `src` or `dst` on every rank" in verdict.suggestions[0]
 
 
 # --- loops and history ------------------------------------------------------------------------------------------------

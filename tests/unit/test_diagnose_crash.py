@@ -384,3 +384,48 @@ def test_an_exception_from_a_worker_process_is_placed_in_the_worker(text: str, p
 
 def test_an_ordinary_traceback_has_no_remote_part() -> None:
     assert remote_error("Traceback (most recent call last):\nValueError: x") is None
+
+
+# --- errors of communication ------------------------------------------------------------------------------------------
+
+NETWORK = "NCCL error: remote process exited or there was a network error, NCCL version 2.26.2\nLast error:\n"
+COMPLETION = f"{NETWORK}NET/IB : Got completion from peer 10.5.0.34<33956> with error 12, opcode 0, len 1"
+SHM = (
+    "NCCL error in: x, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+    "Last error:\nError while creating shared memory segment /dev/shm/nccl-abc, error: No space left on device (28)"
+)
+
+
+def in_nccl(number: int, message: str, when: float) -> RankEvidence:
+    one = raised(number, "torch.distributed.DistBackendError", message, when)
+    assert one.exception is not None
+    frames = (Frame(C10D, 3252, "all_reduce"), *one.exception.frames)
+    return replace(one, exception=replace(one.exception, frames=frames))
+
+
+def test_an_error_of_nccl_that_is_the_ranks_own_is_no_consequence() -> None:
+    verdict = diagnose(job(in_nccl(0, NETWORK, 101.0), in_nccl(1, SHM, 102.0), outcome="crash"))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-exception", [1])
+    assert "Error while creating shared memory segment" in verdict.summary, "not NCCL's general words before it"
+    assert "(NCCL could not get shared memory for the ranks of its node)" in verdict.summary
+    assert "/dev/shm" in verdict.suggestions[0]
+
+
+def test_where_all_lost_a_peer_the_verdict_says_with_whom_it_began() -> None:
+    verdict = diagnose(job(in_nccl(0, NETWORK, 101.0), in_nccl(1, COMPLETION, 100.0), outcome="crash"))
+    assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
+    assert "It began on rank 1: over InfiniBand or RoCE, 10.5.0.34 did not answer" in verdict.summary
+    assert any("ibstat" in one for one in verdict.suggestions)
+
+
+def test_a_mesh_that_does_not_fit_the_world() -> None:
+    message = "Mesh should not be bigger than default world size 2, but found 8 ranks!"
+    verdict = diagnose(job(*(raised(n, "RuntimeError", message, 100.0) for n in (0, 1)), outcome="crash"))
+    assert "the world size do not go together" in verdict.summary
+    assert "WORLD_SIZE" in verdict.suggestions[0]
+
+
+def test_a_users_own_connection_is_not_explained_as_the_jobs() -> None:
+    verdict = diagnose(job(raised(0, "OSError", "socket: connection refused", 100.0), terminated(1), outcome="crash"))
+    assert "could not be reached over the network" not in verdict.summary

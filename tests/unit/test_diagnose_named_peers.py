@@ -51,6 +51,7 @@ def test_tags_that_differ() -> None:
     verdict = diagnose(job(sends(0, 1, tag=3), receives(1, 0, tag=7), waiting(2), waiting(3)))
     assert named(verdict) == ("collective-mismatch", [0, 1], "medium")
     assert "the tags differ, 3 and 7" in verdict.summary
+    assert verdict.suggestions[0] == "Give the send and its receive the same `tag`."
 
 
 def test_a_send_and_its_receive_with_one_tag_are_no_mismatch_of_tags() -> None:

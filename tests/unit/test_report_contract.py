@@ -42,3 +42,8 @@ def test_the_batch_of_a_rank_is_not_that_of_a_step() -> None:
     assert contract.batches(job(rank(0, 0, train=32, val=64), rank(1, 1))) == "32 (train), 64 (val) a rank"
     uneven = job(rank(0, 0, loader=32), rank(1, 1, loader=16))
     assert contract.batches(uneven) == "not the same on all ranks: 32 (loader) or 16 (loader)"
+
+
+def test_the_world_is_told_with_its_mesh() -> None:
+    assert contract.world(8, (("dp", 2), ("tp", 4))) == "8 ranks = dp 2 x tp 4"
+    assert (contract.world(8), contract.world(0)) == ("8 ranks", "")

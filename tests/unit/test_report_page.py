@@ -18,7 +18,7 @@ from evidence import behind, entry, in_user, job, past, progress, rank, record, 
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Culprit, Frame, RankException, RankExit
+from safelaunch.model import Culprit, Frame, Launched, RankException, RankExit
 from safelaunch.report import page
 from safelaunch.report.about import About, Gpu, GpuProcess, NodeFiles
 from safelaunch.report.overview import RankRow, alike
@@ -86,6 +86,18 @@ def test_the_code_shows_each_side_with_its_guard_whatever_the_number_of_ranks(na
         assert any(text.startswith("for step, batch in") for text in marked(side, "guard"))  # which asks for the rank
     notes = [line[3] for place in culprit["places"] for line in place["lines"] if line[3]]
     assert any("keeps rank" in note and "from here" in note for note in notes)
+
+
+def test_the_next_command_stands_on_the_page_and_in_the_issue() -> None:
+    ranks = [waiting(n, flight=record(*past(3), entry("nccl:all_reduce", 4, line=50))) for n in range(2)]
+    evidence = job(*ranks, launched=Launched(("--nproc-per-node=2", "train.py", "--name", "my run"), (), "2.13.0"))
+    verdict = diagnose(evidence)
+    assert verdict.next is not None
+    head = page.content(verdict, evidence)["head"]
+    assert head["next"] == [verdict.next.why, verdict.next.command]
+    assert not [text for text in head["suggestions"] if text.startswith(verdict.next.why)], "once is enough"
+    assert f"{verdict.next.why}: `{verdict.next.command}`" in head["issue"]
+    assert page.content(diagnose(job(*ranks)), evidence)["head"]["next"] == []
 
 
 def test_ranks_that_are_alike_are_one_lane_and_one_row() -> None:

@@ -65,6 +65,7 @@ def test_the_options_are_these() -> None:
         "--preset": True,
         "--stall-timeout": True,
         "--max-stall": True,
+        "--pg-timeout": True,
         "--stall-floor": True,
         "--stall-ceiling": True,
         "--startup-timeout": True,

@@ -51,7 +51,7 @@ function _shtab_safelaunch_using
 end
 
 set -g _shtab_safelaunch_commands demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help
-set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --config --duplicate-stderr-filters --duplicate-stdout-filters --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
+set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --config --duplicate-stderr-filters --duplicate-stdout-filters --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
 
 complete -c safelaunch -e
 complete -c safelaunch -f
@@ -68,6 +68,7 @@ complete -c safelaunch -n _shtab_safelaunch_using -l no-early-look -d 'Say nothi
 complete -c safelaunch -n _shtab_safelaunch_using -l on-suspect -x -d 'Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.'
 complete -c safelaunch -n _shtab_safelaunch_using -l check-every -x -d 'Every N optimizer steps, compare the ranks'"'"' replicas and look for gradients that are not finite [0: never].'
 complete -c safelaunch -n _shtab_safelaunch_using -l on-inconsistent -xka "report dump stop" -d 'When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) [report].'
+complete -c safelaunch -n _shtab_safelaunch_using -l pg-timeout -x -d 'The time-out of process groups to which the script gives none; with a !, of all [torch'"'"'s: 10m for NCCL, else 30m].'
 complete -c safelaunch -n _shtab_safelaunch_using -l no-watch -d 'Only launch: no beacon, no watchdog, no bundle.'
 complete -c safelaunch -n _shtab_safelaunch_using -l bundle-dir -xka "(__fish_complete_directories)" -d 'Where bundles go [./safelaunch-bundles].'
 complete -c safelaunch -n _shtab_safelaunch_using -l bundle-archive -d 'Also write each bundle as NAME.tar.gz, beside its directory.'
@@ -136,6 +137,7 @@ complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-early-look -d 'Sa
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-suspect -x -d 'Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l check-every -x -d 'Every N optimizer steps, compare the ranks'"'"' replicas and look for gradients that are not finite [0: never].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-inconsistent -xka "report dump stop" -d 'When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) [report].'
+complete -c safelaunch -n '_shtab_safelaunch_using exec' -l pg-timeout -x -d 'The time-out of process groups to which the script gives none; with a !, of all [torch'"'"'s: 10m for NCCL, else 30m].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-watch -d 'Only launch: no beacon, no watchdog, no bundle.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-dir -xka "(__fish_complete_directories)" -d 'Where bundles go [./safelaunch-bundles].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-archive -d 'Also write each bundle as NAME.tar.gz, beside its directory.'

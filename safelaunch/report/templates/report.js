@@ -144,9 +144,13 @@ function head() {
     `Confidence: ${it.confidence}`,
     it.doubts.length ? "" : h("span", { class: "dim" }, it.confidence === "high" ? ": nothing seen speaks against it." : ".")),
     it.doubts.length ? h("ul", {}, it.doubts.map((text) => h("li", {}, text))) : null);
-  const todo = it.suggestions.length
+  const pasted = (text, label, id) => h("div", { class: "command", id },
+    h("code", { tabindex: "0", "aria-label": label }, text), copyButton("Copy command", text));
+  const [why, next] = it.next;
+  const todo = it.suggestions.length || next
     ? h("div", { class: "todo", id: "todo" }, h("h2", {}, "What to do"),
-      h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text))))) : null;
+      h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text)))),
+      next ? [h("p", { class: "why" }, `${why}:`), pasted(next, "next command", "next")] : null) : null;
   const notes = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
     ...it.notes.map((text) => h("p", { class: "dim" }, `Noticed while it ran: ${text}`)),
     ...it.early.map((text) => h("p", { class: "dim" }, `Early look: ${text}`))];
@@ -157,8 +161,7 @@ function head() {
     h("div", { class: "lead" },
       h("div", {}, sure, notes, todo),
       h("dl", { class: "facts" }, it.facts.map(([label, value]) => [h("dt", {}, capital(label)), h("dd", {}, value)]))),
-    it.command ? h("div", { class: "command" }, h("code", { tabindex: "0", "aria-label": "command" }, it.command),
-      copyButton("Copy command", it.command)) : "",
+    it.command ? pasted(it.command, "command", "command") : "",
     h("div", { class: "bar links" }, copyButton("Copy as issue", it.issue),
       ["verdict.json", "report.md", "launch.json", "timeline.perfetto.json", "stacks.speedscope.json"]
         .filter((name) => it.bundle && (name !== "launch.json" || it.command))

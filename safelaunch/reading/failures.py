@@ -1,0 +1,138 @@
+"""What the error of a communication library, of CUDA or of a device mesh means, by the fixed words of these libraries.
+
+An error may be the rank's ``own``, or report what became of a peer or of the way to it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "nccl-cuda", "nccl-memory", "nccl-shm", "nccl-limit", "infiniband", "interface", "one-gpu", "mesh", "nccl-versions",
+    "socket", "nccl-system",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``means``: in a clause. ``own``: this rank itself failed, whatever its peers do."""
+
+    kind: Kind
+    means: str
+    own: bool
+
+
+# Kind, own, pattern, meaning. The first that fits; ``{...}``: a group of the pattern.
+_KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
+    (
+        "one-gpu",
+        True,
+        r"duplicate gpu detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on cuda device",
+        "ranks {a} and {b} use one and the same GPU",
+    ),
+    (
+        "nccl-memory",
+        True,
+        r"cuda failure (?:\d+ )?'out of memory'",
+        "the GPU had no memory left for NCCL's own buffers",
+    ),
+    (
+        "nccl-cuda",
+        True,
+        r"cuda failure (?:\d+ )?'(?P<what>[^']*(?:illegal|launch fail|assert|uncorrectable|misaligned)[^']*)'",
+        "a kernel had failed before ({what}), and NCCL only met the error",
+    ),
+    ("nccl-cuda", True, r"cuda failure (?:\d+ )?'(?P<what>[^']+)'", "a CUDA call of NCCL failed: {what}"),
+    (
+        "nccl-shm",
+        True,
+        r"(?:shared memory segment|/dev/shm|shm_open|posix_fallocate).{0,200}(?:no space left|fail|error|denied)",
+        "NCCL could not get shared memory for the ranks of its node",
+    ),
+    (
+        "infiniband",
+        False,
+        r"got completion from peer (?P<peer>\S+?)(?:<\d+>)? with (?:error |status=)12\b",
+        "over InfiniBand or RoCE, {peer} did not answer before all retries were used up",
+    ),
+    (
+        "infiniband",
+        False,
+        r"got completion from peer (?P<peer>\S+?)(?:<\d+>)? with (?:error |status=)5\b",
+        "the InfiniBand connection to {peer} had failed before, and took this transfer with it",
+    ),
+    (
+        "infiniband",
+        False,
+        r"got completion from peer (?P<peer>\S+?)(?:<\d+>)? with (?:error |status=)(?P<code>\d+)",
+        "an InfiniBand transfer with {peer} failed with status {code}",
+    ),
+    (
+        "nccl-limit",
+        True,
+        r"(?:call to )?(?P<call>ibv_\w+) failed.{0,80}cannot allocate memory",
+        "{call} was refused memory: the limit of locked memory is too low for InfiniBand",
+    ),
+    (
+        "infiniband",
+        True,
+        r"(?:call to )?(?P<call>ibv_\w+) failed(?: with error (?P<what>[^\n,]+))?",
+        "the InfiniBand driver refused {call}",
+    ),
+    (
+        "interface",
+        True,
+        r"no socket interface found|no usable (?:listening )?interface|no interface found in the same subnet"
+        r"|unable to find interface",
+        "no network interface fits the job's settings",
+    ),
+    (
+        "nccl-versions",
+        True,
+        r"mismatched nccl version|nccl version mismatch",
+        "the ranks have different versions of NCCL",
+    ),
+    (
+        "socket",
+        False,
+        r"(?:connect|socket)[^\n]*(?:no route to host|network is unreachable|connection refused|timed out)",
+        "a peer could not be reached over the network",
+    ),
+    (
+        "socket",
+        False,
+        r"connection (?:was )?(?:closed|reset) by (?:remote )?peer"
+        r"|remote process exited or there was a network error",
+        "a peer ended, or the network cut the connection to it",
+    ),
+    (
+        "mesh",
+        True,
+        r"invalid (?:device ?mesh|parallel dim)|mesh should not be bigger than default world size"
+        r"|devicemesh only supports? homogeneous hardware",
+        "the dimensions of the device mesh and the world size do not go together",
+    ),
+    (
+        "nccl-cuda",
+        True,
+        r"unhandled cuda error|ncclunhandledcudaerror",
+        "a CUDA call of NCCL failed; NCCL's log has the call",
+    ),
+    (
+        "nccl-system",
+        False,
+        r"unhandled system error|ncclsystemerror",
+        "a system call of NCCL failed, of its network, its memory or a device; NCCL's log has the call",
+    ),
+)
+
+
+def failure(text: str) -> Failure | None:
+    """What the error says; None for one of anything else."""
+    for kind, own, pattern, means in _KINDS:
+        found = re.search(pattern, text, re.IGNORECASE)
+        if found is not None:
+            return Failure(kind, means.format(**found.groupdict()), own)
+    return None

@@ -1,0 +1,57 @@
+"""``--pg-timeout`` inside a rank: what c10d's functions get, on a stand-in of its module."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from safelaunch.beacon import group_timeout
+
+TORCHS, SCRIPTS, OURS = timedelta(minutes=30), timedelta(minutes=7), timedelta(seconds=5)
+
+
+def c10d() -> Any:
+    """Two of its functions, which say with which time-out they make a group."""
+    module: Any = ModuleType("distributed_c10d")
+
+    def init_process_group(backend: str = "", init_method: str = "", timeout: Any = None) -> Any:
+        return timeout or module.default_pg_timeout
+
+    def new_group(ranks: Any = None, timeout: Any = None, **more: Any) -> Any:
+        return timeout or module.default_pg_timeout
+
+    module.init_process_group, module.new_group = init_process_group, new_group
+    module.default_pg_timeout, module.default_pg_nccl_timeout = TORCHS, None
+    return module
+
+
+@pytest.mark.parametrize(
+    ("given", "without", "explicit"), [("", TORCHS, SCRIPTS), ("5", OURS, SCRIPTS), ("5!", OURS, OURS)]
+)
+def test_a_group_gets_the_timeout(given: str, without: timedelta, explicit: timedelta) -> None:
+    module = c10d()
+    group_timeout.apply(module, given)
+    assert [module.init_process_group(), module.new_group([0, 1])] == [without] * 2
+    assert module.init_process_group("gloo", "env://", SCRIPTS) == explicit
+    assert module.init_process_group("gloo", timeout=SCRIPTS) == explicit
+    assert module.new_group(timeout=SCRIPTS, group_desc="dp") == explicit
+    assert module.default_pg_nccl_timeout is None, "without NCCL there is none to change"
+
+
+def test_a_wrong_call_fails_with_torchs_own_words() -> None:
+    module = c10d()
+    group_timeout.apply(module, "5!")
+    with pytest.raises(TypeError, match="backened"):
+        module.init_process_group(backened="gloo")
+
+
+def test_names_that_torch_distributed_has_taken_already_change_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, package = c10d(), ModuleType("torch.distributed")
+    vars(package)["new_group"] = module.new_group
+    monkeypatch.setitem(sys.modules, "torch.distributed", package)
+    group_timeout.apply(module, "5!")
+    assert vars(package)["new_group"](timeout=SCRIPTS) == OURS
