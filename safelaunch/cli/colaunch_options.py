@@ -11,6 +11,8 @@ from safelaunch.cli.parsing import Parser
 from safelaunch.colaunch.grid import Axis, parse_grid
 from safelaunch.colaunch.metrics import check_pattern
 from safelaunch.errors import UsageError
+from safelaunch.launch.torchrun import KNOWN
+from safelaunch.settings.options import BY_FLAG
 from safelaunch.settings.values import parse_count, parse_seconds
 
 T = TypeVar("T")
@@ -133,6 +135,7 @@ def parser() -> Parser:
     """The command line of ``safelaunch colaunch`` up to ``--``."""
     found = Parser(
         "colaunch",
+        after_dashes={*BY_FLAG, *KNOWN},
         usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         show_json(document(checks))
     else:
         shown = display(1, os.environ)
-        show(text(checks, width=min(120, shown.width), colour=shown.color))
+        show(text(checks, width=min(120, shown.width), colour=shown.color), color=shown.color)
     return 1 if worst(checks) == "failed" else 0
 
 
@@ -59,7 +59,9 @@ def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
     lines: list[str] = []
     for check in checks:
         head = f"{check.result:<7}  {check.name:<{column}}  "
-        wrapped = textwrap.wrap(clean(check.detail), max(30, width - len(head)), break_long_words=False) or [""]
+        wrapped = textwrap.wrap(
+            clean(check.detail), max(30, width - len(head)), break_long_words=False, break_on_hyphens=False
+        ) or [""]
         shown = f"\x1b[{_COLOURS[check.result]}m{check.result:<7}\x1b[0m" + head[7:] if colour else head
         lines += [shown + wrapped[0], *(" " * len(head) + line for line in wrapped[1:])]
         if check.fix and check.result != "ok":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from safelaunch.errors import UsageError
@@ -12,16 +12,22 @@ from safelaunch.settings.yamlfile import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """A subcommand's parser. ``name``: the subcommand. Options count only if spelled in full."""
+    """A subcommand's parser. ``name``: the subcommand. Options count only if spelled in full.
 
-    def __init__(self, name: str, **settings: Any) -> None:
+    ``after_dashes``: options of a job's own command line, which stands after ``--``.
+    """
+
+    def __init__(self, name: str, *, after_dashes: Collection[str] = (), **settings: Any) -> None:
         super().__init__(prog=f"safelaunch {name}", allow_abbrev=False, **settings)
         self.name = name
+        self._after_dashes = after_dashes
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse does it, but what it does not know is an error here, where the nearest option can be named."""
         known, unknown = super().parse_known_args(args, namespace)
         option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+        if option in self._after_dashes:
+            self.error(f"{option} is an option of the jobs: give it after `--`, before their script")
         if option:
             names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
             self.error(f"there is no option {option}{did_you_mean(option, names)}")

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from safelaunch.diagnose.causes import Advice, Sign, advice_for
+from safelaunch.diagnose.collectives import op_name
 from safelaunch.diagnose.doubts import confidence_of
 from safelaunch.diagnose.exits import aborted_in, failure_of, has_lost_a_peer
 from safelaunch.diagnose.findings import Finding
 from safelaunch.diagnose.rank_state import Facts, view_of
-from safelaunch.model import Launched, NextStep
+from safelaunch.model import Frame, Launched, NextStep
 from safelaunch.model.entries import Entries
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
@@ -76,6 +77,23 @@ class Scene:
         return rest <= _TRAINING or any(there == set(one.ranks) for one in self.finding.partings)
 
     @cached_property
+    def out_of_step(self) -> bool:
+        """Ranks at fault wait at lines from which their peers have made the same call: no pass that they make alone."""
+        if self.finding.partings:
+            return False
+        waits = [wait for rank in self.named if (wait := self.facts.ranks[rank].wait) is not None]
+        return bool(waits) and all(wait.frame is not None and self._is_common(wait.op, wait.frame) for wait in waits)
+
+    def _is_common(self, op: str, frame: Frame) -> bool:
+        alignment = self.facts.alignment
+        peers = (rank for rank in alignment.records if rank not in self.named)
+        return any(
+            op_name(kind) == op and _is_at(alignment.stack(rank, kind).user_frame, frame)
+            for rank in peers
+            for kind in Entries.of(alignment.records[rank].entries).used().values()
+        )
+
+    @cached_property
     def kinds(self) -> list[str]:
         """The operations on all records, with their backends."""
         records = self.facts.alignment.records.values()
@@ -107,6 +125,11 @@ class Scene:
         return any(one.wait is not None for one in self.facts.ranks.values())
 
 
+def _is_at(one: Frame | None, other: Frame) -> bool:
+    """On one line: a recorded frame has the name of a function without that of its class."""
+    return one is not None and (one.file, one.line) == (other.file, other.line)
+
+
 def _says(pattern: re.Pattern[str]) -> Callable[[Scene], bool]:
     return lambda scene: any(pattern.search(message) for message in scene.messages)
 
@@ -129,7 +152,8 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "lost-connection": lambda scene: scene.lost and not scene.facts.evidence.stopped,
     "seen-apart": lambda scene: bool(scene.facts.evidence.stopped),
     "ddp": lambda scene: any(one in ("gradients", "ddp-forward") for one in scene.purposes.values()),
-    "ddp-forward": lambda scene: scene.alone_in("ddp-forward"),
+    "ddp-forward": lambda scene: scene.alone_in("ddp-forward") and not scene.out_of_step,
+    "out-of-step": lambda scene: scene.alone_in("ddp-forward") and scene.out_of_step,
     "fsdp-forward": lambda scene: scene.alone_in("fsdp-forward"),
     "sync-batchnorm": lambda scene: scene.alone_in("sync-batchnorm"),
     "state-dict": lambda scene: scene.alone_in("state-dict"),

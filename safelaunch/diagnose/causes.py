@@ -55,6 +55,8 @@ Sign = Literal[
     "receives",
     "may-send",
     "no-sign",
+    "wrong-group",
+    "out-of-step",
     "ddp",
     "ddp-forward",
     "fsdp-forward",
@@ -297,8 +299,14 @@ CAUSES: dict[str, Cause] = {
             unless=_MODELS,
         ),
         Advice(
+            "Look in the step for what skips the rest of it on one rank, as a `continue`, an early return or an"
+            " `except` does: that rank is in its next forward pass, while its peers still wait in the step before.",
+            only_if="out-of-step",
+        ),
+        Advice(
             "Let all ranks make the same calls in one order: compare how each rank gets to the call that it waits in.",
             only_if="no-sign",
+            unless=("out-of-step",),
         ),
         Advice(
             "To have c10d compare op, shape and type of every collective before it starts",
@@ -308,8 +316,16 @@ CAUSES: dict[str, Cause] = {
         ),
     ),
     "missing-from-collective": _cause(
-        "Look for a branch, an early `continue` or a caught exception before this collective, on the rank that did "
-        "not come.",
+        Advice(
+            "Give each rank the group that it is in: compare how each rank picks its group with the ranks given to"
+            " `new_group()`. On other groups torch warns, and makes no call.",
+            only_if="wrong-group",
+        ),
+        Advice(
+            "Look for a branch, an early `continue` or a caught exception before this collective, on the rank that did"
+            " not come.",
+            unless=("wrong-group",),
+        ),
         Advice(
             "To see where that rank is, run the job under `safelaunch`: it takes the stacks of all ranks beside the"
             " Flight Recorder.",

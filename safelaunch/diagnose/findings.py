@@ -109,9 +109,23 @@ def waiting_culprits(facts: Facts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
 
 
 def wait_words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
-    """rank → what it waits in, of those that do."""
+    """rank → what it waits in, of those that do. Where only some of those at one line tell which call it is, all
+    of them are said to wait in that one.
+    """
     waits = {rank: facts.ranks[rank].wait for rank in ranks if rank in facts.ranks}
-    return {rank: wait.words for rank, wait in waits.items() if wait is not None}
+    words = {rank: wait.words for rank, wait in waits.items() if wait is not None}
+    told: dict[str, set[str]] = {}
+    for text in words.values():
+        told.setdefault(text.partition(" at ")[2], set()).add(text)
+    return {rank: _told_best(text, told[text.partition(" at ")[2]]) for rank, text in words.items()}
+
+
+_UNTOLD = "a collective at "
+
+
+def _told_best(text: str, at_that_line: Collection[str]) -> str:
+    known = [other for other in at_that_line if not other.startswith(_UNTOLD)]
+    return known[0] if text.startswith(_UNTOLD) and len(known) == 1 else text
 
 
 def by_place(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:

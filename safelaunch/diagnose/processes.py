@@ -26,7 +26,7 @@ _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells
 _CANNOT_RUN = ("stopped", "dead", "disk")
 CLOCK_TICKS = 100  # a second: USER_HZ, which is what /proc counts in
 _DETAILS = re.compile(r" at [0-9a-f]+ | ip:| total-vm:")  # of a line of the kernel's, from there on
-_FORK_NOTE = "; a lock that another thread held when the worker was forked is never released in it"
+_FORK_NOTE = "; if another thread held that lock when the worker was forked, it is never released there"
 _SHARED_NOTE = "; processes share it, and one that ends while it holds it never releases it"
 
 

@@ -14,7 +14,7 @@ from safelaunch.diagnose.collectives import Alignment, described, number_of, op_
 from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import ended_by_others, gone_condition, is_consequence, one_line
+from safelaunch.diagnose.exits import aborted_in, ended_by_others, gone_condition, is_consequence, one_line
 from safelaunch.diagnose.peers import (
     PeerWait,
     begins_at,
@@ -280,10 +280,15 @@ def view_of(rank: RankEvidence, read_source: ReadSource | None = None) -> View |
 
 
 def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
-    """The user's frames of the main thread, innermost first: where it raised, else where it is."""
-    view = view_of(rank)
-    frames = rank.exception.frames if rank.exception is not None else view.frames if view is not None else ()
-    return fr.stack_of(rank, frames).user_frames
+    """The user's frames, innermost first: where the main thread raised, else the call in which the rank was aborted,
+    else where the main thread is.
+    """
+    if rank.exception is not None:
+        return fr.stack_of(rank, rank.exception.frames).user_frames
+    aborted, view = aborted_in(rank), view_of(rank)
+    if aborted is not None:
+        return aborted.user_frames
+    return view.stack.user_frames if view is not None else ()
 
 
 def child_views(rank: RankEvidence, read_source: ReadSource | None = None) -> list[View]:

@@ -92,7 +92,7 @@ def screen(
     """
     room = max(width - len(PREFIX), 28)
     title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})", room)
-    summary = _wrap(clean(verdict.summary), room)[:_SUMMARY_LINES]
+    summary = _cut(_wrap(clean(verdict.summary), room), _SUMMARY_LINES)
     head = list(map(Line, _quoted(summary) if color else summary))
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
     if len(verdict.culprits) > 3:
@@ -100,9 +100,10 @@ def screen(
         who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
-    tail = _tail(verdict, room)
     command = _command(verdict.next)
-    space = MAX_LINES - len(title) - len(head) - len(who) - len(tail) - len(command) - 2
+    space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 2
+    tail = _tail(verdict, room, space)
+    space -= len(tail)
     lines = [
         *(Line(text, "title") for text in title),
         *head,
@@ -116,6 +117,8 @@ def screen(
 
 
 _SUMMARY_LINES = 6
+_ADVICE_LINES = 6
+_EVIDENCE_LINES = 3  # what a second piece of advice leaves to the evidence
 _SPACE = "\0"  # stands for one at which no line may break; ``clean`` leaves none in a text
 
 
@@ -129,6 +132,11 @@ def _wrap(text: str, room: int, indent: str = "") -> list[str]:
         break_long_words=False,
     )
     return [line.replace(_SPACE, " ") for line in wrapped]
+
+
+def _cut(lines: list[str], most: int) -> list[str]:
+    """At most so many of them, the last one with ``…`` where it is not their end."""
+    return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1]} …"][: max(most, 0)]
 
 
 def _unbroken(text: str) -> str:
@@ -223,15 +231,18 @@ def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[t
     return [claim for _, _, claim in sorted(order, key=lambda item: item[:2])[: max(count, 0)]]
 
 
-def _tail(verdict: Verdict, room: int) -> list[Line]:
+def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
+    """What is below the evidence, in ``space`` lines: of a second piece of advice all or nothing."""
     lines = []
     if verdict.victims:
         what = "held up by it" if verdict.culprits else "waiting"
         lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
-    for suggestion in beside_next(verdict)[:2]:
-        lines += _wrap(f"next: {clean(suggestion)}", room, "  ")[:5]
+    first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in beside_next(verdict)[:2]] or [[]]
+    lines += _cut(first, min(_ADVICE_LINES, max(space - len(lines), 1)))
+    for advice in second:
+        lines += advice if len(lines) + len(advice) + _EVIDENCE_LINES <= space else []
     return list(map(Line, lines))
 
 

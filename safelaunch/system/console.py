@@ -89,9 +89,9 @@ def _safe_in_color(line: str) -> str:
     return "".join(part if _COLOR.fullmatch(part) else terminal_safe(part) for part in _COLOR.split(line))
 
 
-def show(text: str) -> None:
-    """Prints ``text`` on stdout. Raises BrokenPipeError when the reader has closed the pipe."""
-    put(terminal_safe(text))
+def show(text: str, *, color: bool = False) -> None:
+    """Prints ``text`` on stdout; ``color``: with the colours in it. Raises BrokenPipeError if nobody reads the pipe."""
+    put(terminal_safe(text, color=color))
 
 
 def show_json(document: object) -> None:

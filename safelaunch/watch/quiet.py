@@ -57,7 +57,7 @@ class Quiet:
     """What is known of a job's quiet.
 
     ``begin_s``: the beginning of the present spell, 0 without one. ``looks``: how long it had lasted at each look at
-    it. ``excused_s``: until then nobody was to be judged. ``spent_s``: what looks have cost so far.
+    it. ``excused_s``: until then nobody was to be judged. ``spent_s``: what looks have cost in this stage.
     """
 
     job_s: float
@@ -73,8 +73,8 @@ def follow(known: Quiet, spell: Spell | None, now: float) -> Quiet:
     """Takes in the present spell. None: nobody is to be judged, or a rank has said that it will be quiet."""
     if spell is None:
         return replace(known, begin_s=0.0, looks=(), excused_s=now)
-    if spell.stage != known.stage:  # how long a start takes says nothing about training
-        known = replace(known, stage=spell.stage, begin_s=0.0, looks=(), ended=())
+    if spell.stage != known.stage:  # how long a start takes, and looks at it, says nothing about training
+        known = replace(known, stage=spell.stage, begin_s=0.0, looks=(), ended=(), spent_s=0.0)
     begin_s = max(spell.since_s, known.excused_s)
     if begin_s <= known.begin_s:
         return known

@@ -329,6 +329,8 @@ def test_a_wrong_command_line_is_an_error_of_ours(words: str, said: str) -> None
         ("--slots x", "argument --slots"),
         ("--max-parallel 0", "argument --max-parallel"),
         ("--grd a=1", "there is no option --grd; did you mean '--grid'"),
+        ("--grid a=1 --stall-timeout=9", "--stall-timeout is an option of the jobs: give it after `--`"),
+        ("--grid a=1 --nproc-per-node 2", "--nproc-per-node is an option of the jobs: give it after `--`"),
         ("--timeout -1", "argument --timeout"),
     ],
 )

@@ -251,6 +251,15 @@ def test_a_size_that_does_not_fit_where_the_survivors_agree() -> None:
     assert [c.rank for c in verdict.culprits] == [2]
 
 
+def test_the_condition_that_sent_an_aborted_rank_to_its_call() -> None:
+    source = "def train():\n    if epoch % 2 == 1 and rank == 0:\n        evaluate()\n" + "    pass\n" * 60
+    read = {at(3).file: source}.get
+    peers = (_at_six(n, (16,)) for n in (1, 2))
+    verdict = diagnose(job(_aborted_at(0, 3), *peers, outcome="crash"), read_source=read)
+    assert "`if epoch % 2 == 1 and rank == 0 (train.py:2)` keeps ranks 1-2 from train.py:3" in verdict.summary
+    assert "Gate the side effect" in verdict.suggestions[0]
+
+
 def test_one_survivor_against_one_after_an_abort_names_both() -> None:
     verdict = diagnose(job(_aborted(1), _at_six(0, (16,)), _at_six(2, (16,), "Double"), outcome="crash"))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "low")
@@ -429,3 +438,10 @@ def test_a_mesh_that_does_not_fit_the_world() -> None:
 def test_a_users_own_connection_is_not_explained_as_the_jobs() -> None:
     verdict = diagnose(job(raised(0, "OSError", "socket: connection refused", 100.0), terminated(1), outcome="crash"))
     assert "could not be reached over the network" not in verdict.summary
+
+
+def test_survivors_at_one_line_are_told_as_one_though_not_all_have_a_record() -> None:
+    lost = RankException("RuntimeError", "Connection closed by peer", 5.0, (*in_c10d("all_reduce", 50),), "Traceback")
+    thrown_out = rank(2, seen=False, more={"exception": lost, "exit": RankExit(1, 101.0)})
+    verdict = diagnose(job(_aborted_at(0, 3), _at_six(1, (16,)), thrown_out, outcome="crash"))
+    assert "ranks 1-2 wait in all_reduce at train.py:50" in verdict.summary

@@ -18,6 +18,7 @@ from safelaunch.doctor.rules import GIB, MIB, Clock, Disk
 from safelaunch.doctor.torch_rules import Probe
 from safelaunch.doctor.tracing import Rights, Trial
 from safelaunch.errors import Failure, UsageError
+from safelaunch.system.console import Display
 
 DENIED = Trial("permission denied: CAP_SYS_PTRACE is missing", kind="denied")
 WELL = Trial("", 0.02)
@@ -464,6 +465,16 @@ def test_exit_code(
     monkeypatch.setattr(command, "examine", lambda *_: checks)
     assert command.main([]) == code
     assert capsys.readouterr().out.endswith(f"{int(code == 1)} failed\n")
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_the_results_are_coloured_where_they_are_read(
+    color: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "examine", lambda *_: [ok("py-spy", "0.4.3"), failed("torch", "gone", "Install it.")])
+    monkeypatch.setattr(command, "display", lambda *_: Display(80, color))
+    assert command.main([]) == 1
+    assert ("\x1b[32mok" in capfd.readouterr().out) is color
 
 
 def test_without_torch_the_rest_is_examined_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

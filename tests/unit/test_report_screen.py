@@ -223,3 +223,15 @@ if __name__ == "__main__":
     for name in SCREENS:
         for width in WIDTHS:
             golden(name, width).write_text(shown(SCREENS[name], width))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_advice_is_told_whole_or_ends_in_dots(width: int) -> None:
+    advice = f"First {'word ' * 60}end."
+    crowded = replace(MISMATCH, culprits=MISMATCH.culprits * 3, suggestions=(advice, advice))
+    shown = report.screen(crowded, bundle_path=BUNDLE, width=width)
+    texts = [line.removeprefix("safelaunch: ") for line in shown.splitlines()]
+    starts = [at for at, text in enumerate(texts) if text.startswith("  next: ")]
+    ends = [next(n for n in range(at + 1, len(texts)) if not texts[n].startswith("    ")) - 1 for at in starts]
+    assert starts and all(texts[at].endswith(("end.", " …")) for at in ends)
+    assert len(texts) <= report.MAX_LINES

@@ -134,6 +134,15 @@ def test_where_the_clock_was_started_again_no_spell_ended_by_itself() -> None:
     assert first_look(job) == pytest.approx(LEAST_S, abs=1.0)
 
 
+def test_what_looks_at_a_slow_start_have_cost_delays_no_look_at_the_training() -> None:
+    job = Job(stage="start", cost_s=1.0)
+    job.step()
+    assert first_look(job)
+    job.stage = "steps"
+    job.step()
+    assert first_look(job) <= LEAST_S + 2 * TICK_S
+
+
 def test_looks_cost_no_more_than_their_share_of_the_job() -> None:
     job = Job(cost_s=0.2)
     for _ in range(200):

@@ -1,0 +1,56 @@
+"""Ranks that call a collective on a group that they are not in: torch only warns, and their own group waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from evidence import at, calls, in_c10d, job, rank, record
+
+from safelaunch.diagnose import diagnose
+from safelaunch.model import Evidence, RankEvidence
+
+GROUPS = {"1": (0, 1), "2": (2, 3)}
+
+
+def warning(number: int, op: str = "all_reduce") -> str:
+    return (
+        f"13:00:49.591 err| UserWarning: Running {op} on global rank {number} which does not belong to the given group."
+    )
+
+
+def one(number: int, text: str, line: int, log: str = "") -> RankEvidence:
+    found = rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=GROUPS))
+    return msgspec.structs.replace(found, log_tail=log)
+
+
+def halves(**logs: str) -> Evidence:
+    """Ranks 1 and 2 are past line 60 and in the next call of all; 0 and 3 wait at line 60 in their halves."""
+    return job(
+        one(0, "0@50x3 1@60*", 60),
+        one(1, "0@50x3 0@70*", 70, logs.get("first", "")),
+        one(2, "0@50x3 0@70*", 70, logs.get("second", "")),
+        one(3, "0@50x3 2@60*", 60),
+    )
+
+
+def test_who_took_the_wrong_group_is_named_with_the_call() -> None:
+    verdict = diagnose(halves(first=warning(1), second=warning(2)))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("missing-from-collective", [1, 2])
+    assert {c.frame and (c.frame.file, c.frame.line) for c in verdict.culprits} == {(at(60).file, 60)}
+    assert "Ranks 1-2 called all_reduce on a group that they are not in" in verdict.summary
+    assert "ranks 0,3 wait in all_reduce at train.py:60 (train) in their own groups" in verdict.summary
+    assert {"ranks/1/log_tail.txt", "ranks/2/log_tail.txt"} <= {claim.file for claim in verdict.evidence}
+    assert "Give each rank the group that it is in" in verdict.suggestions[0]
+    assert not any("caught exception" in text for text in verdict.suggestions)
+
+
+@pytest.mark.parametrize(
+    "logs",
+    [{}, {"first": warning(1, "barrier")}, {"first": warning(3)}],
+    ids=["no warning", "of another call", "of another rank"],
+)
+def test_without_such_a_warning_nothing_is_said(logs: dict[str, Any]) -> None:
+    verdict = diagnose(halves(**logs))
+    assert "not in" not in verdict.summary
