@@ -107,11 +107,14 @@ def _marks() -> _Any:
     return _sys.modules.get("_safelaunch_beacon.marks")
 
 
-def step() -> None:
-    """Marks one step of progress, for loops without a torch optimizer. Costs well under a microsecond."""
+def step(*, loss: _Any = None) -> None:
+    """Marks one step of progress, for loops without a torch optimizer. Costs well under a microsecond.
+
+    ``loss``: of this step, a number or a scalar tensor, for ``--check-every``. A tensor is not waited for.
+    """
     marks = _marks()
     if marks is not None:
-        marks.user_stepped()
+        marks.user_stepped(loss)
 
 
 @_contextmanager

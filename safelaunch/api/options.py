@@ -26,6 +26,8 @@ class Options(TypedDict, total=False):
     on_stall: Literal["kill", "restart", "dump"]
     no_early_look: bool
     on_suspect: str
+    check_every: int
+    on_inconsistent: Literal["report", "dump", "stop"]
     pg_timeout: Seconds  # "10m!": of all groups
     watch: bool
     bundle_dir: Text

@@ -7,6 +7,10 @@ from time import monotonic_ns
 
 from . import layout
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 LONGEST_S = 1e9
 
 # Before a page is claimed, and in a forked child, marks go to a private buffer.
@@ -62,8 +66,13 @@ def _new_slot(optimizer: object) -> int:
     return slot
 
 
-def user_stepped() -> None:
+heard_loss: Callable[[object], None] | None = None  # set by the consistency checks
+
+
+def user_stepped(loss: object = None) -> None:
     """Implements ``safelaunch.step()``."""
+    if loss is not None and heard_loss is not None:
+        heard_loss(loss)
     if not _words[layout.FIRST_STEP_NS]:
         before_first_step()
         _words[layout.FIRST_STEP_NS] = monotonic_ns()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+_CHECKS = f"{__package__}.checks"  # not imported unless asked for
 C10D = "torch.distributed.distributed_c10d"
 
 _owner = 0  # pid of the process that installed the beacon; a forked child's differs
@@ -90,6 +91,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: caught_exceptions.install(base + layout.CAUGHT_SUFFIX),
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
+        lambda: _check_values(base, env.get(layout.CHECKS, "")),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
         lambda: imports.after_import(C10D, lambda c10d: _torch_distributed(c10d, base, env)),
         lambda: _watch_under_exec(run_dir, env),
@@ -126,6 +128,17 @@ def _torch_optimizer(module: Any) -> None:
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is not None:
         register(marks.optimizer_stepped)
+        checks = sys.modules.get(_CHECKS)
+        if checks is not None:
+            register(checks.optimizer_stepped)
+
+
+def _check_values(base: str, every: str) -> None:
+    """Loads the consistency checks if somebody asked for them."""
+    if every.isdigit() and int(every):
+        from . import checks
+
+        checks.install(base, int(every))
 
 
 @log.guarded
@@ -171,3 +184,6 @@ def _after_fork() -> None:
     log.guarded(exits.detach)()
     log.guarded(caught_exceptions.detach)()
     log.guarded(descriptors.detach)()
+    checks = sys.modules.get(_CHECKS)
+    if checks is not None:
+        log.guarded(checks.detach)()

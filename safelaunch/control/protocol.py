@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.errors import SafelaunchError
-from safelaunch.model import EarlyLook, Frame
+from safelaunch.model import EarlyLook, Frame, Inconsistency
 
 MAX_LINE = 1 << 20
 REQUEST_DEADLINE_S = 5.0  # for a client to send its request
@@ -69,8 +69,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     """One run. ``threshold_s``: seconds without a step before it is suspected; ``threshold_why``: its origin.
 
     ``usual_step_s``: 0 while it is not known. ``notes``: what slows the job down. ``early``: the newest early looks,
-    oldest first. ``nodes``: all nodes of a job of several; ``alone``: why they are not known. ``history``: how many
-    seconds ago the slowest rank made which step, oldest first.
+    oldest first. ``inconsistent``: what --check-every found. ``nodes``: all nodes of a job of several; ``alone``: why
+    they are not known. ``history``: how many seconds ago the slowest rank made which step, oldest first.
     """
 
     run: str
@@ -87,6 +87,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     ranks: list[RankStatus]
     notes: list[str] = []
     early: list[EarlyLook] = []
+    inconsistent: list[Inconsistency] = []
     nodes: list[NodeStatus] = []
     alone: str = ""
     usual_step_s: float = 0.0

@@ -36,6 +36,7 @@ def describe(plan: Plan) -> str:
             f"  startup timeout  {settings.startup_timeout_s:g} s   ({settings.origin('startup-timeout')})",
             f"  max stall        {settings.effective_max_stall_s:g} s   ({settings.max_stall_origin})",
             f"  on stall         {settings.on_stall}   ({settings.origin('on-stall')})",
+            f"  check every      {settings.check_every or 'never'}   ({settings.origin('check-every')})",
             f"  early look       {'yes' if settings.early_look else 'no'}   ({settings.origin('no-early-look')})",
         ]
         if settings.on_suspect:

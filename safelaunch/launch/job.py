@@ -14,6 +14,7 @@ from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.plan import Plan
 from safelaunch.launch.process import FORWARDED, SI_KERNEL, ProcessId
 
+EXIT_INCONSISTENT = 123
 EXIT_HUNG = 124
 EXIT_GAVE_UP = 125
 GRACE_S = 5.0

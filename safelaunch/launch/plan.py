@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safelaunch.beacon import layout
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.torchrun import Torch, launcher
 from safelaunch.settings.config import Settings
@@ -151,6 +152,9 @@ def _environment(
     if settings.watch:
         env.update(injection(around.environ, around.run_dir, around.supervisor_pid))
         env.update(own)
+        env.pop(layout.CHECKS, None)
+        if settings.check_every:
+            env[layout.CHECKS] = str(settings.check_every)
         if settings.pg_timeout is not None:
             env[GROUP_TIMEOUT] = f"{settings.pg_timeout.seconds:g}{'!' if settings.pg_timeout.everywhere else ''}"
         if around.rank_locks:

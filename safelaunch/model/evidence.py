@@ -592,6 +592,28 @@ class EarlyLook(Record, frozen=True):
     lasted_s: float = 0.0
 
 
+class Inconsistency(Record, frozen=True):
+    """A wrong result that no collective shows, found by comparing what the ranks' beacons computed.
+
+    - ``step``: the first optimizer step at which it was seen; ``since_step``: the last one known to be right, 0: none
+    - ``parameter``: the first by name that shows it (for a gradient, where the backward pass met it first); ``count``
+      of ``total`` show it
+    - ``ranks``: those that are off; empty if no side is in the majority. ``sides``: the ranks that agree, by side
+    - ``words``: all of this, in a sentence
+    """
+
+    kind: Literal["replicas-diverged", "non-finite-gradient", "loss"]
+    unix_s: float
+    step: int
+    since_step: int = 0
+    parameter: str = ""
+    count: int = 0
+    total: int = 0
+    ranks: tuple[int, ...] = ()
+    sides: tuple[tuple[int, ...], ...] = ()
+    words: str = ""
+
+
 Outcome = Literal["hang", "crash", "dump"]
 
 
@@ -609,9 +631,9 @@ class Launched(Record, frozen=True):
 class Evidence(Record, frozen=True):
     """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
 
-    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node. ``launched``: None for
-    a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped before the others were
-    looked at.
+    ``nodes``: of a job of several nodes, as far as they are known. ``early``, ``inconsistent``: of this node.
+    ``launched``: None for a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped
+    before the others were looked at.
     """
 
     outcome: Outcome
@@ -627,5 +649,6 @@ class Evidence(Record, frozen=True):
     nccl: NcclWitness | None = None
     rendezvous: Rendezvous | None = None
     early: tuple[EarlyLook, ...] = ()  # the newest ones, oldest first
+    inconsistent: tuple[Inconsistency, ...] = ()  # what --check-every found, in order of time
     launched: Launched | None = None
     stopped: tuple[int, ...] = ()

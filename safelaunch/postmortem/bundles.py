@@ -21,6 +21,7 @@ from safelaunch.model import (
     Evidence,
     ExitCall,
     FlightRecord,
+    Inconsistency,
     Launched,
     NcclWitness,
     NodeEvidence,
@@ -190,6 +191,7 @@ def read_bundle(root: Path) -> Found:
         nodes=_nodes(bundle),
         nccl=_nccl(bundle),
         early=(bundle.json("early.json", tuple[EarlyLook, ...]) or ())[:MAX_EARLY],
+        inconsistent=(bundle.json("inconsistent.json", tuple[Inconsistency, ...]) or ())[:MAX_EARLY],
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
     )
@@ -257,6 +259,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
+    files |= {"inconsistent.json": f"{names[0]}/inconsistent.json"} if first.inconsistent else {}
     files |= {nccl.file: f"{asked}/{nccl.file}"} if nccl is not None else {}
     files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"

@@ -107,7 +107,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "nodes_at_fault": [node_words(node) for node in verdict.nodes_at_fault],
         "suggestions": beside_next(verdict),
         "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
-        "notes": evidence.notes,
+        "notes": [*evidence.notes, *(one.words for one in evidence.inconsistent)],
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.command),

@@ -306,6 +306,7 @@ def markdown(
         _md(stalled_words(evidence)),
         _md_list("Noticed while it ran", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),
+        _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),

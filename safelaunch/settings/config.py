@@ -52,6 +52,7 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_PYTHONPATH",
         "SAFELAUNCH_MODE",
         "SAFELAUNCH_LEASES",
+        "SAFELAUNCH_CHECKS",
         "SAFELAUNCH_HELD",
         "SAFELAUNCH_EXIT_FILE",
         "SAFELAUNCH_GROUP_TIMEOUT",
@@ -124,6 +125,8 @@ class Settings:
     on_bundle: str | None = None
     early_look: bool = True
     on_suspect: str | None = None
+    check_every: int = 0
+    on_inconsistent: str = "report"
     gpus: str | None = None
     wait: bool = False
     wait_timeout_s: float | None = None
@@ -214,6 +217,8 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         on_bundle=value("on-bundle", None),
         early_look=not value("no-early-look", False),
         on_suspect=value("on-suspect", None),
+        check_every=value("check-every", 0),
+        on_inconsistent=value("on-inconsistent", "report"),
         gpus=value("gpus", None),
         wait=value("wait", False) or value("wait-timeout", None) is not None,
         wait_timeout_s=value("wait-timeout", None),

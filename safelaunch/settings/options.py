@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from safelaunch.errors import PresetError, UsageError
 from safelaunch.settings.values import (
     AUTO,
+    ON_INCONSISTENT,
     ON_STALL,
     parse_command,
     parse_count,
     parse_flag,
     parse_gpus,
     parse_group_timeout,
+    parse_on_inconsistent,
     parse_on_stall,
     parse_path,
     parse_run_name,
@@ -61,7 +63,7 @@ class Option:
         try:
             return self.parse(text)
         except ValueError:
-            hint = did_you_mean(text, ON_STALL) if self.parse is parse_on_stall else ""
+            hint = did_you_mean(text, _WORDS.get(self.name, ()))
             raise UsageError(f"{where}: {text!r} is not {self.expects}{hint}") from None
 
     def parse_node(self, node: Node) -> object:
@@ -89,6 +91,7 @@ def _quote_hint(node: Node) -> str:
 
 
 _RUNS = frozenset({"run", "exec"})
+_WORDS = {"on-stall": ON_STALL, "on-inconsistent": ON_INCONSISTENT}
 _A_DURATION = "a positive number of seconds (also 90s, 10m, 2h)"
 
 _WATCHING = (
@@ -165,6 +168,23 @@ _WATCHING = (
         "a command",
         "Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do "
         "in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.",
+        _RUNS,
+    ),
+    Option(
+        "check-every",
+        "N",
+        parse_count,
+        "a number of steps (0: never)",
+        "Every N optimizer steps, compare the ranks' replicas and look for gradients that are not finite [0: never].",
+        _RUNS,
+    ),
+    Option(
+        "on-inconsistent",
+        "report|dump|stop",
+        parse_on_inconsistent,
+        "report, dump or stop",
+        "When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) "
+        "[report].",
         _RUNS,
     ),
     Option(
@@ -305,7 +325,15 @@ OPTION_GROUPS: Mapping[str, tuple[Option, ...]] = {
 OWN_OPTIONS = tuple(option for group in OPTION_GROUPS.values() for option in group)
 BY_NAME = {option.name: option for option in OWN_OPTIONS}
 BY_FLAG = {option.flag: option for option in OWN_OPTIONS}
-WATCHDOG_KEYS = ("stall-timeout", "startup-timeout", "max-stall", "on-stall", "pg-timeout")
+WATCHDOG_KEYS = (
+    "stall-timeout",
+    "startup-timeout",
+    "max-stall",
+    "on-stall",
+    "check-every",
+    "on-inconsistent",
+    "pg-timeout",
+)
 
 
 def options_of(command: str) -> tuple[Option, ...]:

@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 ON_STALL = ("kill", "restart", "dump")
+ON_INCONSISTENT = ("report", "dump", "stop")
 AUTO = "auto"
 
 _SECONDS = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?(s|m|h)?", re.IGNORECASE)
@@ -75,6 +76,13 @@ def parse_stall_timeout(text: str) -> float | None:
 def parse_on_stall(text: str) -> str:
     """One of ``kill``, ``restart``, ``dump``."""
     if text.strip() not in ON_STALL:
+        raise ValueError(text)
+    return text.strip()
+
+
+def parse_on_inconsistent(text: str) -> str:
+    """One of ``report``, ``dump``, ``stop``."""
+    if text.strip() not in ON_INCONSISTENT:
         raise ValueError(text)
     return text.strip()
 

@@ -30,6 +30,7 @@ from safelaunch.model import (
     Artifact,
     EarlyLook,
     Evidence,
+    Inconsistency,
     Launched,
     NodeEvidence,
     Outcome,
@@ -110,6 +111,7 @@ class Known:
     world_size: int
     notes: tuple[str, ...]
     early: tuple[EarlyLook, ...] = ()
+    inconsistent: tuple[Inconsistency, ...] = ()
 
 
 def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
@@ -130,7 +132,7 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
             code_roots=meta.code_roots,
             gpu=meta.gpu,
         )
-    return Known(found, watch.world_size, watch.notes, watch.early)
+    return Known(found, watch.world_size, watch.notes, watch.early, watch.inconsistent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,7 @@ def take_evidence(
     known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
     known = replace(known, notes=without_secrets(known.notes, about.redactor))
     known = replace(known, early=without_secrets(known.early, about.redactor))
+    known = replace(known, inconsistent=without_secrets(known.inconsistent, about.redactor))
 
     def ranks() -> None:
         nonlocal looks
@@ -247,7 +250,13 @@ def take_evidence(
         _add_rank(side, staging)
     evidence = _evidence(outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(
-        evidence, stall_s=stall_s, moving=moving, notes=known.notes, early=known.early, launched=_launched(about)
+        evidence,
+        stall_s=stall_s,
+        moving=moving,
+        notes=known.notes,
+        early=known.early,
+        inconsistent=known.inconsistent,
+        launched=_launched(about),
     )
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
@@ -470,6 +479,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
     if evidence.early:
         staging.add_json(Artifact("early.json", OURS, 0.0), evidence.early)
+    if evidence.inconsistent:
+        staging.add_json(Artifact("inconsistent.json", OURS, 0.0), evidence.inconsistent)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
     _add_reports(staging, verdict, evidence, about, timeline)

@@ -78,6 +78,8 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "on_stall": settings.on_stall,
             "pg_timeout": str(settings.pg_timeout or ""),
             "early_look": settings.early_look,
+            "check_every": settings.check_every,
+            "on_inconsistent": settings.on_inconsistent,
             "on_suspect": redactor.said(settings.on_suspect or ""),
             "origins": dict(settings.origins),
         },

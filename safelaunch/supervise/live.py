@@ -285,6 +285,7 @@ class Live:
             ],
             notes=[*self._watch.notes],
             early=[*self._watch.early],
+            inconsistent=[*self._watch.inconsistent],
             history=self._history(now),
             nodes=self._nodes(now),
             alone=self._together.why_alone if self._watch.unseen and not self._together.is_covered else "",

@@ -14,12 +14,22 @@ from pathlib import Path
 
 from safelaunch.capture import command
 from safelaunch.launch import controlgroup, process
-from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, HOLD_S, Forwarder, Job, JobProcesses
+from safelaunch.launch.job import (
+    EXIT_GAVE_UP,
+    EXIT_HUNG,
+    EXIT_INCONSISTENT,
+    GRACE_S,
+    HOLD_S,
+    Forwarder,
+    Job,
+    JobProcesses,
+)
 from safelaunch.launch.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import incident
+from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.incident import Report
@@ -112,6 +122,7 @@ class Supervisor:
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
+        self._consistency = Consistency(job.run, self._watch) if settings.check_every else None
         self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)
         self._exit_events: dict[int, RankExit] = {}
@@ -246,6 +257,7 @@ class Supervisor:
             self._cap.advance(now)
         self._health.advance(now)
         self._pulse.advance(now)
+        self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
 
@@ -417,12 +429,27 @@ class Supervisor:
     def _agent_lives(self) -> bool:
         return self._job.agent.is_alive()
 
+    def _on_consistency(self, *, last: bool = False) -> None:
+        """Compares what the ranks computed, as --check-every asks for."""
+        found = self._consistency.advance(last=last) if self._consistency is not None else []
+        action = self._job.plan.settings.on_inconsistent
+        if found and action != "report" and not last:
+            self._live.dump_here(self._stop_inconsistent if action == "stop" else self._show)
+
+    def _stop_inconsistent(self, report: Report) -> None:
+        self._show(report)
+        if self._ending is None and self._verdict is None:
+            say("ending the job (--on-inconsistent stop)")
+            self._end(report, EXIT_INCONSISTENT, shown=True)
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _finish(self, status: int) -> None:
         """After the agent's end: reads its last events, and finishes the bundle that is being written."""
         deadline = time.monotonic() + WRITE_PATIENCE_S
         self._guarded_tick()
+        if self._watching:
+            self._on_consistency(last=True)
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
             self._note_end(status)

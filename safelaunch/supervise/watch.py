@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from safelaunch.beacon import layout
 from safelaunch.capture.look import Target
 from safelaunch.launch.process import identify
-from safelaunch.model import EarlyLook, Progress
+from safelaunch.model import EarlyLook, Inconsistency, Progress
 from safelaunch.roster.progress import AgentEvent, Page, Roster, Worker
 from safelaunch.watch import pulse, quiet, rhythm, stall
 from safelaunch.watch.strides import Strides
@@ -57,6 +57,7 @@ class Watch:
         self._pages: dict[int, Page] = {}  # of the newest tick
         self._marks: tuple[stall.Mark, ...] = ()
         self.early: tuple[EarlyLook, ...] = ()  # the newest of this attempt, found by ``EarlyLooks``
+        self.inconsistent: tuple[Inconsistency, ...] = ()  # of all attempts, found by ``Consistency``
 
     def tick(self, now: float) -> Glance:
         """Reads everything once. ``now``: CLOCK_MONOTONIC in seconds."""

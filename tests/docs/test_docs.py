@@ -187,7 +187,9 @@ def test_what_a_preset_sets_is_in_its_section() -> None:
     found = sections("docs/presets.md")
     for path in (ROOT / "configs").glob("*.yaml"):
         preset = yaml.safe_load(path.read_text())
-        for name, setting in preset["env"].items():
+        for name, value in preset.get("watchdog", {}).items():
+            assert f"`{name}: {value}`" in found[path.stem], f"{path.stem}: {name}"
+        for name, setting in preset.get("env", {}).items():
             assert f"`{name}={setting['value']}`" in found[path.stem], f"{path.stem}: {name}"
         if "extends" in preset:
             assert f"[`{preset['extends']}`](#{preset['extends']})" in found[path.stem]

@@ -21,6 +21,7 @@ LAYERS = (
     ("beacon", "what runs inside the ranks and the torchrun agent"),
     ("safelaunch", "the public package: version, step(), phase(), pause(); the names of the API"),
     ("schemas", "the JSON Schemas of documents that programs read"),
+    ("probes", "looks at a model, for scripts"),
     ("errors", "what the command line turns into a message and an exit code"),
     ("system", "processes, NVML, the console, threads, deadlines"),
     ("model", "records that travel between the packages"),
@@ -85,7 +86,7 @@ IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 NOT_OURS = ("demos/", "launch/launcher/", "cluster/host_store.py")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
 THIRD_PARTY = {
-    "torch": {"beacon.server", "beacon.rank", "api.launching"},
+    "torch": {"beacon.server", "beacon.rank", "api.launching", "probes"},
     "yaml": {"settings.yamlfile"},
     "msgspec": {
         "model.*",
@@ -107,6 +108,7 @@ THIRD_PARTY = {
         "supervise.joint_dump",
         "supervise.node_notices",
         "supervise.crash",
+        "supervise.consistency",
         "supervise.early",
         "supervise.early_verdict",
         "supervise.peers",
@@ -283,7 +285,7 @@ def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
 
 
 def test_torch_is_never_imported_by_the_supervisor() -> None:
-    beside = {"beacon.*", "api.launching"}  # in the ranks, and in the process that starts them
+    beside = {"beacon.*", "api.launching", "probes"}  # in the ranks, and in the process that starts them
     assert {i.by for i in IMPORTS if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
     assert {i.by for i in IMPORTS if i.module == "api.launching"} == {"api"}
 

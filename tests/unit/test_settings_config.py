@@ -78,6 +78,8 @@ def test_the_options_are_these() -> None:
         "--on-bundle": True,
         "--no-early-look": False,
         "--on-suspect": True,
+        "--check-every": True,
+        "--on-inconsistent": True,
         "--gpus": True,
         "--wait": False,
         "--wait-timeout": True,

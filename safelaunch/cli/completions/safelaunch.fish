@@ -51,7 +51,7 @@ function _shtab_safelaunch_using
 end
 
 set -g _shtab_safelaunch_commands demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help
-set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --cluster-key-file --cluster-store --config --duplicate-stderr-filters --duplicate-stdout-filters --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
+set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --config --duplicate-stderr-filters --duplicate-stdout-filters --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
 
 complete -c safelaunch -e
 complete -c safelaunch -f
@@ -66,6 +66,8 @@ complete -c safelaunch -n _shtab_safelaunch_using -l startup-timeout -x -d 'Allo
 complete -c safelaunch -n _shtab_safelaunch_using -l on-stall -xka "kill restart dump" -d 'After collecting the evidence: end the job (kill), start its ranks again, or let it run (dump) [kill].'
 complete -c safelaunch -n _shtab_safelaunch_using -l no-early-look -d 'Say nothing about a job that is quiet for longer than usual until the stall timeout.'
 complete -c safelaunch -n _shtab_safelaunch_using -l on-suspect -x -d 'Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.'
+complete -c safelaunch -n _shtab_safelaunch_using -l check-every -x -d 'Every N optimizer steps, compare the ranks'"'"' replicas and look for gradients that are not finite [0: never].'
+complete -c safelaunch -n _shtab_safelaunch_using -l on-inconsistent -xka "report dump stop" -d 'When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) [report].'
 complete -c safelaunch -n _shtab_safelaunch_using -l pg-timeout -x -d 'The time-out of process groups to which the script gives none; with a !, of all [torch'"'"'s: 10m for NCCL, else 30m].'
 complete -c safelaunch -n _shtab_safelaunch_using -l no-watch -d 'Only launch: no beacon, no watchdog, no bundle.'
 complete -c safelaunch -n _shtab_safelaunch_using -l bundle-dir -xka "(__fish_complete_directories)" -d 'Where bundles go [./safelaunch-bundles].'
@@ -133,6 +135,8 @@ complete -c safelaunch -n '_shtab_safelaunch_using exec' -l startup-timeout -x -
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-stall -xka "kill restart dump" -d 'After collecting the evidence: end the job (kill), start its ranks again, or let it run (dump) [kill].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-early-look -d 'Say nothing about a job that is quiet for longer than usual until the stall timeout.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-suspect -x -d 'Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.'
+complete -c safelaunch -n '_shtab_safelaunch_using exec' -l check-every -x -d 'Every N optimizer steps, compare the ranks'"'"' replicas and look for gradients that are not finite [0: never].'
+complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-inconsistent -xka "report dump stop" -d 'When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) [report].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l pg-timeout -x -d 'The time-out of process groups to which the script gives none; with a !, of all [torch'"'"'s: 10m for NCCL, else 30m].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-watch -d 'Only launch: no beacon, no watchdog, no bundle.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-dir -xka "(__fish_complete_directories)" -d 'Where bundles go [./safelaunch-bundles].'

@@ -1,0 +1,221 @@
+"""Looks at a distributed model from inside the script. Each probe returns a record, and prints a table once, on rank 0.
+
+``check_consistent``, ``memory`` and ``rank_print`` gather from all ranks of the group, so all of them must call it.
+Without ``torch.distributed``, this process is rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """``differing``: the tensors that are not equal on all ranks, each with the sides: the ranks that agree."""
+
+    checked: int
+    differing: Mapping[str, tuple[tuple[int, ...], ...]]
+
+    @property
+    def consistent(self) -> bool:
+        return not self.differing
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one parameter is. ``placements``: of a DTensor, by mesh dimension; empty: each rank holds all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    placements: tuple[str, ...] = ()
+    mesh: str = ""
+
+    @property
+    def sharded(self) -> bool:
+        return self.shape != self.local_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Names of parameters; ``whole``: each rank holds all of these. The bytes are this rank's."""
+
+    sharded: tuple[str, ...]
+    whole: tuple[str, ...]
+    bytes_sharded: int
+    bytes_whole: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One rank's device memory in bytes; 0 without a GPU."""
+
+    rank: int
+    device: str
+    allocated: int
+    reserved: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A device mesh. ``groups``: by dimension, the ranks of each of its groups; ``coordinate``: of this rank."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    coordinate: tuple[int, ...]
+    groups: Mapping[str, tuple[tuple[int, ...], ...]]
+
+
+def check_consistent(subject: Any, group: Any = None) -> Consistency:
+    """Compares a tensor, or all parameters and buffers of a module, over the ranks of ``group``, bit by bit.
+
+    Of a DTensor, it compares this rank's own part: pass the group of a replicated dimension.
+    """
+    if hasattr(subject, "named_parameters"):
+        tensors = {**dict(subject.named_parameters()), **dict(subject.named_buffers())}
+    else:
+        tensors = {"tensor": subject}
+    prints = {name: _digest(one) for name, one in tensors.items()}
+    ranks, gathered = _gather(prints, group)
+    names = list(dict.fromkeys(name for one in gathered for name in one))
+    differing = {}
+    for name in names:
+        sides: dict[str, list[int]] = {}
+        for rank, one in zip(ranks, gathered, strict=True):
+            sides.setdefault(one.get(name, "missing"), []).append(rank)
+        if len(sides) > 1:
+            differing[name] = tuple(map(tuple, sorted(sides.values(), key=len, reverse=True)))
+    rows = [(name, " | ".join(", ".join(map(str, side)) for side in sides)) for name, sides in differing.items()]
+    title = f"{len(differing)} of {len(names)} tensors differ between ranks"
+    _table(title, ("tensor", "ranks that agree"), rows)
+    return Consistency(len(names), differing)
+
+
+def placements(model: Any) -> tuple[Placement, ...]:
+    """Where each parameter of ``model`` is."""
+    found = tuple(_placement(name, one) for name, one in model.named_parameters())
+    rows = [(p.name, str(p.shape), str(p.local_shape), " ".join(p.placements) or "whole", p.mesh) for p in found]
+    _table(f"{len(found)} parameters", ("parameter", "shape", "here", "placements", "mesh"), rows)
+    return found
+
+
+def sharding(model: Any) -> Sharding:
+    """What of ``model`` is sharded, and what each rank holds whole."""
+    found = [(_placement(name, one), one) for name, one in model.named_parameters()]
+    parts = [one for one in found if one[0].sharded]
+    whole = [one for one in found if not one[0].sharded]
+    size_parts, size_whole = (sum(_bytes(one) for _, one in side) for side in (parts, whole))
+    rows = [(place.name, str(place.shape), _size(_bytes(one))) for place, one in whole]
+    title = f"sharded: {len(parts)} parameters, {_size(size_parts)} here; held whole: {len(whole)}, {_size(size_whole)}"
+    _table(title, ("held whole", "shape", "size"), rows)
+    return Sharding(tuple(p.name for p, _ in parts), tuple(p.name for p, _ in whole), size_parts, size_whole)
+
+
+def memory(group: Any = None) -> tuple[Memory, ...]:
+    """The device memory of each rank of ``group``."""
+    import torch
+
+    if torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        numbers = (
+            f"cuda:{device}",
+            torch.cuda.memory_allocated(),
+            torch.cuda.memory_reserved(),
+            torch.cuda.max_memory_allocated(),
+        )
+    else:
+        numbers = ("cpu", 0, 0, 0)
+    ranks, gathered = _gather(numbers, group)
+    found = tuple(Memory(rank, *one) for rank, one in zip(ranks, gathered, strict=True))
+    rows = [(str(m.rank), m.device, _size(m.allocated), _size(m.reserved), _size(m.peak)) for m in found]
+    _table("memory by rank", ("rank", "device", "allocated", "reserved", "peak"), rows)
+    return found
+
+
+def mesh(device_mesh: Any) -> Mesh:
+    """The dimensions of a device mesh, and the ranks of its groups."""
+    ranks = device_mesh.mesh
+    names = tuple(device_mesh.mesh_dim_names or map(str, range(ranks.ndim)))
+    groups = {
+        name: tuple(tuple(row) for row in ranks.movedim(number, -1).reshape(-1, ranks.shape[number]).tolist())
+        for number, name in enumerate(names)
+    }
+    rows = [
+        (name, str(size), " ".join(str(list(one)) for one in groups[name]))
+        for name, size in zip(names, ranks.shape, strict=True)
+    ]
+    _table("mesh of " + " x ".join(map(str, ranks.shape)), ("dimension", "size", "groups"), rows)
+    return Mesh(tuple(ranks.shape), names, tuple(device_mesh.get_coordinate() or ()), groups)
+
+
+def rank_print(*values: object, group: Any = None) -> tuple[str, ...]:
+    """Prints a line for each rank of ``group``, in order, once."""
+    ranks, lines = _gather(" ".join(map(str, values)), group)
+    _table("", ("rank", "said"), [(str(rank), line) for rank, line in zip(ranks, lines, strict=True)])
+    return tuple(lines)
+
+
+# --- one rank's part --------------------------------------------------------------------------------------------------
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _bytes(tensor: Any) -> int:
+    here = _local(tensor)
+    return int(here.numel() * here.element_size())
+
+
+def _placement(name: str, tensor: Any) -> Placement:
+    laid = tuple(str(one) for one in getattr(tensor, "placements", ()))
+    where = getattr(tensor, "device_mesh", None)
+    dims = "" if where is None else " x ".join(map(str, where.mesh_dim_names or where.mesh.shape))
+    return Placement(name, tuple(tensor.shape), tuple(_local(tensor).shape), laid, dims)
+
+
+def _digest(tensor: Any) -> str:
+    import ctypes
+    import hashlib
+
+    here = _local(tensor.detach()).cpu().contiguous()
+    data = ctypes.string_at(here.data_ptr(), here.numel() * here.element_size()) if here.numel() else b""
+    return hashlib.blake2b(f"{here.dtype} {tuple(here.shape)}".encode() + data, digest_size=16).hexdigest()
+
+
+def _gather(value: Any, group: Any) -> tuple[Sequence[int], list[Any]]:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return (0,), [value]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return (dist.get_process_group_ranks(group) if group is not None else range(len(gathered))), gathered
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _size(number: int) -> str:
+    units = ("B", "KB", "MB", "GB")
+    at = next((n for n in range(len(units)) if number < 1024 ** (n + 1)), len(units) - 1)
+    return f"{number / 1024**at:.3g} {units[at]}"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if _rank():
+        return
+    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
+    lines = [title] if title else []
+    if rows:
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *rows)
+        ]
+    print("\n".join(lines), flush=True)

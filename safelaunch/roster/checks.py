@@ -1,0 +1,109 @@
+"""Reads what the beacons' consistency checks leave in the run directory; see ``layout`` for the files."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from safelaunch.beacon import layout
+
+LARGEST = 64 << 20
+MOST_TENSORS = 1 << 20
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a series is about. ``tensors``: name, and number of its group in ``groups``."""
+
+    key: str
+    kind: str
+    every: int
+    rank: int
+    groups: tuple[tuple[int, ...], ...]
+    tensors: Annotated[
+        tuple[tuple[str, Annotated[int, msgspec.Meta(ge=0)]], ...], msgspec.Meta(max_length=MOST_TENSORS)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The numbers of one rank's series at one position. Magnitudes are not finite where an element is not.
+
+    ``sentinel``: (step, largest local gradient) since the check before, oldest first; ``losses`` likewise.
+    """
+
+    rank: int
+    about: About
+    position: int
+    prints: tuple[int, ...]
+    sizes: tuple[float, ...]
+    gradients: tuple[float, ...]
+    sentinel: tuple[tuple[int, float], ...] = ()
+    losses: tuple[tuple[int, float], ...] = ()
+
+
+class Series:
+    """The mapped file of one series. Raises OSError or ValueError if the file is not whole."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(descriptor).st_size
+            if not 8 * layout.CHECK_HEADER <= size <= LARGEST:
+                raise ValueError(f"{path.name} has no room for a header")
+            self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        words = self._words = memoryview(self._map)[: size // 8 * 8].cast("q")
+        if words[0] != layout.CHECK_MAGIC:
+            raise BlockingIOError(f"{path.name} is not ready")
+        begin, length = 8 * layout.CHECK_HEADER, words[layout.CHECK_LENGTH]
+        self.about = msgspec.json.decode(self._map[begin : begin + max(0, length)], type=About)
+        self._begin = layout.CHECK_HEADER + (length + 7) // 8
+        self._slots, self._size = words[layout.CHECK_SLOTS], words[layout.CHECK_SLOT_SIZE]
+        least = layout.CHECK_SLOT + 3 * len(self.about.tensors) + layout.CHECK_WINDOW
+        if self._slots < 1 or self._size < least or self._begin + self._slots * self._size > len(words):
+            raise ValueError(f"{path.name} is damaged")
+        if any(group >= len(self.about.groups) for _, group in self.about.tensors):
+            raise ValueError(f"{path.name} names a group that is not there")
+        self._rank = rank
+        self._next = 0
+        self._before = 0
+
+    def read(self) -> list[Check]:
+        """Returns the checks since the last call, oldest first. What was overwritten meanwhile is lost."""
+        found = []
+        newest = max(self._words[self._begin + n * self._size] for n in range(self._slots)) // 2
+        for number in range(max(self._next, newest - self._slots), newest):
+            at = self._begin + number % self._slots * self._size
+            if self._words[at] != 2 * number + 2:
+                continue
+            check = self._parse(self._words[at : at + self._size].tobytes())
+            if self._words[at] == 2 * number + 2:
+                found.append(check)
+                self._before = check.position
+        self._next = max(self._next, newest)
+        return found
+
+    def _parse(self, data: bytes) -> Check:
+        whole, floats = memoryview(data).cast("q"), memoryview(data).cast("d")
+        count, first = len(self.about.tensors), layout.CHECK_SLOT
+        position = whole[1]
+        sentinel = floats[first + 3 * count : first + 3 * count + layout.CHECK_WINDOW]
+        steps = range(max(self._before + 1, position - layout.CHECK_WINDOW + 1), position + 1)
+        at = first + 3 * count + layout.CHECK_WINDOW
+        losses = floats[at : at + min(max(whole[3], 0), layout.CHECK_WINDOW)]
+        return Check(
+            rank=self._rank,
+            about=self.about,
+            position=position,
+            prints=tuple(whole[first : first + count]),
+            sizes=tuple(floats[first + count : first + 2 * count]),
+            gradients=tuple(floats[first + 2 * count : first + 3 * count]),
+            sentinel=tuple((step, sentinel[step % layout.CHECK_WINDOW]) for step in steps),
+            losses=tuple((whole[4] + n, value) for n, value in enumerate(losses)),
+        )

@@ -1,0 +1,236 @@
+"""Compares what the ranks' checks computed: replicas that differ, gradients and losses that went wrong. Pure.
+
+Only tensors that are known to be replicated are compared: those of DDP, and those of DTensors along replicated
+dimensions. Each kind of finding is made once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+
+from safelaunch.model import Inconsistency, format_ranks
+from safelaunch.roster.checks import Check
+
+KEPT = 64  # positions of a series that wait for the last rank
+FEWEST_LOSSES = 20
+FAR_LOSS = 2.0  # times the median of the others, and beyond everything they saw
+
+Side = tuple[int, ...]
+
+
+class Comparison:
+    """The comparison of one attempt. ``add`` what was read, then ask ``found``."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, dict[int, dict[int, Check]]] = {}
+        self._members: dict[str, set[int]] = {}  # by series, the ranks that have it
+        self._equal: dict[str, int] = {}  # by series, the last position at which all replicas agreed
+        self._finite: dict[str, int] = {}
+        self._losses: dict[int, list[tuple[int, float]]] = {}
+        self._said: set[str] = set()
+        self._checks = 0
+        self._replicas: set[str] = set()
+
+    @property
+    def told(self) -> str:
+        """What was compared, in a clause."""
+        count = len(self._replicas)
+        what = f"{count} tensors known to be replicated" if count else "no tensor is known to be replicated"
+        return f"{self._checks} checks, {what}"
+
+    def add(self, checks: Iterable[Check]) -> None:
+        """Adds what one rank has computed."""
+        for check in checks:
+            series = self._waiting.setdefault(check.about.key, {})
+            self._members.setdefault(check.about.key, set()).add(check.rank)
+            series.setdefault(check.position, {})[check.rank] = check
+            for old in sorted(series)[:-KEPT]:
+                del series[old]
+            losses = self._losses.setdefault(check.rank, [])
+            losses += check.losses
+            del losses[:-FEWEST_LOSSES]
+
+    def found(self, here: Sequence[int], unix_s: float, *, last: bool = False) -> list[Inconsistency]:
+        """What is new at the positions that all ranks have reached. ``here``: the ranks that this node sees.
+
+        ``last``: the job has ended, so a position that some have reached is all there will be.
+        """
+        result = []
+        for key, series in self._waiting.items():
+            for position in sorted(series):
+                checks = series[position]
+                if not last and not self._is_complete(key, position, here):
+                    continue
+                del series[position]
+                result += self._compare(key, position, checks, unix_s)
+        result += self._far_losses(unix_s)
+        return [one for one in result if self._is_new(one)]
+
+    def _is_new(self, one: Inconsistency) -> bool:
+        topic = "buffers" if one.kind == "replicas-diverged" and one.words.startswith("buffers") else one.kind
+        new = topic not in self._said
+        self._said.add(topic)
+        return new
+
+    def _is_complete(self, key: str, position: int, here: Sequence[int]) -> bool:
+        checks = self._waiting[key][position]
+        replicas = {rank for one in checks.values() for group in one.about.groups for rank in group}
+        expected = (replicas or set(here)) | self._members[key]
+        return set(checks) >= expected & set(here)
+
+    def _compare(self, key: str, position: int, checks: Mapping[int, Check], unix_s: float) -> list[Inconsistency]:
+        result = []
+        self._checks += 1
+        about = next(iter(checks.values())).about
+        self._replicas.update(name for name, group in about.tensors if set(about.groups[group]) & set(checks))
+        not_finite = _not_finite(position, self._finite.get(key, 0), checks, unix_s)
+        if not_finite is not None:
+            result.append(not_finite)
+        else:
+            self._finite[key] = position
+        diverged = _diverged(position, self._equal.get(key, 0), checks, unix_s)
+        if diverged is not None:
+            result.append(diverged)
+        else:
+            self._equal[key] = position
+        bad_loss = _bad_loss(checks, unix_s)
+        return [*result, *([bad_loss] if bad_loss is not None else [])]
+
+    def _far_losses(self, unix_s: float) -> list[Inconsistency]:
+        """A rank whose recent losses are all far above everything that at least two others saw."""
+        known = {rank: [value for _, value in one] for rank, one in self._losses.items() if len(one) >= FEWEST_LOSSES}
+        for rank, values in known.items():
+            others = [one for other, one in known.items() if other != rank]
+            if len(others) < 2 or not all(math.isfinite(v) for one in (values, *others) for v in one):
+                continue
+            level = median(fmean(one) for one in others)
+            if min(values) > max(max(one) for one in others) and fmean(values) > FAR_LOSS * abs(level):
+                step = self._losses[rank][0][0]
+                words = (
+                    f"loss: rank {rank} went its own way: {fmean(values):.4g} on average since step {step}, while the "
+                    f"others are at {level:.4g}"
+                )
+                return [Inconsistency("loss", unix_s, step=step, ranks=(rank,), words=words)]
+        return []
+
+
+def _between(step: int, since: int) -> str:
+    return f"between steps {since} and {step}" if since and since + 1 < step else f"at step {step}"
+
+
+def _diverged(position: int, since: int, checks: Mapping[int, Check], unix_s: float) -> Inconsistency | None:
+    different: list[tuple[str, tuple[Side, ...]]] = []
+    total = 0
+    names = next(iter(checks.values())).about.tensors
+    by_name = {rank: {name: n for n, (name, _) in enumerate(one.about.tensors)} for rank, one in checks.items()}
+    for name, _ in names:
+        compared, sides = _sides(name, checks, by_name)
+        total += compared
+        if sides:
+            different.append((name, sides))
+    if not different:
+        return None
+    first, sides = different[0]
+    off = _off(sides)
+    kind = next(iter(checks.values())).about.kind
+    what = f"{len(different)} of {total} {kind}" if len(different) > 1 else first
+    more = f", the first is {first}" if len(different) > 1 else ""
+    who = f"{_ranks(off)} {'differs' if len(off) == 1 else 'differ'} from the others"
+    if not off:
+        who = " against ".join(_ranks(side) for side in sides)
+    return Inconsistency(
+        "replicas-diverged",
+        unix_s,
+        step=position,
+        since_step=since,
+        parameter=first,
+        count=len(different),
+        total=total,
+        ranks=off,
+        sides=sides,
+        words=f"{kind} that should be replicas diverged {_between(position, since)}: {who} in {what}{more}",
+    )
+
+
+def _sides(
+    name: str, checks: Mapping[int, Check], by_name: Mapping[int, Mapping[str, int]]
+) -> tuple[bool, tuple[Side, ...]]:
+    """Whether replicas of a tensor could be compared, and the sides of the first group whose members differ."""
+    compared = False
+    groups: dict[Side, dict[int, int]] = {}
+    for rank, check in checks.items():
+        number = by_name[rank].get(name)
+        if number is None:
+            continue
+        group = check.about.groups[check.about.tensors[number][1]]
+        if rank in group and check.about.rank in (rank, -1) and math.isfinite(check.sizes[number]):
+            groups.setdefault(group, {})[rank] = check.prints[number]
+    for prints in groups.values():
+        compared = compared or len(prints) > 1
+        if len(set(prints.values())) > 1:
+            by_print: dict[int, list[int]] = {}
+            for rank, value in sorted(prints.items()):
+                by_print.setdefault(value, []).append(rank)
+            return True, tuple(sorted((tuple(side) for side in by_print.values()), key=lambda side: (-len(side), side)))
+    return compared, ()
+
+
+def _off(sides: tuple[Side, ...]) -> Side:
+    """The ranks that differ from a majority; empty if there is none."""
+    everybody = sum(map(len, sides))
+    return tuple(sorted(rank for side in sides[1:] for rank in side)) if 2 * len(sides[0]) > everybody else ()
+
+
+def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: float) -> Inconsistency | None:
+    """A step was made with gradients that are not finite. The sentinels tell on which rank they were so first."""
+    bad = {rank: _bad_names(check) for rank, check in checks.items()}
+    if not any(bad.values()):
+        return None
+    counts = Counter(name for names in bad.values() for name in names)
+    starts = {rank: step for rank, check in checks.items() if (step := _first_bad(check.sentinel)) is not None}
+    step = min(starts.values(), default=position)
+    ranks = tuple(sorted(rank for rank, at in starts.items() if at == step)) if starts else ()
+    ranks = ranks or tuple(sorted(rank for rank, names in bad.items() if names))
+    names = bad[ranks[0]] or next(names for names in bad.values() if names)
+    total = len(next(iter(checks.values())).about.tensors)
+    one = ": one rank diverged" if len(ranks) == 1 and len(checks) > 1 else ""
+    when = f"since step {step}" if starts else _between(step, since)
+    return Inconsistency(
+        "non-finite-gradient",
+        unix_s,
+        step=step,
+        since_step=since,
+        parameter=names[-1],
+        count=len(counts),
+        total=total,
+        ranks=ranks,
+        words=f"gradients are not finite on {_ranks(ranks)} {when}, the first is that of {names[-1]} "
+        f"({len(counts)} of {total}){one}",
+    )
+
+
+def _bad_names(check: Check) -> list[str]:
+    """The parameters whose gradient or value is not finite, in the model's order: backward goes the other way."""
+    pairs = zip(check.about.tensors, check.gradients, check.sizes, strict=True)
+    return [name for (name, _), size, value in pairs if not (math.isfinite(size) and math.isfinite(value))]
+
+
+def _first_bad(steps: Iterable[tuple[int, float]]) -> int | None:
+    return next((step for step, value in steps if not math.isfinite(value)), None)
+
+
+def _bad_loss(checks: Mapping[int, Check], unix_s: float) -> Inconsistency | None:
+    starts = {rank: step for rank, check in checks.items() if (step := _first_bad(check.losses)) is not None}
+    if not starts:
+        return None
+    step = min(starts.values())
+    ranks = tuple(sorted(rank for rank, at in starts.items() if at == step))
+    words = f"loss: not finite on {_ranks(ranks)} since step {step}"
+    return Inconsistency("loss", unix_s, step=step, ranks=ranks, words=words)
+
+
+def _ranks(ranks: Side) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
