@@ -38,7 +38,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The part of ``launch.json`` that people ask for first."""
+    """The part of ``launch.json`` that people ask for first. ``command``: what ran, such as torchrun with its options."""
 
     run_name: str = ""
     host: str = ""
@@ -46,9 +46,15 @@ class Launch(msgspec.Struct, frozen=True):
     cwd: str = ""
     started: str = ""
     command: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()
     safelaunch: str = ""
     torch: str = ""
     presets: tuple[str, ...] = ()
+
+    @property
+    def as_typed(self) -> tuple[str, ...]:
+        """The command line as the user knows it; what ran, where nothing was typed."""
+        return ("safelaunch", *self.typed) if self.typed else self.command
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "notes": [*evidence.notes, *(one.words for one in evidence.inconsistent)],
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
-        "command": _command(about.launch.command),
+        "command": _command(about.launch.as_typed),
         "bundle": about.bundle,
     }
 

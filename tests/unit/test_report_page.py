@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from safelaunch.diagnose import diagnose
 from safelaunch.model import Culprit, Frame, Launched, RankException, RankExit
 from safelaunch.report import page
-from safelaunch.report.about import About, Gpu, GpuProcess, NodeFiles
+from safelaunch.report.about import About, Gpu, GpuProcess, Launch, NodeFiles
 from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
 
@@ -98,6 +98,16 @@ def test_the_next_command_stands_on_the_page_and_in_the_issue() -> None:
     assert not [text for text in head["suggestions"] if text.startswith(verdict.next.why)], "once is enough"
     assert f"{verdict.next.why}: `{verdict.next.command}`" in head["issue"]
     assert page.content(diagnose(job(*ranks)), evidence)["head"]["next"] == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [(("--nproc-per-node=2", "my train.py"), "safelaunch --nproc-per-node=2 'my train.py'"), ((), "torchrun train.py")],
+)
+def test_the_head_has_the_command_as_it_was_typed(typed: tuple[str, ...], shown: str) -> None:
+    evidence = job(waiting(0), waiting(1))
+    about = About(launch=Launch(command=("torchrun", "train.py"), typed=typed))
+    assert page.content(diagnose(evidence), evidence, about=about)["head"]["command"] == shown
 
 
 def test_ranks_that_are_alike_are_one_lane_and_one_row() -> None:
