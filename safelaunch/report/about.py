@@ -38,7 +38,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The part of ``launch.json`` that people ask for first. ``command``: what ran, such as torchrun with its options."""
+    """The part of ``launch.json`` that people ask for first. ``command``: what ran, as torchrun; ``typed``: how."""
 
     run_name: str = ""
     host: str = ""
