@@ -271,6 +271,7 @@ def on_configuration() -> Iterator[Attack]:
 def _configured(scratch: Path, deed: Deed) -> str:
     (scratch / "ours.yaml").write_text("env:\n  LD_PRELOAD: /tmp/evil.so\n")
     place = _shared(scratch)
+    (place / "train.py").touch()
     with stranger(lambda: deed(place)):
         done = _safelaunch(["--dry-run", "train.py"], place)
     if done.returncode or "evil" in done.stdout:

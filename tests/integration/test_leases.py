@@ -197,7 +197,9 @@ def test_gpus_says_that_the_driver_hangs(node: stub.Node) -> None:
 
 def test_a_dry_run_takes_nothing(node: stub.Node, tmp_path: Path) -> None:
     node.write("process 0 1 7")
-    with safelaunch("--dry-run", "--nproc-per-node=3", "train.py", env=node.environ) as process:
+    script = tmp_path / "train.py"
+    script.touch()
+    with safelaunch("--dry-run", "--nproc-per-node=3", os.fspath(script), env=node.environ) as process:
         stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (0, "")
     assert "GPUs          1, 2, 3 of 8 GPUs of this node, free now; leased when the job starts" in stdout
