@@ -127,10 +127,16 @@ def start(
 
 
 def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> NoReturn:
-    """Makes a forked child the job's first process; resets SIGPIPE and SIGXFSZ, which Python ignores."""
+    """Makes a forked child the job's first process; resets SIGPIPE and SIGXFSZ, which Python ignores.
+
+    And SIGINT, unless it is ignored: Python's handler would only note one that comes right before the exec, which
+    forgets the note, and the job would go on.
+    """
     os.setsid()
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if "SAFELAUNCH_RUN_DIR" in env:  # its beacon needs it to know the agent
         env = {**env, "SAFELAUNCH_AGENT_PID": str(os.getpid())}

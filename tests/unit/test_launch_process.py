@@ -327,6 +327,20 @@ def test_a_job_starts_in_its_own_session_with_default_signals_and_the_mask_befor
     assert done.stdout.endswith("ONLY=this\0")
 
 
+def test_an_interrupt_before_the_job_is_itself_is_not_lost() -> None:
+    """It waits for the child to unblock it, right before the exec."""
+    source = f"""
+        import os, signal, sys
+        from safelaunch.launch import process
+        mask = process.block_signals()
+        interrupt = lambda member: os.kill(member.pid, signal.SIGINT)
+        pid = process.start([{shutil.which("sleep")!r}, "60"], {{}}, mask, interrupt)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=50)
+    assert (int(done.stdout), done.stderr) == (-signal.SIGINT, "")
+
+
 def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_path: Path) -> None:
     started = tmp_path / "started"
     source = f"""
