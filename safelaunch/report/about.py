@@ -46,10 +46,10 @@ class Launch(msgspec.Struct, frozen=True):
     cwd: str = ""
     started: str = ""
     command: tuple[str, ...] = ()
-    typed: tuple[str, ...] = ()
     safelaunch: str = ""
     torch: str = ""
     presets: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()
 
     @property
     def as_typed(self) -> tuple[str, ...]:
