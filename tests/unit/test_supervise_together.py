@@ -37,7 +37,7 @@ class Channel:
         self.handed_in: list[int] = []
         self.decided: list[Decision] = []
         self.dumps: list[int] = []
-        self.asks_dump = False
+        self.asks: Question | None = None
         self.hosts = False
         self.failed: list[int] = []
         self.verdicts: list[Decision] = []
@@ -53,8 +53,8 @@ class Channel:
 
     def look_around(self) -> None: ...
 
-    def ask_dump(self, wanted: bool) -> None:
-        self.asks_dump = wanted
+    def ask_all(self, question: Question | None) -> None:
+        self.asks = question
 
     def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
         self.dumps.append(number)
