@@ -53,7 +53,8 @@ class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
     """All ranks of a run. ``stacks``: numbers of ``frames``, outermost first. ``rate_hz``: the lowest of any node.
 
-    ``code_roots``: the directories of installed packages, as the ranks name them. ``asked_ranks``: empty for all.
+    ``code_roots``: the directories of installed packages, as the ranks name them. ``elapsed_s``: over which the ranks'
+    steps were counted; more than was asked for on a busy node.
     """
 
     run: str = ""
@@ -68,6 +69,7 @@ class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
     code_roots: tuple[str, ...] = ()
     notes: list[str] = []
     command: list[str] = []
+    elapsed_s: float = 0.0
 
 
 def decode(data: bytes) -> Recording:

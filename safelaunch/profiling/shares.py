@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -47,7 +47,7 @@ class RankTime:
     samples: int
     kinds: Mapping[Kind, float]
     places: Mapping[Place, float]
-    lines: Mapping[Place, Counter[int]]
+    lines: Mapping[Place, Mapping[int, float]]
     waits: float
     gil: float
     holders: tuple[Holder, ...] = ()
@@ -96,15 +96,15 @@ def _rank(rank: RankRecord, recording: Recording, stacks: Stacks) -> RankTime | 
     total_s = sum(seconds for _, seconds in main.stacks) if main is not None else 0.0
     if main is None or rank.main is None or total_s <= 0.0:
         return None
-    kinds: Counter[Kind] = Counter()
-    places: Counter[Place] = Counter()
-    lines: dict[Place, Counter[int]] = {}
+    kinds: dict[Kind, float] = defaultdict(float)
+    places: dict[Place, float] = defaultdict(float)
+    lines: dict[Place, dict[int, float]] = {}
     for number, seconds in main.stacks:
         one = stacks.activity(number)
         place = _place(one)
-        kinds[one.kind] += seconds / total_s  # type: ignore[assignment]
-        places[place] += seconds / total_s  # type: ignore[assignment]
-        lines.setdefault(place, Counter())[one.frame.line if one.frame else 0] += seconds / total_s  # type: ignore[assignment]
+        kinds[one.kind] += seconds / total_s
+        places[place] += seconds / total_s
+        lines.setdefault(place, defaultdict(float))[one.frame.line if one.frame else 0] += seconds / total_s
     _split_backward(main, stacks, total_s, places, lines)
     waits = sum(share for place, share in places.items() if place.waits)
     samples = max(1, round(recording.duration_s * recording.rate_hz))
@@ -128,19 +128,19 @@ def _place(one: Activity) -> Place:
 
 
 def _split_backward(
-    main: ThreadRecord, stacks: Stacks, total_s: float, places: Counter[Place], lines: dict[Place, Counter[int]]
+    main: ThreadRecord, stacks: Stacks, total_s: float, places: dict[Place, float], lines: dict[Place, dict[int, float]]
 ) -> None:
     """Of a backward, what its thread was not on a CPU for is a wait: for the gradients of its peers, or a device."""
-    active: Counter[Place] = Counter()
+    active: dict[Place, float] = defaultdict(float)
     for number, seconds in main.active:
-        active[_place(stacks.activity(number))] += seconds / total_s  # type: ignore[assignment]
+        active[_place(stacks.activity(number))] += seconds / total_s
     for place in [one for one in places if one.kind == "backward"]:
         idle = places[place] - active[place]
         if idle <= 0.0 or not main.active:
             continue
         waiting = Place("backward", "", place.file, place.function, waits=True)
-        places[place] -= idle  # type: ignore[assignment]
-        places[waiting] += idle  # type: ignore[assignment]
+        places[place] -= idle
+        places[waiting] += idle
         lines[waiting] = lines[place]
 
 
@@ -165,15 +165,16 @@ def workers_of(recording: Recording, stacks: Stacks) -> WorkerTime | None:
     total_s = sum(seconds for thread in mains for _, seconds in thread.stacks)
     if not total_s:
         return None
-    idle_s, busy = 0.0, Counter[Frame]()
+    idle_s = 0.0
+    busy: dict[Frame, float] = defaultdict(float)
     for thread in mains:
         for number, seconds in thread.stacks:
             frame = stacks.user_frame(number)
             if worker_idle(stacks.frames(number)):
                 idle_s += seconds
             elif frame is not None:
-                busy[frame] += seconds  # type: ignore[assignment]
-    return WorkerTime(len(children), idle_s / total_s, busy.most_common(1)[0][0] if busy else None)
+                busy[frame] += seconds
+    return WorkerTime(len(children), idle_s / total_s, max(busy, key=lambda one: busy[one]) if busy else None)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -190,9 +191,10 @@ def place_share(times: Sequence[RankTime], place: Place) -> float:
 
 def frame_of(times: Sequence[RankTime], place: Place) -> Frame | None:
     """The place with its most frequent line."""
-    lines: Counter[int] = Counter()
+    lines: dict[int, float] = defaultdict(float)
     for one in times:
-        lines.update(one.lines.get(place, Counter()))
+        for line, share in one.lines.get(place, {}).items():
+            lines[line] += share
     if not place.file or not lines:
         return None
-    return Frame(place.file, lines.most_common(1)[0][0], place.function)
+    return Frame(place.file, max(lines, key=lambda line: lines[line]), place.function)

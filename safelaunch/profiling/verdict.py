@@ -6,7 +6,7 @@ A difference counts if it is larger than the samples' own scatter.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -82,7 +82,7 @@ def _findings(times: Sequence[RankTime], workers: WorkerTime | None) -> list[Fin
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f}%"
 
 
 def _ranks(times: Sequence[RankTime]) -> str:
@@ -141,12 +141,12 @@ def _waited_in(where: Place | None, times: Sequence[RankTime]) -> str:
 
 
 def _most(times: Sequence[RankTime], total: Callable[[RankTime], float], waits: bool = True) -> Place | None:
-    shares: Counter[Place] = Counter()
+    shares: dict[Place, float] = defaultdict(float)
     for one in times:
         for each, share in one.places.items():
             if each.waits == waits:
-                shares[each] += share  # type: ignore[assignment]
-    return shares.most_common(1)[0][0] if shares and sum(map(total, times)) > 0 else None
+                shares[each] += share
+    return max(shares, key=lambda one: shares[one]) if shares and sum(map(total, times)) > 0 else None
 
 
 def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: float) -> tuple[str, Frame | None, str]:
@@ -202,7 +202,9 @@ def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> Finding |
         key=lambda one: place_share(times, one),
     )
     here = [time for time in times if time.kinds.get("data loading", 0.0) >= LOADING / 2]
-    text = f"{_ranks(here)[0].upper()}{_ranks(here)[1:]} {_do(here, 'spends', 'spend')} {percent(share_of(here, 'data loading'))} of the time {_in(most, frame_of(times, most))}"
+    share, frame = share_of(here, "data loading"), frame_of(times, most)
+    who = _ranks(here)
+    text = f"{who[0].upper()}{who[1:]} {_do(here, 'spends', 'spend')} {percent(share)} of the time {_in(most, frame)}"
     advice = "Load with worker processes (num_workers), or make the dataset cheaper."
     if workers is not None:
         busy = 1 - workers.idle
@@ -212,14 +214,7 @@ def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> Finding |
             if busy > 0.5
             else "The workers are mostly idle: look at collate_fn, at the size of what they send, and at pin_memory."
         )
-    return Finding(
-        "data-loading",
-        share_of(here, "data loading"),
-        tuple(t.rank for t in here),
-        f"{text}.",
-        frame_of(times, most),
-        advice,
-    )
+    return Finding("data-loading", share, tuple(one.rank for one in here), f"{text}.", frame, advice)
 
 
 def _holder(times: Sequence[RankTime]) -> Holder | None:
@@ -246,8 +241,8 @@ def _gil(times: Sequence[RankTime]) -> Finding | None:
     holder = max((one.holders[0] for one in short), key=lambda one: one.share)
     main = mean([one.gil for one in short])
     text = (
-        f"On {_ranks(short)}, the thread {holder.thread!r} holds the GIL {percent(holder.share)} of the time{at(holder.frame)}; "
-        f"the main thread has it {percent(main)}."
+        f"On {_ranks(short)}, the thread {holder.thread!r} holds the GIL {percent(holder.share)} of the "
+        f"time{at(holder.frame)}; the main thread has it {percent(main)}."
     )
     advice = "Move that thread's work to a process of its own, or to code that releases the GIL."
     return Finding("gil", holder.share, tuple(one.rank for one in short), text, holder.frame, advice)

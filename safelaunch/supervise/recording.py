@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
@@ -107,7 +106,7 @@ class Recordings:
         passes = sum(len(one.passes) for one in processes)
         rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
         numbers, at_unix_s = Numbers(), time.time()
-        before = self._steps()
+        before, begin_s = self._steps(), time.monotonic()
         records = sampling.sample(
             processes,
             numbers,
@@ -116,7 +115,7 @@ class Recordings:
             rate_hz=rate_hz,
             stop=self.stop,
         )
-        after = self._steps()
+        after, elapsed_s = self._steps(), time.monotonic() - begin_s
         by_pid = {one.pid: one for one in records}
         made = {rank: after[rank] - step for rank, step in before.items() if rank in after and after[rank] >= step}
         recording = Recording(
@@ -131,6 +130,7 @@ class Recordings:
             ranks=[self._rank(one, by_pid, children[one.rank], made.get(one.rank)) for one in targets],
             code_roots=self._code_roots(),
             command=self.about.redactor.argv(self.command),
+            elapsed_s=round(elapsed_s, 2),
         )
         return without_secrets(recording, self.about.redactor)
 
@@ -171,12 +171,3 @@ def _with_unseen(recording: Recording, wanted: tuple[int, ...]) -> Recording:
 
 def _fits(recording: Recording) -> bool:
     return len(msgspec.json.encode(recording)) < LARGEST_ANSWER - (1 << 16)
-
-
-def folder_name(run_name: str, unix_s: float) -> str:
-    """``<run-name>-<UTC time>-record``."""
-    return f"{run_name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(unix_s))}-record"
-
-
-def place_for(bundle_dir: Path, recording: Recording) -> Path:
-    return bundle_dir / folder_name(recording.name, recording.at_unix_s)
