@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from safelaunch.capture import command, proc, stacks, tracing
 from safelaunch.errors import CaptureError
@@ -32,9 +33,10 @@ PATIENCE_S = 5.0  # beyond the duration: py-spy reads the symbols first, on a bu
 LARGEST_FILE = 32 << 20
 MOST_STACKS, MOST_LINE = 4000, 2000  # of a thread
 DEEPEST = 200
+STOPPED = "it is stopped by a signal"
 
 _NAMED = re.compile(r"thread \((?P<tid>\d+|0x[0-9A-Fa-f]+)\)(?:: (?P<name>.*))?", re.DOTALL)
-_FOLDED_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)", re.DOTALL)
+_FOLDED_FRAME = re.compile(r"(?P<function>.*?) \((?P<file>.*):(?P<line>\d+)\)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,9 @@ def sample(
                 continue
             data = {name: _read(paths[at, name]) for name in process.passes}
             problem = _problem(process.pid, told[at, "all"], data["all"], duration_s)
-            found.append(_process(process, data, numbers, max(1, round(duration_s)) * rate_hz, problem))
+            record = _process(process, data, numbers, max(1, round(duration_s)) * rate_hz, problem)
+            active = told.get((at, "active"))
+            found.append(replace(record, tells_active=active is not None and active.returncode == 0))
         return found
 
 
@@ -147,7 +151,9 @@ def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -
         return output.stderr
     if output.returncode != 0 or not data:
         return f"py-spy record: {tracing.explain(output.stderr, tracing.look(pid)).message}"
-    return "" if identify(pid) is not None else "the process ended meanwhile"
+    if identify(pid) is None:
+        return "the process ended meanwhile"
+    return STOPPED if proc.state_letter(pid) in ("T", "t") else ""
 
 
 def _process(process: Sampled, data: dict[str, bytes], numbers: Numbers, ticks: int, problem: str) -> ProcessRecord:

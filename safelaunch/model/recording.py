@@ -31,16 +31,22 @@ class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A rank's main process, or a child of it. ``problem``: why there are no samples, or not all."""
+    """A rank's main process, or a child of it. ``problem``: why there are no samples, or not all.
+
+    ``tells_active``: who was on a CPU was sampled, so that a thread without such samples was not.
+    """
 
     pid: int
     role: str = "main"
     threads: list[ThreadRecord] = []
     problem: str = ""
+    tells_active: bool = False
 
 
 class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One rank; ``steps``: those that it made meanwhile, None if it marks none. ``missing``: why it has no samples."""
+    """One rank; ``steps``: those that it made meanwhile, None if it marks none. ``missing``: why it has no samples, or
+    why what there is does not count.
+    """
 
     rank: int
     host: str = ""

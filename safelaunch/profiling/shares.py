@@ -87,7 +87,7 @@ class Stacks:
 def times_of(recording: Recording, stacks: Stacks | None = None) -> list[RankTime]:
     """Of each rank that has samples."""
     stacks = stacks or Stacks(recording)
-    found = [_rank(rank, recording, stacks) for rank in recording.ranks if rank.main is not None]
+    found = [_rank(rank, recording, stacks) for rank in recording.ranks if not rank.missing]
     return [one for one in found if one is not None]
 
 
@@ -105,7 +105,8 @@ def _rank(rank: RankRecord, recording: Recording, stacks: Stacks) -> RankTime | 
         kinds[one.kind] += seconds / total_s
         places[place] += seconds / total_s
         lines.setdefault(place, defaultdict(float))[one.frame.line if one.frame else 0] += seconds / total_s
-    _split_backward(main, stacks, total_s, places, lines)
+    if rank.main.tells_active:
+        _split_backward(main, stacks, total_s, places, lines)
     waits = sum(share for place, share in places.items() if place.waits)
     samples = max(1, round(recording.duration_s * recording.rate_hz))
     return RankTime(
@@ -136,7 +137,7 @@ def _split_backward(
         active[_place(stacks.activity(number))] += seconds / total_s
     for place in [one for one in places if one.kind == "backward"]:
         idle = places[place] - active[place]
-        if idle <= 0.0 or not main.active:
+        if idle <= 0.0:
             continue
         waiting = Place("backward", "", place.file, place.function, waits=True)
         places[place] -= idle

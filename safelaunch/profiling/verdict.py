@@ -36,6 +36,7 @@ LATE, APART = 0.10, 0.05  # of the time: others wait so much longer; between the
 SIGMAS = 4.0
 LOADING, HELD, WAITING, SAVING, OWN_CODE = 0.15, 0.25, 0.30, 0.15, 0.25
 SCARCE = 0.6  # of the time the GIL is held: less than that, and nobody waits long for it
+OTHER_THREAD = "Move that thread's work to a process of its own, or to code that releases the GIL."
 NAMED = 0.4  # of a difference that one function explains
 
 
@@ -77,7 +78,14 @@ def verdict_of(recording: Recording) -> Slowness:
 
 def _findings(times: Sequence[RankTime], workers: WorkerTime | None) -> list[Finding]:
     late = _late(times)
-    found = [late, _loading(times, workers), _gil(times), _waiting(times, late), _saving(times), _own_code(times, late)]
+    found = [
+        late,
+        _loading(times, workers),
+        _gil(times, late),
+        _waiting(times, late),
+        _saving(times),
+        _own_code(times, late),
+    ]
     return [one for one in found if one is not None]
 
 
@@ -153,8 +161,7 @@ def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: floa
     """What those that arrive last do in the time that others wait: words, a line, advice."""
     holder = _holder(late)
     if holder is not None and (_holder(rest) is None):
-        advice = "Move that thread's work to a process of its own, or to code that releases the GIL."
-        return f": {_holds(holder)}", holder.frame, advice
+        return f": {_holds(holder)}", holder.frame, OTHER_THREAD
     excess = {
         one: place_share(late, one) - place_share(rest, one) for time in late for one in time.places if not one.waits
     }
@@ -234,8 +241,10 @@ def _holds(one: Holder) -> str:
     )
 
 
-def _gil(times: Sequence[RankTime]) -> Finding | None:
+def _gil(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
     short = [one for one in times if is_scarce(one)]
+    if late is not None and late.advice == OTHER_THREAD:  # said there
+        short = [one for one in short if one.rank not in late.ranks]
     if not short:
         return None
     holder = max((one.holders[0] for one in short), key=lambda one: one.share)
@@ -244,8 +253,7 @@ def _gil(times: Sequence[RankTime]) -> Finding | None:
         f"On {_ranks(short)}, the thread {holder.thread!r} holds the GIL {percent(holder.share)} of the "
         f"time{at(holder.frame)}; the main thread has it {percent(main)}."
     )
-    advice = "Move that thread's work to a process of its own, or to code that releases the GIL."
-    return Finding("gil", holder.share, tuple(one.rank for one in short), text, holder.frame, advice)
+    return Finding("gil", holder.share, tuple(one.rank for one in short), text, holder.frame, OTHER_THREAD)
 
 
 def _waiting(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
@@ -253,14 +261,15 @@ def _waiting(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
     if share < WAITING or late is not None:
         return None
     where = _most(times, lambda one: one.waits)
-    text = f"All ranks wait {percent(share)} of the time{_waited_in(where, times)} and none less than the others"
+    who = _ranks(times)
+    text = f"{who[0].upper()}{who[1:]} {_do(times, 'waits', 'all wait')} {percent(share)} of the time"
+    text += _waited_in(where, times).removesuffix(",")
+    text += ", and none less than the others" if len(times) > 1 else ""
     if where is not None and where.kind == "backward":
         text += ": for gradients, or for the device"
     advice = "The communication itself takes the time, or another rank is late each time."
     frame = frame_of(times, where) if where is not None else None
-    return Finding(
-        "communication", share, tuple(one.rank for one in times), f"{text}.".replace(",.", "."), frame, advice
-    )
+    return Finding("communication", share, tuple(one.rank for one in times), f"{text}.", frame, advice)
 
 
 def _saving(times: Sequence[RankTime]) -> Finding | None:
@@ -277,9 +286,12 @@ def _saving(times: Sequence[RankTime]) -> Finding | None:
 
 def _own_code(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
     """One function of the script, outside of the model, on all ranks."""
-    places = {one for time in times for one in time.places if one.kind == "script" and one.file}
-    most = max(places, key=lambda one: min(time.places.get(one, 0.0) for time in times), default=None)
-    if most is None or place_share(times, most) < OWN_CODE or late is not None:
+    least = {
+        one: min(time.places.get(one, 0.0) for time in times)
+        for one in {one for time in times for one in time.places if one.kind == "script" and one.file}
+    }
+    most = max(least, key=lambda one: least[one], default=None)
+    if most is None or least[most] < OWN_CODE or late is not None:
         return None
     share, frame = place_share(times, most), frame_of(times, most)
     text = f"{percent(share)} of the time goes to {place(frame)}, outside of forward, backward and optimizer."

@@ -139,7 +139,9 @@ class Recordings:
     ) -> RankRecord:
         main = by_pid.get(target.pid)
         seen = main is not None and any(thread.stacks for thread in main.threads)
-        missing = "" if seen else (main.problem if main is not None else "") or "py-spy saw no Python thread"
+        problem = main.problem if main is not None else "it was not sampled"
+        missing = problem if problem == sampling.STOPPED or not seen else ""
+        missing = missing or ("" if seen else "py-spy saw no Python thread")
         others = [by_pid[one.pid] for one in children if one.pid in by_pid and by_pid[one.pid].threads]
         return RankRecord(target.rank, self.about.host, main, others, steps, missing)
 
