@@ -94,6 +94,9 @@ def detach() -> None:
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+    if value is not None and traceback is value.__traceback__:
+        log.guarded(log.without_our_frames)(value)
+        traceback = value.__traceback__
     _note_exception(kind, value, traceback)
     _previous_hook(kind, value, traceback)
     # Wait until the supervisor has looked at the peers: once this rank closes its connections, they fail as well.

@@ -52,6 +52,7 @@ DEMOS = {
 }
 STALL_TIMEOUT_S = "3"
 FOLLOW_S = 0.5
+PATIENCE_S = 12.0  # after Ctrl-C: torchrun waits half a minute for ranks that hang, and nobody needs these
 INTERRUPTED = 130
 
 
@@ -123,14 +124,20 @@ def _run_to_its_end(command: list[str]) -> _Run:
     os.close(theirs)
     forwarder = Forwarder(child.pid, on_quit=lambda: say("a run outside the demo takes a bundle here, and goes on"))
     following = Task("demo", lambda: _follow(_lines(ours), lambda: forwarder.stop_requested))
+    stop_s = 0.0
     while child.poll() is None:
         forwarder.wait(FOLLOW_S)
+        if forwarder.stop_requested and not stop_s:
+            stop_s = time.monotonic()
+            say("stopping the demo; Ctrl-C again stops it at once")
+        elif forwarder.stops == 1 and time.monotonic() - stop_s > PATIENCE_S:
+            forwarder.take(signal.SIGINT, by_terminal=True)
     bundle = following.joined()
     return _Run(child.returncode, bundle, forwarder.stop_requested)
 
 
 def _channel() -> tuple[int, int]:
-    """Our end and the run's for its stderr: a terminal like ours where ours is one, so that it shows what a run shows."""
+    """Our end and the run's for its stderr: a terminal like ours where ours is one. A demo looks as a run does."""
     try:
         size = os.get_terminal_size(2)
     except OSError:

@@ -6,7 +6,6 @@ import getpass
 import os
 import socket
 import time
-from pathlib import Path
 
 from safelaunch import __version__
 from safelaunch.bundle.onbundle import Notifier
@@ -96,8 +95,9 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
 
 def _typed_by_user(plan: Plan) -> tuple[str, ...]:
     """Empty for a demo: its command is safelaunch's own, and there is nothing to mend and run again."""
-    ours = os.fspath(Path(__file__).parents[1] / "demos")
-    return () if any(os.path.dirname(word) == ours for word in plan.script[:1]) else plan.typed  # noqa: PTH120
+    from safelaunch.reading.frames import is_demo
+
+    return () if any(map(is_demo, plan.script[:1])) else plan.typed
 
 
 def _user() -> str:
