@@ -265,7 +265,7 @@ def test_bundles_of_two_incidents_are_not_put_together(tmp_path: Path, second: t
     if same:
         assert len(locate.read(folder).evidence.ranks) == 4
         return
-    with pytest.raises(Unreadable, match="different incidents: .* in train-node1 6 minutes after train-node0 was"):
+    with pytest.raises(Unreadable, match=r"different incidents: .* in train-node1 6 minutes after train-node0 was"):
         locate.read(folder)
 
 
