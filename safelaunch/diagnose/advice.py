@@ -164,6 +164,9 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "not-all-alike": lambda scene: len(scene.named) == 1 or scene.named != scene.facts.world,
     "foreign-dumps": lambda scene: scene.facts.evidence.launched is None and _without_stack(scene),
     "no-stacks": lambda scene: scene.facts.evidence.launched is not None and _without_stack(scene),
+    "build-lock": lambda scene: any(
+        one.condition is not None and "build-lock" in one.condition.signs for one in scene.facts.ranks.values()
+    ),
     "gloo": lambda scene: any(op.startswith("gloo:") for op in scene.kinds),
     "unsure": lambda scene: confidence_of(scene.finding.doubts) != "high",
 }

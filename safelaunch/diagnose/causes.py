@@ -45,6 +45,7 @@ Sign = Literal[
     "owed",
     "task-done",
     "lock-file",
+    "build-lock",
     "foreign-lock",
     "handler",
     "own-loop",
@@ -170,6 +171,12 @@ _CIRCLES = (
         " it, or end it with `terminate()`.",
         only_if="waits-in-turn",
     ),
+)
+
+_BUILD_LOCK = Advice(
+    "Delete that lock file if no process is building the extension: a job that was killed in its build leaves it"
+    " behind, and nothing ever removes it. Then build it on one rank, or before the job: the others find it ready.",
+    only_if="build-lock",
 )
 
 _GROW = "Let segments grow, so that what torch holds fits together:"
@@ -505,6 +512,7 @@ CAUSES: dict[str, Cause] = {
             " (`FileLock`, not `SoftFileLock`).",
             only_if="lock-file",
         ),
+        _BUILD_LOCK,
         Advice(
             "A `multiprocessing.Pool` never returns the task of a worker that died: use `ProcessPoolExecutor`, which"
             " raises, or `map_async(...).get(timeout)`. Why it died: `node/<host>/kernel_log.txt`.",
@@ -689,11 +697,12 @@ CAUSES: dict[str, Cause] = {
             " themselves, under `safelaunch exec` give them `--cluster-store HOST:PORT`.",
             only_if="seen-apart",
         ),
+        _BUILD_LOCK,
         Advice(
             "No rank waits for another one: what they wait for is outside the job. Look at the line that each rank is "
             "at, and give such a call a timeout.",
             only_if="all-in-own-code",
-            unless=("no-stacks", "foreign-dumps"),
+            unless=("no-stacks", "foreign-dumps", "build-lock"),
         ),
         Advice(_NO_STACKS, only_if="no-stacks"),
         _OTHER_NODES,

@@ -320,6 +320,11 @@ def _in_store(view: View) -> bool:
 def _polls_at(view: View) -> Condition:
     """It sleeps a little, over and over: for something that may still come, or for a call of its own to succeed."""
     poll, where = view.poll, view.place
+    if calls.waits_for_build(view.stack):
+        file = view.thread.lock_file if view.thread is not None else ""
+        text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
+        text += " is still there"
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), signs=frozenset({"build-lock"}))
     if poll is None:
         does = (
             "asks again and again for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"

@@ -42,7 +42,7 @@ class Thread(Record, frozen=True):
     ``ident``: Python's own number of it, which the Flight Recorder writes as well; 0 = unknown. ``call``: of its
     innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these. ``names``: where its
     innermost line waits for a key of c10d's store, the local variables named there, and their values as Python writes
-    them. ``lock_file``: for which the library ``filelock`` asks.
+    them. ``lock_file``: for which the library ``filelock`` asks, or which stands for a build of torch's extensions.
     """
 
     frames: tuple[Frame, ...]
