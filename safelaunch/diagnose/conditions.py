@@ -290,7 +290,7 @@ def _polls(view: View) -> Condition | None:
 
 def _io_or_sleep(view: View) -> Condition | None:
     wait, where = view.wait, view.place
-    if wait.again:
+    if wait.again or calls.waits_for_build(view.stack):
         return _polls_at(view)
     if wait.kind == "sleep":
         for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S

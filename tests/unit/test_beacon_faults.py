@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from safelaunch.beacon.faults import _quoted
+from safelaunch.beacon.faults import quoted
 from safelaunch.beacon.imports import _Loader
 from safelaunch.beacon.log import without_our_frames
 
@@ -19,11 +19,11 @@ from safelaunch.beacon.log import without_our_frames
     "text", ["", "plain", 'a "quoted" \\ path', "tab\tline\nnul\0bell\x07del\x7f", "naïve 例え 🏖️", "</script>"]
 )
 def test_a_quoted_text_is_read_back(text: str) -> None:
-    assert msgspec.json.decode(_quoted(text)) == text
+    assert msgspec.json.decode(quoted(text)) == text
 
 
 def test_what_no_file_can_hold_is_replaced() -> None:
-    assert msgspec.json.decode(_quoted("lone \udc80 surrogate")) == "lone ? surrogate"
+    assert msgspec.json.decode(quoted("lone \udc80 surrogate")) == "lone ? surrogate"
 
 
 def files_in_traceback(loader: Any) -> list[str]:
