@@ -570,8 +570,8 @@ CAUSES: dict[str, Cause] = {
             only_if="killed-from-outside",
         ),
         Advice(
-            "An abort in a collective: a peer may have called it with another size or type. Compare what the ranks pass"
-            " at that line.",
+            "An abort in a collective: a peer may have called it with another size or type, or have left the loop and"
+            " ended. Compare what the ranks pass at that line, and how many batches each has.",
             only_if="aborted-in-a-collective",
         ),
         Advice(
