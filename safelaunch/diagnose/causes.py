@@ -46,6 +46,7 @@ Sign = Literal[
     "task-done",
     "lock-file",
     "build-lock",
+    "own-lock",
     "foreign-lock",
     "handler",
     "own-loop",
@@ -178,6 +179,10 @@ _BUILD_LOCK = Advice(
     "Delete that lock file if no process is building the extension: a job that was killed in its build leaves it"
     " behind, and nothing ever removes it. Then build it on one rank, or before the job: the others find it ready.",
     only_if="build-lock",
+)
+
+_OWN_LOCK = Advice(
+    "Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.", only_if="own-lock"
 )
 
 _GROW = "Let segments grow, so that what torch holds fits together:"
@@ -392,6 +397,7 @@ CAUSES: dict[str, Cause] = {
         "--dry-run ...` shows what they are given.",
     ),
     "data-loading": _cause(
+        _OWN_LOCK,
         "Run the dataset alone over the sample that the worker is at; give reads and downloads a timeout, and the "
         "DataLoader `timeout=60` so that it raises instead of waiting.",
         Advice(
@@ -470,6 +476,7 @@ CAUSES: dict[str, Cause] = {
             " `asyncio.to_thread()`.",
             only_if="own-loop",
         ),
+        _OWN_LOCK,
         Advice(
             "Take locks in one order everywhere, or one lock less; never call a collective or join a thread with a lock"
             " held.",

@@ -182,11 +182,12 @@ class LockWait:
     """A wait on a lock of this process. ``on`` says who can end it.
 
     ``work``: a thread or future that runs to an end; ``signal``: a queue, event or condition that some thread feeds;
-    ``lock``: whoever holds it.
+    ``lock``: whoever holds it. ``own``: the source says that the thread has taken it itself.
     """
 
     what: str
     on: Literal["work", "signal", "lock"] = "lock"
+    own: bool = False
 
     @property
     def by_processes(self) -> bool:
