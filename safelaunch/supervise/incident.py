@@ -44,7 +44,7 @@ from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
 from safelaunch.supervise.looks import Looks, native_where_it_tells
-from safelaunch.supervise.node_evidence import NodeSaid, collect_node
+from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
@@ -246,6 +246,7 @@ def take_evidence(
         )
         for side in seen
     ]
+    complete = _with_nccl_logs(complete, looks, about, staging)
     for side in complete:
         _add_rank(side, staging)
     evidence = _evidence(outcome, complete, known.world_size)
@@ -262,6 +263,14 @@ def take_evidence(
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+def _with_nccl_logs(
+    sides: list[RankEvidence], looks: Looks, about: Circumstances, staging: Staging | None = None
+) -> list[RankEvidence]:
+    logs = nccl_logs([side.pid for side in sides], about.run_dir, about.host, looks.env, staging)
+    told = without_secrets(dict(logs), about.redactor)
+    return [msgspec.structs.replace(side, nccl_log=told.get(side.pid)) for side in sides]
 
 
 def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
@@ -333,6 +342,7 @@ def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
         msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
         for side in found.ranks
     )
+    complete = tuple(_with_nccl_logs(list(complete), looks, about))
     return msgspec.structs.replace(found, ranks=complete)
 
 

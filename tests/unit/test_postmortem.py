@@ -30,6 +30,7 @@ from safelaunch.model import (
     GilTest,
     Launched,
     MemoryKills,
+    NcclLog,
     RankEvidence,
     RankException,
     RankExit,
