@@ -470,6 +470,8 @@ class RankEvidence(Record, frozen=True):
     log_tail: str = ""  # the end of the rank's output, decoded
     device_memory: DeviceMemory | None = None
     nccl_log: NcclLog | None = None
+    batch: int | None = None  # that its DataLoader gave it, seen at the first step
+    device: int | None = None  # the number of the CUDA device on which it computed then, where it has a choice
 
 
 class RankFile(Record, frozen=True):
@@ -487,6 +489,8 @@ class RankFile(Record, frozen=True):
     code_roots: tuple[str, ...] = ()
     gpu: str = ""
     nccl_log: NcclLog | None = None
+    batch: int | None = None
+    device: int | None = None
 
     @staticmethod
     def of(rank: RankEvidence) -> RankFile:

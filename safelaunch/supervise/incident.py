@@ -513,6 +513,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
             "world_size": evidence.world_size,
             "moving": evidence.moving,
             "devices": {str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
+            "computes_on": {str(rank.rank): rank.device for rank in evidence.ranks if rank.device is not None},
+            "batch": {str(rank.rank): rank.batch for rank in evidence.ranks if rank.batch is not None},
             "batches": {str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
         },
         "notes": evidence.notes,
