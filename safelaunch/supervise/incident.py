@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from typing import Literal
@@ -43,6 +42,7 @@ from safelaunch.model import (
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
+from safelaunch.supervise.documents import add_reports, job_of
 from safelaunch.supervise.looks import Looks, native_where_it_tells
 from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
 from safelaunch.supervise.watch import Watch
@@ -496,7 +496,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         staging.add_json(Artifact("inconsistent.json", OURS, 0.0), evidence.inconsistent)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
-    _add_reports(staging, verdict, evidence, about, timeline)
+    at_unix_s = timeline.moments[-1].unix_s
+    shape = add_reports(staging, verdict, evidence, about.redactor, about.run_name, at_unix_s)
     listed = staging.close()
     manifest = {
         "schema": 1,
@@ -508,62 +509,10 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
             "threshold_s": round(evidence.threshold_s, 3),
             "why": evidence.threshold_why,
         },
-        "job": {
-            "outcome": evidence.outcome,
-            "world_size": evidence.world_size,
-            "moving": evidence.moving,
-            "devices": {str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
-            "computes_on": {str(rank.rank): rank.device for rank in evidence.ranks if rank.device is not None},
-            "batch": {str(rank.rank): rank.batch for rank in evidence.ranks if rank.batch is not None},
-            "batches": {str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
-        },
+        "job": job_of(evidence, shape),
         "notes": evidence.notes,
         "timeline": timeline.plus("written").moments,
         "artifacts": listed,
         "missing": [artifact.path for artifact in listed if artifact.missing],
     }
     staging.finish(manifest)
-
-
-def _add_reports(
-    staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline
-) -> None:
-    """The reports, and the files for viewers, each of which costs only itself where it fails."""
-    from safelaunch.diagnose.rank_state import Facts
-    from safelaunch.postmortem import surroundings
-    from safelaunch.report import exports, page, report
-
-    said = about.redactor.said
-
-    def read_line(path: str, number: int) -> str | None:
-        line = user_source.line(path, number)
-        return said(line) if line else line
-
-    @cache  # the reports read the same; an error is not kept, and costs each of them
-    def facts() -> Facts:
-        return Facts.of(evidence, user_source.text)
-
-    def markdown() -> str:
-        return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
-
-    def html() -> str:
-        known = surroundings.about(staging.root)
-        known = replace(known, bundle=known.bundle or about.run_name, at_unix_s=timeline.moments[-1].unix_s)
-        artifacts = staging.settle()
-        return page.html(verdict, evidence, artifacts, facts=facts(), said=said, about=known)
-
-    def perfetto() -> str:
-        return exports.as_json(exports.perfetto(facts(), about.run_name))
-
-    def speedscope() -> str:
-        return exports.as_json(exports.speedscope(facts(), about.run_name))
-
-    begin = time.monotonic()
-    made = {exports.PERFETTO: perfetto, exports.SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}
-    for path, make in made.items():
-        try:
-            text: str | None = make()
-            missing = ""
-        except Exception as error:  # noqa: BLE001 - a failed report costs only itself
-            text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
-        staging.add_report(Artifact(path, OURS, round(time.monotonic() - begin, 3), missing), text)
