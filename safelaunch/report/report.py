@@ -89,12 +89,13 @@ def screen(
     width: int = 100,
     color: bool = False,
     read_line: ReadLine | None = None,
+    cwd: str = "",
 ) -> str:
     """The summary for stderr: at most ``MAX_LINES`` lines of at most ``width`` columns, each starting ``safelaunch: ``.
 
     No line breaks within a word, a path or a command. Longer than ``width`` are only such words, and the commands and
     paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
-    ``read_line`` gives the text of a source line.
+    ``read_line`` gives the text of a source line. ``cwd``: below it, a path may be relative where it fits only so.
     """
     room = max(width - len(PREFIX), 28)
     title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})", room)
@@ -106,8 +107,8 @@ def screen(
         who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
-    command = _command(verdict.next)
-    space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 2
+    command = [*_command(verdict.next), *_place(place, clean(bundle_path), room, clean(cwd))]
+    space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
     space -= len(tail)
     lines = [
@@ -117,7 +118,7 @@ def screen(
         *_claims(verdict, room, max(space, 0)),
         *tail,
     ]
-    lines = [*lines[: MAX_LINES - 1 - len(command)], *command, Line(f"{place}: {clean(bundle_path)}", whole=True)]
+    lines = [*lines[: MAX_LINES - len(command)], *command]
     texts = [line.shown(color) for line in lines]
     return "".join(f"{PREFIX}{text}\n" for text in texts)
 
@@ -263,6 +264,18 @@ def _command(step: NextStep | None) -> list[Line]:
     if step is None:
         return []
     return [Line(f"  {clean(step.why)}:"), Line(f"    {clean(step.command)}", "command", whole=True)]
+
+
+def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
+    """Where the evidence is. With ``cwd``, in a form that the terminal doesn't break: relative, or on its own line."""
+    line = f"{place}: {path}"
+    if cwd and len(line) > room:
+        inside = path.startswith(f"{cwd.rstrip('/')}/")
+        shorter = f"{place}: {path[len(cwd.rstrip('/')) + 1 :]}" if inside else line
+        if len(shorter) > room:
+            return [Line(f"{place}:"), Line(path, whole=True)]
+        line = shorter
+    return [Line(line, whole=True)]
 
 
 def _ranks(ranges: str) -> str:
