@@ -19,7 +19,7 @@ import msgspec
 
 from safelaunch.diagnose import nccl_witness
 from safelaunch.diagnose.advice import advise
-from safelaunch.diagnose.belonging import with_belonging
+from safelaunch.diagnose.belonging import with_belonging, with_group_names
 from safelaunch.diagnose.causes import BY_ITSELF
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
@@ -52,6 +52,7 @@ EXPLANATIONS = (
     with_device_memory,
     unless_drawn,
     with_belonging,
+    with_group_names,
     with_node_behind,
     with_early_looks,
     with_the_time_without_a_step,

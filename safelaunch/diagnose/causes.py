@@ -84,6 +84,8 @@ Sign = Literal[
     "one-gpu",
     "mesh",
     "nccl-versions",
+    "nccl-sizes",
+    "nccl-ending",
     "socket",
     "nccl-system",
     "gpu-fragmented",
@@ -228,6 +230,11 @@ _COMMUNICATION = (
     Advice(
         "Give all nodes one environment: the versions of torch and NCCL are in `node/<host>/versions.json`.",
         only_if="nccl-versions",
+    ),
+    Advice(
+        "Compare the sizes that the ranks pass into this call, and `NCCL_ALGO`, `NCCL_PROTO` and the version of NCCL on"
+        " all nodes (`node/<host>/env.json`, `versions.json`).",
+        only_if="nccl-sizes",
     ),
     Advice(
         "Look first whether the peer ended by itself; then whether its node answers on that interface (firewall,"

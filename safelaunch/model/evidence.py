@@ -418,6 +418,13 @@ class Posted(Record, frozen=True):
     tag: int = 0
 
 
+class NcclLog(Record, frozen=True):
+    """What NCCL warned of in a process, oldest first. ``file``: where the bundle has its log."""
+
+    file: str
+    warnings: tuple[str, ...] = ()
+
+
 class GilTest(Record, frozen=True):
     """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
 
@@ -462,6 +469,9 @@ class RankEvidence(Record, frozen=True):
     gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
     log_tail: str = ""  # the end of the rank's output, decoded
     device_memory: DeviceMemory | None = None
+    nccl_log: NcclLog | None = None
+    batch: int | None = None  # that its DataLoader gave it, seen at the first step
+    device: int | None = None  # the number of the CUDA device on which it computed then, where it has a choice
 
 
 class RankFile(Record, frozen=True):
@@ -478,6 +488,9 @@ class RankFile(Record, frozen=True):
     beacon: bool = True
     code_roots: tuple[str, ...] = ()
     gpu: str = ""
+    nccl_log: NcclLog | None = None
+    batch: int | None = None
+    device: int | None = None
 
     @staticmethod
     def of(rank: RankEvidence) -> RankFile:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from safelaunch.diagnose.belonging import mesh
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.shortage import of_rank
 from safelaunch.model import (
@@ -29,6 +30,7 @@ from safelaunch.model import (
     format_ranks,
 )
 from safelaunch.reading.device_memory import words
+from safelaunch.report import contract
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
     Alike,
@@ -313,6 +315,7 @@ def markdown(
 
     ``facts``: those of ``evidence``, where they are known already.
     """
+    facts = facts or Facts.of(evidence)
     laid_out = overview(evidence, facts)
     rows = alike(laid_out.rows, {one.rank for one in verdict.culprits})
     parts = [
@@ -321,6 +324,7 @@ def markdown(
         f"Confidence: **{_md(verdict.confidence)}**."
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
         _md(stalled_words(evidence)),
+        _md(contract_words(evidence, facts)),
         _md_list("Noticed while it ran", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),
         _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
@@ -340,6 +344,17 @@ def markdown(
         _md_list("Missing artifacts", [f"{a.path}: {a.missing} ({a.how})" for a in artifacts if a.missing]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def contract_words(evidence: Evidence, facts: Facts) -> str:
+    """World size, mesh, batch and devices, as far as they are known."""
+    found = (
+        contract.world(evidence.world_size, mesh(facts)),
+        f"batch: {batch}" if (batch := contract.batches(evidence)) else "",
+        f"devices: {devices}" if (devices := contract.devices(evidence)) else "",
+    )
+    text = "; ".join(filter(None, found))
+    return f"The job: {text}." if text else ""
 
 
 def _md_next(step: NextStep | None) -> str:

@@ -30,6 +30,7 @@ from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency
+from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.incident import Report
@@ -122,6 +123,13 @@ class Supervisor:
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
+        self._contracts = Contracts(
+            job.run,
+            self._watch,
+            settings.bundle_dir,
+            job.plan.run_name,
+            remembers=settings.is_explicit("run-name"),
+        )
         self._consistency = Consistency(job.run, self._watch) if settings.check_every else None
         self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)
@@ -260,6 +268,7 @@ class Supervisor:
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
+        self._contracts.tick(now)
 
     def _is_a_crash(self, event: AgentEvent) -> bool:
         """Whether the event may belong to a crash. It doesn't if a user, a scheduler or safelaunch ends the ranks."""
@@ -449,6 +458,7 @@ class Supervisor:
         self._guarded_tick()
         if self._watching:
             self._on_consistency(last=True)
+            self._contracts.finish()
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
             self._note_end(status)
