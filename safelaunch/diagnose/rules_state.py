@@ -278,9 +278,11 @@ def nobody_stands_out(facts: Facts) -> Finding:
         claims += tuple(logged_claim(facts.ranks[rank].evidence) for rank in cut)
     else:
         text = "No rank left enough evidence to say where it was."
+    seen = bool(waits or own)
     doubts = {
-        Doubt.BY_EXCLUSION: True,
-        Doubt.SEVERAL_PLACES: not (alike or (waits and not own)),
+        Doubt.STATE_UNKNOWN: not seen,
+        Doubt.BY_EXCLUSION: seen,
+        Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
         Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
     }
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims)
