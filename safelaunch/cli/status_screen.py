@@ -158,7 +158,8 @@ def _whole_run(run: Run, view: View, width: int, room: int, glyphs: Glyphs) -> l
         return [Line(f"{run.id}  {clean(run.problem)}", "warn")]
     head = [title(status, view.now_unix_s, width, glyphs), *_progress(status, width, glyphs)]
     head += _words(status, width)
-    notes = [Line(f"  note: {clean(note)}", "warn") for note in status.notes]
+    notes = [Line(f"  wrong result: {clean(one.words)}", "warn") for one in status.inconsistent]
+    notes += [Line(f"  note: {clean(note)}", "warn") for note in status.notes]
     notes += [Line(f"  the other nodes are not known: {clean(status.alone)}", "warn")] if status.alone else []
     about_nodes = _nodes(status.nodes, width, max(3, room // 3), glyphs) if len(status.nodes) > 1 else []
     left = room - len(head) - len(about_nodes)

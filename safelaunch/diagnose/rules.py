@@ -40,6 +40,8 @@ from safelaunch.diagnose.rules_nodes import (
     store_lost,
     versions_differ,
 )
+from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
+from safelaunch.diagnose.rules_results import wrong_results
 from safelaunch.diagnose.rules_state import (
     a_peer_ended,
     alone,
@@ -63,6 +65,7 @@ from safelaunch.diagnose.standing import stands
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[
+    "a live job",
     "a live job that moves",
     "a crash",
     "several nodes",
@@ -75,6 +78,7 @@ Need = Literal[
 ]
 
 _MET: Mapping[Need, Callable[[Case], bool]] = {
+    "a live job": lambda case: case.evidence.outcome == "dump" and not stands(case.evidence),
     "a live job that moves": lambda case: (
         case.evidence.outcome == "dump" and case.evidence.moving and not stands(case.evidence)
     ),
@@ -134,6 +138,7 @@ OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
 RULES: tuple[Rule, ...] = (
     Rule(rendezvous_incomplete, ("init-not-joined",)),
+    Rule(wrong_results, WRONG_RESULTS, ("a live job",)),
     Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
     Rule(wrong_size_received, _MISMATCH, ("a crash",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -49,9 +50,18 @@ class Consistency:
         for one in found:
             say(f"wrong result: {one.words}")
         self._watch.inconsistent += tuple(found)
+        if found:
+            self._keep()
         if last and not self._watch.inconsistent:
             say(f"nothing inconsistent: {self._comparison.told}")
         return found
+
+    def _keep(self) -> None:
+        """Leaves it in the run directory. A full disk costs only this."""
+        beside = self._run.wrong.with_name(f".{self._run.wrong.name}")
+        with suppress(OSError):
+            beside.write_bytes(msgspec.json.encode(self._watch.inconsistent))
+            beside.replace(self._run.wrong)
 
     def _find(self) -> None:
         """Maps the files of the ranks of this attempt."""
