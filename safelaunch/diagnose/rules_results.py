@@ -67,15 +67,17 @@ def with_wrong_results(facts: Facts, finding: Finding) -> Finding:
 
 
 def _named(facts: Facts, one: Inconsistency) -> tuple[int, ...]:
-    """The ranks that are off; nobody where that is said of all of them, as of gradients that were averaged already."""
-    return one.ranks if set(one.ranks) < set(facts.world) else ()
+    """The ranks that are off, of those that were seen.
+
+    Nobody where that is said of all of them, as of gradients that were averaged already.
+    """
+    return tuple(rank for rank in one.ranks if rank in facts.ranks) if set(one.ranks) < set(facts.world) else ()
 
 
 def _culprit(facts: Facts, rank: int, one: Inconsistency) -> Culprit:
     """Without a frame: where the rank is now is not where it went wrong."""
-    seen = facts.ranks.get(rank)
-    host, pid = (seen.evidence.host, seen.evidence.pid) if seen is not None else ("", 0)
-    return Culprit(rank, host, pid, "main", None, one.step, f"{_reason(rank, one)}.")
+    seen = facts.ranks[rank].evidence
+    return Culprit(rank, seen.host, seen.pid, "main", None, one.step, f"{_reason(rank, one)}.")
 
 
 def _reason(rank: int, one: Inconsistency) -> str:
