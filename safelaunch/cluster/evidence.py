@@ -178,6 +178,7 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         nodes=all_nodes(everybody),
         inconsistent=tuple(dict.fromkeys(one for evidence in everybody for one in evidence.inconsistent)),
         nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
+        gpus=tuple(one for evidence in everybody for one in evidence.gpus),
     )
 
 

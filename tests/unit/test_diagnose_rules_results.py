@@ -19,7 +19,7 @@ APART = Inconsistency(
     total=6,
     ranks=(2,),
     sides=((0, 1), (2,)),
-    words="parameters that should be replicas diverged between steps 6 and 9: rank 2 differs from the others in 2.weight",
+    words="parameters diverged between steps 6 and 9: rank 2 differs from the others in 2.weight",
 )
 NAN = Inconsistency(
     "non-finite-gradient",
