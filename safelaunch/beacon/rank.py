@@ -133,6 +133,7 @@ def _torch_optimizer(module: Any) -> None:
         register(marks.optimizer_stepped)
         checks = sys.modules.get(_CHECKS)
         if checks is not None:
+            module.register_optimizer_step_pre_hook(checks.optimizer_steps)
             register(checks.optimizer_stepped)
 
 

@@ -688,6 +688,11 @@ class Inconsistency(Record, frozen=True):
     sides: tuple[tuple[int, ...], ...] = ()
     words: str = ""
 
+    @property
+    def cause(self) -> str:
+        """What a verdict calls it."""
+        return "loss-diverged" if self.kind == "loss" else self.kind
+
 
 Outcome = Literal["hang", "crash", "dump"]
 
@@ -706,7 +711,7 @@ class Launched(Record, frozen=True):
 class Evidence(Record, frozen=True):
     """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
 
-    ``nodes``: of a job of several nodes, as far as they are known. ``early``, ``inconsistent``: of this node.
+    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
     ``launched``: None for a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped
     before the others were looked at. ``gpus``: of the nodes whose driver was asked.
     """

@@ -274,6 +274,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         moving=any(found.evidence.moving for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
         nccl=nccl,
+        inconsistent=tuple(dict.fromkeys(one for found in bundles for one in found.evidence.inconsistent)),
         launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
         stopped=stopped,
         gpus=tuple(one for found in bundles for one in found.evidence.gpus),
@@ -282,7 +283,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
-    files |= {"inconsistent.json": f"{names[0]}/inconsistent.json"} if first.inconsistent else {}
+    wrong = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.inconsistent), "")
+    files |= {"inconsistent.json": f"{wrong}/inconsistent.json"} if wrong else {}
     files |= {nccl.file: f"{asked}/{nccl.file}"} if nccl is not None else {}
     files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"

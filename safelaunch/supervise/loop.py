@@ -57,6 +57,8 @@ CAPTURE_PATIENCE_S = 20.0
 SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
 SAME_SIGNAL_S = 1.0  # a rank that failed so shortly before we were asked to stop may have been asked as well
+OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store may end with this one
+READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
 
 
@@ -92,7 +94,7 @@ def is_of_rendezvous(raised: AgentEvent) -> bool:
 class _Verdict:
     """Why safelaunch ends the job, its exit code, and whether the report is on the screen already."""
 
-    report: Report
+    report: Report | None
     code: int
     shown: bool
 
@@ -130,7 +132,7 @@ class Supervisor:
             job.plan.run_name,
             remembers=settings.is_explicit("run-name"),
         )
-        self._consistency = Consistency(job.run, self._watch) if settings.check_every else None
+        self._consistency = Consistency(job.run, self._watch, self._together) if settings.check_every else None
         self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)
         self._exit_events: dict[int, RankExit] = {}
@@ -427,28 +429,43 @@ class Supervisor:
             self._end(report, EXIT_GAVE_UP, shown=True)
         return not why
 
-    def _end(self, report: Report, code: int, *, shown: bool = False) -> None:
-        """Ends every process of the job; ``code`` is safelaunch's exit code."""
+    def _end(self, report: Report | None, code: int, *, shown: bool = False, after_s: float = 0.0) -> None:
+        """Ends every process of the job; ``code`` is safelaunch's exit code. ``after_s``: for other nodes to do it."""
         self._verdict = _Verdict(report, code, shown)
-        if self._watch.roster.agent_page is not None:
-            self._watch.roster.agent_page.announce_end()
-        self._ending = Task("end", self._processes.end_all)
+
+        def end() -> tuple[process.ProcessId, ...]:
+            time.sleep(after_s)
+            if self._watch.roster.agent_page is not None:
+                self._watch.roster.agent_page.announce_end()
+            return self._processes.end_all()
+
+        self._ending = Task("end", end)
 
     def _agent_lives(self) -> bool:
         return self._job.agent.is_alive()
 
     def _on_consistency(self, *, last: bool = False) -> None:
         """Compares what the ranks computed, as --check-every asks for."""
-        found = self._consistency.advance(last=last) if self._consistency is not None else []
+        if self._consistency is None:
+            return
+        found = self._consistency.advance(last=last)
         action = self._job.plan.settings.on_inconsistent
-        if found and action != "report" and not last:
-            self._live.dump_here(self._stop_inconsistent if action == "stop" else self._show)
+        if found and action == "dump" and not last:
+            self._live.dump_here(self._show)
+        elif found and action == "stop" and not last:
+            self._live.dump_here(self._stop_inconsistent, ends=True)
+        place = self._consistency.stopped_for
+        if place is not None and self._ending is None and self._verdict is None:
+            say(f"ending the job, as another node asks (--on-inconsistent stop); the bundle is on {place}")
+            self._end(None, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S - READ_S)
 
     def _stop_inconsistent(self, report: Report) -> None:
         self._show(report)
         if self._ending is None and self._verdict is None:
             say("ending the job (--on-inconsistent stop)")
-            self._end(report, EXIT_INCONSISTENT, shown=True)
+            assert self._consistency is not None
+            self._consistency.stop_all(f"{self._about.host}: {report.published.shown}")
+            self._end(report, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S if self._watch.unseen else 0.0)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -513,7 +530,7 @@ class Supervisor:
         left = self._ending.result() if self._ending.done else self._processes.all()
         if left:
             say(f"could not be killed (stuck in the kernel): pid {', '.join(str(p.pid) for p in left)}")
-        if not verdict.shown:
+        if not verdict.shown and verdict.report is not None:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
