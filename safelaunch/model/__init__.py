@@ -6,6 +6,7 @@ check the type of every field. msgspec checks types while decoding, at the speed
 
 from __future__ import annotations
 
+from safelaunch.model.blamed import BlamedRank, Incident, Remembered, Unit
 from safelaunch.model.evidence import (
     UNKNOWN_SIZES,
     AgentState,
@@ -52,12 +53,14 @@ from safelaunch.model.evidence import (
 )
 from safelaunch.model.verdict import (
     Artifact,
+    BlamedBefore,
     BundlePlace,
     Claim,
     Confidence,
     Culprit,
     NextStep,
     NodeAtFault,
+    Suspect,
     Verdict,
     format_ranks,
 )
@@ -66,6 +69,8 @@ __all__ = [
     "UNKNOWN_SIZES",
     "AgentState",
     "Artifact",
+    "BlamedBefore",
+    "BlamedRank",
     "BundlePlace",
     "CallArguments",
     "CaughtException",
@@ -84,6 +89,7 @@ __all__ = [
     "GilTest",
     "GroupStatus",
     "HandledException",
+    "Incident",
     "Inconsistency",
     "Launched",
     "Lost",
@@ -108,10 +114,13 @@ __all__ = [
     "RankExit",
     "RankFile",
     "Record",
+    "Remembered",
     "Rendezvous",
     "StackSample",
+    "Suspect",
     "Thread",
     "ThreadState",
+    "Unit",
     "Verdict",
     "format_ranks",
 ]

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from safelaunch.model.blamed import Remembered
+
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of every record. Decoding ignores the unknown keys of newer versions and checks the types of known ones."""
@@ -652,3 +654,4 @@ class Evidence(Record, frozen=True):
     inconsistent: tuple[Inconsistency, ...] = ()  # what --check-every found, in order of time
     launched: Launched | None = None
     stopped: tuple[int, ...] = ()
+    remembered: Remembered | None = None  # whom earlier verdicts of this run's name have blamed

@@ -31,6 +31,7 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankFile,
+    Remembered,
     Rendezvous,
 )
 from safelaunch.postmortem.cores import parse_all
@@ -194,6 +195,7 @@ def read_bundle(root: Path) -> Found:
         inconsistent=(bundle.json("inconsistent.json", tuple[Inconsistency, ...]) or ())[:MAX_EARLY],
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
+        remembered=bundle.json("blamed.json", Remembered),
     )
     return Found("a bundle", evidence, tuple(bundle.problems))
 
