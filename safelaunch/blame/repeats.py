@@ -3,7 +3,8 @@
 A script's fault comes back at its line, or on its rank; as ranks have fixed GPUs, the same rank on the same GPU proves
 nothing by itself. A faulty GPU or host comes back at other lines, or under another rank. So incidents that the script
 explains count once: those at one line, and, where the line is only where a rank met its trouble, those of one rank at
-one line. A line that was blamed on two GPUs is no GPU's.
+one line. A line that was blamed on two GPUs is no GPU's; and where one rank was blamed each time, at other lines, and
+was blamed on another GPU as well, the trouble goes with the rank.
 
 What is left may still be chance: of the ``n`` incidents of a run, each hits one of ``G`` GPUs. The probability that
 some GPU gets ``k`` of them is at most ``G * P(Binomial(n, 1/G) >= k)``. Above ``LARGEST_CHANCE``, a repeat is not said.
@@ -41,16 +42,21 @@ class Repeat:
     def times(self) -> int:
         return len(self.incidents)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that were blamed there; empty for a node as a whole."""
+        return tuple(sorted({rank for one in self.incidents for rank in _ranks(one)}))
 
-def repeats(incidents: Iterable[Incident]) -> tuple[Repeat, ...]:
-    """The units that are to be suspected, of each run name by its own incidents; GPUs first.
+
+def repeats(incidents: Iterable[Incident], *, together: bool = False) -> tuple[Repeat, ...]:
+    """The units that are to be suspected, GPUs first: of each run name by its own incidents, or by all ``together``.
 
     The host of a suspected GPU is not suspected for the same incidents.
     """
     found: list[Repeat] = []
     by_name: dict[str, list[Incident]] = {}
     for one in sorted(incidents, key=lambda incident: incident.unix_s):
-        by_name.setdefault(one.run_name, []).append(one)
+        by_name.setdefault("" if together else one.run_name, []).append(one)
     for several in by_name.values():
         gpus = _of_unit("gpu", several)
         explained = {one.id for repeat in gpus for one in repeat.incidents}
@@ -59,9 +65,9 @@ def repeats(incidents: Iterable[Incident]) -> tuple[Repeat, ...]:
     return tuple(sorted(found, key=lambda one: one.unit == "host"))
 
 
-def suspected(incidents: Iterable[Incident], unit: Unit) -> frozenset[str]:
-    """UUIDs of GPUs, or names of hosts."""
-    return frozenset(one.name for one in repeats(incidents) if one.unit == unit)
+def suspected_gpus(incidents: Iterable[Incident], *, together: bool = False) -> frozenset[str]:
+    """The UUIDs of those that are to be suspected."""
+    return frozenset(one.name for one in repeats(incidents, together=together) if one.unit == "gpu")
 
 
 def _of_unit(unit: Unit, incidents: Sequence[Incident]) -> list[Repeat]:
@@ -78,10 +84,21 @@ def _of_unit(unit: Unit, incidents: Sequence[Incident]) -> list[Repeat]:
     for name, several in by_name.items():
         of = min(_alternatives(unit, one) for one in several)
         chance = chance_of(len(several), len(at), of)
-        if len(several) > 1 and chance <= LARGEST_CHANCE:
+        if len(several) > 1 and chance <= LARGEST_CHANCE and not _goes_with_the_rank(unit, several, counted):
             newest_last = tuple(sorted(several, key=lambda one: one.unix_s))
             found.append(Repeat(unit, name, _host_of(unit, name, newest_last), of, chance, newest_last))
     return found
+
+
+def _ranks(one: Incident) -> frozenset[int]:
+    return frozenset(rank.rank for rank in one.ranks)
+
+
+def _goes_with_the_rank(unit: Unit, there: Sequence[Incident], counted: Sequence[Incident]) -> bool:
+    ranks, name = {_ranks(one) for one in there}, blamed(unit, there[0])
+    if len(ranks) > 1 or frozenset() in ranks:
+        return False
+    return any(_ranks(one) in ranks and blamed(unit, one) != name for one in counted)
 
 
 def chance_of(times: int, of_incidents: int, of_units: int) -> float:

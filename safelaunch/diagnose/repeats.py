@@ -26,6 +26,7 @@ from safelaunch.model import (
     Suspect,
     Unit,
     Verdict,
+    format_ranks,
 )
 
 MOST_RANKS = 8
@@ -128,8 +129,8 @@ def _suspect(repeat: Repeat, now: Incident) -> Suspect:
     where = f" of {repeat.host}" if repeat.unit == "gpu" and repeat.host else ""
     kind = "GPUs" if repeat.unit == "gpu" else "hosts"
     words = (
-        f"{what}{where} is blamed for the {_nth(repeat.times)} time, each time at another line or for another rank."
-        f" Among {repeat.of} {kind}, chance alone does that in at most {_odds(repeat.chance)}: suspect the hardware."
+        f"{what}{where} is blamed for the {_nth(repeat.times)} time{_under(repeat)}. Among {repeat.of} {kind}, chance"
+        f" alone does that in at most {_odds(repeat.chance)}: suspect the hardware.{_or_the_rank(repeat)}"
     )
     return Suspect(
         unit=repeat.unit,
@@ -140,6 +141,19 @@ def _suspect(repeat: Repeat, now: Incident) -> Suspect:
         words=words,
         before=tuple(_before(one, repeat) for one in earlier[:_MOST_BEFORE]),
     )
+
+
+def _under(repeat: Repeat) -> str:
+    if len(repeat.ranks) > 1:
+        return f", as ranks {format_ranks(repeat.ranks)}"
+    return ", each time at another line" if repeat.ranks else ""
+
+
+def _or_the_rank(repeat: Repeat) -> str:
+    if len(repeat.ranks) != 1:
+        return ""
+    other = "GPU" if repeat.unit == "gpu" else "host"
+    return f" If the trouble follows rank {repeat.ranks[0]} to another {other}, it is the script."
 
 
 def _before(one: Incident, repeat: Repeat) -> BlamedBefore:

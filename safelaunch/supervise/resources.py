@@ -187,7 +187,8 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         if found.trouble and settings.gpus is None:
             say(f"this job's GPUs are not leased, so other jobs may use them: {found.missing}")
         return plain
-    terms = Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes)
+    avoid = _blamed(settings)
+    terms = Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes, avoid)
     claim = Claim(store_of(environ), terms, _survey(found, environ))
     try:
         if settings.dry_run:
@@ -202,6 +203,8 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         say(note)
     if not wish.keep:
         say(f"GPUs of this job: {', '.join(gpu.label for gpu in taken.gpus)} ({wish.origin})")
+    for note in _about_blamed(wish, taken.gpus, avoid):
+        say(note)
     return replace(
         plain,
         visible_gpus=_visible(taken.gpus, wish),
@@ -209,6 +212,32 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         rank_locks=taken.lease.rank_files,
         note=_words(taken.gpus, found),
     )
+
+
+def _blamed(settings: Settings) -> frozenset[str]:
+    """With --exclude-blamed, the GPUs that the verdicts in the bundle directory make suspect."""
+    if not settings.exclude_blamed:
+        return frozenset()
+    import time
+
+    from safelaunch.blame import memory
+    from safelaunch.blame.repeats import suspected_gpus
+
+    now = time.time()
+    return memory.within(lambda: suspected_gpus(memory.read(settings.bundle_dir, now)), frozenset[str]())
+
+
+def _about_blamed(wish: Wish, taken: tuple[Gpu, ...], avoid: frozenset[str]) -> list[str]:
+    """What became of the GPUs that are to be left out."""
+    from safelaunch.leases.choose import is_avoided
+
+    notes = []
+    blamed = [gpu for gpu in wish.candidates if is_avoided(gpu, avoid)]
+    if left_out := [gpu.label for gpu in blamed if gpu not in taken]:
+        notes.append(f"left out, as earlier verdicts make it suspect: GPU {', '.join(left_out)} (--exclude-blamed)")
+    if with_it := [gpu.label for gpu in blamed if gpu in taken]:
+        notes.append(f"earlier verdicts make GPU {', '.join(with_it)} suspect, but not enough others are free")
+    return notes
 
 
 def _foreseen(plain: Resources, claim: Claim) -> Resources:
