@@ -69,3 +69,17 @@ def test_a_gpu_that_is_blamed_twice_is_suspected_and_left_out(node: stub.Node, t
     both = safelaunch(node, tmp_path, "exec", where, "--gpus=2", "--exclude-blamed", "--", "true")
     assert "GPUs of this job: 0, 1 " in both
     assert "not enough others are free" in both
+
+
+def test_ranks_that_are_started_anew_get_another_gpu(node: stub.Node, tmp_path: Path) -> None:
+    words = [*WATCH, "--on-stall=restart", "--exclude-blamed", "--max-restarts=2", PROGRAMS / "restarted_gpu.py"]
+    with Job(words, tmp_path, env={**node.environ, "SAFELAUNCH_NO_LEASE": None}) as job:
+        result = job.wait()
+    assert result.code == 0, result.stderr
+    assert result.stdout == f"finished with {stub.uuid(0)},{stub.uuid(2)}\n"
+    assert f"have GPU {stub.uuid(2)} in place of {stub.uuid(1)}" in result.said
+    assert [[one["name"] for one in bundle.verdict.get("suspects", [])] for bundle in result.bundles] == [
+        [],
+        [stub.uuid(1)],
+    ]
+    assert not result.leftovers
