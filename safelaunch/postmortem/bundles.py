@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.capture import nccl_ras
+from safelaunch.capture import gpu, nccl_ras
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.cluster.evidence import all_nodes
 from safelaunch.diagnose.exits import failed_by_itself, has_lost_a_peer
@@ -17,10 +17,12 @@ from safelaunch.errors import CaptureError
 from safelaunch.model import (
     BundlePlace,
     CaughtException,
+    DeviceMemory,
     EarlyLook,
     Evidence,
     ExitCall,
     FlightRecord,
+    GpuUse,
     Inconsistency,
     Launched,
     NcclWitness,
@@ -195,6 +197,7 @@ def read_bundle(root: Path) -> Found:
         inconsistent=(bundle.json("inconsistent.json", tuple[Inconsistency, ...]) or ())[:MAX_EARLY],
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
+        gpus=_gpus(bundle),
         remembered=bundle.json("blamed.json", Remembered),
     )
     return Found("a bundle", evidence, tuple(bundle.problems))
@@ -218,6 +221,11 @@ def _nccl(bundle: _Bundle) -> NcclWitness | None:
             except CaptureError as error:
                 bundle.problems.append(f"{path}: {error.message}")
     return None
+
+
+def _gpus(bundle: _Bundle) -> tuple[GpuUse, ...]:
+    texts = {name: bundle.text(f"node/{name}/gpus.json") for name in bundle.hosts()}
+    return tuple(one for name, text in texts.items() if text for one in gpu.uses(text.encode(), name))
 
 
 def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
@@ -256,6 +264,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         nccl=nccl,
         launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
         stopped=stopped,
+        gpus=tuple(one for found in bundles for one in found.evidence.gpus),
     )
     problems = [f"{name}/{text}" for found, name in zip(bundles, names, strict=True) for text in found.problems]
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
@@ -300,5 +309,6 @@ def _rank(bundle: _Bundle, number: int, host: str, records: Mapping[int, FlightR
         exception=bundle.json(f"{folder}/exception.json", RankException),
         exit_call=bundle.json(f"{folder}/exit_call.json", ExitCall),
         caught=bundle.json(f"{folder}/caught.json", tuple[CaughtException, ...]) or (),
+        device_memory=bundle.json(f"{folder}/device_memory.json", DeviceMemory),
         log_tail=bundle.text(f"{folder}/log_tail.txt"),
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.shortage import of_rank
 from safelaunch.model import (
     Artifact,
     Claim,
@@ -23,10 +24,12 @@ from safelaunch.model import (
     NextStep,
     NodeAtFault,
     NodeEvidence,
+    RankEvidence,
     Suspect,
     Verdict,
     format_ranks,
 )
+from safelaunch.reading.device_memory import words
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
     Alike,
@@ -47,6 +50,7 @@ _LOG_LINES = 15
 _STACK_GROUPS = 40
 _STACK_FRAMES = 40
 _NCCL_LINES = 16
+_MEMORY_FRAMES = 6
 
 OUTCOMES = {"hang": "the job hangs", "crash": "the job crashed", "dump": "a look at the job"}
 
@@ -330,6 +334,7 @@ def markdown(
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),
         _md_next(verdict.next),
+        *(_md_memory(rank) for rank in evidence.ranks if of_rank(rank) is not None),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(rows),
@@ -362,6 +367,22 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None
     if log:
         parts.append(f"{log_title(evidence, culprit.rank)}:\n\n" + _fence(log))
     return "\n\n".join(parts)
+
+
+def _md_memory(rank: RankEvidence) -> str:
+    """What fills the GPU of a rank that ran out of its memory, the largest first."""
+    found = memory_lines(rank)
+    return f"## GPU memory of rank {rank.rank}\n\n" + _fence(found) if found else ""
+
+
+def memory_lines(rank: RankEvidence) -> list[str]:
+    """Each place that holds memory, with the stack that asked for it, innermost first."""
+    seen = rank.device_memory
+    lines = []
+    for block in seen.blocks if seen is not None else ():
+        lines.append(f"{words(block.size)} in {block.count} block{'s' * (block.count != 1)}")
+        lines += [f"    {frame_text(frame)}" for frame in block.frames[:_MEMORY_FRAMES]]
+    return lines
 
 
 def _md_table(rows: Sequence[Alike]) -> str:

@@ -80,6 +80,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "early_look": settings.early_look,
             "check_every": settings.check_every,
             "on_inconsistent": settings.on_inconsistent,
+            "memory_history": settings.memory_history,
             "on_suspect": redactor.said(settings.on_suspect or ""),
             "origins": dict(settings.origins),
         },

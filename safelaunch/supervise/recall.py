@@ -11,6 +11,7 @@ import msgspec
 
 from safelaunch.blame import memory
 from safelaunch.model import Evidence, Incident, Remembered, Verdict
+from safelaunch.redaction.evidence import without_secrets
 from safelaunch.system.console import say
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def remember(verdict: Verdict, evidence: Evidence, about: Circumstances, inciden
     if one is None:
         return
     told = msgspec.structs.replace(one, id=incident_id, bundle=os.fspath(bundle), written_on=about.host)
+    told = without_secrets(told, about.redactor)
     problem = memory.within(lambda: _add(about.bundle_dir, told), "the disk does not answer")
     if problem:
         say(f"whom this verdict blames could not be remembered: {problem}")

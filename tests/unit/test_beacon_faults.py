@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from safelaunch.beacon.faults import _quoted
+from safelaunch.beacon.faults import quoted
 
 
 @pytest.mark.parametrize(
     "text", ["", "plain", 'a "quoted" \\ path', "tab\tline\nnul\0bell\x07del\x7f", "naïve 例え 🏖️", "</script>"]
 )
-def test_a_quoted_text_is_read_back(text: str) -> None:
-    assert msgspec.json.decode(_quoted(text)) == text
+def test_aquoted_text_is_read_back(text: str) -> None:
+    assert msgspec.json.decode(quoted(text)) == text
 
 
 def test_what_no_file_can_hold_is_replaced() -> None:
-    assert msgspec.json.decode(_quoted("lone \udc80 surrogate")) == "lone ? surrogate"
+    assert msgspec.json.decode(quoted("lone \udc80 surrogate")) == "lone ? surrogate"

@@ -109,7 +109,17 @@ def test_the_evidence_comes_back_whole(tmp_path: Path) -> None:
 
 
 # What other files of the bundle hold: the folder's name, progress.json, proc.json, stack.json and so on.
-ELSEWHERE = {"rank", "progress", "main", "children", "flight_record", "exception", "exit_call", "caught", "log_tail"}
+ELSEWHERE = {
+    "rank",
+    "progress",
+    "main",
+    "children",
+    "flight_record",
+    "exception",
+    "exit_call",
+    "caught",
+    "log_tail",
+} | {"device_memory"}
 
 
 def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
