@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from safelaunch.model.blamed import Remembered
+
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of every record. Decoding ignores the unknown keys of newer versions and checks the types of known ones."""
@@ -733,3 +735,4 @@ class Evidence(Record, frozen=True):
     launched: Launched | None = None
     stopped: tuple[int, ...] = ()
     gpus: tuple[GpuUse, ...] = ()
+    remembered: Remembered | None = None  # whom earlier verdicts of this run's name have blamed

@@ -33,6 +33,7 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankFile,
+    Remembered,
     Rendezvous,
 )
 from safelaunch.postmortem.cores import parse_all
@@ -209,6 +210,7 @@ def read_bundle(root: Path) -> Found:
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
         gpus=_gpus(bundle),
+        remembered=bundle.json("blamed.json", Remembered),
     )
     return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken)
 

@@ -33,6 +33,7 @@ from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
+from safelaunch.supervise.exchange import Exchange, give_others
 from safelaunch.supervise.incident import Report
 from safelaunch.supervise.interrupt import Interrupt
 from safelaunch.supervise.launch_info import circumstances
@@ -108,8 +109,12 @@ class Supervisor:
         processes: JobProcesses,
         touch: Callable[[], None] = lambda: None,
         forwarder: Forwarder | None = None,
+        exchange: Exchange = lambda gpu: None,
     ) -> None:
-        """``forwarder``: of the signals that this process gets; by default to the job's first process."""
+        """``forwarder``: of the signals that this process gets; by default to the job's first process.
+
+        ``exchange``: leases another GPU in place of a suspected one.
+        """
         assert job.run is not None
         self._job = job
         self._processes = processes
@@ -157,6 +162,7 @@ class Supervisor:
         self._watching = True
         self.shown: Report | None = None  # the newest report
         self._touch = touch
+        self._exchange = exchange
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
     def run(self) -> int:
@@ -376,8 +382,8 @@ class Supervisor:
         if report is None:
             return
         self._show(report)
-        if self._on_stall_is("restart") and self._agent_lives():
-            self._give_up_or_go_on(report)
+        if self._on_stall_is("restart") and self._agent_lives() and self._give_up_or_go_on(report):
+            Task("other GPUs", lambda: self._give_other_gpus(report))
 
     def _on_stall(self, glance: Glance, now: float) -> None:
         report = self._stall.advance(glance, now)
@@ -394,8 +400,7 @@ class Supervisor:
             self._show(report)
             if self._give_up_or_go_on(report):
                 say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
-                self._restarting = self._watch.roster.attempt
-                Task("end ranks", self._processes.end_ranks)
+                self._restart(report)
         else:
             self._together.crash.trouble(f"the job hangs, and is ended for it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
@@ -410,8 +415,22 @@ class Supervisor:
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
             say("ending the ranks of this attempt; torchrun starts them again while --max-restarts allows it")
-            self._restarting = self._watch.roster.attempt
-            Task("end ranks", self._processes.end_ranks)
+            self._restart(report)
+
+    def _restart(self, report: Report) -> None:
+        """Ends the ranks of this attempt, so that torchrun starts others."""
+        self._restarting = self._watch.roster.attempt
+
+        def end() -> None:
+            self._give_other_gpus(report)
+            self._processes.end_ranks()
+
+        Task("end ranks", end)
+
+    def _give_other_gpus(self, report: Report) -> None:
+        """To ranks that are started from now on."""
+        if self._job.plan.settings.exclude_blamed and self._job.run is not None:
+            give_others(report.verdict.suspected, self._exchange, self._job.run.gpus)
 
     def _on_stall_is(self, policy: str) -> bool:
         return self._job.plan.settings.on_stall == policy

@@ -25,6 +25,7 @@ LAYERS = (
     ("errors", "what the command line turns into a message and an exit code"),
     ("system", "processes, NVML, the console, threads, deadlines"),
     ("model", "records that travel between the packages"),
+    ("blame", "who was blamed before"),
     ("settings", "options, configuration files, presets"),
     ("redaction", "what no bundle and no screen may hold"),
     ("leases", "who holds which GPU and port"),
@@ -50,6 +51,7 @@ LAYERS = (
 ORDER = {name: number for number, (name, _) in enumerate(LAYERS)}
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {
+    "blame.repeats",
     "launch.argv",
     "watch.stall",
     "watch.rhythm",
@@ -91,6 +93,7 @@ THIRD_PARTY = {
     "msgspec": {
         "model.*",
         "model",
+        "blame.memory",
         "redaction.*",
         "leases.said",
         "cluster.*",
@@ -113,6 +116,7 @@ THIRD_PARTY = {
         "supervise.early",
         "supervise.early_verdict",
         "supervise.peers",
+        "supervise.recall",
         "supervise.watch",
         "watch.stall",
         "report.exports",
