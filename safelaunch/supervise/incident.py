@@ -516,7 +516,7 @@ def _add_reports(
     """The reports, and the files for viewers, each of which costs only itself where it fails."""
     from safelaunch.diagnose.rank_state import Facts
     from safelaunch.postmortem import surroundings
-    from safelaunch.report import exports, page, report
+    from safelaunch.report import PERFETTO, SPEEDSCOPE, exports, page, report
 
     said = about.redactor.said
 
@@ -544,7 +544,7 @@ def _add_reports(
         return exports.as_json(exports.speedscope(facts(), about.run_name))
 
     begin = time.monotonic()
-    made = {exports.PERFETTO: perfetto, exports.SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}
+    made = {PERFETTO: perfetto, SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}
     for path, make in made.items():
         try:
             text: str | None = make()
