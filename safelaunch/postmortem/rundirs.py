@@ -36,6 +36,8 @@ class _Nowhere:
 
     def add_json(self, artifact: Artifact, value: object) -> None: ...
 
+    def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None: ...
+
 
 def read_run(root: Path, scratch: Path) -> Found:
     """The evidence left by a run's newest attempt; ``scratch``: an empty directory.
