@@ -132,8 +132,8 @@ def _report(
 
 
 def _files(recorded: Any) -> dict[str, str]:
-    from safelaunch.report import page
-    from safelaunch.report.exports import PERFETTO, SPEEDSCOPE, as_json
+    from safelaunch.report import PERFETTO, SPEEDSCOPE, page
+    from safelaunch.report.exports import as_json
     from safelaunch.report.recording import SCRIPT, content, markdown
     from safelaunch.report.recording_exports import perfetto, speedscope
 
