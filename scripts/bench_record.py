@@ -64,10 +64,17 @@ def rate(place: Path, seconds: float, argv: list[str] | None) -> float:
     return (after - before) / (end_s - begin_s)
 
 
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(options: argparse.Namespace) -> list[Figure]:
     """The loss in per cent, and that of a run against itself."""
     sampled: list[float] = []
     itself: list[float] = []
+    cpu: list[float] = []
     record = [
         program("safelaunch"),
         "record",
@@ -80,7 +87,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     with workplace() as place:
         (place / "train.py").write_text(TRAIN)
         job = [program("safelaunch"), "--run-name", "bench-record", f"--nproc-per-node={options.nproc}", "train.py"]
-        with started(job, place, environment()):
+        with started(job, place, environment()) as supervisor:
             until = time.monotonic() + START_S
             while not (place / "steps").exists() or steps_of(place)[0] < 100:
                 if time.monotonic() > until:
@@ -88,7 +95,10 @@ def measure(options: argparse.Namespace) -> list[Figure]:
                 time.sleep(0.2)
             for number in range(options.pairs):
                 order = (record, None, None) if number % 2 else (None, None, record)
+                before_s = cpu_s(supervisor.pid)
                 rates = [rate(place, options.duration, argv) for argv in order]
+                node_s = options.duration * (os.cpu_count() or 1)
+                cpu.append(100 * (cpu_s(supervisor.pid) - before_s) / node_s)
                 middle = rates[1]
                 with_it, without = (rates[0], rates[2]) if number % 2 else (rates[2], rates[0])
                 sampled.append(100 * (1 - with_it / middle))
@@ -97,6 +107,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     return [
         figure("throughput lost while it is sampled", sampled, "%", "<= 2"),
         figure("the same run against itself", itself, "%"),
+        figure("CPU of py-spy and the supervisor, of all cores", cpu, "%", "<= 2"),
     ]
 
 
