@@ -71,12 +71,13 @@ def verdict_of(recording: Recording) -> Slowness:
     stacks = Stacks(recording)
     times = times_of(recording, stacks)
     workers = workers_of(recording, stacks)
-    findings = tuple(_findings(times, workers)) if times else ()
+    missing = tuple(_missing(recording))
+    findings = tuple(_findings(times, workers, missing)) if times else ()
     headline = findings[0].text if findings else _nothing(times)
-    return Slowness(headline, findings, tuple(times), workers, tuple(_missing(recording)))
+    return Slowness(headline, findings, tuple(times), workers, missing)
 
 
-def _findings(times: Sequence[RankTime], workers: WorkerTime | None) -> list[Finding]:
+def _findings(times: Sequence[RankTime], workers: WorkerTime | None, missing: Sequence[str]) -> list[Finding]:
     late = _late(times)
     found = [
         late,
@@ -256,7 +257,7 @@ def _gil(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
     return Finding("gil", holder.share, tuple(one.rank for one in short), text, holder.frame, OTHER_THREAD)
 
 
-def _waiting(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
+def _waiting(times: Sequence[RankTime], late: Finding | None, missing: Sequence[str]) -> Finding | None:
     share = mean([one.waits for one in times])
     if share < WAITING or late is not None:
         return None
@@ -264,10 +265,14 @@ def _waiting(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
     who = _ranks(times)
     text = f"{who[0].upper()}{who[1:]} {_do(times, 'waits', 'all wait')} {percent(share)} of the time"
     text += _waited_in(where, times).removesuffix(",")
-    text += ", and none less than the others" if len(times) > 1 else ""
+    if missing:
+        text += f", while other ranks were not seen ({missing[0]})"
+    elif len(times) > 1:
+        text += ", and none less than the others"
     if where is not None and where.kind == "backward":
         text += ": for gradients, or for the device"
     advice = "The communication itself takes the time, or another rank is late each time."
+    advice = "They may wait for those that were not seen." if missing else advice
     frame = frame_of(times, where) if where is not None else None
     return Finding("communication", share, tuple(one.rank for one in times), f"{text}.", frame, advice)
 

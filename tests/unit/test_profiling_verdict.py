@@ -93,6 +93,15 @@ def test_what_could_not_be_sampled_is_said_with_its_reason() -> None:
     assert verdict_of(Recording(ranks=gone)).headline == "No rank could be sampled."
 
 
+def test_who_may_wait_for_a_rank_that_was_not_seen_is_said_to() -> None:
+    whole = recording(WAITS, WAITS)
+    (finding,) = verdict_of(
+        replace(whole, ranks=[*whole.ranks, RankRecord(2, missing="it is stopped by a signal")])
+    ).findings
+    assert "while other ranks were not seen (rank 2: it is stopped by a signal)" in finding.text
+    assert finding.advice == "They may wait for those that were not seen."
+
+
 # --- real jobs --------------------------------------------------------------------------------------------------------
 
 
