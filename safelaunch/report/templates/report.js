@@ -152,6 +152,7 @@ function head() {
       h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text)))),
       next ? [h("p", { class: "why" }, `${why}:`), pasted(next, "next command", "next")] : null) : null;
   const notes = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
+    ...it.wrong.map((text) => h("p", { class: "bad" }, `Wrong result: ${text}`)),
     ...it.notes.map((text) => h("p", { class: "dim" }, `Noticed while it ran: ${text}`)),
     ...it.early.map((text) => h("p", { class: "dim" }, `Early look: ${text}`))];
   const title = document.getElementById("summary");
