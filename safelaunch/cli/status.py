@@ -161,7 +161,7 @@ def details(status: RunStatus) -> list[str]:
         f"suspects a hang after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
         *(f"note: {clean(note)}" for note in status.notes),
         *(f"{time.strftime('%H:%M:%S', time.localtime(one.unix_s))} {clean(in_status(one))}" for one in early[-3:]),
-        *(clean(one.words) for one in status.inconsistent),
+        *(f"wrong result: {clean(one.words)}" for one in status.inconsistent),
         *([f"the other nodes are not known: {clean(status.alone)}"] if status.alone else []),
     ]
 

@@ -84,12 +84,17 @@ Sign = Literal[
     "one-gpu",
     "mesh",
     "nccl-versions",
+    "nccl-sizes",
+    "nccl-ending",
     "socket",
     "nccl-system",
     "gpu-fragmented",
     "gpu-shared",
     "gpu-of-two-ranks",
     "gpu-full",
+    "apart-at-first",
+    "apart-later",
+    "one-apart",
     "gpu-unsharded",
 ]
 
@@ -228,6 +233,11 @@ _COMMUNICATION = (
     Advice(
         "Give all nodes one environment: the versions of torch and NCCL are in `node/<host>/versions.json`.",
         only_if="nccl-versions",
+    ),
+    Advice(
+        "Compare the sizes that the ranks pass into this call, and `NCCL_ALGO`, `NCCL_PROTO` and the version of NCCL on"
+        " all nodes (`node/<host>/env.json`, `versions.json`).",
+        only_if="nccl-sizes",
     ),
     Advice(
         "Look first whether the peer ended by itself; then whether its node answers on that interface (firewall,"
@@ -720,6 +730,38 @@ CAUSES: dict[str, Cause] = {
         ),
         Advice(_NO_STACKS, only_if="no-stacks"),
         _OTHER_NODES,
+    ),
+    "replicas-diverged": _cause(
+        Advice(
+            "Look at what sets the parameters before the first step: a checkpoint that only some ranks load after DDP"
+            " has wrapped the model, initialisation under a seed of each rank's own.",
+            only_if="apart-at-first",
+        ),
+        Advice(
+            "Look for what only some ranks do between these steps: a backward pass under `no_sync()` that should"
+            " synchronise, an assignment to parameters or buffers under a condition on the rank.",
+            only_if="apart-later",
+        ),
+        "Parameters that DDP did not know when it wrapped the model (unfrozen or added later) get no averaged gradient:"
+        " wrap it after the last change.",
+        Advice(
+            "If nothing in the script is that rank's own, suspect its device: run the same job with that GPU or node"
+            " left out.",
+            only_if="one-apart",
+        ),
+        "To find the line: call `safelaunch.probes.check_consistent(model)` around the suspects, and run with"
+        " `--check-every 1`.",
+    ),
+    "non-finite-gradient": _cause(
+        "Look at that rank's batch of that step: print it, and `torch.isfinite(loss)` before `backward()`.",
+        "For the operation: `torch.autograd.set_detect_anomaly(True)` for a few steps from the last good checkpoint.",
+        "Under float16 use a GradScaler, or bfloat16; clip with `clip_grad_norm_(..., error_if_nonfinite=True)`, so"
+        " that the step is not made.",
+    ),
+    "loss-diverged": _cause(
+        "Look at that rank's data: its shard, its sampler and its augmentation seed.",
+        "If the losses should be alike, compare the models: `safelaunch --check-every 100 ...` finds replicas that"
+        " have departed.",
     ),
     "slow-not-stuck": _cause(
         "Nothing to fix for a hang; to see where the time goes, look at the merged stacks in `report.md`.",
