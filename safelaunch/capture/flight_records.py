@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from msgspec import structs
 
-from safelaunch.model import Collective, FlightRecord
+from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord
 from safelaunch.model.entries import Entries, Same
 
 
@@ -52,7 +52,7 @@ def contradicts_itself(record: FlightRecord) -> bool:
     """Some collectives of a group have no number, or that of an earlier one: how far the rank came is not known.
 
     Nor is it where one number runs over several groups, and the ring has wrapped. Those of one launch stand side by
-    side under one number. Two threads may be recorded in the other order.
+    side under one number. Two threads may be recorded in the other order. The end of a batch of sends is no collective.
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()
@@ -63,9 +63,12 @@ def contradicts_itself(record: FlightRecord) -> bool:
     if _ascends(ring, kinds):
         return False
     last: dict[str, list[int]] = {}
+    sent: dict[str, tuple[int, int] | None] = {}  # group → the numbers of a send that is its newest entry
     for at, number in enumerate(ring.seqs):
         kind = kinds[ring.kind_of[at]]
-        if kind.is_p2p:
+        numbers = (ring.p2p_seqs[at], number)
+        before, sent[kind.group] = sent.get(kind.group, numbers), numbers if kind.is_p2p else None
+        if kind.is_p2p or (before == numbers and _ends_a_block(kind)):
             continue
         mine = last.setdefault(kind.group, [])
         if mine and (number == 0 or (number != mine[-1] and number in mine) or (not mine[-1] and ring.record_ids[at])):
@@ -73,6 +76,11 @@ def contradicts_itself(record: FlightRecord) -> bool:
         mine.append(number)
         del mine[:-_NEAR]
     return False
+
+
+def _ends_a_block(kind: Collective) -> bool:
+    """After sends, or as the first entry that is left, it bears the number of an earlier collective: 0 before any."""
+    return kind.op.endswith("coalesced") and kind.input_sizes in ((), UNKNOWN_SIZES)
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> bool:

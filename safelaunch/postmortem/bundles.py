@@ -31,6 +31,7 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankFile,
+    Remembered,
     Rendezvous,
 )
 from safelaunch.postmortem.cores import parse_all
@@ -207,6 +208,7 @@ def read_bundle(root: Path) -> Found:
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
         gpus=_gpus(bundle),
+        remembered=bundle.json("blamed.json", Remembered),
     )
     return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken)
 
@@ -278,6 +280,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         moving=any(found.evidence.moving for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
         nccl=nccl,
+        inconsistent=tuple(dict.fromkeys(one for found in bundles for one in found.evidence.inconsistent)),
         launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
         stopped=stopped,
         gpus=tuple(one for found in bundles for one in found.evidence.gpus),
@@ -286,7 +289,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
-    files |= {"inconsistent.json": f"{names[0]}/inconsistent.json"} if first.inconsistent else {}
+    wrong = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.inconsistent), "")
+    files |= {"inconsistent.json": f"{wrong}/inconsistent.json"} if wrong else {}
     files |= {nccl.file: f"{asked}/{nccl.file}"} if nccl is not None else {}
     files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"
