@@ -46,6 +46,7 @@ MAX_RECORD_BYTES = 64 << 20
 MAX_LOG_BYTES = 8 << 20
 MAX_NODES = 65_536
 MAX_EARLY = 64
+APART_S = 120.0  # the clocks of nodes differ
 _RANK = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
@@ -66,11 +67,22 @@ class _Job(msgspec.Struct):
     moving: bool = False
 
 
+class _Moment(msgspec.Struct):
+    unix_s: float = 0.0
+
+
 class _Manifest(msgspec.Struct):
     host: str = ""
     watch: _Watch = msgspec.field(default_factory=_Watch)
     job: _Job = msgspec.field(default_factory=_Job)
     notes: tuple[str, ...] = ()
+    written_unix_s: float = 0.0
+    timeline: tuple[_Moment, ...] = ()
+
+    @property
+    def taken(self) -> tuple[float, float]:
+        """From the last progress, with which the timeline begins, to when it was written, in Unix seconds."""
+        return (self.timeline[0].unix_s, self.written_unix_s) if self.timeline else (0.0, 0.0)
 
 
 class _Told(msgspec.Struct):
@@ -200,7 +212,7 @@ def read_bundle(root: Path) -> Found:
         gpus=_gpus(bundle),
         remembered=bundle.json("blamed.json", Remembered),
     )
-    return Found("a bundle", evidence, tuple(bundle.problems))
+    return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken)
 
 
 def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
@@ -231,7 +243,8 @@ def _gpus(bundle: _Bundle) -> tuple[GpuUse, ...]:
 def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     """Merges the bundles of one job's nodes into one evidence; ``names`` are their directories.
 
-    Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes.
+    Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes; and to
+    different incidents: the job went on between them.
     """
     seen: dict[int, str] = {}
     for found, name in zip(bundles, names, strict=True):
@@ -242,6 +255,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     worlds = {found.evidence.world_size for found in bundles}
     if len(worlds) > 1:
         raise Unreadable(f"it holds jobs of {' and '.join(map(str, sorted(worlds)))} ranks: name one of the bundles")
+    _check_moments(bundles, names)
     world = worlds.pop()
     first = bundles[0].evidence
     outcomes = {found.evidence.outcome for found in bundles}
@@ -262,6 +276,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         moving=any(found.evidence.moving for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
         nccl=nccl,
+        inconsistent=tuple(dict.fromkeys(one for found in bundles for one in found.evidence.inconsistent)),
         launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
         stopped=stopped,
         gpus=tuple(one for found in bundles for one in found.evidence.gpus),
@@ -270,7 +285,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
-    files |= {"inconsistent.json": f"{names[0]}/inconsistent.json"} if first.inconsistent else {}
+    wrong = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.inconsistent), "")
+    files |= {"inconsistent.json": f"{wrong}/inconsistent.json"} if wrong else {}
     files |= {nccl.file: f"{asked}/{nccl.file}"} if nccl is not None else {}
     files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"
@@ -278,6 +294,21 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         for rank in found.evidence.ranks
     }
     return Found(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
+
+
+def _check_moments(bundles: Sequence[Found], names: Sequence[str]) -> None:
+    """Of one incident, every node has its last progress before the others have written what they saw."""
+    known = [(found.taken, name) for found, name in zip(bundles, names, strict=True) if all(found.taken)]
+    if not known:
+        return
+    (_, written_s), earlier = min(known, key=lambda one: one[0][1])
+    (progress_s, _), later = max(known, key=lambda one: one[0][0])
+    if progress_s - written_s > APART_S:
+        minutes = (progress_s - written_s) / 60
+        raise Unreadable(
+            f"these bundles are of different incidents: the job still made progress in {later} {minutes:.0f} minutes "
+            f"after {earlier} was written. Name one of them"
+        )
 
 
 _WORST: tuple[Outcome, ...] = ("crash", "hang")

@@ -24,12 +24,13 @@ from safelaunch.launch.job import (
     Job,
     JobProcesses,
 )
-from safelaunch.launch.paths import sweep, sweep_unfinished
+from safelaunch.launch.paths import sweep, sweep_unfinished, working_directory
 from safelaunch.model import RankExit
 from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency
+from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.exchange import Exchange, give_others
@@ -57,6 +58,8 @@ CAPTURE_PATIENCE_S = 20.0
 SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
 SAME_SIGNAL_S = 1.0  # a rank that failed so shortly before we were asked to stop may have been asked as well
+OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store may end with this one
+READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
 
 
@@ -92,7 +95,7 @@ def is_of_rendezvous(raised: AgentEvent) -> bool:
 class _Verdict:
     """Why safelaunch ends the job, its exit code, and whether the report is on the screen already."""
 
-    report: Report
+    report: Report | None
     code: int
     shown: bool
 
@@ -127,14 +130,21 @@ class Supervisor:
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
-        self._consistency = Consistency(job.run, self._watch) if settings.check_every else None
+        self._contracts = Contracts(
+            job.run,
+            self._watch,
+            settings.bundle_dir,
+            job.plan.run_name,
+            remembers=settings.is_explicit("run-name"),
+        )
+        self._consistency = Consistency(job.run, self._watch, self._together) if settings.check_every else None
         self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _Verdict | None = None
         self._stop_s = 0.0  # when somebody asked the job to stop
         self._unshown: list[Report] = []  # what was found before that, for the end
-        self._found_at_stop = ""  # the bundle that was written after somebody asked the job to stop
+        self._found_at_stop = False  # a bundle was written after somebody asked the job to stop
         self._newest = ""  # the newest bundle of a hang
         self._failures: tuple[Failure, ...] = ()
         self._restarting = -1  # the attempt whose ranks we ended for a hang
@@ -266,6 +276,7 @@ class Supervisor:
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
+        self._contracts.tick(now)
 
     def _is_a_crash(self, event: AgentEvent) -> bool:
         """Whether the event may belong to a crash. It doesn't if a user, a scheduler or safelaunch ends the ranks."""
@@ -356,12 +367,11 @@ class Supervisor:
         writing = self._interrupt.writing or self._stall.writing or self._live.writing
         return self._forwarder.stops == 1 and (crash or writing)
 
-    def _show_what_was_found(self) -> bool:
+    def _show_what_was_found(self) -> None:
         found, self._unshown = self._unshown, []
         for report in found:
             self._show(report)
-            self._found_at_stop = report.published.shown
-        return bool(found)
+            self._found_at_stop = True
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
@@ -438,28 +448,43 @@ class Supervisor:
             self._end(report, EXIT_GAVE_UP, shown=True)
         return not why
 
-    def _end(self, report: Report, code: int, *, shown: bool = False) -> None:
-        """Ends every process of the job; ``code`` is safelaunch's exit code."""
+    def _end(self, report: Report | None, code: int, *, shown: bool = False, after_s: float = 0.0) -> None:
+        """Ends every process of the job; ``code`` is safelaunch's exit code. ``after_s``: for other nodes to do it."""
         self._verdict = _Verdict(report, code, shown)
-        if self._watch.roster.agent_page is not None:
-            self._watch.roster.agent_page.announce_end()
-        self._ending = Task("end", self._processes.end_all)
+
+        def end() -> tuple[process.ProcessId, ...]:
+            time.sleep(after_s)
+            if self._watch.roster.agent_page is not None:
+                self._watch.roster.agent_page.announce_end()
+            return self._processes.end_all()
+
+        self._ending = Task("end", end)
 
     def _agent_lives(self) -> bool:
         return self._job.agent.is_alive()
 
     def _on_consistency(self, *, last: bool = False) -> None:
         """Compares what the ranks computed, as --check-every asks for."""
-        found = self._consistency.advance(last=last) if self._consistency is not None else []
+        if self._consistency is None:
+            return
+        found = self._consistency.advance(last=last)
         action = self._job.plan.settings.on_inconsistent
-        if found and action != "report" and not last:
-            self._live.dump_here(self._stop_inconsistent if action == "stop" else self._show)
+        if found and action == "dump" and not last:
+            self._live.dump_here(self._show)
+        elif found and action == "stop" and not last:
+            self._live.dump_here(self._stop_inconsistent, ends=True)
+        place = self._consistency.stopped_for
+        if place is not None and self._ending is None and self._verdict is None:
+            say(f"ending the job, as another node asks (--on-inconsistent stop); the bundle is on {place}")
+            self._end(None, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S - READ_S)
 
     def _stop_inconsistent(self, report: Report) -> None:
         self._show(report)
         if self._ending is None and self._verdict is None:
             say("ending the job (--on-inconsistent stop)")
-            self._end(report, EXIT_INCONSISTENT, shown=True)
+            assert self._consistency is not None
+            self._consistency.stop_all(f"{self._about.host}: {report.published.shown}")
+            self._end(report, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S if self._watch.unseen else 0.0)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -469,6 +494,7 @@ class Supervisor:
         self._guarded_tick()
         if self._watching:
             self._on_consistency(last=True)
+            self._contracts.finish()
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
             self._note_end(status)
@@ -481,8 +507,7 @@ class Supervisor:
             self._guarded_tick()
         if self._forwarder.stop_requested and self._watching and self._ending is None:
             self._guarded_tick()
-            if not self._show_what_was_found() and self._found_at_stop:  # what the job has said since hides it
-                say(f"bundle: {self._found_at_stop}")
+            self._show_what_was_found()
 
     def _finish_writing(self) -> None:
         """Finishes the half-written bundle of a crash when the job has ended for a hang, or removes it."""
@@ -524,7 +549,7 @@ class Supervisor:
         left = self._ending.result() if self._ending.done else self._processes.all()
         if left:
             say(f"could not be killed (stuck in the kernel): pid {', '.join(str(p.pid) for p in left)}")
-        if not verdict.shown:
+        if not verdict.shown and verdict.report is not None:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
@@ -564,8 +589,9 @@ class Supervisor:
             width=on.width,
             color=on.color,
             read_line=user_source.line,
+            cwd=os.fspath(working_directory()) if on.terminal else "",
         )
-        say(shown, color=on.color)
+        say(shown, color=on.color, laid_out=True)
         if published.lost:
             say(f"the bundle is lost: {published.problem}")
         elif published.problem:
