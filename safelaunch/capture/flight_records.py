@@ -10,7 +10,7 @@ from operator import itemgetter
 from msgspec import structs
 
 from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord
-from safelaunch.model.entries import Entries
+from safelaunch.model.entries import Entries, Same
 
 
 def merged(records: Sequence[FlightRecord]) -> FlightRecord:
@@ -58,7 +58,7 @@ def contradicts_itself(record: FlightRecord) -> bool:
     kinds = ring.used()
     if not any(ring.seqs):  # it tells none
         return False
-    if list(ring.seqs) == list(ring.record_ids):  # torchcomms counts so, over all groups
+    if _same(ring.seqs, ring.record_ids):  # torchcomms counts so, over all groups
         return ring.seqs[0] > 0 and len({kind.group for kind in kinds.values()}) > 1
     if _ascends(ring, kinds):
         return False
@@ -83,8 +83,15 @@ def _ends_a_block(kind: Collective) -> bool:
     return kind.op.endswith("coalesced") and kind.input_sizes in ((), UNKNOWN_SIZES)
 
 
+def _same(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two columns are equal: they are packed, so equal ones are of one type."""
+    return one == other if type(one) is type(other) and not isinstance(one, Same) else list(one) == list(other)
+
+
 def _ascends(ring: Entries, kinds: Mapping[int, Collective]) -> bool:
     """The numbers of each group only grow, as in nearly every record: told at a glance."""
+    if isinstance(ring.seqs, range) and ring.seqs[0] > 0:
+        return True  # those of one group are some of them
     groups = {number: None if kind.is_p2p else kind.group for number, kind in kinds.items()}
     newest: dict[str, int] = {}
     for kind, number in zip(ring.kind_of, ring.seqs, strict=True):

@@ -9,9 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.capture import gpu, nccl_ras
 from safelaunch.capture.flight_dump import MAX_RANKS
-from safelaunch.cluster.evidence import all_nodes
 from safelaunch.diagnose.exits import failed_by_itself, has_lost_a_peer
 from safelaunch.errors import CaptureError
 from safelaunch.model import (
@@ -225,6 +223,8 @@ def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
 
 def _nccl(bundle: _Bundle) -> NcclWitness | None:
     """The answer of NCCL's RAS service: of the one node that asked."""
+    from safelaunch.capture import nccl_ras
+
     for name in bundle.hosts():
         path = f"node/{name}/{nccl_ras.FILE}"
         if text := bundle.text(path):
@@ -236,6 +236,8 @@ def _nccl(bundle: _Bundle) -> NcclWitness | None:
 
 
 def _gpus(bundle: _Bundle) -> tuple[GpuUse, ...]:
+    from safelaunch.capture import gpu
+
     texts = {name: bundle.text(f"node/{name}/gpus.json") for name in bundle.hosts()}
     return tuple(one for name, text in texts.items() if text for one in gpu.uses(text.encode(), name))
 
@@ -246,6 +248,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes; and to
     different incidents: the job went on between them.
     """
+    from safelaunch.cluster.evidence import all_nodes
+
     seen: dict[int, str] = {}
     for found, name in zip(bundles, names, strict=True):
         for rank in found.evidence.ranks:
