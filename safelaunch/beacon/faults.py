@@ -93,6 +93,9 @@ def detach() -> None:
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+    if value is not None and traceback is value.__traceback__:
+        log.guarded(log.without_our_frames)(value)
+        traceback = value.__traceback__
     _note_exception(kind, value, traceback)
     _previous_hook(kind, value, traceback)
     _note_memory(value)

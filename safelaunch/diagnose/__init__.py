@@ -8,8 +8,8 @@ a GPU went (``with_device_memory``). Where each rank decides for itself
 which way to go, nobody is named: ``unless_drawn``. Where all ranks at fault are all of one node, the node is named:
 ``with_node_behind``. The groups and GPUs of those at fault are told:
 ``with_belonging``. Then early looks that saw the same: ``with_early_looks``, and wrong results that were found before:
-``with_wrong_results``. Last, how long a job that somebody looks
-at stands: ``with_the_time_without_a_step``.
+``with_wrong_results``. Last, how long a job that somebody looks at stands: ``with_the_time_without_a_step``. To the
+verdict itself, what earlier ones add is added: ``with_repeats``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from safelaunch.diagnose import nccl_witness
 from safelaunch.diagnose.advice import advise
-from safelaunch.diagnose.belonging import with_belonging
+from safelaunch.diagnose.belonging import with_belonging, with_group_names
 from safelaunch.diagnose.causes import BY_ITSELF
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
@@ -30,6 +30,7 @@ from safelaunch.diagnose.guarding import unless_drawn, with_guards
 from safelaunch.diagnose.outsiders import with_wrong_group
 from safelaunch.diagnose.own_words import with_own_words
 from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.repeats import with_repeats
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
@@ -55,6 +56,7 @@ EXPLANATIONS = (
     with_device_memory,
     unless_drawn,
     with_belonging,
+    with_group_names,
     with_node_behind,
     with_early_looks,
     with_wrong_results,
@@ -74,7 +76,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     finding, ruled_out = _conclude(case)
     for explained in EXPLANATIONS:
         finding = explained(case, finding)
-    return _verdict(case, finding, ruled_out)
+    return with_repeats(_verdict(case, finding, ruled_out), evidence)
 
 
 def _conclude(case: Case) -> tuple[Finding, list[str]]:

@@ -45,6 +45,8 @@ Sign = Literal[
     "owed",
     "task-done",
     "lock-file",
+    "build-lock",
+    "own-lock",
     "foreign-lock",
     "handler",
     "own-loop",
@@ -82,6 +84,8 @@ Sign = Literal[
     "one-gpu",
     "mesh",
     "nccl-versions",
+    "nccl-sizes",
+    "nccl-ending",
     "socket",
     "nccl-system",
     "gpu-fragmented",
@@ -176,6 +180,16 @@ _CIRCLES = (
     ),
 )
 
+_BUILD_LOCK = Advice(
+    "Delete that lock file if no process is building the extension: a job that was killed in its build leaves it"
+    " behind, and nothing ever removes it. Then build it on one rank, or before the job: the others find it ready.",
+    only_if="build-lock",
+)
+
+_OWN_LOCK = Advice(
+    "Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.", only_if="own-lock"
+)
+
 _GROW = "Let segments grow, so that what torch holds fits together:"
 
 # Errors of NCCL, of the network under it, and of device meshes.
@@ -219,6 +233,11 @@ _COMMUNICATION = (
     Advice(
         "Give all nodes one environment: the versions of torch and NCCL are in `node/<host>/versions.json`.",
         only_if="nccl-versions",
+    ),
+    Advice(
+        "Compare the sizes that the ranks pass into this call, and `NCCL_ALGO`, `NCCL_PROTO` and the version of NCCL on"
+        " all nodes (`node/<host>/env.json`, `versions.json`).",
+        only_if="nccl-sizes",
     ),
     Advice(
         "Look first whether the peer ended by itself; then whether its node answers on that interface (firewall,"
@@ -388,6 +407,7 @@ CAUSES: dict[str, Cause] = {
         "--dry-run ...` shows what they are given.",
     ),
     "data-loading": _cause(
+        _OWN_LOCK,
         "Run the dataset alone over the sample that the worker is at; give reads and downloads a timeout, and the "
         "DataLoader `timeout=60` so that it raises instead of waiting.",
         Advice(
@@ -466,6 +486,7 @@ CAUSES: dict[str, Cause] = {
             " `asyncio.to_thread()`.",
             only_if="own-loop",
         ),
+        _OWN_LOCK,
         Advice(
             "Take locks in one order everywhere, or one lock less; never call a collective or join a thread with a lock"
             " held.",
@@ -509,6 +530,7 @@ CAUSES: dict[str, Cause] = {
             " (`FileLock`, not `SoftFileLock`).",
             only_if="lock-file",
         ),
+        _BUILD_LOCK,
         Advice(
             "A `multiprocessing.Pool` never returns the task of a worker that died: use `ProcessPoolExecutor`, which"
             " raises, or `map_async(...).get(timeout)`. Why it died: `node/<host>/kernel_log.txt`.",
@@ -565,8 +587,8 @@ CAUSES: dict[str, Cause] = {
             only_if="killed-from-outside",
         ),
         Advice(
-            "An abort in a collective: a peer may have called it with another size or type. Compare what the ranks pass"
-            " at that line.",
+            "An abort in a collective: a peer may have called it with another size or type, or have left the loop and"
+            " ended. Compare what the ranks pass at that line, and how many batches each has.",
             only_if="aborted-in-a-collective",
         ),
         Advice(
@@ -699,11 +721,12 @@ CAUSES: dict[str, Cause] = {
             " themselves, under `safelaunch exec` give them `--cluster-store HOST:PORT`.",
             only_if="seen-apart",
         ),
+        _BUILD_LOCK,
         Advice(
             "No rank waits for another one: what they wait for is outside the job. Look at the line that each rank is "
             "at, and give such a call a timeout.",
             only_if="all-in-own-code",
-            unless=("no-stacks", "foreign-dumps"),
+            unless=("no-stacks", "foreign-dumps", "build-lock"),
         ),
         Advice(_NO_STACKS, only_if="no-stacks"),
         _OTHER_NODES,

@@ -123,8 +123,9 @@ class Rule:
         return ruling if isinstance(ruling, Finding) or self._has_seen(case) else ""
 
     def _has_seen(self, case: Case) -> bool:
-        unseen = case.unseen if self.witness else frozenset[int]()
-        return not unseen and all(_WAS_SEEN[self.witness](one) for one in case.ranks.values())
+        if self.witness and (case.unseen or not case.ranks):
+            return False
+        return all(_WAS_SEEN[self.witness](one) for one in case.ranks.values())
 
 
 _MISMATCH = ("collective-mismatch",)

@@ -58,6 +58,11 @@ class RunPaths:
         return self.root / "control"
 
     @property
+    def gpus(self) -> Path:
+        """Which GPUs ranks that are started anew have in place of others."""
+        return self.root / layout.GPUS
+
+    @property
     def pages(self) -> Path:
         return self.root / "pages"
 

@@ -34,6 +34,7 @@ from safelaunch.report.report import (
     node_state,
     node_words,
     stalled_words,
+    suspect_lines,
 )
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
@@ -104,7 +105,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "doubts": verdict.doubts,
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
         "victims": verdict.victims,
-        "nodes_at_fault": [node_words(node) for node in verdict.nodes_at_fault],
+        "nodes_at_fault": [*(node_words(node) for node in verdict.nodes_at_fault), *suspect_lines(verdict)],
         "suggestions": beside_next(verdict),
         "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
         "notes": [*evidence.notes],

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from safelaunch.diagnose.belonging import mesh
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.shortage import of_rank
 from safelaunch.model import (
@@ -25,10 +26,12 @@ from safelaunch.model import (
     NodeAtFault,
     NodeEvidence,
     RankEvidence,
+    Suspect,
     Verdict,
     format_ranks,
 )
 from safelaunch.reading.device_memory import words
+from safelaunch.report import contract
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
     Alike,
@@ -87,12 +90,13 @@ def screen(
     width: int = 100,
     color: bool = False,
     read_line: ReadLine | None = None,
+    cwd: str = "",
 ) -> str:
     """The summary for stderr: at most ``MAX_LINES`` lines of at most ``width`` columns, each starting ``safelaunch: ``.
 
     No line breaks within a word, a path or a command. Longer than ``width`` are only such words, and the commands and
     paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
-    ``read_line`` gives the text of a source line.
+    ``read_line`` gives the text of a source line. ``cwd``: below it, a path may be relative where it fits only so.
     """
     room = max(width - len(PREFIX), 28)
     title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})", room)
@@ -104,8 +108,9 @@ def screen(
         who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
-    command = _command(verdict.next)
-    space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 2
+    who += [line for suspect in verdict.suspected[:1] for line in _suspect(suspect, room)]
+    command = [*_command(verdict.next), *_place(place, clean(bundle_path), room, clean(cwd))]
+    space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
     space -= len(tail)
     lines = [
@@ -115,7 +120,7 @@ def screen(
         *_claims(verdict, room, max(space, 0)),
         *tail,
     ]
-    lines = [*lines[: MAX_LINES - 1 - len(command)], *command, Line(f"{place}: {clean(bundle_path)}", whole=True)]
+    lines = [*lines[: MAX_LINES - len(command)], *command]
     texts = [line.shown(color) for line in lines]
     return "".join(f"{PREFIX}{text}\n" for text in texts)
 
@@ -175,6 +180,22 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
     if source:
         lines.append(Line(_shorten(f"    > {clean(source).strip()}", room), "strong"))
     return lines
+
+
+def _suspect(suspect: Suspect, room: int) -> list[Line]:
+    lines = [Line(text, "strong") for text in _cut(_wrap(clean(suspect.words), room, "  "), 4)]
+    for one in suspect.before[:2]:
+        lines += [Line(text) for text in _wrap(f"before, {clean(one.words)}:", room, "    ")[:2]]
+        lines += [Line(f"      {clean(one.bundle)}", whole=True)] if one.bundle else []
+    return lines
+
+
+def suspect_lines(verdict: Verdict) -> list[str]:
+    """What is said of suspected hardware, with the earlier bundles."""
+    return [
+        clean(" ".join([one.words, *(f"Before, {past.words} ({past.bundle})." for past in one.before)]))
+        for one in verdict.suspected
+    ]
 
 
 def node_words(node: NodeAtFault) -> str:
@@ -263,6 +284,18 @@ def _command(step: NextStep | None) -> list[Line]:
     return [Line(f"  {clean(step.why)}:"), Line(f"    {clean(step.command)}", "command", whole=True)]
 
 
+def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
+    """Where the evidence is. With ``cwd``, in a form that the terminal doesn't break: relative, or on its own line."""
+    line = f"{place}: {path}"
+    if cwd and len(line) > room:
+        inside = path.startswith(f"{cwd.rstrip('/')}/")
+        shorter = f"{place}: {path[len(cwd.rstrip('/')) + 1 :]}" if inside else line
+        if len(shorter) > room:
+            return [Line(f"{place}:"), Line(path, whole=True)]
+        line = shorter
+    return [Line(line, whole=True)]
+
+
 def _ranks(ranges: str) -> str:
     return f"rank {ranges}" if ranges.isdigit() else f"ranks {ranges}"
 
@@ -300,6 +333,7 @@ def markdown(
 
     ``facts``: those of ``evidence``, where they are known already.
     """
+    facts = facts or Facts.of(evidence)
     laid_out = overview(evidence, facts)
     rows = alike(laid_out.rows, {one.rank for one in verdict.culprits})
     parts = [
@@ -308,10 +342,12 @@ def markdown(
         f"Confidence: **{_md(verdict.confidence)}**."
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
         _md(stalled_words(evidence)),
+        _md(contract_words(evidence, facts)),
         _md_list("Noticed while it ran", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),
         _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
+        _md_list("Suspected hardware", suspect_lines(verdict)),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),
         _md_next(verdict.next),
@@ -327,6 +363,17 @@ def markdown(
         _md_list("Missing artifacts", [f"{a.path}: {a.missing} ({a.how})" for a in artifacts if a.missing]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def contract_words(evidence: Evidence, facts: Facts) -> str:
+    """World size, mesh, batch and devices, as far as they are known."""
+    found = (
+        contract.world(evidence.world_size, mesh(facts)),
+        f"batch: {batch}" if (batch := contract.batches(evidence)) else "",
+        f"devices: {devices}" if (devices := contract.devices(evidence)) else "",
+    )
+    text = "; ".join(filter(None, found))
+    return f"The job: {text}." if text else ""
 
 
 def _md_next(step: NextStep | None) -> str:

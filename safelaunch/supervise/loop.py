@@ -24,14 +24,16 @@ from safelaunch.launch.job import (
     Job,
     JobProcesses,
 )
-from safelaunch.launch.paths import sweep, sweep_unfinished
+from safelaunch.launch.paths import sweep, sweep_unfinished, working_directory
 from safelaunch.model import RankExit
 from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency
+from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
+from safelaunch.supervise.exchange import Exchange, give_others
 from safelaunch.supervise.incident import Report
 from safelaunch.supervise.interrupt import Interrupt
 from safelaunch.supervise.launch_info import circumstances
@@ -107,8 +109,12 @@ class Supervisor:
         processes: JobProcesses,
         touch: Callable[[], None] = lambda: None,
         forwarder: Forwarder | None = None,
+        exchange: Exchange = lambda gpu: None,
     ) -> None:
-        """``forwarder``: of the signals that this process gets; by default to the job's first process."""
+        """``forwarder``: of the signals that this process gets; by default to the job's first process.
+
+        ``exchange``: leases another GPU in place of a suspected one.
+        """
         assert job.run is not None
         self._job = job
         self._processes = processes
@@ -124,6 +130,13 @@ class Supervisor:
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
+        self._contracts = Contracts(
+            job.run,
+            self._watch,
+            settings.bundle_dir,
+            job.plan.run_name,
+            remembers=settings.is_explicit("run-name"),
+        )
         self._consistency = Consistency(job.run, self._watch, self._together) if settings.check_every else None
         self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)
@@ -131,7 +144,7 @@ class Supervisor:
         self._verdict: _Verdict | None = None
         self._stop_s = 0.0  # when somebody asked the job to stop
         self._unshown: list[Report] = []  # what was found before that, for the end
-        self._found_at_stop = ""  # the bundle that was written after somebody asked the job to stop
+        self._found_at_stop = False  # a bundle was written after somebody asked the job to stop
         self._newest = ""  # the newest bundle of a hang
         self._failures: tuple[Failure, ...] = ()
         self._restarting = -1  # the attempt whose ranks we ended for a hang
@@ -149,6 +162,7 @@ class Supervisor:
         self._watching = True
         self.shown: Report | None = None  # the newest report
         self._touch = touch
+        self._exchange = exchange
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
     def run(self) -> int:
@@ -262,6 +276,7 @@ class Supervisor:
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
+        self._contracts.tick(now)
 
     def _is_a_crash(self, event: AgentEvent) -> bool:
         """Whether the event may belong to a crash. It doesn't if a user, a scheduler or safelaunch ends the ranks."""
@@ -352,12 +367,11 @@ class Supervisor:
         writing = self._interrupt.writing or self._stall.writing or self._live.writing
         return self._forwarder.stops == 1 and (crash or writing)
 
-    def _show_what_was_found(self) -> bool:
+    def _show_what_was_found(self) -> None:
         found, self._unshown = self._unshown, []
         for report in found:
             self._show(report)
-            self._found_at_stop = report.published.shown
-        return bool(found)
+            self._found_at_stop = True
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
@@ -368,8 +382,8 @@ class Supervisor:
         if report is None:
             return
         self._show(report)
-        if self._on_stall_is("restart") and self._agent_lives():
-            self._give_up_or_go_on(report)
+        if self._on_stall_is("restart") and self._agent_lives() and self._give_up_or_go_on(report):
+            Task("other GPUs", lambda: self._give_other_gpus(report))
 
     def _on_stall(self, glance: Glance, now: float) -> None:
         report = self._stall.advance(glance, now)
@@ -386,8 +400,7 @@ class Supervisor:
             self._show(report)
             if self._give_up_or_go_on(report):
                 say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
-                self._restarting = self._watch.roster.attempt
-                Task("end ranks", self._processes.end_ranks)
+                self._restart(report)
         else:
             self._together.crash.trouble(f"the job hangs, and is ended for it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
@@ -402,8 +415,22 @@ class Supervisor:
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
             say("ending the ranks of this attempt; torchrun starts them again while --max-restarts allows it")
-            self._restarting = self._watch.roster.attempt
-            Task("end ranks", self._processes.end_ranks)
+            self._restart(report)
+
+    def _restart(self, report: Report) -> None:
+        """Ends the ranks of this attempt, so that torchrun starts others."""
+        self._restarting = self._watch.roster.attempt
+
+        def end() -> None:
+            self._give_other_gpus(report)
+            self._processes.end_ranks()
+
+        Task("end ranks", end)
+
+    def _give_other_gpus(self, report: Report) -> None:
+        """To ranks that are started from now on."""
+        if self._job.plan.settings.exclude_blamed and self._job.run is not None:
+            give_others(report.verdict.suspected, self._exchange, self._job.run.gpus)
 
     def _on_stall_is(self, policy: str) -> bool:
         return self._job.plan.settings.on_stall == policy
@@ -467,6 +494,7 @@ class Supervisor:
         self._guarded_tick()
         if self._watching:
             self._on_consistency(last=True)
+            self._contracts.finish()
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
             self._note_end(status)
@@ -479,8 +507,7 @@ class Supervisor:
             self._guarded_tick()
         if self._forwarder.stop_requested and self._watching and self._ending is None:
             self._guarded_tick()
-            if not self._show_what_was_found() and self._found_at_stop:  # what the job has said since hides it
-                say(f"bundle: {self._found_at_stop}")
+            self._show_what_was_found()
 
     def _finish_writing(self) -> None:
         """Finishes the half-written bundle of a crash when the job has ended for a hang, or removes it."""
@@ -562,8 +589,9 @@ class Supervisor:
             width=on.width,
             color=on.color,
             read_line=user_source.line,
+            cwd=os.fspath(working_directory()) if on.terminal else "",
         )
-        say(shown, color=on.color)
+        say(shown, color=on.color, laid_out=True)
         if published.lost:
             say(f"the bundle is lost: {published.problem}")
         elif published.problem:
