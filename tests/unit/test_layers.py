@@ -125,6 +125,7 @@ THIRD_PARTY = {
         "supervise.peers",
         "supervise.recall",
         "supervise.watch",
+        "watch.shared_checks",
         "watch.stall",
         "report.exports",
         "watch.rhythm",

@@ -73,7 +73,7 @@ function raisedBy(side) {
   const rank = page.ranks.find((one) => one.r === first);
   if (!rank || !rank.trace || !rank.trace.length) return "";
   return h("details", { open: side.c ? true : null }, h("summary", { class: "place" }, `Traceback of rank ${first}`),
-    h("div", { class: "source" }, rank.trace.map((line) => h("div", {}, h("span", { class: "n" }), h("span", { class: "t" }, line || " ")))));
+    h("div", { class: "source", tabindex: "0", role: "group", "aria-label": `traceback of rank ${rank.r}` }, rank.trace.map((line) => h("div", {}, h("span", { class: "n" }), h("span", { class: "t" }, line || " ")))));
 }
 
 // --- the timeline --------------------------------------------------------------------------------------------------
