@@ -83,7 +83,7 @@ def _findings(times: Sequence[RankTime], workers: WorkerTime | None, missing: Se
         late,
         _loading(times, workers),
         _gil(times, late),
-        _waiting(times, late),
+        _waiting(times, late, missing),
         _saving(times),
         _own_code(times, late),
     ]
