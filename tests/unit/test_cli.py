@@ -17,7 +17,7 @@ from safelaunch.cli import COMMANDS
 FORKS = """
 import json, os, sys
 from importlib import import_module
-names = "run exec colaunch presets status dump diagnose reproduce gpus completion help"
+names = "run exec colaunch presets status dump record diagnose reproduce gpus completion help"
 for name in names.split():
     import_module(f"safelaunch.cli.{name}")
 from safelaunch.cli import entry
@@ -55,6 +55,7 @@ EXPECTED = [
     (["diagnose", "ü→", "--json"], 0),
     (["diagnose", "ü→", "-j"], 0),
     (["diagnose", "nosuchü→"], 2),
+    (["record", "ü→"], 2),
     (["reproduce", "ü→"], 0),
     (["reproduce", "nosuchü→"], 2),
     (["doctor", "--ü→"], 2),
