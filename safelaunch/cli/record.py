@@ -123,8 +123,8 @@ def _report(
     if as_json:
         show_json({"run": run.id, "name": run.name, "folder": str(folder), **_as_json(recorded)})
         return 0
-    for line in screen(recorded, max(40, display(2, os.environ).width - len("safelaunch: "))).split("\n"):
-        say(line)
+    width = max(40, display(2, os.environ).width - len("safelaunch: "))
+    say(screen(recorded, width), laid_out=True)
     say("recording (start with record.html):")
     sys.stderr.flush()
     show(str(folder))
