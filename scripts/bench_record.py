@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     ]
     with workplace() as place:
         (place / "train.py").write_text(TRAIN)
-        job = [program("safelaunch"), "--run-name", "bench-record", f"--nproc-per-node={options.nproc}", "train.py"]
+        job = [program("safelaunch"), "--run-name", name, f"--nproc-per-node={options.nproc}", "train.py"]
         with started(job, place, environment()) as supervisor:
             until = time.monotonic() + START_S
             while not (place / "steps").exists() or steps_of(place)[0] < 100:
