@@ -75,6 +75,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     sampled: list[float] = []
     itself: list[float] = []
     cpu: list[float] = []
+    name = f"bench-record-{os.getpid()}"  # another benchmark may run on this machine
     record = [
         program("safelaunch"),
         "record",
