@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     record = [
         program("safelaunch"),
         "record",
-        "bench-record",
+        name,
         "--duration",
         str(options.duration),
         "--bundle-dir",
