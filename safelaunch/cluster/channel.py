@@ -219,10 +219,10 @@ class Channel:
                         self._dumped = None
             session.asks = self._asks
             session.looks_around, self._looks_around = self._looks_around, False
-            session.compares = self._compares
+            session.board.compares = self._compares
             if self._checks:
-                session.post_checks(self._checks)
-            session.tell_wrong(self._wrong)
+                session.board.post(self._checks)
+            session.board.tell(self._wrong)
             if beat.crash:
                 failed, decided = session.attend(beat, crash)
                 with self._lock:

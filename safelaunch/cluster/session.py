@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from safelaunch.cluster.board import Board
 from safelaunch.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
 from safelaunch.cluster.messages import (
     MOST_MEMBERS,
@@ -190,10 +191,7 @@ class Session:
         self._failed_in = self._decided = 0  # the crash about which this node's evidence, and its verdict, is stored
         self._crash: tuple[int, Decision] | None = None
         self._halves: dict[int, list[bytes]] = {}
-        self.compares = False
-        self._checks_edition = self._wrong_edition = 0
-        self._posted = self._wrong = self._to_tell = b""
-        self._checks: dict[int, tuple[int, bytes]] = {}
+        self.board = Board(self._slot, self._sealed, self._unsealed)
         self._written = codec.encode(f"m/{self._slot}", self._node)
         self._write(f"m/{self._slot}", self._written)
 
@@ -248,7 +246,7 @@ class Session:
         self._count += 1
         self._ask()
         dumps = {"asks": max(self._asked, 0), "dumped": self._dumped}
-        own = {"incarnation": self._node.incarnation, "count": self._count, "checks": self._checks_edition}
+        own = {"incarnation": self._node.incarnation, "count": self._count, "checks": self.board.edition}
         beat = structs.replace(beat, **own, **dumps)
         head = self._exchange(self._codec.encode(f"b/{self._slot}", beat))
         now = time.monotonic()
@@ -275,7 +273,7 @@ class Session:
         silent_s = now - self._page_s if page is not None else 0.0
         if page is not None and self._leader is None:
             self._read_members(page)
-            self._read_wrong(page)
+            self.board.read_wrong(page)
         answers = self._of_all(page, now) if page is not None else None
         return Seen(
             page=page,
@@ -294,50 +292,10 @@ class Session:
             halves=dict(self._halves),
             around=self._around,
             answers=answers,
-            checks=dict(self._checks) if self._leader is not None else {},
-            wrong=self._wrong,
+            checks=dict(self.board.checks) if self._leader is not None else {},
+            wrong=self.board.wrong,
             questions=self._hear_questions(page) if page is not None else {},
         )
-
-    # --- consistency checks -----------------------------------------------------------------------------------------
-
-    def post_checks(self, data: bytes) -> None:
-        """Stores the newest checks of this node's ranks; they replace those of before."""
-        if data != self._posted:
-            self._posted = data
-            self._write(f"s/{self._slot}", self._codec.seal(f"s/{self._slot}", data))
-            self._checks_edition += 1
-
-    def tell_wrong(self, data: bytes) -> None:
-        """What this node has found in the checks of all; it counts where this node leads."""
-        self._to_tell = data
-
-    def _read_checks(self, heard: Mapping[int, Beat], now: float) -> None:
-        for slot, beat in heard.items():
-            if slot == self._slot or beat.checks <= self._checks.get(slot, (0, b""))[0]:
-                continue
-            if time.monotonic() - now > FETCH_S:
-                return
-            place = f"s/{slot}"
-            data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-            with suppress(BadMessage):
-                self._checks[slot] = beat.checks, self._codec.open(place, data or b"")
-
-    def _read_wrong(self, page: Page) -> None:
-        if page.wrong == self._wrong_edition:
-            return
-        data = self._store.get(f"{self._prefix}/wrong", deadline_s=ANSWER_S)
-        self._wrong_edition = page.wrong
-        with suppress(BadMessage):
-            self._wrong = self._codec.open("wrong", data or b"")
-
-    def _with_wrong(self, page: Page) -> Page:
-        """Writes what was found where that has changed, and returns the page with its edition."""
-        if self._to_tell not in (b"", self._wrong):
-            self._write("wrong", self._codec.seal("wrong", self._to_tell))
-            self._wrong, self._wrong_edition = self._to_tell, page.wrong + 1
-            page = structs.replace(page, wrong=self._wrong_edition)
-        return structs.replace(page, compares=self.compares)
 
     # --- what is asked of all nodes: a view for a person, their evidence for a dump, their samples -----------------
 
@@ -594,9 +552,9 @@ class Session:
         )
         given = Given(heard, silent, decided, quiet, beats)
         before = self._page_bytes
-        page = leader.page = self._with_wrong(self._introduce(leader.next(given, now), beats))
-        if self.compares:
-            self._read_checks(heard, now)
+        page = leader.page = self.board.with_wrong(self._introduce(leader.next(given, now), beats))
+        if self.board.compares:
+            self.board.read_checks(heard, now + FETCH_S)
         if deciding is not None and decided and page.phase == "decided":  # it is there before the page says so
             self._decision = page.incident, self._first(f"d/{page.incident}", deciding[1])
         data = self._codec.encode("head", page)
@@ -669,6 +627,13 @@ class Session:
             for slot, beat in heard.items()
             if slot != self._slot and beat.incident == incident and beat.chunks >= 0
         )
+
+    def _sealed(self, place: str, body: bytes) -> None:
+        self._write(place, self._codec.seal(place, body))
+
+    def _unsealed(self, place: str) -> bytes:
+        """Raises BadMessage."""
+        return self._codec.open(place, self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S) or b"")
 
     def _write(self, place: str, data: bytes) -> None:
         self._store.set(f"{self._prefix}/{place}", data, deadline_s=ANSWER_S)

@@ -109,7 +109,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "suggestions": beside_next(verdict),
         "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
         "notes": [*evidence.notes],
-        "wrong": [one.words for one in evidence.inconsistent],
+        "wrong": [o.words for o in evidence.inconsistent if o.words[1:] not in verdict.summary],  # what it does not say
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.as_typed),

@@ -117,6 +117,18 @@ def test_a_dump_that_one_node_asks_all_others_for(join: Callable[..., Channel]) 
         until(lambda: not any(one.seen.page and one.seen.page.dumps for one in nodes), "the end")
 
 
+def test_the_leader_has_the_checks_of_all_and_all_have_what_it_finds(join: Callable[..., Channel]) -> None:
+    first, second = join(0, 1, key=b"k" * 32), join(2, 3, key=b"k" * 32)
+    until(covered(first, second), "both to be there")
+    leader, other = (first, second) if first.seen.leads else (second, first)
+    leader.compare(b"")
+    other.compare(b"checks")
+    until(lambda: [data for _, data in leader.seen.checks.values()] == [b"checks"], "the checks")
+    leader.tell_wrong(b"wrong")
+    until(lambda: other.seen.wrong == leader.seen.wrong == b"wrong", "what was found")
+    assert other.seen.page is not None and other.seen.page.compares and not other.seen.checks
+
+
 def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
