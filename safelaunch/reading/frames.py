@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import PurePosixPath
 
 from safelaunch.model import Frame, RankEvidence, Thread
