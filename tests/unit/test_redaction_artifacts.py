@@ -60,6 +60,8 @@ WRITERS = {
     "cli.help": "words of ours, before anything else is imported",
     "cli.terminal": "draws what redact has passed: cli.status",
     "cli.reproduce": "what has passed the filter",
+    "cli.record": "what the supervisor has cleaned",
+    "capture.command": "what a program of its own says on stderr, to read it back",
     "cli.demo": "passes on what a safelaunch below it has said",
     "cli.gpus": "rich, with cells that have passed",
     "cli.colaunch": "rich, with cells that have passed",
