@@ -93,7 +93,8 @@ def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
     return any(root and path.startswith(normal(root).rstrip("/") + "/") for root in code_roots)
 
 
-def is_user(frame: Frame, code_roots: Sequence[str] = ()) -> bool:
+@lru_cache(maxsize=4096)  # the ranks of a job share most frames
+def is_user(frame: Frame, code_roots: tuple[str, ...] = ()) -> bool:
     path = frame.file
     return not (is_pseudo(path) or is_ours(path) or is_native(frame) or is_library(path, code_roots))
 
