@@ -110,6 +110,18 @@ def test_the_head_has_the_command_as_it_was_typed(typed: tuple[str, ...], shown:
     assert page.content(diagnose(evidence), evidence, about=about)["head"]["command"] == shown
 
 
+def test_a_command_to_run_again_stands_there_once(chromium: browser.Browser, tmp_path: Path) -> None:
+    typed = ("--nproc-per-node=2", "train.py")
+    evidence = job(waiting(0), rank(1, in_user(7), "sleep"), launched=Launched(typed, (), "2.13.0"))
+    made = page.content(diagnose(evidence), evidence, about=About(launch=Launch(command=(), typed=typed)))
+    assert made["head"]["next"][1] == made["head"]["command"] == "safelaunch --nproc-per-node=2 train.py"
+    path = tmp_path / "again.html"
+    path.write_text(page.render(made), encoding="utf-8")
+    chromium.open(path)
+    assert chromium.value("document.querySelectorAll('#head .command').length") == 1
+    assert chromium.value("document.querySelector('.todo .why').textContent").endswith("the command below, again.")
+
+
 def test_ranks_that_are_alike_are_one_lane_and_one_row() -> None:
     made = incident_page("sixty-four")
     assert [row["r"] for row in made["rows"]] == ["0", "1-63"]

@@ -15,7 +15,8 @@ function head() {
   const todo = it.suggestions.length || next
     ? h("div", { class: "todo", id: "todo" }, h("h2", {}, "What to do"),
       h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text)))),
-      next ? [h("p", { class: "why" }, `${why}:`), pasted(next, "next command", "next")] : null) : null;
+      next && next === it.command ? h("p", { class: "why" }, `${why}: the command below, again.`)
+        : next ? [h("p", { class: "why" }, `${why}:`), pasted(next, "next command", "next")] : null) : null;
   const notes = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
     ...it.wrong.map((text) => h("p", { class: "bad" }, `Wrong result: ${text}`)),
     ...it.notes.map((text) => h("p", { class: "dim" }, `Noticed while it ran: ${text}`)),
