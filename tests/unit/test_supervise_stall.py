@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,3 +130,21 @@ def test_ranks_that_were_started_anew_are_under_no_suspicion(tmp_path: Path) -> 
     together.open = 1  # all look, those of the new round included
     case.advance(Glance((), Event("suspect", SUSPECT), ()), 9.0)
     assert case.looking and together.joined == 1
+
+
+@pytest.mark.parametrize(
+    ("last_steps_s", "said"),
+    [
+        ((40.0, 40.0, 40.1), "nothing has moved for 60 s (last step 61): collecting"),
+        ((99.9, 40.0, 99.8), "rank 1 has made no step for 60 s (last step 61), while the others go on: collecting"),
+        ((40.0, 40.0, 99.8), "ranks 0-1 have made no step for 60 s (last step 61), while the others go on: collecting"),
+    ],
+)
+def test_what_is_said_of_ranks_that_stand_alone(
+    last_steps_s: tuple[float, ...], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks that meet in every step make their last one at nearly the same moment: that is no going on."""
+    pages = {rank: SimpleNamespace(last_step_ns=int(at_s * 1e9)) for rank, at_s in enumerate(last_steps_s)}
+    case = SimpleNamespace(_watch=SimpleNamespace(last_progress=pages))
+    StallCase._say_hang(case, Stall((0,), 40.0, 60.0, 60.0, False, 61), 100.0)  # type: ignore[arg-type]
+    assert said in capfd.readouterr().err
