@@ -558,6 +558,7 @@ CAUSES: dict[str, Cause] = {
         worker=6,
     ),
     "rank-killed": _cause(
+        *_COMMUNICATION,
         Advice(
             "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; "
             "or a higher memory limit for the job (`node/<host>/resources.json` shows it).",
