@@ -56,6 +56,7 @@ Sign = Literal[
     "may-send",
     "no-sign",
     "wrong-group",
+    "unusual-group",
     "out-of-step",
     "ddp",
     "ddp-forward",
@@ -356,6 +357,10 @@ CAUSES: dict[str, Cause] = {
         own=True,
     ),
     "group-order": _cause(
+        Advice(
+            "Look at how this line gets its group on the rank that took another one than before.",
+            only_if="unusual-group",
+        ),
         "Let all ranks enter their groups in one order, or overlap them with `async_op=True` and wait afterwards.",
         "A rank that leaves out its call in one group waits in the other like this, too: look for a branch around it.",
         "Create groups with `new_group()` on every rank, in the same order, also on ranks that are not members.",
