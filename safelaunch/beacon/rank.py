@@ -84,6 +84,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     words[layout.READY] = layout.MAGIC
     supervisor = int(env.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     for step in (
+        lambda: leases.exchange(os.path.join(run_dir, layout.GPUS)),
         lambda: leases.hold(env.get("SAFELAUNCH_LEASES", "")),
         lambda: _end_with_job(run_dir, env),
         lambda: _keep_output(base),
@@ -133,6 +134,7 @@ def _torch_optimizer(module: Any) -> None:
         register(marks.optimizer_stepped)
         checks = sys.modules.get(_CHECKS)
         if checks is not None:
+            module.register_optimizer_step_pre_hook(checks.optimizer_steps)
             register(checks.optimizer_stepped)
 
 

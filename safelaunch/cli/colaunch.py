@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safelaunch.blame import memory
+from safelaunch.blame.repeats import suspected_gpus
 from safelaunch.cli import program
 from safelaunch.cli.colaunch_options import Options, parse
 from safelaunch.cli.colaunch_rows import (
@@ -68,7 +71,8 @@ def main(argv: list[str]) -> int:
     templates = _templates(options, cwd)
     paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
     jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
-    pool = make_pool(jobs, options.slots, options.max_parallel, environ)
+    blamed = partial(blamed_in, paths) if options.exclude_blamed else frozenset[str]
+    pool = make_pool(jobs, options.slots, options.max_parallel, environ, blamed)
     check_jobs(jobs, pool, environ)
     if options.dry_run:
         show("\n".join(describe(jobs, paths, pool)))
@@ -192,6 +196,7 @@ OURS = {
     "--wait-timeout": "colaunch waits by itself",
     "--no-lease": "colaunch leases the GPUs it assigns",
     "--gpu-busy-memory": "it applies to all jobs: set SAFELAUNCH_GPU_BUSY_MEMORY, or put it into safelaunch.yaml",
+    "--exclude-blamed": "give it to colaunch, which assigns the GPUs",
     "--dry-run": "give it to colaunch",
 }
 
@@ -199,11 +204,21 @@ OURS = {
 # --- before anything starts -------------------------------------------------------------------------------------------
 
 
-def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, environ: Mapping[str, str]) -> Pool:
-    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
+def make_pool(
+    jobs: Sequence[Job],
+    slots: int | None,
+    at_most: int | None,
+    environ: Mapping[str, str],
+    blamed: Callable[[], frozenset[str]] = frozenset,
+) -> Pool:
+    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError.
+
+    ``blamed``: the UUIDs of GPUs that are to be left out where there are others.
+    """
     pool: Pool | None = None
     if slots is None:
-        node = NodeGpus(environ, resolve((), environ, working_directory(), lambda: None).gpu_busy_memory_bytes)
+        settings = resolve((), environ, working_directory(), lambda: None)
+        node = NodeGpus(environ, settings.gpu_busy_memory_bytes, blamed)
         pool = Gpus(node) if node.pool.gpus else None
         if pool is None:
             say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
@@ -213,6 +228,17 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
         pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
     check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
     return pool
+
+
+def blamed_in(paths: SweepPaths) -> frozenset[str]:
+    """The GPUs that the verdicts on all jobs of the sweep, taken together, make suspect."""
+    now = time.time()
+
+    def read() -> frozenset[str]:
+        incidents = [one for name in paths.job_names() for one in memory.read(paths.bundles(name), now)]
+        return suspected_gpus(incidents, together=True)
+
+    return memory.within(read, frozenset[str]())
 
 
 def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> None:

@@ -80,6 +80,7 @@ class Options:
     metrics: tuple[str, ...] = ()
     metric_file: str = ""
     dry_run: bool = False
+    exclude_blamed: bool = False
 
 
 def parse(argv: list[str]) -> Options:
@@ -111,6 +112,7 @@ def parse(argv: list[str]) -> Options:
         metrics=tuple(words.metric),
         metric_file=words.metric_file or "",
         dry_run=words.dry_run,
+        exclude_blamed=words.exclude_blamed,
     )
 
 
@@ -160,6 +162,11 @@ def parser() -> Parser:
     add("--sweep-dir", metavar="DIR", help="where the sweep's files go [./safelaunch-sweeps/NAME]")
     add("--metric", action="append", default=[], metavar="REGEX", help="a column: the last match in each job's output")
     add("--metric-file", metavar="FILE", help="columns from a JSON file that each job writes, e.g. {job_dir}/m.json")
+    add(
+        "--exclude-blamed",
+        action="store_true",
+        help="give jobs other GPUs, where they are free, than those that verdicts on jobs of this sweep make suspect",
+    )
     add("--dry-run", action="store_true", help="show the jobs; start nothing")
     return found
 

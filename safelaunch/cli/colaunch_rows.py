@@ -87,9 +87,12 @@ def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
 
 
 def cause(job: JobView) -> str:
-    """By the verdict of an attempt that ended; with a question mark, what an early look at a running one suggests."""
+    """By the verdict of an attempt that ended; with a question mark, what an early look at a running one suggests.
+
+    Without one, what --check-every has found there.
+    """
     if job.state == "running":
-        return f"{clean(job.cause)}?" if job.cause else "-"
+        return f"{clean(job.cause)}?" if job.cause else clean(job.wrong) or "-"
     return clean(job.outcome.cause) if job.outcome is not None and job.outcome.cause else "-"
 
 

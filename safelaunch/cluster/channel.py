@@ -49,6 +49,8 @@ class Channel:
         self._dumped: tuple[int, list[bytes]] | None = None
         self._asks_dump = False
         self._looks_around = False
+        self._checks = self._wrong = b""
+        self._compares = False
         self._session: Session | None = None
         self.seen = Seen()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
@@ -118,6 +120,15 @@ class Channel:
         """This node's evidence, for another one that has asked for it."""
         with self._lock:
             self._dumped = number, chunks
+        self._wake.set()
+
+    def compare(self, checks: bytes) -> None:
+        """The newest consistency checks of this node's ranks, for the leader, who compares those of all."""
+        self._checks, self._compares = checks, True
+
+    def tell_wrong(self, data: bytes) -> None:
+        """What this node, which leads, has found in the checks of all."""
+        self._wrong = data
         self._wake.set()
 
     def fail(self, crash: int, chunks: list[bytes]) -> None:
@@ -208,6 +219,10 @@ class Channel:
                         self._dumped = None
             session.asks_dump = self._asks_dump
             session.looks_around, self._looks_around = self._looks_around, False
+            session.compares = self._compares
+            if self._checks:
+                session.post_checks(self._checks)
+            session.tell_wrong(self._wrong)
             if beat.crash:
                 failed, decided = session.attend(beat, crash)
                 with self._lock:

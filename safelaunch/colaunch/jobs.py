@@ -83,7 +83,8 @@ class Job:
 class Outcome:
     """How one attempt ended. ``exit_code``: as a shell shows it; ``last_step``: the last one that the watch saw.
 
-    ``gpus``: UUIDs; ``bundle``: its path; ``cause``: by its verdict; all empty if there are none.
+    ``gpus``: UUIDs; ``bundle``: its path; ``cause``: by its verdict, or what --check-every had found; empty if there
+    are none.
     """
 
     state: State

@@ -150,8 +150,9 @@ class Runner:
                 self._end(active)
 
     def _end(self, ended: Active) -> None:
-        last_step = self._steps.last_of(ended.process)
-        self._record(ended.job, ended.attempt, outcome_of(ended, self._place.paths, last_step, self._screen.note))
+        last_step, wrong = self._steps.last_of(ended.process)
+        outcome = outcome_of(ended, self._place.paths, last_step, self._screen.note, wrong)
+        self._record(ended.job, ended.attempt, outcome)
         self._place.pool.release(ended.share)
 
     def _record(self, job: Job, attempt: int, ended: Outcome) -> None:

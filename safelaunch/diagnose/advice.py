@@ -124,6 +124,11 @@ class Scene:
     def waits(self) -> bool:
         return any(one.wait is not None for one in self.facts.ranks.values())
 
+    @property
+    def somewhere(self) -> bool:
+        """Some rank's place is known."""
+        return any(one.condition is not None and one.condition.frame for one in self.facts.ranks.values())
+
 
 def _is_at(one: Frame | None, other: Frame) -> bool:
     """On one line: a recorded frame has the name of a function without that of its class."""
@@ -135,7 +140,8 @@ def _says(pattern: re.Pattern[str]) -> Callable[[Scene], bool]:
 
 
 def _without_stack(scene: Scene) -> bool:
-    return any(one.evidence.main is None or not one.evidence.main.stacks for one in scene.facts.ranks.values())
+    ranks = scene.facts.ranks.values()
+    return not ranks or any(one.evidence.main is None or not one.evidence.main.stacks for one in ranks)
 
 
 SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
@@ -148,7 +154,7 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "ranks-unseen": lambda scene: bool(scene.facts.unseen),
     "nodes-absent": lambda scene: not scene.facts.unseen and scene.facts.evidence.rendezvous is not None,
     "all-arrived": lambda scene: scene.whole and scene.waits and not scene.lost,
-    "all-in-own-code": lambda scene: scene.whole and not scene.waits,
+    "all-in-own-code": lambda scene: scene.whole and scene.somewhere and not scene.waits,
     "lost-connection": lambda scene: scene.lost and not scene.facts.evidence.stopped,
     "seen-apart": lambda scene: bool(scene.facts.evidence.stopped),
     "ddp": lambda scene: any(one in ("gradients", "ddp-forward") for one in scene.purposes.values()),
@@ -164,6 +170,9 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "not-all-alike": lambda scene: len(scene.named) == 1 or scene.named != scene.facts.world,
     "foreign-dumps": lambda scene: scene.facts.evidence.launched is None and _without_stack(scene),
     "no-stacks": lambda scene: scene.facts.evidence.launched is not None and _without_stack(scene),
+    "build-lock": lambda scene: any(
+        one.condition is not None and "build-lock" in one.condition.signs for one in scene.facts.ranks.values()
+    ),
     "gloo": lambda scene: any(op.startswith("gloo:") for op in scene.kinds),
     "unsure": lambda scene: confidence_of(scene.finding.doubts) != "high",
 }

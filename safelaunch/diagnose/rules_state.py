@@ -63,7 +63,7 @@ def slow_not_stuck(facts: Facts) -> Ruling:
     does = [f"{each_of(ranks)} {reason}" for reason, ranks in by_place({r: c.reason for r, c in own.items()})[:2]]
     does += [words for words in [waits_words(facts, [r for r in silent if facts.ranks[r].wait is not None])] if words]
     least = seconds_words(min(silent.values()))
-    text = f"The job is making progress{where}, but not {ranks_word(silent)}, without a step for {least}"
+    text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
     text += f": {'; '.join(does)}." if does else "."
     return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
 
@@ -279,9 +279,11 @@ def nobody_stands_out(facts: Facts) -> Finding:
         claims += tuple(Claim(f"rank {rank}: {one.claim}", one.file) for rank, one in logged)
     else:
         text = "No rank left enough evidence to say where it was."
+    seen = bool(waits or own)
     doubts = {
-        Doubt.BY_EXCLUSION: True,
-        Doubt.SEVERAL_PLACES: not (alike or (waits and not own)),
+        Doubt.STATE_UNKNOWN: not seen,
+        Doubt.BY_EXCLUSION: seen,
+        Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
         Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
     }
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims)

@@ -48,9 +48,19 @@ class RunPaths:
         return self.root / "early.json"
 
     @property
+    def wrong(self) -> Path:
+        """The wrong results that --check-every has found: for colaunch, too."""
+        return self.root / "wrong.json"
+
+    @property
     def control(self) -> Path:
         """The supervisor's socket, for ``safelaunch status`` and ``safelaunch dump``."""
         return self.root / "control"
+
+    @property
+    def gpus(self) -> Path:
+        """Which GPUs ranks that are started anew have in place of others."""
+        return self.root / layout.GPUS
 
     @property
     def pages(self) -> Path:

@@ -27,7 +27,6 @@ from safelaunch.report.timeline import LONGEST_S
 MOST_EVENTS = 40_000
 LEAST_CALLS = 8  # of a rank
 MOST_CALLS = 500
-PERFETTO, SPEEDSCOPE = "timeline.perfetto.json", "stacks.speedscope.json"
 SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 

@@ -34,6 +34,7 @@ from safelaunch.report.report import (
     node_state,
     node_words,
     stalled_words,
+    suspect_lines,
 )
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
@@ -104,10 +105,11 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "doubts": verdict.doubts,
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
         "victims": verdict.victims,
-        "nodes_at_fault": [node_words(node) for node in verdict.nodes_at_fault],
+        "nodes_at_fault": [*(node_words(node) for node in verdict.nodes_at_fault), *suspect_lines(verdict)],
         "suggestions": beside_next(verdict),
         "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
-        "notes": [*evidence.notes, *(one.words for one in evidence.inconsistent)],
+        "notes": [*evidence.notes],
+        "wrong": [one.words for one in evidence.inconsistent],
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.as_typed),

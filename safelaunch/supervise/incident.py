@@ -42,6 +42,7 @@ from safelaunch.model import (
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
+from safelaunch.supervise import recall
 from safelaunch.supervise.documents import add_reports, job_of
 from safelaunch.supervise.looks import Looks, native_where_it_tells
 from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
@@ -379,7 +380,7 @@ def discard(found: Collected) -> None:
 
 def judged(evidence: Evidence, about: Circumstances) -> Verdict:
     """The verdict, without secrets. Never raises."""
-    return without_secrets(_verdict(evidence), about.redactor)
+    return without_secrets(_verdict(recall.recalled(evidence, about)), about.redactor)
 
 
 def finish(found: Collected, outcome: Outcome | None = None, common: Common | None = None) -> Report:
@@ -396,7 +397,9 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
             collect.of_another_node(side, staging)
             _add_rank(side, staging)
         _add_files(common, staging)
+        evidence = recall.recalled(evidence, about)
     else:
+        evidence = recall.recalled(evidence, about, staging.root)
         verdict = judged(evidence, about)
     timeline = found.timeline.plus("verdict")
     name = common.name if common is not None else name_of(about.run_name, time.time(), verdict.outcome)
@@ -410,6 +413,9 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
     about.unfinished.let_go(staging.root)
     if published.note:
         say(published.note)
+    if not (published.lost or published.problem):
+        id_ = name if common is not None else f"{name} {about.host} {os.getpid()}"
+        recall.remember(verdict, evidence, about, id_, published.path)
     if not published.lost:
         about.notifier.tell(verdict, published.path, about.run_name)
     return Report(verdict, evidence, published, found.without_stacks)
@@ -494,6 +500,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         staging.add_json(Artifact("early.json", OURS, 0.0), evidence.early)
     if evidence.inconsistent:
         staging.add_json(Artifact("inconsistent.json", OURS, 0.0), evidence.inconsistent)
+    if verdict.suspected and evidence.remembered is not None:
+        staging.add_json(Artifact("blamed.json", OURS, 0.0), evidence.remembered)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
     at_unix_s = timeline.moments[-1].unix_s

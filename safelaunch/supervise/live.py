@@ -157,12 +157,13 @@ class Live:
             self._dumps.append(dump)
         return dump
 
-    def dump_here(self, show: Callable[[Report], None]) -> None:
-        """Takes a bundle and shows it with ``show``."""
+    def dump_here(self, show: Callable[[Report], None], *, ends: bool = False) -> None:
+        """Takes a bundle and shows it with ``show``, which ``ends`` the job."""
         dump = self._queued(self._about.bundle_dir)
         if dump.show is None:
             dump.show = show
-            say("taking a bundle of the live run, which continues (Ctrl-C stops it)")
+            then = "and then ending it" if ends else "which continues (Ctrl-C stops it)"
+            say(f"taking a bundle of the live run, {then}")
 
     def _advance_dumps(self) -> None:
         if not self._dumps:

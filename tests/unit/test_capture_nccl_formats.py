@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Recorder, State, TorchComms, write
 
+from safelaunch.capture import flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_records import merged
 from safelaunch.diagnose import diagnose
@@ -570,6 +571,23 @@ def test_a_block_is_one_collective(layout: Format) -> None:
         assert entry.input_sizes == ((4,), (8,), (4,))
     else:
         assert (entry.op, entry.input_sizes) == ("nccl:coalesced", ())
+
+
+@by_format
+@pytest.mark.parametrize("window", [2000, 5, 4, 3, 2])
+def test_a_group_whose_first_calls_are_sends_is_no_contradiction(layout: Format, window: int, tmp_path: Path) -> None:
+    """A pipeline: the end of the batch bears the number of the last collective, of which there is none."""
+    recorders = [Recorder(rank, {"0": (0, 1)}, layout) for rank in (0, 1)]
+    for one in recorders:
+        one.batch([Op("send", peer=1 - one.rank), Op("recv", peer=1 - one.rank)])
+        one.collective()
+        one.collective()
+    recorders[0].collective(state="started")
+    for one in recorders:
+        assert not flight_records.contradicts_itself(parse_pickle(write_one(one, window)))
+    verdict = verdict_of(tmp_path, recorders, window=window)
+    assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("missing-from-collective", [1])
+    assert not [text for text in verdict.missing if "Flight Recorder" in text and "no longer" not in text]
 
 
 @pytest.mark.parametrize("window", range(1, 8))

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path, PurePath
 
+import msgspec
 import pytest
 import stub
 
@@ -31,18 +32,27 @@ from safelaunch.colaunch.jobs import Job, Outcome, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, share_out
 from safelaunch.colaunch.runner import ranks, threads
-from safelaunch.colaunch.steps import slowest
+from safelaunch.colaunch.steps import slowest, wrong_cause
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
 from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
-from safelaunch.model import Progress, format_ranks
+from safelaunch.model import Inconsistency, Progress, format_ranks
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:
     return Job(name, words or ("t.py",), "sweep.yaml:3", **more)  # type: ignore[arg-type]
+
+
+def test_what_check_every_has_found_is_read_from_the_run_directory(tmp_path: Path) -> None:
+    assert wrong_cause(tmp_path / "wrong.json") == ""
+    (tmp_path / "wrong.json").write_text("[{")
+    assert wrong_cause(tmp_path / "wrong.json") == ""
+    found = [Inconsistency("loss", 1.0, step=3), Inconsistency("replicas-diverged", 2.0, step=9)]
+    (tmp_path / "wrong.json").write_bytes(msgspec.json.encode(found))
+    assert wrong_cause(tmp_path / "wrong.json") == "loss-diverged"
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -432,6 +442,8 @@ def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
     hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang", cause="busy-loop"))
     assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "busy-loop", "7", "-", "-", "-", "1m30s", "-")
+    found = replace(view("running"), wrong="replicas-diverged")
+    assert cells(found, 60.0)[5] == "replicas-diverged" and cells(replace(found, cause="lock"), 60.0)[5] == "lock?"
     assert cells(view("succeeded", outcome=DONE), 60.0)[9] == "loss=0.25"
     assert cells(view("waiting"), None)[2:] == ("waiting", *"---------")
 

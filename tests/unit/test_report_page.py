@@ -537,6 +537,8 @@ def test_a_screen_reader_finds_its_way(show: Show, name: str) -> None:
     assert opened.value(_BROKEN_IDS) == [0, []]
     assert opened.value("[...document.querySelectorAll('[tabindex]')].every(e => e.tabIndex <= 0)") is True
     assert opened.value("[...document.querySelectorAll('th')].every(e => e.scope)") is True
+    scrolled = "[...document.querySelectorAll('.source, pre')].filter(e => e.tabIndex < 0).length"
+    assert opened.value(scrolled) == 0, "what scrolls is reached by key"
     assert opened.errors == []
 
 

@@ -152,6 +152,7 @@ function head() {
       h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text)))),
       next ? [h("p", { class: "why" }, `${why}:`), pasted(next, "next command", "next")] : null) : null;
   const notes = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
+    ...it.wrong.map((text) => h("p", { class: "bad" }, `Wrong result: ${text}`)),
     ...it.notes.map((text) => h("p", { class: "dim" }, `Noticed while it ran: ${text}`)),
     ...it.early.map((text) => h("p", { class: "dim" }, `Early look: ${text}`))];
   const title = document.getElementById("summary");
@@ -207,7 +208,7 @@ function raisedBy(side) {
   const rank = page.ranks.find((one) => one.r === first);
   if (!rank || !rank.trace || !rank.trace.length) return "";
   return h("details", { open: side.c ? true : null }, h("summary", { class: "place" }, `Traceback of rank ${first}`),
-    h("div", { class: "source" }, rank.trace.map((line) => h("div", {}, h("span", { class: "n" }), h("span", { class: "t" }, line || " ")))));
+    h("div", { class: "source", tabindex: "0", role: "group", "aria-label": `traceback of rank ${rank.r}` }, rank.trace.map((line) => h("div", {}, h("span", { class: "n" }), h("span", { class: "t" }, line || " ")))));
 }
 
 // --- the timeline --------------------------------------------------------------------------------------------------
@@ -736,7 +737,7 @@ function nodes() {
   if (!every.length) return;
   const cell = (label, content, kind) => h("td", { "data-label": label, class: kind }, content);
   const gpu = ([index, name, busy, used, total, celsius, watts, ecc, error]) => h("tr", {}, cell("GPU", index, "num"), cell("", names[name] || ""),
-    error ? h("td", { class: "bad", colspan: 3 }, error) : [cell("busy", busy === null ? "" : meter(busy / 100, `${busy} %`)),
+    error ? h("td", { class: "bad", colspan: 3 }, error) : [cell("busy", busy === null ? "" : meter(busy / 100, `${busy}\u00a0%`)),
       cell("memory", total ? meter((used || 0) / total, `${bytes(used || 0)} of ${bytes(total)}`) : ""),
       cell("", [celsius !== null && `${celsius} °C`, watts !== null && `${watts} W`].filter(Boolean).join(", "), "dim"),
       cell("", ecc ? `${ecc} ECC errors` : "", "bad")]);
