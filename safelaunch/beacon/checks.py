@@ -130,7 +130,8 @@ class _Series:
         self.tensors = tensors
         self._locals = [replicas.local(one.tensor.detach()) for one in tensors]
         self._prints = fingerprints.Prints(torch, self._locals)
-        self._device = self._locals[0].device
+        devices = [one.device for one in self._locals]
+        self._device = next((one for one in devices if one.type != "cpu"), devices[0])
         self._sizes = [one.numel() for one in self._locals]
         self._pending: deque[tuple[list[int], Any, Any]] = deque()
         self._slot = 0
@@ -184,29 +185,34 @@ class _Series:
                 self._prints.of(now, device),
                 fingerprints.largest(torch, now, device).view(torch.int64),
                 fingerprints.largest(torch, grads, device).view(torch.int64),
-                (extra if extra is not None else torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=device))
-                .to(device=device, dtype=torch.float64)
-                .view(torch.int64),
+                fingerprints.on(extra, device).view(torch.int64)
+                if extra is not None
+                else torch.zeros(layout.CHECK_WINDOW, dtype=torch.int64, device=device),
             ]
             if known:
-                values = [torch.as_tensor(value, dtype=torch.float64).reshape(-1)[:1].to(device) for _, value in known]
-                parts.append(torch.cat(values).view(torch.int64))
+                parts.append(self._losses_of([value for _, value in known]).view(torch.int64))
             numbers = torch.cat(parts)
             host, event = self._to_host(numbers)
         head = [position, monotonic_ns(), len(known), known[0][0] if known else 0]
         self._pending.append((head, host, event))
         self.write()
 
+    def _losses_of(self, values: list[Any]) -> Any:
+        """On the device; those that are not there yet go there together."""
+        torch = self._torch
+        found = [one if hasattr(one, "reshape") and one.device == self._device else None for one in values]
+        here = [float(one) for one, there in zip(values, found, strict=True) if there is None]
+        moved = iter(fingerprints.on(torch.tensor(here, dtype=torch.float64), self._device).unbind())
+        return torch.stack([one.reshape(-1).select(0, 0).double() if one is not None else next(moved) for one in found])
+
     def _to_host(self, numbers: Any) -> tuple[Any, Any]:
         if numbers.device.type == "cpu":
             return numbers, None
         torch = self._torch
-        device = getattr(torch, numbers.device.type)
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
-        event = device.Event()
-        event.record()
-        return host, event
+        stream = getattr(torch, numbers.device.type).current_stream(numbers.device)
+        return host, stream.record_event()
 
     def write(self) -> None:
         """Writes what has arrived on the host. Never waits."""

@@ -54,7 +54,7 @@ class Prints:
                 if number not in flat:
                     one = tensors[number].contiguous().view(-1)
                     flat = {number: one.view(words[one.element_size()]) if one.element_size() in words else one}
-                parts.append(flat[number][begin:end])
+                parts.append(flat[number].narrow(0, begin, end - begin))
             bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
             mixed = bits * MIX
             mixed ^= mixed >> 15
@@ -63,8 +63,8 @@ class Prints:
                 sizes = [end - begin for _, begin, end in batch]
                 sums = torch.stack([one.sum(dtype=torch.int64) for one in mixed.split(sizes)])
             else:
-                sums = mixed.cumsum(0, dtype=torch.int64)[ends].diff(prepend=ends.new_zeros(1))
-            result.index_add_(0, owners.to(device), sums.to(device))
+                sums = mixed.cumsum(0, dtype=torch.int64).index_select(0, ends).diff(prepend=ends.new_zeros(1))
+            result.index_add_(0, owners.to(device, non_blocking=True), sums.to(device, non_blocking=True))
         return result
 
 
@@ -72,16 +72,24 @@ def largest(torch: Any, tensors: list[Any], device: Any) -> Any:
     """The largest magnitude of each tensor: exact, free of overflow, and not finite where any element is not."""
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     known = [n for n, one in enumerate(tensors) if one is not None and one.numel() and one.dtype in floats]
-    result = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     if known and all(tensors[number].device.type == "cpu" for number in known) and device.type == "cpu":
         # Many times faster there than the norm, of which each device has one kernel for all tensors.
+        result = torch.zeros(len(tensors), dtype=torch.float64)
         ends = [torch.stack(tensors[number].detach().aminmax()).double() for number in known]
         result[known] = torch.stack(ends).abs_().amax(1)
         return result
     by_device: dict[Any, list[int]] = {}
     for number in known:
         by_device.setdefault((tensors[number].device, tensors[number].dtype), []).append(number)
+    found = [torch.zeros((), dtype=torch.float64, device=device)] * len(tensors)
     for numbers in by_device.values():
         norms = torch.stack(torch._foreach_norm([tensors[n].detach() for n in numbers], float("inf")))
-        result[torch.tensor(numbers, device=device)] = norms.to(device=device, dtype=torch.float64)
-    return result
+        # No index made of ``numbers``: its way to the device would wait for what runs there.
+        for number, norm in zip(numbers, on(norms, device).unbind(), strict=True):
+            found[number] = norm
+    return torch.stack(found)
+
+
+def on(numbers: Any, device: Any) -> Any:
+    """As float64 on ``device``, a CPU only where all tensors are on it: no copy waits for what a device has to do."""
+    return numbers.double().to(device, non_blocking=True)

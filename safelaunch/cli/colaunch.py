@@ -48,7 +48,7 @@ from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.errors import PresetError, SpecError, UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
-from safelaunch.launch.paths import working_directory
+from safelaunch.launch.paths import seen_from_here, working_directory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
 from safelaunch.redaction.job_secrets import secret_values
@@ -181,7 +181,7 @@ def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> i
     if problem:
         say(f"the summary cannot be written to {paths.root}: {problem}")
     else:
-        say(f"summary: {paths.summary_json}, {paths.summary_csv.name}")
+        say(f"summary: {seen_from_here(os.fspath(paths.summary_json))}, {paths.summary_csv.name}")
     if all(track.state == "succeeded" for track in tracks):
         return 0
     return 128 + stopped_by if stopped_by else 1

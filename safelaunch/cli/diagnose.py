@@ -235,7 +235,8 @@ def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
         known = f" (groups: {', '.join(clean(name) for name in shown.groups)})" if shown.groups else ""
         notes.append(f"no recorded call matches{known}")
     if shown.more:
-        notes.append(f"only the newest calls of each rank are shown (--last {chosen.last}); --last 0 shows all")
+        text = f"only the newest calls of each rank are shown (--last {chosen.last})"
+        notes.append(f"{text}: a line may lack ranks that made its call before these. --last 0 shows all")
     if as_json:
         return _Told(code, json_text(calls.document(shown)), tuple(notes))
     table = "\n".join(calls.lines(shown)) if shown.rows else ""

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.cluster.hosting import StoreHost
-from safelaunch.cluster.messages import Beat, Codec, Decision, Node, node_count
+from safelaunch.cluster.messages import Beat, Codec, Decision, Node, Question, node_count
 from safelaunch.cluster.session import CROWD, GOODBYE_S, Crash, Seen, Session
 from safelaunch.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
@@ -47,7 +47,7 @@ class Channel:
         self._to_decide: tuple[int, Decision] | None = None
         self._crash = Crash()
         self._dumped: tuple[int, list[bytes]] | None = None
-        self._asks_dump = False
+        self._asks: Question | None = None
         self._looks_around = False
         self._checks = self._wrong = b""
         self._compares = False
@@ -111,9 +111,9 @@ class Channel:
         self._looks_around = True
         self._wake.set()
 
-    def ask_dump(self, wanted: bool) -> None:
-        """Asks all other nodes for their evidence (``seen.answers``), until it is no longer wanted."""
-        self._asks_dump = wanted
+    def ask_all(self, question: Question | None) -> None:
+        """Asks all other nodes (``seen.answers``), until nothing is wanted any longer."""
+        self._asks = question
         self._wake.set()
 
     def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
@@ -217,7 +217,7 @@ class Channel:
                 with self._lock:
                     if self._dumped is dumped:
                         self._dumped = None
-            session.asks_dump = self._asks_dump
+            session.asks = self._asks
             session.looks_around, self._looks_around = self._looks_around, False
             session.compares = self._compares
             if self._checks:
@@ -233,7 +233,7 @@ class Channel:
             failing = page is not None and bool(page.failed or page.troubles)
             busy = (
                 failing
-                or session.asks_dump
+                or session.asks is not None
                 or beat.doing == "suspecting"
                 or (page is not None and page.phase not in ("idle", "agreed"))
             )

@@ -145,6 +145,14 @@ class Page(Message, frozen=True):
     wrong: _Count = 0
 
 
+class Question(Message, frozen=True):
+    """What a node that asks all others wants to know: their evidence, or where their ranks' time goes."""
+
+    kind: Literal["dump", "record"] = "dump"
+    duration_s: Annotated[float, Meta(ge=0.0, le=300.0)] = 0.0
+    ranks: Annotated[str, Meta(max_length=4096)] = ""
+
+
 def node_count(page: Page | None) -> int:
     """How many nodes take part; 1 while there is nobody to talk to."""
     return page.nodes if page is not None else 1
@@ -174,7 +182,7 @@ class Decision(Message, frozen=True):
 
 # Built here, in one thread: msgspec 0.22 ends the process if two decode a type that neither has decoded before.
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Node, Beat, Page, Members, Decision)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Node, Beat, Page, Members, Decision, Question)
 }
 
 

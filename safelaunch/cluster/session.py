@@ -2,8 +2,9 @@
 
 ``Channel`` runs it in its thread. Keys, below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is who a node is and
 ``b/SLOT`` its beat; ``head`` is the leader's page, and ``members`` what it says of single nodes; ``e/``, ``x/`` and
-``c/`` are evidence about an incident, for a dump and about a crash; ``d/`` and ``k/`` are decisions about an incident
-and a crash. ``s/SLOT`` has a node's newest consistency checks, and ``wrong`` what the leader has found in those of all.
+``c/`` are evidence about an incident, for who asks and about a crash; ``q/`` is what is asked; ``d/`` and ``k/`` are
+decisions about an incident and a crash. ``s/SLOT`` has a node's newest consistency checks, and ``wrong`` what the
+leader has found in those of all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from safelaunch.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
-from safelaunch.cluster.messages import MOST_MEMBERS, BadMessage, Beat, Codec, Decision, Doing, Members, Node, Page
+from safelaunch.cluster.messages import (
+    MOST_MEMBERS,
+    BadMessage,
+    Beat,
+    Codec,
+    Decision,
+    Doing,
+    Members,
+    Node,
+    Page,
+    Question,
+)
 from safelaunch.cluster.store import Store
 from safelaunch.model import Lost
 
@@ -95,7 +107,8 @@ class Seen:
     those of before the connection was ``lost``. ``crash``: the newest verdict about a crash; ``halves``: the evidence
     of others about it, by slot, where this node gathers it.
 
-    ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_dump``.
+    ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_all``.
+    ``questions``: what other nodes ask of all, by number.
 
     ``checks``: where this node leads, by slot, edition and bytes of the others' consistency checks; ``wrong``: what the
     leader has found in them.
@@ -120,6 +133,7 @@ class Seen:
     answers: Answers | None = None
     checks: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
     wrong: bytes = b""
+    questions: Mapping[int, Question] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +178,12 @@ class Session:
         self._decision: tuple[int, Decision] | None = None
         self._page: Page | None = None
         self._page_s = 0.0
-        self.looks_around = self.asks_dump = False
+        self.looks_around = False
+        self.asks: Question | None = None
         self._around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
         self._asked = 0  # the number of the dump that this node asks for
         self._answers: dict[int, list[bytes]] = {}
+        self._questions: dict[int, Question] = {}
         self._dumped = (0, -1)
         self._handed_in_dumps: list[str] = []
         self._quiet_since: dict[int, float] = {}
@@ -230,10 +246,7 @@ class Session:
 
     def round(self, beat: Beat, deciding: tuple[int, Decision] | None) -> Seen:
         self._count += 1
-        if self.asks_dump and not self._asked:
-            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
-        elif not self.asks_dump:
-            self._asked = 0
+        self._ask()
         dumps = {"asks": max(self._asked, 0), "dumped": self._dumped}
         own = {"incarnation": self._node.incarnation, "count": self._count, "checks": self._checks_edition}
         beat = structs.replace(beat, **own, **dumps)
@@ -283,6 +296,7 @@ class Session:
             answers=answers,
             checks=dict(self._checks) if self._leader is not None else {},
             wrong=self._wrong,
+            questions=self._hear_questions(page) if page is not None else {},
         )
 
     # --- consistency checks -----------------------------------------------------------------------------------------
@@ -325,7 +339,29 @@ class Session:
             page = structs.replace(page, wrong=self._wrong_edition)
         return structs.replace(page, compares=self.compares)
 
-    # --- what is asked of all nodes: a view for a person, their evidence for a dump --------------------------------
+    # --- what is asked of all nodes: a view for a person, their evidence for a dump, their samples -----------------
+
+    def _ask(self) -> None:
+        """Asks, or asks no longer, for what this node wants of all: the question is there before anybody is asked."""
+        if self.asks is not None and not self._asked:
+            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
+            place = f"q/{self._asked}"
+            self._write(place, self._codec.encode(place, self.asks))
+        elif self.asks is None and self._asked:
+            self._store.delete(f"{self._prefix}/q/{self._asked}", deadline_s=ANSWER_S)
+            self._asked = 0
+
+    def _hear_questions(self, page: Page) -> dict[int, Question]:
+        """What others want to know, by the number under which they do. One that says nothing wants the evidence."""
+        for number in page.dumps:
+            if number not in self._questions and number != self._asked:
+                place = f"q/{number}"
+                data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+                self._questions[number] = Question()
+                with suppress(BadMessage):
+                    self._questions[number] = self._codec.decode(place, data, Question) if data else Question()
+        self._questions = {number: one for number, one in self._questions.items() if number in page.dumps}
+        return dict(self._questions)
 
     def _of_all(self, page: Page, now: float) -> Answers | None:
         if not (self.looks_around or self._asked):

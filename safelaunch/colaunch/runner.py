@@ -28,6 +28,7 @@ from safelaunch.colaunch.view import JobView, Screen, Snapshot
 from safelaunch.control.discover import our_roots
 from safelaunch.errors import ResourceError, StoreError
 from safelaunch.launch import process
+from safelaunch.launch.paths import seen_from_here
 from safelaunch.launch.process import ProcessId
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
@@ -160,7 +161,7 @@ class Runner:
         self._sweep.ended(job.name, ended)
         again = " (will run again)" if self._sweep.tracks[job.name].state == "waiting" else ""
         code = "" if ended.state == "succeeded" else f" (exit code {ended.exit_code})"
-        bundle = f"; bundle: {ended.bundle}" if ended.bundle else ""
+        bundle = f"; bundle: {seen_from_here(ended.bundle)}" if ended.bundle else ""
         self._screen.note(f"{job.name}: {ended.state} after {ended.duration_s:.1f} s{code}{bundle}{again}")
 
     # --- the start of a job -----------------------------------------------------------------------------------------

@@ -197,17 +197,18 @@ def _next_step(launched: Launched, given: Sequence[Advice]) -> NextStep | None:
     return NextStep(more.text if more is not None else "Once that is fixed", command) if command else None
 
 
-def again(launched: Launched, preset: str = "") -> str:
-    """The user's own command, with one preset more; empty where it is not known, or holds what was a secret."""
+def again(launched: Launched, preset: str = "", options: Sequence[str] = ()) -> str:
+    """The user's own command, with one preset and ``options`` more; empty where it is not known, or holds what was a
+    secret."""
     typed = launched.typed
     if not typed or any("[redacted" in word or not word.isprintable() for word in typed):
         return ""
     begin = 1 if typed[0] == "exec" else 0
     at = _behind_presets(typed, launched.presets[-1:])
     added = [*(() if at else launched.presets), preset] if preset else []
-    options = [word for name in added for word in ("--preset", name)]
+    presets = [word for name in added for word in ("--preset", name)]
     at = at or begin
-    return shlex.join(["safelaunch", *typed[:at], *options, *typed[at:]])
+    return shlex.join(["safelaunch", *typed[:at], *presets, *options, *typed[at:]])
 
 
 def _behind_presets(typed: Sequence[str], last: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ would look exactly like this.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from shlex import quote
 from signal import SIGBUS, SIGFPE, SIGILL, SIGSEGV
@@ -15,12 +15,15 @@ from signal import SIGBUS, SIGFPE, SIGILL, SIGSEGV
 import msgspec
 
 from safelaunch.blame.repeats import Repeat, place_words, repeats
+from safelaunch.diagnose.advice import again
 from safelaunch.model import (
     BlamedBefore,
     BlamedRank,
     Culprit,
     Evidence,
     Incident,
+    Launched,
+    NextStep,
     RankEvidence,
     Remembered,
     Suspect,
@@ -32,6 +35,7 @@ from safelaunch.model import (
 MOST_RANKS = 8
 _MOST_TEXT = 1000
 _MOST_BEFORE = 4
+_WITHOUT, _EXCLUDE = "Run again without the suspected GPU", "--exclude-blamed"
 # Cause → the hardware that can be behind it. Causes that are not here are the script's, or a person's.
 HARDWARE: Mapping[str, tuple[Unit, ...]] = {
     "gpu-kernel": ("gpu", "host"),
@@ -59,8 +63,9 @@ def with_repeats(verdict: Verdict, evidence: Evidence) -> Verdict:
     if not found:
         return verdict
     suspects = tuple(_suspect(one, now) for one in found)
-    suggestions = (*map(_advice, suspects), *verdict.suggestions)
-    return msgspec.structs.replace(verdict, suspects=suspects, suggestions=suggestions)
+    advice = tuple(text for one in suspects for text in _advice(one))
+    step = _without_the_gpu(suspects, evidence.launched) or verdict.next
+    return msgspec.structs.replace(verdict, suspects=suspects, suggestions=(*advice, *verdict.suggestions), next=step)
 
 
 def incident_of(verdict: Verdict, evidence: Evidence) -> Incident | None:
@@ -162,16 +167,24 @@ def _before(one: Incident, repeat: Repeat) -> BlamedBefore:
     return BlamedBefore(words, one.bundle, one.written_on)
 
 
-def _advice(one: Suspect) -> str:
+def _advice(one: Suspect) -> tuple[str, ...]:
     if one.unit == "gpu":
         return (
-            f"Run again without the suspected GPU: `safelaunch --exclude-blamed ...`. Look for Xid and ECC errors"
-            f" (`nvidia-smi -q -i {one.name}`), and have it tested (`dcgmi diag -r 3`)."
+            f"{_WITHOUT}: `safelaunch {_EXCLUDE} ...`",
+            f"Look for Xid and ECC errors of that GPU (`nvidia-smi -q -i {one.name}`, and the kernel's log), and have"
+            " it tested (`dcgmi diag -r 3`).",
         )
     return (
         f"Keep jobs off the suspected host until it is checked: `scontrol update nodename={quote(one.name)} state=drain"
-        " reason=...`, `kubectl cordon`."
+        " reason=...`, `kubectl cordon`.",
     )
+
+
+def _without_the_gpu(suspects: Sequence[Suspect], launched: Launched | None) -> NextStep | None:
+    if launched is None or _EXCLUDE in launched.typed or all(one.unit != "gpu" for one in suspects):
+        return None
+    command = again(launched, options=[_EXCLUDE])
+    return NextStep(_WITHOUT, command) if command else None
 
 
 def _nth(times: int) -> str:

@@ -260,6 +260,12 @@ def working_directory() -> Path:
         return Path("/")
 
 
+def seen_from_here(path: str) -> str:
+    """The path as it is shortest for who reads it here: relative to the working directory, where it is below that."""
+    here = working_directory()
+    return os.fspath(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
 def sweep(root: Path) -> int:
     """Removes the run directories below ``root`` that nobody holds; returns how many.
 

@@ -171,7 +171,7 @@ def speedscope(facts: Facts, name: str = "") -> dict[str, Any]:
         "exporter": f"safelaunch@{__version__}",
         "activeProfileIndex": 0,
         "shared": {"frames": frames},
-        "profiles": [_profile("main threads", of_mains), _profile("all threads and processes", of_all)],
+        "profiles": [profile("main threads", of_mains), profile("all threads and processes", of_all)],
     }
 
 
@@ -190,11 +190,12 @@ def _who(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
-def _profile(name: str, stacks: Mapping[tuple[int, ...], int]) -> dict[str, Any]:
+def profile(name: str, stacks: Mapping[tuple[int, ...], float], unit: str = "none") -> dict[str, Any]:
+    """One profile of a speedscope file: stacks of numbered frames, outermost first, and their weights."""
     return {
         "type": "sampled",
         "name": name,
-        "unit": "none",
+        "unit": unit,
         "startValue": 0,
         "endValue": sum(stacks.values()),
         "samples": [list(stack) for stack in stacks],

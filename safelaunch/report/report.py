@@ -288,11 +288,10 @@ def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
     """Where the evidence is. With ``cwd``, in a form that the terminal doesn't break: relative, or on its own line."""
     line = f"{place}: {path}"
     if cwd and len(line) > room:
-        inside = path.startswith(f"{cwd.rstrip('/')}/")
-        shorter = f"{place}: {path[len(cwd.rstrip('/')) + 1 :]}" if inside else line
-        if len(shorter) > room:
-            return [Line(f"{place}:"), Line(path, whole=True)]
-        line = shorter
+        short = path.removeprefix(f"{cwd}/")
+        line = f"{place}: {short}"
+        if len(line) > room:
+            return [Line(f"{place}:"), Line(short, whole=True)]
     return [Line(line, whole=True)]
 
 

@@ -14,7 +14,7 @@ from jobs import PROGRAMS, Job, Result
 
 pytestmark = pytest.mark.torch
 
-WATCH = ["--stall-timeout=2", "--startup-timeout=3", "--max-stall=4", "--nproc-per-node=2"]
+WATCH = ["--stall-timeout=2", "--nproc-per-node=2"]
 SAID = 'echo "[$SAFELAUNCH_SUSPECT_GPU] [$SAFELAUNCH_SUSPECT_HOST]" >> "$SAFELAUNCH_BUNDLE/../told"'
 
 

@@ -79,3 +79,10 @@ def test_a_nan_that_began_on_another_node_is_traced_there(tmp_path: Path) -> Non
         assert (one.stderr + other.stderr).count("non-finite-gradient (confidence: high)") == 1
     found = json.loads(next(tmp_path.glob("node-*/bundles/latest/verdict.json")).read_text())
     assert [culprit["rank"] for culprit in found["culprits"]] == [1] and found["culprits"][0]["step"] == 7
+
+
+def test_a_check_on_a_gpu_never_waits_for_it() -> None:
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "without_waiting.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

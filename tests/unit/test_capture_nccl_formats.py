@@ -180,6 +180,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @by_format
 @with_frames
 @pytest.mark.parametrize("name", CASES)
@@ -293,6 +294,7 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @by_format
 @pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE.keys())
 @pytest.mark.parametrize("odd", [None, 1])
@@ -452,6 +454,7 @@ def test_a_group_that_is_not_sorted(tmp_path: Path) -> None:
 # --- windows, and dumps that are not there ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @by_format
 @pytest.mark.parametrize("window", [3, 7, 20])
 @pytest.mark.parametrize("name", ["another operation", "a rank that does not come", "a device that has begun nothing"])
@@ -775,6 +778,7 @@ def _no_numbers(dump: dict[str, Any], dice: random.Random) -> None:
 DAMAGES = (_no_names, _scalars, _another_config, _doubled, _lost, _no_numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__.strip("_"))
 @pytest.mark.parametrize("make", [hooked, lambda: ranks(NEWEST)], ids=["nccl2", "nccl"])
 @pytest.mark.parametrize("absentee", [None, 1])

@@ -14,6 +14,7 @@ from safelaunch.model import (
     Evidence,
     Frame,
     Incident,
+    Launched,
     MemoryKills,
     NodeEvidence,
     RankEvidence,
@@ -72,6 +73,16 @@ def test_the_same_gpu_at_another_line() -> None:
     assert (before.bundle, before.host) == ("/b/train-1", "node1")
     assert before.words == "2023-11-14 21:13 UTC: gpu-kernel, rank 1 at train.py:41"
     assert "--exclude-blamed" in verdict.suggestions[0]
+
+
+def test_the_next_command_leaves_the_gpu_out() -> None:
+    evidence = stuck(57, incidents=(blamed(stuck(41)),))
+    typed = ("--preset", "hang-debug", "--nproc-per-node=4", "train.py")
+    step = diagnose(structs.replace(evidence, launched=Launched(typed, ("hang-debug",)))).next
+    assert step is not None
+    assert step.command == "safelaunch --preset hang-debug --exclude-blamed --nproc-per-node=4 train.py"
+    already = structs.replace(evidence, launched=Launched(("--exclude-blamed", *typed), ("hang-debug",)))
+    assert "--exclude-blamed --preset" in str(diagnose(already).next), "as it was, with the cause's own advice"
 
 
 def test_the_same_gpu_under_another_rank() -> None:

@@ -177,6 +177,7 @@ def test_a_job_that_was_seen_at_one_step_says_so_in_words(chromium: browser.Brow
     assert chromium.errors == []
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_make_a_small_page() -> None:
     text = html_of("thousands")
     assert len(text.encode()) < 5_000_000

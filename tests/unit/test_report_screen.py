@@ -224,6 +224,7 @@ LONG = "/home/me/experiments/of/a/long/name/safelaunch-bundles/train-20261122T02
         ("/home/me/experiments/of/a/long/name", ["bundle: safelaunch-bundles/train-20261122T022137Z-hang"]),
         ("/home/me/exp", ["bundle:", LONG]),
         ("/", ["bundle:", LONG]),
+        ("/home/me/experiments", ["bundle:", LONG.removeprefix("/home/me/experiments/")]),
     ],
 )
 def test_a_path_that_is_too_long_for_the_terminal(cwd: str, end: list[str]) -> None:

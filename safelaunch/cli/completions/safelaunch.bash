@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/safelaunch
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_safelaunch_subparsers=(demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help)
+_shtab_safelaunch_subparsers=(demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help)
 
 _shtab_safelaunch_demo_option_strings=(-h --help --bundle-dir --preset)
 _shtab_safelaunch_exec_option_strings=(-h --help --preset --stall-timeout --stall-floor --stall-ceiling --max-stall --startup-timeout --on-stall --no-early-look --on-suspect --check-every --on-inconsistent --pg-timeout --memory-history --no-watch --bundle-dir --bundle-archive --keep-bundles --artifact-limit --on-bundle --run-name --gpus --wait --wait-timeout --gpu-busy-memory --exclude-blamed --no-lease --cluster-key-file --cluster-store --config --dry-run)
@@ -13,6 +13,7 @@ _shtab_safelaunch_colaunch_option_strings=(-h --help --grid --gpus-per-job --por
 _shtab_safelaunch_presets_option_strings=(-h --help --json)
 _shtab_safelaunch_status_option_strings=(-h --help --watch --json)
 _shtab_safelaunch_dump_option_strings=(-h --help --bundle-dir --json)
+_shtab_safelaunch_record_option_strings=(-h --help --duration --ranks --compare --bundle-dir --json)
 _shtab_safelaunch_diagnose_option_strings=(-h --help --json --html -o --output -j --calls --ranks --groups --last)
 _shtab_safelaunch_reproduce_option_strings=(-h --help -o --output --last --all --ranks --shrink)
 _shtab_safelaunch_doctor_option_strings=(-h --help --json)
@@ -35,6 +36,8 @@ _shtab_safelaunch_presets_pos_0_COMPGEN=_shtab_cmd_compgen_9a19454c
 _shtab_safelaunch_status_pos_0_COMPGEN=_shtab_cmd_compgen_a934fa28
 _shtab_safelaunch_dump_pos_0_COMPGEN=_shtab_cmd_compgen_a934fa28
 _shtab_safelaunch_dump___bundle_dir_COMPGEN=_shtab_compgen_dirs
+_shtab_safelaunch_record_pos_0_COMPGEN=_shtab_cmd_compgen_a934fa28
+_shtab_safelaunch_record___bundle_dir_COMPGEN=_shtab_compgen_dirs
 _shtab_safelaunch_diagnose_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_safelaunch_diagnose___html_COMPGEN=_shtab_compgen_files
 _shtab_safelaunch_diagnose__o_COMPGEN=_shtab_compgen_dirs
@@ -53,8 +56,8 @@ _shtab_safelaunch_exec___on_stall_choices=(kill restart dump)
 _shtab_safelaunch_exec___on_inconsistent_choices=(report dump stop)
 _shtab_safelaunch_exec___gpus_choices=(all none)
 _shtab_safelaunch_completion_pos_0_choices=(bash zsh fish)
-_shtab_safelaunch_help_pos_0_choices=(demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help torchrun)
-_shtab_safelaunch_pos_0_choices=(demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help)
+_shtab_safelaunch_help_pos_0_choices=(demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help torchrun)
+_shtab_safelaunch_pos_0_choices=(demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help)
 _shtab_safelaunch___stall_timeout_choices=(auto)
 _shtab_safelaunch___on_stall_choices=(kill restart dump)
 _shtab_safelaunch___on_inconsistent_choices=(report dump stop)
@@ -90,6 +93,9 @@ _shtab_safelaunch_status___json_nargs=0
 _shtab_safelaunch_dump__h_nargs=0
 _shtab_safelaunch_dump___help_nargs=0
 _shtab_safelaunch_dump___json_nargs=0
+_shtab_safelaunch_record__h_nargs=0
+_shtab_safelaunch_record___help_nargs=0
+_shtab_safelaunch_record___json_nargs=0
 _shtab_safelaunch_diagnose__h_nargs=0
 _shtab_safelaunch_diagnose___help_nargs=0
 _shtab_safelaunch_diagnose___json_nargs=0

@@ -50,8 +50,8 @@ function _shtab_safelaunch_using
   test "$_shtab_safelaunch_cmdpath" = "$argv"
 end
 
-set -g _shtab_safelaunch_commands demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help
-set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --config --duplicate-stderr-filters --duplicate-stdout-filters --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
+set -g _shtab_safelaunch_commands demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help
+set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
 
 complete -c safelaunch -e
 complete -c safelaunch -f
@@ -190,6 +190,14 @@ complete -c safelaunch -n '_shtab_safelaunch_using dump' -s h -l help -d 'show t
 complete -c safelaunch -n '_shtab_safelaunch_using dump' -l bundle-dir -xka "(__fish_complete_directories)" -d 'where to write the bundle [the run'"'"'s own directory]'
 complete -c safelaunch -n '_shtab_safelaunch_using dump' -l json -d 'print run, bundle, summary and problem as JSON'
 complete -c safelaunch -n '_shtab_safelaunch_using dump; and test $_shtab_safelaunch_npos -eq 0' -ka "(safelaunch completion --values runs 2>/dev/null)" -d 'run id (r4711), name or pid; needed if several are live'
+complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a record -d 'say where the time of a live run goes, by rank and line'
+complete -c safelaunch -n '_shtab_safelaunch_using record' -s h -l help -d 'show this help message and exit'
+complete -c safelaunch -n '_shtab_safelaunch_using record' -l duration -x -d 'how long to sample [10]'
+complete -c safelaunch -n '_shtab_safelaunch_using record' -l ranks -x -d 'only these, like 0-3,8 [all]'
+complete -c safelaunch -n '_shtab_safelaunch_using record' -l compare -x -d 'an earlier recording, or its folder: what grew, by line'
+complete -c safelaunch -n '_shtab_safelaunch_using record' -l bundle-dir -xka "(__fish_complete_directories)" -d 'where to write the folder [the run'"'"'s own bundle directory]'
+complete -c safelaunch -n '_shtab_safelaunch_using record' -l json -d 'print the verdict, the shares and the folder as JSON'
+complete -c safelaunch -n '_shtab_safelaunch_using record; and test $_shtab_safelaunch_npos -eq 0' -ka "(safelaunch completion --values runs 2>/dev/null)" -d 'run id (r4711), name or pid; needed if several are live'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a diagnose -d 'reach a verdict from a bundle or from dumps'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l json -d 'print the document of verdict.json on stdout; with --calls, the calls'
@@ -221,5 +229,5 @@ complete -c safelaunch -n '_shtab_safelaunch_using completion' -s h -l help -d '
 complete -c safelaunch -n '_shtab_safelaunch_using completion; and test $_shtab_safelaunch_npos -eq 0' -ka "bash zsh fish" -d 'bash, zsh, fish'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a help -d 'show this help, or that on a subcommand'
 complete -c safelaunch -n '_shtab_safelaunch_using help' -s h -l help -d 'show this help message and exit'
-complete -c safelaunch -n '_shtab_safelaunch_using help; and test $_shtab_safelaunch_npos -eq 0' -ka "demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help torchrun" -d which
+complete -c safelaunch -n '_shtab_safelaunch_using help; and test $_shtab_safelaunch_npos -eq 0' -ka "demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help torchrun" -d which
 complete -c safelaunch -n '_shtab_safelaunch_using' -F

@@ -269,7 +269,7 @@ def fsdp1(strategy: str, *, originals: bool) -> None:
 
 def restored(model: nn.Module | None = None) -> None:
     """Rank 1 goes back to an older state, and nobody else does."""
-    model = model or DDP(build())
+    model = DDP(build()) if model is None else model
     old = copy.deepcopy(model.module.state_dict())
 
     def back(step: int) -> None:

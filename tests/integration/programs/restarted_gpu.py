@@ -15,6 +15,9 @@ torch.cuda._lazy_init = lambda: None
 torch.cuda.device = lambda device: contextlib.nullcontext()
 torch._C._cuda_synchronize = functools.partial(time.sleep, 3600)
 
+optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+for _ in range(5):
+    optimizer.step()
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 if (attempt, rank) == ("0", "1"):
     torch.cuda.synchronize()
