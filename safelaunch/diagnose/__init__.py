@@ -27,7 +27,7 @@ from safelaunch.diagnose.doubts import Doubt, confidence_of, those
 from safelaunch.diagnose.exits import GONE_CAUSES, was_a_hang
 from safelaunch.diagnose.findings import Finding, ranks_word
 from safelaunch.diagnose.guarding import unless_drawn, with_guards
-from safelaunch.diagnose.outsiders import with_wrong_group
+from safelaunch.diagnose.outsiders import with_unusual_group, with_wrong_group
 from safelaunch.diagnose.own_words import with_own_words
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.repeats import with_repeats
@@ -50,6 +50,7 @@ SCHEMA = 1
 # What is added to a finding, in this order.
 EXPLANATIONS = (
     with_wrong_group,
+    with_unusual_group,
     with_guards,
     with_caught_exception,
     with_own_words,

@@ -58,6 +58,7 @@ Sign = Literal[
     "may-send",
     "no-sign",
     "wrong-group",
+    "unusual-group",
     "out-of-step",
     "ddp",
     "ddp-forward",
@@ -371,6 +372,10 @@ CAUSES: dict[str, Cause] = {
         own=True,
     ),
     "group-order": _cause(
+        Advice(
+            "Look at how this line gets its group on the rank that took another one than before.",
+            only_if="unusual-group",
+        ),
         "Let all ranks enter their groups in one order, or overlap them with `async_op=True` and wait afterwards.",
         "A rank that leaves out its call in one group waits in the other like this, too: look for a branch around it.",
         "Create groups with `new_group()` on every rank, in the same order, also on ranks that are not members.",
@@ -576,6 +581,7 @@ CAUSES: dict[str, Cause] = {
         worker=6,
     ),
     "rank-killed": _cause(
+        *_COMMUNICATION,
         Advice(
             "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; "
             "or a higher memory limit for the job (`node/<host>/resources.json` shows it).",

@@ -196,7 +196,7 @@ def logged_claim(rank: RankEvidence) -> Claim:
     """What NCCL warned of in a rank that has such a failure."""
     found = nccl_failure(rank)
     assert rank.nccl_log is not None and found is not None
-    return Claim(f"rank {rank.rank}: NCCL warns: {one_line(found[0])}", rank.nccl_log.file)
+    return Claim(f"NCCL warns: {one_line(found[0])}", rank.nccl_log.file)
 
 
 def _essence(message: str) -> str:

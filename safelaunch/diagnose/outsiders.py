@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from safelaunch.diagnose.findings import Finding, capital, ranks_word, waiting_culprit, waits_words
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Claim, Culprit, Frame
+from safelaunch.reading import frames as fr
 
 _EXPLAINED = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
+_ENOUGH = 2  # earlier calls that make a habit
 _WARNING = "Running {op} on global rank {rank} which does not belong to the given group"
 
 
@@ -47,6 +49,41 @@ def with_wrong_group(facts: Facts, finding: Finding) -> Finding:
         claims=(*claims, *finding.claims),
         ruled_out=(*finding.ruled_out, f"{finding.cause} alone: a call on a wrong group says why"),
         signs=finding.signs | {"wrong-group"},
+    )
+
+
+def with_unusual_group(facts: Facts, finding: Finding) -> Finding:
+    """Adds that a rank at fault waits in another group than in all its earlier calls from that line."""
+    told = [text for one in finding.culprits if finding.cause == "group-order" and (text := _unusual(facts, one.rank))]
+    if len(told) != 1:
+        return finding
+    (text,) = told
+    rank = text.split()[1]
+    claim = Claim(f"rank {rank}: each of its earlier calls from that line is in the other group", _record(rank))
+    return replace(
+        finding,
+        summary=f"{finding.summary} {text}",
+        claims=(claim, *finding.claims),
+        signs=finding.signs | {"unusual-group"},
+    )
+
+
+def _record(rank: str) -> str:
+    return f"ranks/{rank}/flight_recorder.json"
+
+
+def _unusual(facts: Facts, rank: int) -> str:
+    """``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``"""
+    wait, record = facts.ranks[rank].wait, facts.alignment.records.get(rank)
+    if wait is None or wait.group is None or wait.frame is None or record is None:
+        return ""
+    of_line = [one for one in record.entries if facts.alignment.stack(rank, one).user_frame == wait.frame]
+    earlier = [one.group for one in of_line if one.completed]
+    if len(earlier) < _ENOUGH or len(set(earlier)) != 1 or wait.group in earlier:
+        return ""
+    return (
+        f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(wait.frame)} in group '{earlier[0]}':"
+        f" with group '{wait.group}' it may have taken the wrong one."
     )
 
 

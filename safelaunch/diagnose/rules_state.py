@@ -275,7 +275,8 @@ def nobody_stands_out(facts: Facts) -> Finding:
     elif cut:
         text = f"{capital(ranks_do(cut, 'was', 'were'))} aborted when the communication failed, and did not fail alone."
         text += _began_with(facts, cut)
-        claims += tuple(logged_claim(facts.ranks[rank].evidence) for rank in cut)
+        logged = ((rank, logged_claim(facts.ranks[rank].evidence)) for rank in cut)
+        claims += tuple(Claim(f"rank {rank}: {one.claim}", one.file) for rank, one in logged)
     else:
         text = "No rank left enough evidence to say where it was."
     seen = bool(waits or own)

@@ -65,9 +65,18 @@ def _sizes(told: Shortage) -> str:
     return text
 
 
+def _seen_then(rank: RankEvidence) -> DeviceMemory | None:
+    """What filled the GPU when the allocation failed; None where the end of the script had freed some of it before."""
+    seen = rank.device_memory
+    told = device_memory.shortage(rank.exception.message) if rank.exception is not None else None
+    if seen is None or told is None or seen.at_allocation or told.allocated is None:
+        return seen
+    return seen if (seen.allocated or 0) * 10 >= told.allocated * 9 else None
+
+
 def _held(rank: RankEvidence) -> Iterator[str]:
     """Where most of the memory was allocated, if that is known and is much of it; else how large the blocks are."""
-    seen = rank.device_memory
+    seen = _seen_then(rank)
     if seen is None or not seen.blocks:
         return
     first = seen.blocks[0]
@@ -78,7 +87,7 @@ def _held(rank: RankEvidence) -> Iterator[str]:
 
 
 def _claims(rank: RankEvidence) -> Iterator[Claim]:
-    seen = rank.device_memory
+    seen = _seen_then(rank)
     for block in seen.blocks[:_BLOCKS] if seen is not None else ():
         yield Claim(f"rank {rank.rank} holds {_block(rank, block)}", f"ranks/{rank.rank}/device_memory.json")
 

@@ -159,6 +159,7 @@ def remember(directory: Path, name: str, now: Contract) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = path_in(directory)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)  # of a process that was killed
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600), "wb") as file:
         file.write(msgspec.json.encode(_File(dict(newest))))
     partial.rename(path)

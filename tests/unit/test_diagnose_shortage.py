@@ -105,3 +105,12 @@ def test_who_else_is_on_the_gpu_is_told_by_the_driver(job_listed: bool, named: b
     assert ("Process 999 (vllm), which is none of this job, has 5.0 GiB of the same GPU." in verdict.summary) == named
     assert ("Process 998, which is none of this job, has memory of the same GPU." in verdict.summary) == named
     assert any("`safelaunch gpus`" in one for one in verdict.suggestions) == named
+
+
+@pytest.mark.parametrize(("left", "then"), [(60, True), (2, False)])
+def test_what_is_left_after_the_script_is_not_what_filled_the_gpu(left: int, then: bool) -> None:
+    """Without a history the beacon looks when the exception has unwound the stack: by then much may be free."""
+    memory = DeviceMemory(0, allocated=left * GIB, largest=GIB, blocks=(Allocations(2 * GIB, 2),))
+    verdict = out_of_memory(SMALL, memory=memory)
+    assert ("Its largest allocation" in verdict.summary) == then
+    assert any("2 blocks" in one.claim for one in verdict.evidence) == then

@@ -77,6 +77,7 @@ WRITERS = {
     "postmortem.guard": "a child's answer, through a pipe",
     "postmortem.rundirs": "copies of dumps, to read them",
     "launch.process": "an errno, and a go, through pipes",
+    "supervise.contract": "names of runs, and numbers",
     "blame.memory": "whom verdicts blame: recall has taken secrets out",
     "supervise.exchange": "UUIDs of GPUs, and the path of a lease",
     "supervise.early": "early looks, already cleaned, for status",
