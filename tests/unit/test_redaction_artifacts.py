@@ -68,6 +68,7 @@ WRITERS = {
     "cli": "an exit code",
     "colaunch.summary": "parameters and metrics, cleaned one by one",
     "colaunch.journal": "names and outcomes of jobs",
+    "supervise.consistency": "names of parameters, in the run directory",
     "launch.paths": "whose a run directory is",
     "launch.guardian": "pids for the guardian",
     "launch.guarding": "pids and wait statuses for the supervisor, its own name",
