@@ -33,11 +33,12 @@ from safelaunch.colaunch.expand import Places, expand
 from safelaunch.colaunch.grid import Matrix
 from safelaunch.colaunch.jobs import Job
 from safelaunch.colaunch.journal import Attempt, Journal, attempts
+from safelaunch.colaunch.local import Local, Place
 from safelaunch.colaunch.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.pool import Gpus, Pool, Slots, by_topology, check_fits, default_slots
 from safelaunch.colaunch.resume import History, history, recovered, wait_for_remains
-from safelaunch.colaunch.runner import Place, Runner
+from safelaunch.colaunch.runner import Runner
 from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.spec import Extra, Template, templates_of
 from safelaunch.colaunch.sweep import Rules, Sweep
@@ -126,7 +127,8 @@ def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, e
     sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
     say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
     with Signals() as signals, open_screen() as screen:
-        runner = Runner(sweep, Place(paths, pool, store_of(environ), journal, environ, program()), screen)
+        place = Place(paths, pool, store_of(environ), journal, environ, program())
+        runner = Runner(sweep, Local(sweep, place, screen.note), journal, paths, screen)
         runner.run(signals)
         problem = _write_summary(sweep, paths)  # before the last update: the terminal may have stopped reading
     return _finish(sweep, paths, problem, runner.stopped_by)
