@@ -28,9 +28,9 @@ from safelaunch.cli.colaunch_rows import (
 )
 from safelaunch.colaunch import active, metrics, summary
 from safelaunch.colaunch.jobs import Job, Outcome, Track
+from safelaunch.colaunch.local import ranks, threads
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, share_out
-from safelaunch.colaunch.local import ranks, threads
 from safelaunch.colaunch.steps import slowest
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
