@@ -127,7 +127,7 @@ class Sweep:
                 needs = [self.tracks[need] for need in track.job.needs]
                 lost = next((need for need in needs if need.is_final and need.state != "succeeded"), None)
                 if lost is not None:
-                    track.state, track.why, changed = "skipped", f"needs {lost.job.name}, which {_was(lost)}", True
+                    track.state, track.why, changed = "skipped", f"needs {lost.job.name}, which {was(lost)}", True
                 elif all(need.state == "succeeded" or self._is_ahead(need) for need in needs):
                     self._queued.add(name)
                     self._queue = add(self._queue, name, self._units(track.job))
@@ -137,7 +137,7 @@ class Sweep:
         return self._rules.ahead and need.state == "running" and need.tries > need.job.retries
 
 
-def _was(track: Track) -> str:
+def was(track: Track) -> str:
     return {"hung": "hung", "failed": "failed", "timed-out": "timed out"}.get(track.state, f"was {track.state}")
 
 

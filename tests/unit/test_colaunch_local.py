@@ -1,4 +1,4 @@
-"""The local engine and the runner's loop, with a shell in place of safelaunch, when something cannot be had just now."""
+"""The local engine and the runner's loop, with a shell in place of safelaunch: also where something is missing."""
 
 from __future__ import annotations
 

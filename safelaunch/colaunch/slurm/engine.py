@@ -26,7 +26,7 @@ from safelaunch.colaunch.slurm.judge import QUEUED, Listed, Standing, judge, spa
 from safelaunch.colaunch.slurm.queue import Slurm, SlurmError
 from safelaunch.colaunch.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
 from safelaunch.colaunch.steps import Pace
-from safelaunch.colaunch.sweep import Sweep
+from safelaunch.colaunch.sweep import Sweep, was
 from safelaunch.colaunch.view import JobView
 
 TICK_S, BUSY_TICK_S = 0.5, 0.05
@@ -55,8 +55,8 @@ class Site:
 class Given:
     """One attempt that was handed over, or is about to be. Times are CLOCK_MONOTONIC, in seconds.
 
-    ``known_as``: batch and task, of every submission. ``submitted``: sbatch has answered, or may have. ``asked``: it was
-    told to end; ``killed``: for good. ``doubtful_s``: since when squeue and the files do not fit together.
+    ``known_as``: batch and task, of every submission. ``submitted``: sbatch has answered, or may have. ``asked``: it
+    was told to end; ``killed``: for good. ``doubtful_s``: since when squeue and the files do not fit together.
     """
 
     job: Job
@@ -373,7 +373,7 @@ class SlurmEngine:
         needs = [self._sweep.tracks[name] for name in given.job.needs]
         lost = next((need for need in needs if need.is_final and need.state != "succeeded"), None)
         if lost is not None:
-            self._return(given, "skipped", f"needs {lost.job.name}, which did not succeed: {lost.state}")
+            self._return(given, "skipped", f"needs {lost.job.name}, which {was(lost)}")
         elif all(need.state == "succeeded" for need in needs):
             self._return(given, "waiting", "Slurm gave its dependency up")
 

@@ -71,7 +71,7 @@ class Slurm:
         return parse(self._run("squeue", "-h", "-r", "-a", "--states=all", "-u", str(self._uid), "-o", FORMAT))
 
     def submit(self, words: Sequence[str], given: Sequence[str] = ()) -> str:
-        """Runs ``sbatch``; returns the number of the job. ``given``: options that the script sets. Raises SlurmError."""
+        """Runs ``sbatch``; returns the job's number. ``given``: options that the script sets. Raises SlurmError."""
         said = self._run(*words, env=clean(self._env, given))
         return said.strip().partition(";")[0]
 

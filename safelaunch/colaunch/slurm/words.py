@@ -12,9 +12,14 @@ from safelaunch.settings.yamlfile import did_you_mean
 # The keys of 'slurm', each a word of its own.
 KEYS = ("partition", "account", "time", "qos", "sbatch")
 # sbatch's other options that make sense for a job of a sweep.
-VALUED = frozenset(
-    ["acctg-freq", "begin", "cluster-constraint", "comment", "constraint", "container", "contiguous", "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task", "deadline", "delay-boot", "distribution", "exclude", "exclusive", "export", "export-file", "extra-node-info", "get-user-env", "gpu-bind", "gpu-freq", "gres", "gres-flags", "hint", "licenses", "mail-type", "mail-user", "mcs-label", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice", "no-kill", "no-requeue", "nodelist", "overcommit", "oversubscribe", "power", "prefer", "priority", "profile", "propagate", "reboot", "requeue", "reservation", "signal", "sockets-per-node", "spread-job", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "use-min-nodes", "wait-all-nodes", "wckey"]
-)
+KNOWN = """
+acctg-freq begin cluster-constraint comment constraint container contiguous core-spec cores-per-socket cpu-freq
+cpus-per-gpu cpus-per-task deadline delay-boot distribution exclude exclusive export export-file extra-node-info
+get-user-env gpu-bind gpu-freq gres gres-flags hint licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
+mem-per-gpu mincpus network nice no-kill no-requeue nodelist overcommit oversubscribe power prefer priority profile
+propagate reboot requeue reservation signal sockets-per-node spread-job switches thread-spec threads-per-core time-min
+tmp use-min-nodes wait-all-nodes wckey
+"""
 # What the engine sets, and what to use instead.
 OURS = {
     "array": "colaunch makes arrays of jobs that are alike",
@@ -69,9 +74,9 @@ def _checked(word: Text) -> str:
     name, value = match[1], match[2]
     if name in OURS:
         raise SpecError(f"{word.where}: sbatch: --{name} cannot be given here", OURS[name])
-    if name not in VALUED:
+    if name not in KNOWN.split():
         raise SpecError(
-            f"{word.where}: sbatch: unknown option --{name}{did_you_mean(name, sorted(VALUED | set(OURS)))}",
+            f"{word.where}: sbatch: unknown option --{name}{did_you_mean(name, [*KNOWN.split(), *OURS])}",
             "see sbatch --help",
         )
     if value is not None and not value[1:].isprintable():
