@@ -13,9 +13,7 @@
       include: [{lr: 1e-2, seed: 0}]
     jobs:                           # optional: several kinds of jobs, each with the matrix above or its own
       prepare: {command: --no-python bash prepare.sh, matrix: {}, gpus: 0}
-      train: {needs: prepare}
-
-For ``--engine slurm``, also ``nodes: 2`` and ``slurm: {partition: gpu, sbatch: [--mem=32G]}``, merged key by key.
+      train: {needs: prepare, nodes: 2, slurm: {partition: gpu, time: 120}}   # with --engine slurm
 
 Scalars keep their text as written (``1e-3`` stays ``1e-3``), because they become words of a command line.
 """

@@ -101,6 +101,7 @@ THIRD_PARTY = {
         "postmortem.*",
         "bundle.staging",
         "control.*",
+        "colaunch.slurm.claims",
         "supervise.incident",
         "supervise.live",
         "supervise.together",

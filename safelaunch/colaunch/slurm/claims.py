@@ -54,6 +54,10 @@ class End(msgspec.Struct, frozen=True):
     bundle: str = ""
     wrote_metrics: bool = False
 
+    def again(self, restart: int) -> End:
+        """The same end, for the same job after a requeue that had nothing left to do."""
+        return msgspec.structs.replace(self, restart=restart)
+
 
 class AttemptFiles:
     """The files of one attempt, next to its log."""

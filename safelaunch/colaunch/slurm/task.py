@@ -17,11 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import msgspec
-
 from safelaunch.colaunch import metrics
 from safelaunch.colaunch.active import newest
 from safelaunch.colaunch.local import ranks
+from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
 from safelaunch.colaunch.steps import Steps
 from safelaunch.control import discover
@@ -82,7 +81,7 @@ class Task:
         self._over_limit = False
         self._supervisor: ProcessId | None = None
         self._began_s = time.monotonic()
-        self._bundles = words.directory / "bundles"
+        self._paths = SweepPaths(words.directory.parent.parent)
 
     def run(self) -> int:
         """Claims the attempt and runs it. Every other task of the attempt ends at once."""
@@ -98,14 +97,16 @@ class Task:
             return EXIT_SPARE
         if before is not None and (before.exit_code == 0 or self._files.is_closed):
             say(f"requeued, but its work has ended with exit code {before.exit_code}; there is nothing to do")
-            self._files.leave(msgspec.structs.replace(before, job_id=self._job_id, restart=self._restart))
+            self._files.leave(before.again(self._restart))
             return before.exit_code
         self._to_log()
-        known = self._published()
+        known = self._paths.bundles_of(self._words.directory.name)
         written = metrics.stamp(Path(self._words.metric_file))
         code = self._work()
         is_new = metrics.stamp(Path(self._words.metric_file)) != written
-        self._files.leave(self._end(code, self._published() - known, wrote_metrics=is_new))
+        self._files.leave(
+            self._end(code, self._paths.bundles_of(self._words.directory.name) - known, wrote_metrics=is_new)
+        )
         return code
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -120,11 +121,6 @@ class Task:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-
-    def _published(self) -> set[str]:
-        with suppress(OSError):
-            return {entry.path for entry in os.scandir(self._bundles) if (Path(entry) / "verdict.json").exists()}
-        return set()
 
     # --- the job ----------------------------------------------------------------------------------------------------
 
@@ -225,6 +221,8 @@ class Task:
         said = dict(
             word.partition("=")[::2] for word in self._ask("scontrol", "show", "job", "-o", self._job_id).split()
         )
+        if int(said.get("Restarts", "0")) > self._restart:
+            return "REQUEUED"
         if said.get("Reason") == "TimeLimit" or said.get("JobState") == "TIMEOUT":
             return "TIMEOUT"
         return "PREEMPTED" if said.get("PreemptTime", "None") != "None" else "CANCELLED"
