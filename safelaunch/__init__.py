@@ -32,20 +32,6 @@ if _TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
-_LAZY = (
-    "BundlePlace",
-    "Claim",
-    "Culprit",
-    "Frame",
-    "HangError",
-    "Launch",
-    "NodeAtFault",
-    "SafelaunchError",
-    "UsageError",
-    "Verdict",
-    "diagnose",
-    "launch",
-)
 __all__ = [
     "BundlePlace",
     "Claim",
@@ -66,19 +52,13 @@ __all__ = [
 ]
 
 
-def _api(name: str) -> _Any:
+def __getattr__(name: str) -> _Any:
     from importlib import import_module
 
-    return getattr(import_module("safelaunch.api"), name)
-
-
-def __getattr__(name: str) -> _Any:
-    if name in _LAZY:
-        return _api(name)
     if name == "schemas":
-        from importlib import import_module
-
         return import_module("safelaunch.schemas")
+    if name in __all__:
+        return getattr(import_module("safelaunch.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -28,6 +28,14 @@ COMPLETIONS = ROOT / "safelaunch" / "cli" / "completions"
 PARSERS = {"colaunch": "colaunch_options"}  # the module of a subcommand's parser, if it is another one
 RUNS, PRESETS = "safelaunch completion --values runs 2>/dev/null", "safelaunch completion --values presets"
 
+ZSH_PRESETS = f"""\
+_safelaunch_presets() {{
+  local -a names=($({PRESETS}))
+  _alternative 'presets:preset:compadd -a names' 'files:file:_files'
+}}
+
+"""
+
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of a subcommand; for ``exec`` and ``help``, which split their words themselves, one of that kind."""
@@ -105,15 +113,20 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_scripts(text: str, shell: str) -> str:
-    """The first word may also be a script, and what follows it are mostly files. shtab knows only subcommands there.
+    """The first word may also be a script, what follows it are mostly files, and a preset may be a file.
 
-    bash does that by itself: it completes files where the script has nothing to offer.
+    shtab knows only words or files. bash does that by itself: it completes files where the script has nothing to offer.
     """
     if shell == "zsh":
         text, one = re.subn(r"(_describe 'safelaunch commands' _commands)\n", r"\1\n  _files\n", text)
         text, other = re.subn(r"(case \$line\[1\] in\n(?:.*;;\n)+)", r"\1        *) _files ;;\n", text)
         assert (one, other) == (1, 1), "shtab writes another script"
+        text, presets = re.subn(re.escape(f":($({PRESETS}))"), ":_safelaunch_presets", text)
+        text, one = re.subn(r"(?m)^(_shtab_safelaunch_commands\(\))", f"{ZSH_PRESETS}\\1", text, count=1)
+        assert presets and one == 1, "shtab writes another script"
     if shell == "fish":
+        text, presets = re.subn(re.escape(f'-xka "({PRESETS})"'), f'-rFka "({PRESETS})"', text)
+        assert presets, "shtab writes another script"
         text += "complete -c safelaunch -n '_shtab_safelaunch_using' -F\n"
     return text.rstrip() + "\n"
 

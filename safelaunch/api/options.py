@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     check_every: int
     on_inconsistent: Literal["report", "dump", "stop"]
     pg_timeout: Seconds  # "10m!": of all groups
+    memory_history: bool
     watch: bool
     bundle_dir: Text
     bundle_archive: bool

@@ -19,7 +19,7 @@ from safelaunch.errors import SafelaunchError
 from safelaunch.launch import process
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
-from safelaunch.launch.paths import RunPaths, create_run, run_root, working_directory
+from safelaunch.launch.paths import RunPaths, run_root, working_directory
 from safelaunch.launch.plan import Plan, Surroundings, build_beside, in_directory
 from safelaunch.launch.process import ProcessId
 from safelaunch.launch.torchrun import Torch
@@ -27,6 +27,7 @@ from safelaunch.roster.progress import EventReader
 from safelaunch.settings.config import resolve
 from safelaunch.supervise.preflight import check
 from safelaunch.supervise.resources import Resources, gather
+from safelaunch.supervise.session import directory_for
 from safelaunch.system.console import redact, say
 
 
@@ -91,7 +92,7 @@ def main() -> None:
 def _serve(request: Request, line: Line) -> None:
     plan, given = _planned(request)
     try:
-        directory = _directory(plan)
+        directory = directory_for(plan)
         if directory is None:
             line.say(Ready(_changes(plan)))
             _wait_for_end(line)
@@ -125,17 +126,6 @@ def _caller(request: Request) -> ProcessId:
 def _changes(plan: Plan) -> dict[str, str]:
     """What the caller's environment has not, or has otherwise."""
     return {name: value for name, value in plan.env.items() if os.environ.get(name) != value}
-
-
-def _directory(plan: Plan) -> RunPaths | None:
-    """The run directory; None if the job is not watched, by choice or because that is impossible."""
-    if not plan.watched:
-        return None
-    try:
-        return create_run(plan.run_dir.parent, os.getpid(), os.getuid())
-    except OSError as error:
-        say(f"cannot watch this job: no run directory in {plan.run_dir.parent}: {error.strerror or error}")
-        return None
 
 
 def _remove(directory: RunPaths) -> None:

@@ -121,7 +121,8 @@ def _report_own_end() -> None:
     def excepthook(kind: type[BaseException], value: BaseException, traceback: Any) -> None:
         _raised(kind, value)
         if not (_words[layout.ENDING] and kind.__name__ == "SignalException"):
-            original(kind, value, traceback)
+            log.guarded(log.without_our_frames)(value)
+            original(kind, value, value.__traceback__)
 
     sys.excepthook = excepthook
 

@@ -21,7 +21,7 @@ YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 _owner = 0
 _supervisor = 0
 _words = memoryview(bytes(layout.SIZE)).cast("Q")
-_exception_path = ""
+_base = ""
 _previous_hook = sys.excepthook
 _enabled_ours = False
 _fault_fd = -1
@@ -30,9 +30,8 @@ _fault_file = (0, 0)
 
 def install(base: str, words: memoryview, supervisor: int) -> None:
     """Installs the handlers of this rank. ``base``: its page's path. ``supervisor``: the pid that may trace it."""
-    global _owner, _supervisor, _words, _exception_path, _previous_hook
-    _owner, _supervisor, _words = os.getpid(), supervisor, words
-    _exception_path = base + layout.EXCEPTION_SUFFIX
+    global _owner, _supervisor, _words, _base, _previous_hook
+    _owner, _supervisor, _words, _base = os.getpid(), supervisor, words, base
     log.guarded(_install_faulthandler)(base + layout.FAULT_SUFFIX)
     log.guarded(allow_tracing)()
     _previous_hook = sys.excepthook
@@ -94,8 +93,12 @@ def detach() -> None:
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+    if value is not None and traceback is value.__traceback__:
+        log.guarded(log.without_our_frames)(value)
+        traceback = value.__traceback__
     _note_exception(kind, value, traceback)
     _previous_hook(kind, value, traceback)
+    _note_memory(value)
     # Wait until the supervisor has looked at the peers: once this rank closes its connections, they fail as well.
     if os.getpid() == _owner and issubclass(kind, Exception):
         log.guarded(page.wait_for_ack)(_words, _supervisor)
@@ -104,8 +107,18 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
 def raised(value: Exception) -> None:
     """Records the exception that ends this rank's function: torch's workers catch it, so no hook will see it."""
     _note_exception(type(value), value, value.__traceback__)
+    _note_memory(value)
     if os.getpid() == _owner:
         log.guarded(page.wait_for_ack)(_words, _supervisor)
+
+
+@log.guarded
+def _note_memory(value: BaseException) -> None:
+    """Records where the memory of the GPU is, if the exception says that it is used up."""
+    if os.getpid() == _owner and type(value).__name__ == "OutOfMemoryError":
+        from . import device_memory
+
+        device_memory.raised(_base, value)
 
 
 @log.guarded
@@ -118,18 +131,18 @@ def _note_exception(kind: type[BaseException], value: BaseException, traceback: 
     frames: list[str] = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        file = _quoted(log.absolute(code.co_filename))
-        frames.append(f'{{"file":{file},"line":{traceback.tb_lineno or 0},"function":{_quoted(code.co_name)}}}')
+        file = quoted(log.absolute(code.co_filename))
+        frames.append(f'{{"file":{file},"line":{traceback.tb_lineno or 0},"function":{quoted(code.co_name)}}}')
         traceback = traceback.tb_next
     name = f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__
     record = (
-        f'{{"type":{_quoted(name)},"message":{_quoted(_text_of(value)[:4096])},"time_unix_s":{time()!r},'
-        f'"frames":[{",".join(reversed(frames))}],"text":{_quoted(_formatted(value)[-32768:])}}}'
+        f'{{"type":{quoted(name)},"message":{quoted(_text_of(value)[:4096])},"time_unix_s":{time()!r},'
+        f'"frames":[{",".join(reversed(frames))}],"text":{quoted(_formatted(value)[-32768:])}}}'
     )
-    partial = _exception_path + ".partial"
+    partial = _base + layout.EXCEPTION_SUFFIX + ".partial"
     with open(partial, "wb") as out:
         out.write(record.encode())
-    os.rename(partial, _exception_path)
+    os.rename(partial, _base + layout.EXCEPTION_SUFFIX)
     marks.set_state(layout.EXCEPTION)
 
 
@@ -142,7 +155,7 @@ def _formatted(value: BaseException) -> str:
         return ""
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Returns ``text`` as a JSON string. The json module is slow to import, and the script may shadow it."""
     raw = text.encode("utf-16-be", "replace")  # surrogate pairs, as in JSON
     units = (raw[n] << 8 | raw[n + 1] for n in range(0, len(raw), 2))

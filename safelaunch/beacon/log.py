@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import pairwise
 
 from . import layout
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
     from typing import ParamSpec, TypeVar
 
     P = ParamSpec("P")
     T = TypeVar("T")
 
 run_dir = ""
+_HERE = os.path.join(os.path.dirname(__file__), "")
 
 
 def fault(where: str) -> None:
@@ -57,3 +60,36 @@ def absolute(path: str) -> str:
         return os.path.abspath(path)
     except OSError:
         return path
+
+
+def without_our_frames(error: BaseException) -> None:
+    """Takes our own frames out of the tracebacks of an exception that is about to be printed.
+
+    It was raised below a function that we have wrapped: a traceback is to look as without us. Where our own code
+    raised it, the frames stay.
+    """
+    one: BaseException | None = error
+    for _ in range(16):
+        if one is None:
+            return
+        chain = []
+        traceback = one.__traceback__
+        while traceback is not None:
+            chain.append(traceback)
+            traceback = traceback.tb_next
+        if chain and not _is_ours(chain[-1]):
+            kept = []
+            for entry in chain:
+                if not _is_ours(entry):
+                    kept.append(entry)
+                    continue
+                while kept and kept[-1].tb_frame.f_code.co_filename.startswith("<frozen importlib"):
+                    kept.pop()  # the interpreter hides these itself where nothing of ours is in between
+            for before, after in pairwise(kept):
+                before.tb_next = after
+            one.__traceback__ = kept[0]
+        one = one.__cause__ or one.__context__
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_HERE)

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-_CHECKS = f"{__package__}.checks"  # not imported unless asked for
+_CHECKS = f"{__package__}.checks"  # not imported unless asked for, nor is the next
+_DEVICE_MEMORY = f"{__package__}.device_memory"
 C10D = "torch.distributed.distributed_c10d"
 
 _owner = 0  # pid of the process that installed the beacon; a forked child's differs
@@ -92,6 +93,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
         lambda: _check_values(base, env.get(layout.CHECKS, "")),
+        lambda: _keep_allocations(base, env.get(layout.MEMORY_HISTORY, "")),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
         lambda: imports.after_import(C10D, lambda c10d: _torch_distributed(c10d, base, env)),
         lambda: _watch_under_exec(run_dir, env),
@@ -141,6 +143,14 @@ def _check_values(base: str, every: str) -> None:
         checks.install(base, int(every))
 
 
+def _keep_allocations(base: str, asked: str) -> None:
+    """Lets torch keep where GPU memory is allocated if somebody asked for it."""
+    if asked:
+        from . import device_memory
+
+        device_memory.install(base)
+
+
 @log.guarded
 def _torch_distributed(c10d: Any, base: str, env: Mapping[str, str]) -> None:
     marks.set_state(layout.TORCH)
@@ -184,6 +194,7 @@ def _after_fork() -> None:
     log.guarded(exits.detach)()
     log.guarded(caught_exceptions.detach)()
     log.guarded(descriptors.detach)()
-    checks = sys.modules.get(_CHECKS)
-    if checks is not None:
-        log.guarded(checks.detach)()
+    for name in (_CHECKS, _DEVICE_MEMORY):
+        module = sys.modules.get(name)
+        if module is not None:
+            log.guarded(module.detach)()

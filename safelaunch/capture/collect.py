@@ -37,6 +37,8 @@ class Sink(Protocol):
 
     def add_json(self, artifact: Artifact, value: object) -> None: ...
 
+    def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None: ...
+
 
 Answer = tuple[GilTest, FlightCapture]  # of a rank's worker server
 
@@ -140,6 +142,7 @@ def _rank(
         exit_call=words.exit_call,
         caught=words.caught,
         log_tail=words.log.value or "",
+        device_memory=words.device_memory,
     )
 
 
@@ -179,6 +182,7 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
         code_roots=known.code_roots,
         gpu=known.gpu,
         log_tail=words.log.value or "",
+        device_memory=words.device_memory,
     )
 
 
@@ -205,6 +209,7 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
         ("exception", side.exception),
         ("exit_call", side.exit_call),
         ("caught", side.caught or None),
+        ("device_memory", side.device_memory),
     ):
         if value is not None:
             sink.add_json(Artifact(f"{folder}/{name}.json", how, 0.0), value)
@@ -282,3 +287,9 @@ def _write_last_words(folder: str, words: LastWords, sink: Sink) -> None:
         sink.add_json(Artifact(f"{folder}/exit_call.json", "beacon", 0.0), words.exit_call)
     if words.caught:
         sink.add_json(Artifact(f"{folder}/caught.json", "beacon", 0.0), words.caught)
+    if words.device_memory is not None:
+        sink.add_json(Artifact(f"{folder}/device_memory.json", "beacon", 0.0), words.device_memory)
+    if words.snapshot is not None:
+        note = "for https://pytorch.org/memory_viz"
+        snapshot = Artifact(f"{folder}/memory_snapshot.pickle", "torch's allocator", 0.0, note=note)
+        sink.add_file(snapshot, words.snapshot, dump=True)

@@ -14,11 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from safelaunch.capture import command
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
+from safelaunch.model import GpuProcess, GpuUse
 from safelaunch.system.nvml import ask, processes, text
 
+MAX_GPUS = 256
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,6 +48,35 @@ def gpus_json(*, deadline_s: float = 5.0, python: str = sys.executable) -> Resul
     return attempt("NVML", read)
 
 
+def uses(document: bytes, host: str) -> tuple[GpuUse, ...]:
+    """Who has memory of which GPU, by the JSON of ``gpus_json``; empty where that is damaged."""
+    try:
+        found = msgspec.json.decode(document, type=_Document)
+    except (msgspec.DecodeError, RecursionError):
+        return ()
+    return tuple(
+        GpuUse(host, one.index, one.uuid or "", tuple(GpuProcess(p.pid, p.memory_bytes, p.name) for p in one.processes))
+        for one in found.gpus[:MAX_GPUS]
+        if one.processes
+    )
+
+
+class _Process(msgspec.Struct):
+    pid: int
+    memory_bytes: int | None = None
+    name: str = ""
+
+
+class _Gpu(msgspec.Struct):
+    index: int
+    uuid: str | None = None
+    processes: list[_Process] | None = None
+
+
+class _Document(msgspec.Struct):
+    gpus: list[_Gpu] = []
+
+
 def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
     """The output of ``nvidia-smi``; never raises."""
 
@@ -67,8 +100,8 @@ def query(nvml: Any) -> dict[str, Any]:
     """Driver and GPUs by the module ``pynvml``, or ``{"missing": reason}``.
 
     ``gpus``: index, uuid, name, utilisation_percent, memory_used_bytes, memory_total_bytes, power_w, temperature_c,
-    sm_clock_mhz, ecc_errors (uncorrected, since the driver was loaded) and processes (pid, memory_bytes). A value that
-    a GPU does not report is null.
+    sm_clock_mhz, ecc_errors (uncorrected, since the driver was loaded) and processes (pid, memory_bytes, name). A value
+    that a GPU does not report is null.
     """
     try:
         nvml.nvmlInit()
@@ -114,8 +147,20 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             )
         ),
-        "processes": processes(nvml, handle),
+        "processes": _named(processes(nvml, handle)),
     }
+
+
+def _named(found: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return [{**one, "name": _name(one["pid"])} for one in found] if found is not None else None
+
+
+def _name(pid: int) -> str:
+    """Empty for a process that is not to be seen from here."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
+    except OSError:
+        return ""
 
 
 def _main() -> int:

@@ -6,14 +6,17 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from safelaunch.beacon import caught_exceptions, layout, ring
-from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, RankException
+from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
 
 from . import logs
 from .result import Result, attempt
+
+_T = TypeVar("_T")
 
 _MOST_THREADS = 64
 MAX_BYTES = 1 << 20
@@ -38,6 +41,8 @@ class LastWords:
     exit_call: ExitCall | None = None
     caught: tuple[CaughtException, ...] = ()
     log: Result[str] = _NO_RING
+    device_memory: DeviceMemory | None = None
+    snapshot: Path | None = None  # of torch's allocator
 
 
 def read(base: Path) -> LastWords:
@@ -53,14 +58,20 @@ def read(base: Path) -> LastWords:
         fatal=parse_fatal(fault),
         exit_call=parse_exit_call(_text(companion(layout.EXIT_SUFFIX))),
         caught=parse_caught(_bytes(companion(layout.CAUGHT_SUFFIX))),
+        device_memory=_decoded(companion(layout.MEMORY_SUFFIX), DeviceMemory),
+        snapshot=snapshot if (snapshot := companion(layout.SNAPSHOT_SUFFIX)).exists() else None,
         log=attempt("output ring", lambda: logs.log_tail(ring.read(str(companion(layout.RING_SUFFIX))))),
     )
 
 
 def read_exception(path: Path) -> RankException | None:
     """The uncaught exception that a rank recorded, if any."""
+    return _decoded(path, RankException)
+
+
+def _decoded(path: Path, kind: type[_T]) -> _T | None:
     try:
-        return msgspec.json.decode(_bytes(path), type=RankException)
+        return msgspec.json.decode(_bytes(path), type=kind)
     except (msgspec.DecodeError, RecursionError):
         return None
 

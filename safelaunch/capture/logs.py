@@ -15,6 +15,7 @@ from safelaunch.errors import CaptureError
 
 STREAMS = {1: "out", 2: "err"}
 MAX_KERNEL_LINES = 200
+NOTHING = "(nothing relevant)"
 _MAX_KMSG_BYTES = 8 << 20
 
 # Kernel messages that explain a hang or a killed rank: memory, GPUs, stuck tasks, storage, network, hardware.
@@ -70,7 +71,7 @@ def kernel_log(*, deadline_s: float = 3.0) -> Result[str]:
         except (OSError, CaptureError) as error:
             lines = _journal(deadline_s - (time.monotonic() - begin), error)
         found = relevant(lines)
-        return "\n".join(found) + "\n" if found else "(nothing relevant)\n"
+        return "\n".join(found or [NOTHING]) + "\n"
 
     return attempt("kernel log", read)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +52,7 @@ DEMOS = {
 }
 STALL_TIMEOUT_S = "3"
 FOLLOW_S = 0.5
+PATIENCE_S = 12.0  # after Ctrl-C: torchrun waits half a minute for ranks that hang, and nobody needs these
 INTERRUPTED = 130
 
 
@@ -108,34 +113,73 @@ class _Run:
 def _run_to_its_end(command: list[str]) -> _Run:
     """Runs it and shows its stderr; passes signals on. Once it is asked to stop, only safelaunch has a say."""
     mask = process.block_signals()
+    ours, theirs = _channel()
 
     def become() -> None:
         os.setpgid(0, 0)  # so that a key reaches it through us, after we know
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    child = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, preexec_fn=become)
+    child = subprocess.Popen(command, env=environ, stderr=theirs, preexec_fn=become)
+    os.close(theirs)
     forwarder = Forwarder(child.pid, on_quit=lambda: say("a run outside the demo takes a bundle here, and goes on"))
-    following = Task("demo", lambda: _follow(child, lambda: forwarder.stop_requested))
+    following = Task("demo", lambda: _follow(_lines(ours), lambda: forwarder.stop_requested))
+    stop_s = 0.0
     while child.poll() is None:
         forwarder.wait(FOLLOW_S)
+        if forwarder.stop_requested and not stop_s:
+            stop_s = time.monotonic()
+            say("stopping the demo; Ctrl-C again stops it at once")
+        elif forwarder.stops == 1 and time.monotonic() - stop_s > PATIENCE_S:
+            forwarder.take(signal.SIGINT, by_terminal=True)
     bundle = following.joined()
     return _Run(child.returncode, bundle, forwarder.stop_requested)
 
 
-def _follow(child: subprocess.Popen[bytes], stopped: Callable[[], bool]) -> Path | None:
+def _channel() -> tuple[int, int]:
+    """Our end and the run's for its stderr: a terminal like ours where ours is one. A demo looks as a run does."""
+    try:
+        size = os.get_terminal_size(2)
+    except OSError:
+        return os.pipe()
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
+    settings = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST  # our own terminal does that
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    return ours, theirs
+
+
+def _lines(descriptor: int) -> Iterator[bytes]:
+    """Lines from the descriptor as they arrive; closes it at its end, which a terminal tells by an error."""
+    with open(descriptor, "rb", buffering=0) as file:
+        rest = b""
+        while True:
+            try:
+                data = file.read(65536)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            *whole, rest = (rest + data).splitlines(keepends=True)
+            if rest.endswith(b"\n"):
+                whole, rest = [*whole, rest], b""
+            yield from whole
+        if rest:
+            yield rest
+
+
+def _follow(lines: Iterable[bytes], stopped: Callable[[], bool]) -> Path | None:
     """Shows the run's stderr as it arrives; returns the bundle that its last lines name."""
-    assert child.stderr is not None
     bundle = None
-    for line in child.stderr:
+    for line in lines:
         if stopped() and not line.startswith(PREFIX.encode()):
             continue
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()
         for word in line.decode("utf-8", "replace").split():
-            path = Path(word)
-            if path.is_absolute() and (path / "verdict.json").is_file():
-                bundle = path
+            if "/" in word and (Path(word) / "verdict.json").is_file():
+                bundle = Path(word)
     return bundle
 
 
@@ -153,4 +197,5 @@ def _judge(demo: Demo, code: int, bundle: Path | None, seconds: float) -> int:
         say(f"FAILED: expected {expected}, the verdict is {found}")
         return 1
     say(f"the verdict is right, {seconds:.0f} s after the start; exit code {code}, as in a real run")
+    say("next, your own script: put safelaunch where you would put torchrun")
     return 0

@@ -307,5 +307,6 @@ def _screen(verdict: Verdict, path: Path, on: Display) -> str:
         width=on.width + len(PREFIX),
         color=on.color,
         read_line=user_source.line_for_stranger,
+        cwd=os.fspath(working_directory()) if on.terminal else "",
     )
     return "\n".join(line.removeprefix(PREFIX) for line in text.splitlines())

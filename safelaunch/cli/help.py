@@ -51,15 +51,24 @@ def main(words: list[str]) -> int:
     """Prints the help on a subcommand; without one, that on all of safelaunch."""
     name = words[0] if words else ""
     if name in ("torchrun", "--help-torchrun"):
-        from safelaunch.cli.run import help_torchrun
-
-        return help_torchrun()
+        return _torchrun()
     if not name or name.startswith("-") or name == "help":
         show(text(width()))
         return 0
     if name not in COMMANDS:
         raise UsageError(f"help: there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
     return int(import_module(f"safelaunch.cli.{name}").main(["--help"]))
+
+
+def _torchrun() -> int:
+    """Lets the installed torchrun print its help; returns its exit code."""
+    import os
+    import subprocess
+
+    from safelaunch.launch import torchrun
+
+    python = torchrun.find(os.environ).python
+    return subprocess.call([python, os.fspath(torchrun.launcher(python)), "--help"])
 
 
 def width() -> int:

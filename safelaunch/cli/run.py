@@ -41,13 +41,12 @@ def main(words: list[str]) -> int:
     own = {option.flag: option.takes_value for option in OWN_OPTIONS} | {HELP_TORCHRUN: False}
     table = torchrun.LazyOptions(torch.package)
     command = split(words, own, table)
-    if (HELP_TORCHRUN, None) in command.own:
-        return help_torchrun()
     options = understood(command, table)
-    if options is not None and options & {"-h", "--help"}:
+    of_torchrun = (HELP_TORCHRUN, None) in command.own
+    if of_torchrun or (options is not None and options & {"-h", "--help"}):
         from safelaunch.cli.help import main as show_help
 
-        return show_help([])
+        return show_help([HELP_TORCHRUN] if of_torchrun else [])
     settings = _settings(command, options, environ, torch)
     given = resources.gather(command, settings, environ, torch)
 
@@ -79,14 +78,6 @@ def _settings(
     for note in notes:
         say(note)
     return settings
-
-
-def help_torchrun() -> int:
-    """Lets the installed torchrun print its help; returns its exit code."""
-    import subprocess
-
-    python = torchrun.find(os.environ).python
-    return subprocess.call([python, os.fspath(torchrun.launcher(python)), "--help"])
 
 
 def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from safelaunch.control.protocol import DumpAnswer, Request, RunStatus, StacksAn
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import RunPaths
 from safelaunch.report.early import in_status
-from safelaunch.system.console import redact, say, show, show_json
+from safelaunch.system.console import display, redact, say, show, show_json
 from safelaunch.system.printable import clean
 from safelaunch.system.task import Task
 
@@ -30,6 +31,7 @@ REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
 NONE_LIVE = "you have no runs on this node"
 _RIGHT = {"rank", "pid", "step", "rate", "age"}
+_LESS_WANTED = ("signals", "phase", "state", "pid")
 STACKS_DEADLINE_S = 20.0
 
 
@@ -47,7 +49,8 @@ def main(argv: list[str]) -> int:
     if not runs:
         say(NONE_LIVE)
         return 0
-    show(text(runs, time.time()))
+    on = display(1, os.environ)
+    show(text(runs, time.time(), on.width if on.terminal else None))
     return 0
 
 
@@ -85,27 +88,45 @@ def document(run: Run) -> dict[str, Any]:
 # --- plain text -------------------------------------------------------------------------------------------------------
 
 
-def text(runs: Sequence[Run], now_unix_s: float) -> str:
-    """All runs as aligned lines, separated by empty lines."""
-    return "\n\n".join("\n".join(_lines(run, now_unix_s)) for run in runs)
+def text(runs: Sequence[Run], now_unix_s: float, width: int | None = None) -> str:
+    """All runs as aligned lines, separated by empty lines; ``width``: of a terminal, on which no word is to break."""
+    return "\n\n".join("\n".join(_lines(run, now_unix_s, width)) for run in runs)
 
 
-def _lines(run: Run, now_unix_s: float) -> list[str]:
+def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
     if run.status is None:
-        return [f"{run.id}  {clean(run.problem)}"]
-    lines = [headline(run.status, now_unix_s), *(f"  {line}" for line in details(run.status))]
+        return _broken([f"{run.id}  {clean(run.problem)}"], width)
+    lines = _broken([headline(run.status, now_unix_s), *(f"  {line}" for line in details(run.status))], width)
     table = rows(run.status)
     if not table:
         lines.append("  no rank has started yet")
     else:
-        lines += _aligned(COLUMNS, [row.cells for row in table])
+        lines += _aligned(COLUMNS, [row.cells for row in table], width)
     if run.status.nodes:
         lines += ["", *_aligned(NODE_COLUMNS, nodes(run.status))]
     return lines
 
 
-def _aligned(columns: Sequence[str], table: Sequence[Sequence[str]]) -> list[str]:
+def _broken(lines: Sequence[str], width: int | None) -> list[str]:
+    if width is None:
+        return [*lines]
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    ]
+
+
+def _aligned(columns: Sequence[str], table: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """``width``: where that is not enough for all, columns that say least are left out."""
     cells = [columns, *table]
+    for name in _LESS_WANTED if width is not None else ():
+        taken = sum(2 + max(map(len, column)) for column in zip(*cells, strict=True))
+        if taken <= (width or 0):
+            break
+        at = cells[0].index(name) if name in cells[0] else None
+        cells = [[cell for index, cell in enumerate(line) if index != at] for line in cells]
+    columns = cells[0]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
     lines = []
     for line in cells:
@@ -189,7 +210,7 @@ def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> i
                     if key:
                         watching.on_key(key)
     finally:
-        for message in watching.messages:
+        for message in (*watching.messages, *watching.unfinished):
             say(message)
     say(f"{word} has ended")
     return 0
@@ -227,6 +248,11 @@ class Watching:
                     stacks = (StackStatus("", missing=f"no stacks: {error}"),)
         waiting = tuple(f"taking a bundle of {name}, which continues ..." for name in self._dumps)
         return View(self._runs, now_unix_s, self._selected, (*self.messages, *waiting), stacks, keys)
+
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """What goes on although nobody will see its result here."""
+        return tuple(f"the bundle of {name} is still being written: see its bundle directory" for name in self._dumps)
 
     def on_key(self, key: str) -> None:
         run = next((run for run in self._runs if run.id == self._selected), None)

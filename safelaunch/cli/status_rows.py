@@ -31,10 +31,11 @@ _STATES = {"started": "starting", "torch": "running", "exception": "failed"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cells of one rank, in the order of ``COLUMNS``, and whether it stands out."""
+    """The cells of one rank, in the order of ``COLUMNS``, and whether it stands out; ``note``: by what."""
 
     cells: tuple[str, ...]
     mood: Mood
+    note: str = ""
 
 
 def rows(status: RunStatus) -> tuple[Row, ...]:
@@ -75,10 +76,10 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> Row:
         "-" if rank.steps_per_s is None else rate(rank.steps_per_s),
         "-" if rank.age_s is None else since(rank.age_s),
         clean(rank.phase) or "-",
-        note or "-",
+        ", ".join(part for part in (clean(rank.doing), note) if part) or "-",
         clean(rank.signals) or "-",
     )
-    return Row(cells, mood)
+    return Row(cells, mood, note)
 
 
 def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:

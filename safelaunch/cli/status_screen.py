@@ -36,9 +36,9 @@ SPARK_CELLS, SPARK_CELL_S = 24, 5.0
 MANY_RANKS = 8  # from here on, ranks that are alike share a line
 LEAST_ROWS = 4  # of the selected run's table
 KEYS = (("d", "dump"), ("s", "stacks"), ("q", "quit"))
-_COLUMNS = ("ranks", "state", "step", "rate", "age", "rss", "doing")
-_RIGHT = {"step", "rate", "age", "rss"}
-_LESS_WANTED = ("rss", "state", "rate")
+_COLUMNS = ("ranks", "state", "step", "rate", "age", "rss", "gpu", "doing")
+_RIGHT = {"step", "rate", "age", "rss", "gpu"}
+_LESS_WANTED = ("rss", "state", "rate", "gpu")
 _STYLES: dict[Mood, Style] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
 _STATES = {
     "watching": ("watching", "good"),
@@ -344,7 +344,7 @@ def _groups(status: RunStatus, *, fold: bool) -> list[_Group]:
     furthest = max((one.step for one in ordered if one.step is not None), default=0)
     groups: dict[object, list[tuple[RankStatus, Row, str]]] = {}
     for one, row in zip(ordered, rows(status), strict=True):
-        doing = clean(places.get(one.rank, "")) or clean(one.phase)
+        doing = clean(one.doing) or clean(places.get(one.rank, "")) or clean(one.phase)
         behind = furthest - one.step if one.step is not None else None
         near = None if behind is None else max(0, behind - BEHIND_STEPS + 1)
         key = (one.state, doing, row.mood, near) if fold else one.rank
@@ -357,12 +357,11 @@ def _cells(group: _Group, usual_s: float) -> tuple[str, ...]:
     steps = [one.step for one in ranks if one.step is not None]
     rates = [one.steps_per_s for one in ranks if one.steps_per_s is not None]
     ages = [one.age_s for one in ranks if one.age_s is not None]
-    memory = max(one.rss_bytes for one in ranks)
+    memory, of_gpus = max(one.rss_bytes for one in ranks), max(one.gpu_bytes for one in ranks)
     times = max(ages) / usual_s if ages and usual_s and steps else 0.0
     age = since(max(ages)) if ages else "-"
     age += f" ({times:,.0f} x)" if times and is_quiet(max(ages), usual_s) else ""
-    note = group.row.cells[7]
-    doing = ", ".join(part for part in (group.doing, "" if note == "-" else note) if part)
+    doing = ", ".join(part for part in (group.doing, group.row.note) if part)
     return (
         format_ranks(tuple(one.rank for one in ranks)),
         group.row.cells[2],
@@ -370,6 +369,7 @@ def _cells(group: _Group, usual_s: float) -> tuple[str, ...]:
         rate(min(rates)) if rates else "-",
         age,
         size(memory) if memory else "-",
+        size(of_gpus) if of_gpus else "-",
         doing or "-",
     )
 
@@ -382,8 +382,8 @@ def size(value: int) -> str:
 
 def _columns(cells: Sequence[Sequence[str]], width: int) -> list[str]:
     """The columns that leave room for what the ranks do."""
-    kept = list(_COLUMNS)
-    for name in _LESS_WANTED:
+    kept = [name for name in _COLUMNS if name != "gpu" or any(row[_COLUMNS.index("gpu")] != "-" for row in cells)]
+    for name in [one for one in _LESS_WANTED if one in kept]:
         fixed = sum(_width(cells, _COLUMNS.index(one)) + 2 for one in kept[:-1])
         if fixed + min(24, _width(cells, len(_COLUMNS) - 1)) + 2 <= width:
             break

@@ -177,6 +177,7 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
         nodes=all_nodes(everybody),
         nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
+        gpus=tuple(one for evidence in everybody for one in evidence.gpus),
     )
 
 

@@ -34,7 +34,8 @@ class Request(msgspec.Struct, frozen=True):
 class RankStatus(msgspec.Struct, frozen=True):
     """One rank in the watch's view. ``age_s``: since its last step, or since its start; None without a beacon.
 
-    ``rss_bytes``: what it holds of the node's memory, without its children; 0 if unknown.
+    ``rss_bytes``, ``gpu_bytes``: what it holds of the node's memory and of its GPUs', without its children; 0 if
+    unknown. ``doing``: where it is, if it has been silent for far longer than a step takes.
     """
 
     rank: int
@@ -46,6 +47,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     phase: str = ""
     signals: str = ""
     rss_bytes: int = 0
+    gpu_bytes: int = 0
+    doing: str = ""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

@@ -88,6 +88,7 @@ Sign = Literal[
     "gpu-shared",
     "gpu-of-two-ranks",
     "gpu-full",
+    "gpu-unsharded",
 ]
 
 
@@ -615,8 +616,14 @@ CAUSES: dict[str, Cause] = {
             "The tensors fill the GPU: a smaller batch with gradient accumulation, activation checkpointing, or"
             " parameters and optimizer state that are sharded over the ranks (FSDP, ZeRO).",
             only_if="gpu-full",
+            unless=("gpu-unsharded",),
         ),
-        Advice("To tell fragmentation from a real shortage of GPU memory", only_if="gpu-memory", preset="oom-debug"),
+        Advice(
+            "Shard what every rank holds whole: wrap those modules, too (`fully_shard` or `auto_wrap_policy`), the root"
+            " module last. `safelaunch.probes.sharding(model)` lists them.",
+            only_if="gpu-unsharded",
+        ),
+        Advice("To see which lines hold the memory", only_if="gpu-memory", preset="oom-debug"),
         Advice(
             "CUDA reports an error later than it happens. To have it raised at its own line",
             only_if="gpu-assert",

@@ -13,6 +13,7 @@ from typing import Literal
 from safelaunch.diagnose.causes import CAUSES, FAILURES
 from safelaunch.diagnose.findings import Finding, Ruling
 from safelaunch.diagnose.rank_state import RankFacts
+from safelaunch.diagnose.rules_aborted import aborted_by_a_peer, wrong_size_received
 from safelaunch.diagnose.rules_groups import groups_made_apart
 from safelaunch.diagnose.rules_history import (
     departed,
@@ -23,13 +24,7 @@ from safelaunch.diagnose.rules_history import (
     parted_earlier,
     parted_out_of_step,
 )
-from safelaunch.diagnose.rules_mismatch import (
-    aborted_by_a_peer,
-    mismatch,
-    mispaired,
-    unfit_transfers,
-    wrong_size_received,
-)
+from safelaunch.diagnose.rules_mismatch import mismatch, mispaired
 from safelaunch.diagnose.rules_nodes import (
     failed_elsewhere,
     launcher_stopped,
@@ -51,6 +46,7 @@ from safelaunch.diagnose.rules_state import (
     stopped_ranks,
 )
 from safelaunch.diagnose.rules_threads import threads_that_race
+from safelaunch.diagnose.rules_unfit import unfit_transfers
 from safelaunch.diagnose.rules_wait import (
     beside_calls,
     held_up,

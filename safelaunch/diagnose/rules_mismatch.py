@@ -1,43 +1,32 @@
-"""Ranks that do not meet, and ranks that meet and do not fit.
-
-One group, one number, and different operations, sizes, types or lines; a send and its receive; two roots of one gather;
-what goes into an all_to_all and what comes out.
-"""
+"""Ranks that do not meet: one group, one number, and different operations, sizes, types or lines."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from safelaunch.diagnose.causes import FAILURES, Sign
+from safelaunch.diagnose.causes import Sign
 from safelaunch.diagnose.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
 from safelaunch.diagnose.conditions import record_claim
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import aborted_in, failed_at, is_aborted
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
     apart,
     by_place,
     capital,
-    conditions,
-    each_of,
     ranks_do,
     ranks_word,
     wait_claims,
     wait_words,
     waiting_culprit,
-    waiting_culprits,
-    waits_words,
 )
-from safelaunch.diagnose.peers import PeerWait
-from safelaunch.diagnose.rank_state import Facts, RankFacts, view_of
+from safelaunch.diagnose.rank_state import Facts, view_of
 from safelaunch.diagnose.rules_history import left_its_role, shifted
 from safelaunch.diagnose.sides import Sides, sides_without_majority
-from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case, same_op
-from safelaunch.model import Claim, Collective, Frame, RankEvidence
+from safelaunch.model import Claim, Frame
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.source import Loop, loop_left
@@ -85,7 +74,7 @@ def mismatch(case: Case) -> Ruling:
         lowest = min(numbered, key=lambda w: w.seq or 0)
         found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
         if found is not None:
-            return _by_its_role(case, found) or _of_record(case, found)
+            return _by_its_role(case, found) or of_record(case, found)
     meeting = _by_stacks(case, case.waits.in_circle)
     if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # some ranks send and others do not, by design
         meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), majority=False)
@@ -113,105 +102,10 @@ def mispaired(case: Case) -> Ruling:
         return "all ranks recorded the same operations under the same numbers" if case.alignment.records else ""
     if case.alignment.members(found.group)[0] & case.unseen:
         return ""
-    return _of_record(case, found)
+    return of_record(case, found)
 
 
-def aborted_by_a_peer(facts: Facts) -> Ruling:
-    """A rank was aborted inside a collective, and the survivors' records disagree about that collective.
-
-    gloo aborts the rank that *receives* another number of bytes than it expects, whoever is wrong. What the aborted
-    rank itself had called died with it: so the survivors' disagreement is never more than medium evidence, and where
-    they agree the aborted rank stays the one to look at (:func:`.rules_state.first_failure`).
-    """
-    failed = [facts.ranks[rank] for rank in conditions(facts, *FAILURES)]
-    if not failed or not _in_communication(min(failed, key=lambda f: failed_at(f.evidence)).evidence):
-        return ""
-    aborted = [f.rank for f in failed if _in_communication(f.evidence)]
-    found = facts.histories.first_mismatch
-    if found is None:
-        who = capital(ranks_do(aborted, "was", "were"))
-        return f"{who} aborted in a collective, about which the surviving ranks' records agree"
-    finding = _of_record(facts, _with_aborted(facts, found, aborted))
-    text = f"{finding.summary} {capital(each_of(aborted))} was aborted in it: what reached it was not what it expected."
-    claims = tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted)
-    ruled = f"{ranks_word(aborted)} failed first, but an abort in a collective is done to the receiver"
-    return replace(
-        finding,
-        summary=text,
-        doubts=(*finding.doubts, Doubt.ABORTED_CALL_LOST),
-        claims=claims + finding.claims,
-        ruled_out=(*finding.ruled_out, ruled),
-    )
-
-
-def _in_communication(rank: RankEvidence) -> bool:
-    """Aborted (SIGABRT) in a collective, or in torch with collectives in its hooks."""
-    if not is_aborted(rank) or rank.fatal is None:
-        return False
-    return aborted_in(rank) is not None or calls.in_torch(fr.stack_of(rank, rank.fatal.frames))
-
-
-def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
-    """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well."""
-    if aborted_in(one.evidence) is None or (one.evidence.progress and one.evidence.progress.state == "exited"):
-        return False
-    messages = [other.exception.message for other in facts.evidence.ranks if other.exception is not None]
-    recorded = (facts.alignment.pending(rank) for rank in facts.ranks)
-    return any("gloo" in text for text in messages) or any(e.op.startswith("gloo:") for mine in recorded for e in mine)
-
-
-def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
-    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line."""
-    sides = {key: list(ranks) for key, ranks in found.classes.items()}
-    for rank in aborted:
-        stack = aborted_in(facts.ranks[rank].evidence)
-        site = stack.user_frame if stack is not None else None
-        same = [key for key, ranks in found.classes.items() if site in _sites_of(facts, found, ranks)]
-        if site is not None and len(same) == 1:
-            sides[same[0]].append(rank)
-    odd, majority = vote(sides)
-    known = {rank for ranks in found.classes.values() for rank in ranks}
-    return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
-
-
-def _sites_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> set[Frame | None]:
-    entries = {rank: facts.alignment.entry(rank, found.group, found.seq) for rank in ranks}
-    return {facts.alignment.stack(rank, entry).user_frame for rank, entry in entries.items() if entry is not None}
-
-
-def wrong_size_received(facts: Facts) -> Ruling:
-    """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
-
-    gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
-    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one.
-    """
-    aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
-    others = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
-    if not aborted or not others:
-        return ""
-    mine = {one.rank: aborted_in(one.evidence) for one in aborted}
-    sites = {rank: stack.user_frame for rank, stack in mine.items() if stack is not None}
-    places = {wait.frame for wait in others.values()}
-    named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
-    text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
-    text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
-    reason = "was aborted, as a peer sent more than its call has room for"
-    culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
-    return Finding(
-        "collective-mismatch",
-        (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
-        capital(text),
-        (*culprits, *waiting_culprits(facts, named)),
-        tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
-        + wait_claims(facts, sorted(others)),
-        signs=frozenset({"sizes-differ"}) if places.issuperset(sites.values()) else frozenset(),
-    )
-
-
-# --- ranks that do not meet -------------------------------------------------------------------------------------------
-
-
-def _of_record(facts: Facts, found: Mismatch) -> Finding:
+def of_record(facts: Facts, found: Mismatch) -> Finding:
     """The finding for a mismatch that the Flight Recorders show; where it began earlier, who began it."""
     meeting = _recorded(facts, found)
     shift = facts.histories.shift_in(found.group)
@@ -451,146 +345,3 @@ def _calls_once(facts: Facts, rank: int, group: str, number: int) -> bool:
     """Its line makes one call each time that it runs. A backward pass, or a library, may make several."""
     entry = facts.alignment.entry(rank, group, number)
     return entry is not None and calls.is_direct(facts.alignment.stack(rank, entry))
-
-
-# --- ranks that meet and do not fit -----------------------------------------------------------------------------------
-
-
-def unfit_transfers(case: Case) -> Ruling:
-    """All ranks have arrived, but what one gives is not what another takes: in size, type or root.
-
-    Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
-    """
-    for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
-        wait, members = one.wait, one.ranks
-        if wait.group is None or wait.seq is None:
-            continue
-        if wait.kind == "p2p":
-            pair = case.transfers.unequal(members[0], wait.group)
-            if pair is not None:
-                return _pair(case, pair)
-        elif wait.kind == "collective":
-            sources = _sources(case, wait)
-            if len(set(sources.values())) > 1:
-                return _of_sources(case, wait, sources)
-            roots = several_roots(case.alignment, wait.group, wait.seq)
-            if roots:
-                return _roots(case, wait.group, wait.seq, roots)
-            sums = unequal_exchange(case.alignment, wait.group, wait.seq)
-            if sums is not None:
-                return _exchange(case, wait, members, sums)
-    return ""
-
-
-def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
-    sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
-    says = {one.rank: one.says() + fr.at(sites[one.rank]) for one in pair}
-    text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
-    return Finding(
-        "collective-mismatch",
-        (Doubt.EITHER_SIDE,),
-        f"Rank {text}: they do not fit.",
-        tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
-        tuple(
-            record_claim(
-                one.rank,
-                f"rank {one.rank} {one.says()}: {op_name(one.entry)} #{number_of(one.entry)} of group "
-                f"{one.entry.group!r}",
-            )
-            for one in pair
-        ),
-    )
-
-
-def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
-    """rank → the root that it names in the call, of those that wait in the same one."""
-    there = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None and _is_in(one, wait)}
-    return {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
-
-
-def _is_in(one: RankFacts, wait: PeerWait) -> bool:
-    """It waits in the same call; lists of objects take two, first of their sizes, from one line and with one root."""
-    mine = one.wait
-    if mine is None or mine.key == wait.key:
-        return mine is not None
-    same = (mine.group, mine.seq, mine.op, mine.frame) == (wait.group, (wait.seq or 0) + 1, wait.op, wait.frame)
-    view = view_of(one.evidence) if same else None
-    return view is not None and calls.passes_objects(view.stack)
-
-
-def _root_of(wait: PeerWait) -> int | None:
-    return wait.target if wait.target is not None else wait.source
-
-
-def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
-    """Ranks name different roots in one broadcast, reduce, gather or scatter."""
-    by_root: dict[tuple[Hashable, ...], list[int]] = {}
-    for rank, root in sources.items():
-        by_root.setdefault((root,), []).append(rank)
-    odd, majority = vote(by_root)
-    silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources)
-    surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
-    parts = [f"rank {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
-    text = f"The root of {wait.words}, #{wait.seq} of group {wait.group!r}, is {' and '.join(parts)}."
-    return Finding(
-        "collective-mismatch",
-        () if surely else (Doubt.NO_MAJORITY,),
-        text,
-        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
-        tuple(Claim(f"rank {r} names rank {sources[r]} as the root", f"ranks/{r}/stack.txt") for r in sources)[:8]
-        + wait_claims(facts, sorted(sources)),
-        signs=frozenset({"roots-differ"}),
-    )
-
-
-def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Finding:
-    """Who was not the root the last time is wrong now; where that does not tell, all roots are named."""
-    entries = {rank: facts.alignment.entry(rank, group, seq) for rank in roots}
-    new = tuple(rank for rank, entry in entries.items() if entry is not None and _was_root(facts, rank, entry) is False)
-    named = new if 0 < len(new) < len(roots) else roots
-    sites = {
-        r: facts.alignment.stack(r, entry).user_frame if entry is not None else None for r, entry in entries.items()
-    }
-    op = next(op_name(entry) for entry in entries.values() if entry is not None)
-    text = f"{capital(ranks_word(roots))} each act as root of {op} #{seq} of group {group!r}"
-    text += f" at {fr.place(sites[named[0]])}"
-    if named != roots:
-        text += f"; {ranks_do(named, 'was', 'were')} not the root there before"
-    did = f"acts as root of {op} at"
-    return Finding(
-        "collective-mismatch",
-        (Doubt.EITHER_SIDE,),
-        f"{text}.",
-        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} {fr.place(sites[r])}.", sites[r]) for r in named),
-        tuple(
-            record_claim(rank, f"rank {rank}: {op} #{seq} of group {group!r} has tensors that only the root's has")
-            for rank in roots[:4]
-        )
-        + wait_claims(facts, sorted(facts.ranks)),
-        signs=frozenset({"roots-differ"}),
-    )
-
-
-def _was_root(facts: Facts, rank: int, now: Collective) -> bool | None:
-    """Whether it was the root in its call before ``now`` from the same place; None where there is none."""
-    window = facts.alignment.window(rank, now.group)
-    site = facts.alignment.stack(rank, now).user_frame
-    for number in reversed(window.numbers if window is not None else ()):
-        entry = facts.alignment.entry(rank, now.group, number) if number < now.seq else None
-        if entry is None or op_name(entry) != op_name(now):
-            continue
-        if facts.alignment.stack(rank, entry).user_frame == site:
-            return is_root(entry)
-    return None
-
-
-def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
-    where = f"#{wait.seq} of group {wait.group!r}"
-    text = f"together the ranks send {sums[0]} elements and expect {sums[1]}"
-    claim = record_claim(members[0], f"{where}: {text}")
-    return Finding(
-        "collective-mismatch",
-        (Doubt.SUMS_ALONE,),
-        f"{capital(ranks_do(members, 'waits', 'wait'))} in {wait.words}, {where}: {text}.",
-        claims=(claim, *wait_claims(facts, members)),
-    )

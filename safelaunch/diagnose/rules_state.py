@@ -13,6 +13,7 @@ from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
     blame,
+    by_place,
     capital,
     condition_claims,
     conditions,
@@ -27,6 +28,7 @@ from safelaunch.diagnose.findings import (
 )
 from safelaunch.diagnose.guarding import guard_of, is_scattered
 from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts
+from safelaunch.diagnose.standing import seconds_words, silent_s
 from safelaunch.model import Claim
 
 CLOCKS_S = 2.0
@@ -40,13 +42,22 @@ def slow_not_stuck(facts: Facts) -> Ruling:
     """
     steps = [f"rank {r.rank} at step {r.step}" for r in facts.ranks.values() if r.step is not None]
     where = f" ({', '.join(steps[:4])})" if steps else ""
-    text = f"The job is making progress{where}; nothing is stuck."
     claims = tuple(
         Claim(f"rank {r.rank} is at step {r.step}", f"{r.folder}/progress.json")
         for r in list(facts.ranks.values())[:4]
         if r.step is not None
     )
-    return Finding("slow-not-stuck", (), text, claims=claims)
+    silent = silent_s(facts.evidence)
+    if not silent:
+        text = f"The job is making progress{where}; nothing is stuck."
+        return Finding("slow-not-stuck", (), text, claims=claims)
+    own = {rank: one for rank, one in conditions(facts).items() if rank in silent}
+    does = [f"{each_of(ranks)} {reason}" for reason, ranks in by_place({r: c.reason for r, c in own.items()})[:2]]
+    does += [words for words in [waits_words(facts, [r for r in silent if facts.ranks[r].wait is not None])] if words]
+    least = seconds_words(min(silent.values()))
+    text = f"The job is making progress{where}, but not {ranks_word(silent)}, without a step for {least}"
+    text += f": {'; '.join(does)}." if does else "."
+    return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
 
 
 def first_failure(facts: Facts) -> Ruling:

@@ -23,8 +23,8 @@ class Rhythm:
 
     @property
     def words(self) -> str:
-        longest = f", longest {_seconds(self.longest_s)}" if self.longest_s > FEW * self.usual_s else ""
-        return f" (usual {_seconds(self.usual_s)}{longest})" if self.usual_s else ""
+        longest = f", longest {seconds_words(self.longest_s)}" if self.longest_s > FEW * self.usual_s else ""
+        return f" (usual {seconds_words(self.usual_s)}{longest})" if self.usual_s else ""
 
 
 def stands(evidence: Evidence) -> bool:
@@ -36,6 +36,22 @@ def stands(evidence: Evidence) -> bool:
     if evidence.outcome != "dump" or any(page.paused or page.phase for page in pages):
         return False
     return evidence.stall_s > max(LEAST_S, FEW * rhythm_of(evidence).usual_s)
+
+
+def silent_s(evidence: Evidence) -> dict[int, float]:
+    """The ranks without a step for longer than a few usual ones while another rank of their node has stepped: for how
+    long. A pause or a phase that the script has announced is its own affair.
+    """
+    pages = {rank.rank: (rank.host, page) for rank in evidence.ranks if (page := rank.progress) is not None}
+    newest: dict[str, int] = {}
+    for host, page in pages.values():
+        newest[host] = max(newest.get(host, 0), page.last_step_ns)
+    late = {
+        rank: (newest[host] - page.last_step_ns) / 1e9
+        for rank, (host, page) in pages.items()
+        if page.step is not None and page.state != "exited" and not (page.paused or page.phase)
+    }
+    return {rank: by for rank, by in late.items() if by > max(LEAST_S, FEW * _rhythm(pages[rank][1]).usual_s)}
 
 
 def rhythm_of(evidence: Evidence) -> Rhythm:
@@ -60,7 +76,11 @@ def with_the_time_without_a_step(facts: Facts, finding: Finding) -> Finding:
     if not (evidence.moving and stands(evidence)):
         return finding
     stepped = any(one.step is not None for one in facts.ranks.values())
-    since = f"No step for {_seconds(evidence.stall_s)}" if stepped else f"No step yet, {_seconds(evidence.stall_s)} on"
+    since = (
+        f"No step for {seconds_words(evidence.stall_s)}"
+        if stepped
+        else f"No step yet, {seconds_words(evidence.stall_s)} on"
+    )
     text = f"{since}{rhythm_of(evidence).words}: {_uncapital(finding.summary)}"
     if "slow or endless" not in text:
         text = f"{text.removesuffix('.')}: slow or endless, a dump cannot tell."
@@ -72,5 +92,5 @@ def _uncapital(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def _seconds(seconds: float) -> str:
+def seconds_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -39,6 +39,8 @@ def describe(plan: Plan) -> str:
             f"  check every      {settings.check_every or 'never'}   ({settings.origin('check-every')})",
             f"  early look       {'yes' if settings.early_look else 'no'}   ({settings.origin('no-early-look')})",
         ]
+        if settings.memory_history:
+            lines.append(f"  memory history   yes   ({settings.origin('memory-history')})")
         if settings.on_suspect:
             lines.append(f"  on suspect       {settings.on_suspect}   ({settings.origin('on-suspect')})")
     if settings.pg_timeout is not None:

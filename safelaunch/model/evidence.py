@@ -351,6 +351,49 @@ class RankExit(Record, frozen=True):
     before_close: bool = True
 
 
+class Allocations(Record, frozen=True):
+    """Live blocks of the memory of a GPU: ``count`` of them, ``size`` bytes together, allocated at one place.
+
+    ``frames`` is innermost first; empty if no history was kept: then they are blocks of one size.
+    """
+
+    size: int
+    count: int
+    frames: tuple[Frame, ...] = ()
+
+
+class DeviceMemory(Record, frozen=True):
+    """Where the memory of a GPU was when a rank ran out of it, in bytes; None: not known.
+
+    - ``device``: the rank's own number of the GPU
+    - ``asked``, ``total``, ``free``: of the allocation that failed
+    - ``allocated``: in tensors, ``peak`` at most; ``reserved``: by torch, and ``largest_free`` the largest piece of it
+      without a tensor; ``retries``: how often torch had to give its cached memory back to go on
+    - ``largest``: the largest live block; ``blocks``: by place, the largest first
+    - ``sharded``: of models that are sharded in part, this rank's shards; ``whole``: their parameters that it holds
+      whole, the largest of which are ``whole_names``; None for other models
+    - ``at_allocation``: taken where the allocation failed, not when the exception had ended the script
+    - ``snapshot``: the allocator's own was written, too
+    """
+
+    device: int = -1
+    asked: int | None = None
+    total: int | None = None
+    free: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+    retries: int | None = None
+    largest: int | None = None
+    largest_free: int | None = None
+    blocks: tuple[Allocations, ...] = ()
+    sharded: int | None = None
+    whole: int | None = None
+    whole_names: tuple[str, ...] = ()
+    at_allocation: bool = False
+    snapshot: bool = False
+
+
 class HandledException(Record, frozen=True):
     """An exception that a thread is handling: it is in an ``except`` or a ``finally``. ``thread``: ``Thread.ident``.
 
@@ -418,6 +461,7 @@ class RankEvidence(Record, frozen=True):
     code_roots: tuple[str, ...] = ()  # directories of the standard library and installed packages in the rank
     gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
     log_tail: str = ""  # the end of the rank's output, decoded
+    device_memory: DeviceMemory | None = None
 
 
 class RankFile(Record, frozen=True):
@@ -490,6 +534,24 @@ class NodeEvidence(Record, frozen=True):
     def is_gone(self) -> bool:
         """It is not heard any more, and has not said why."""
         return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
+
+
+class GpuProcess(Record, frozen=True):
+    """A process that has memory of a GPU. ``size``: in bytes, None where the driver does not say. ``name``: empty where
+    no such process was found: its pid is of another container."""
+
+    pid: int
+    size: int | None = None
+    name: str = ""
+
+
+class GpuUse(Record, frozen=True):
+    """Who has memory of a GPU of the node ``host``. ``index``: NVML's number."""
+
+    host: str
+    index: int
+    uuid: str = ""
+    processes: tuple[GpuProcess, ...] = ()
 
 
 class Rendezvous(Record, frozen=True):
@@ -633,7 +695,7 @@ class Evidence(Record, frozen=True):
 
     ``nodes``: of a job of several nodes, as far as they are known. ``early``, ``inconsistent``: of this node.
     ``launched``: None for a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped
-    before the others were looked at.
+    before the others were looked at. ``gpus``: of the nodes whose driver was asked.
     """
 
     outcome: Outcome
@@ -652,3 +714,4 @@ class Evidence(Record, frozen=True):
     inconsistent: tuple[Inconsistency, ...] = ()  # what --check-every found, in order of time
     launched: Launched | None = None
     stopped: tuple[int, ...] = ()
+    gpus: tuple[GpuUse, ...] = ()

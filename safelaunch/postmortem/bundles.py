@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.capture import nccl_ras
+from safelaunch.capture import gpu, nccl_ras
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.cluster.evidence import all_nodes
 from safelaunch.diagnose.exits import failed_by_itself, has_lost_a_peer
@@ -17,10 +17,12 @@ from safelaunch.errors import CaptureError
 from safelaunch.model import (
     BundlePlace,
     CaughtException,
+    DeviceMemory,
     EarlyLook,
     Evidence,
     ExitCall,
     FlightRecord,
+    GpuUse,
     Inconsistency,
     Launched,
     NcclWitness,
@@ -43,6 +45,7 @@ MAX_RECORD_BYTES = 64 << 20
 MAX_LOG_BYTES = 8 << 20
 MAX_NODES = 65_536
 MAX_EARLY = 64
+APART_S = 120.0  # the clocks of nodes differ
 _RANK = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
@@ -63,11 +66,22 @@ class _Job(msgspec.Struct):
     moving: bool = False
 
 
+class _Moment(msgspec.Struct):
+    unix_s: float = 0.0
+
+
 class _Manifest(msgspec.Struct):
     host: str = ""
     watch: _Watch = msgspec.field(default_factory=_Watch)
     job: _Job = msgspec.field(default_factory=_Job)
     notes: tuple[str, ...] = ()
+    written_unix_s: float = 0.0
+    timeline: tuple[_Moment, ...] = ()
+
+    @property
+    def taken(self) -> tuple[float, float]:
+        """From the last progress, with which the timeline begins, to when it was written, in Unix seconds."""
+        return (self.timeline[0].unix_s, self.written_unix_s) if self.timeline else (0.0, 0.0)
 
 
 class _Told(msgspec.Struct):
@@ -194,8 +208,9 @@ def read_bundle(root: Path) -> Found:
         inconsistent=(bundle.json("inconsistent.json", tuple[Inconsistency, ...]) or ())[:MAX_EARLY],
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
+        gpus=_gpus(bundle),
     )
-    return Found("a bundle", evidence, tuple(bundle.problems))
+    return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken)
 
 
 def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
@@ -218,10 +233,16 @@ def _nccl(bundle: _Bundle) -> NcclWitness | None:
     return None
 
 
+def _gpus(bundle: _Bundle) -> tuple[GpuUse, ...]:
+    texts = {name: bundle.text(f"node/{name}/gpus.json") for name in bundle.hosts()}
+    return tuple(one for name, text in texts.items() if text for one in gpu.uses(text.encode(), name))
+
+
 def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     """Merges the bundles of one job's nodes into one evidence; ``names`` are their directories.
 
-    Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes.
+    Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes; and to
+    different incidents: the job went on between them.
     """
     seen: dict[int, str] = {}
     for found, name in zip(bundles, names, strict=True):
@@ -232,6 +253,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     worlds = {found.evidence.world_size for found in bundles}
     if len(worlds) > 1:
         raise Unreadable(f"it holds jobs of {' and '.join(map(str, sorted(worlds)))} ranks: name one of the bundles")
+    _check_moments(bundles, names)
     world = worlds.pop()
     first = bundles[0].evidence
     outcomes = {found.evidence.outcome for found in bundles}
@@ -254,6 +276,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         nccl=nccl,
         launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
         stopped=stopped,
+        gpus=tuple(one for found in bundles for one in found.evidence.gpus),
     )
     problems = [f"{name}/{text}" for found, name in zip(bundles, names, strict=True) for text in found.problems]
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
@@ -267,6 +290,21 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         for rank in found.evidence.ranks
     }
     return Found(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
+
+
+def _check_moments(bundles: Sequence[Found], names: Sequence[str]) -> None:
+    """Of one incident, every node has its last progress before the others have written what they saw."""
+    known = [(found.taken, name) for found, name in zip(bundles, names, strict=True) if all(found.taken)]
+    if not known:
+        return
+    (_, written_s), earlier = min(known, key=lambda one: one[0][1])
+    (progress_s, _), later = max(known, key=lambda one: one[0][0])
+    if progress_s - written_s > APART_S:
+        minutes = (progress_s - written_s) / 60
+        raise Unreadable(
+            f"these bundles are of different incidents: the job still made progress in {later} {minutes:.0f} minutes "
+            f"after {earlier} was written. Name one of them"
+        )
 
 
 _WORST: tuple[Outcome, ...] = ("crash", "hang")
@@ -298,5 +336,6 @@ def _rank(bundle: _Bundle, number: int, host: str, records: Mapping[int, FlightR
         exception=bundle.json(f"{folder}/exception.json", RankException),
         exit_call=bundle.json(f"{folder}/exit_call.json", ExitCall),
         caught=bundle.json(f"{folder}/caught.json", tuple[CaughtException, ...]) or (),
+        device_memory=bundle.json(f"{folder}/device_memory.json", DeviceMemory),
         log_tail=bundle.text(f"{folder}/log_tail.txt"),
     )

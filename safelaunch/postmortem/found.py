@@ -25,7 +25,8 @@ class Found:
     """The evidence at a path. ``what``: its kind in words (``a bundle``); ``problems``: unreadable files, with reasons.
 
     ``files``: the file in a claim (``ranks/3/flight_recorder.json``) → the real file, if that is another one.
-    ``bundles``: the directories of the bundles that it was read from.
+    ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
+    when it was written, in Unix seconds; zeros where that is not known.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Found:
     problems: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     bundles: tuple[Path, ...] = ()
+    taken: tuple[float, float] = (0.0, 0.0)
 
 
 def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:

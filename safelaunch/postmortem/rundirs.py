@@ -36,6 +36,8 @@ class _Nowhere:
 
     def add_json(self, artifact: Artifact, value: object) -> None: ...
 
+    def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None: ...
+
 
 def is_run_directory(path: Path) -> bool:
     return untrusted_paths.is_dir(path / "pages") and untrusted_paths.is_file(path / "owner")

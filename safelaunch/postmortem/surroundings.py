@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from safelaunch.capture.logs import NOTHING
 from safelaunch.postmortem.found import Unreadable, read_limited
 from safelaunch.report.about import About, Gpu, Launch, Link, NodeFiles
 from safelaunch.system import untrusted_paths
@@ -43,7 +46,8 @@ def about(root: Path) -> About:
     """What the bundle in ``root`` says. Never raises for its contents: what is damaged is left out."""
     written = _json(root / "manifest.json", _Written) or _Written()
     launch = _json(root / "launch.json", Launch) or Launch()
-    return About(root.name, written.written_unix_s, launch, tuple(_node(path) for path in _nodes(root)))
+    begun_s = _moment(launch.started)
+    return About(root.name, written.written_unix_s, launch, tuple(_node(path, begun_s) for path in _nodes(root)))
 
 
 def about_all(roots: Sequence[Path]) -> About:
@@ -64,7 +68,7 @@ def _nodes(root: Path) -> list[Path]:
     return [path for path in paths if not path.is_symlink() and untrusted_paths.is_dir(path)]
 
 
-def _node(folder: Path) -> NodeFiles:
+def _node(folder: Path, begun_s: float) -> NodeFiles:
     gpus = _json(folder / "gpus.json", _Gpus) or _Gpus()
     resources = _json(folder / "resources.json", _Resources) or _Resources()
     versions = _json(folder / "versions.json", dict[str, str]) or {}
@@ -81,8 +85,29 @@ def _node(folder: Path) -> NodeFiles:
         network=tuple(_link(name, link) for name, link in resources.network.items()),
         environment=tuple((name, text) for name, text in environment.items() if name.startswith(_MATTERS)),
         versions=tuple((name, text) for name, text in versions.items() if name not in _NO_VERSIONS),
-        kernel_log=tuple(_text(folder / "kernel_log.txt").splitlines()[-MOST_LINES:]),
+        kernel_log=tuple(_since(begun_s, _text(folder / "kernel_log.txt").splitlines())[-MOST_LINES:]),
     )
+
+
+def _since(begun_s: float, lines: Sequence[str]) -> list[str]:
+    """The messages of the run alone: the log goes back to the boot of the node. A line without a time stays."""
+    times = [_moment(line) for line in lines]
+    return [line for line, at_s in zip(lines, times, strict=True) if line != NOTHING and not 0 < at_s < begun_s]
+
+
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+
+
+def _moment(text: str) -> float:
+    """The time at the beginning of a text, in Unix seconds, of UTC where it names no zone; 0 without one."""
+    found = _MOMENT.match(text)
+    if found is None:
+        return 0.0
+    zone = (found[3] or "Z").replace("Z", "+0000").replace(":", "")
+    try:
+        return dt.datetime.strptime(f"{found[1]} {found[2]} {zone}", "%Y-%m-%d %H:%M:%S %z").timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _used(place: str, disk: Mapping[str, Any]) -> tuple[str, float]:

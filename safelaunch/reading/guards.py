@@ -17,7 +17,7 @@ from typing import Any
 
 from safelaunch.model import Frame
 from safelaunch.reading.frames import basename
-from safelaunch.reading.source import ReadSource, scope_of, tree_of
+from safelaunch.reading.source import ReadSource, names_in, scope_of, tree_of
 
 # The words of torch, accelerate, transformers, Lightning and DeepSpeed for "which process am I".
 _OF_THE_RANK = re.compile(
@@ -269,12 +269,10 @@ def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int 
 
 
 def _words(node: ast.AST) -> Iterator[str]:
+    """Yields each name in ``node``, and the names of rank variables that are looked up as strings."""
+    yield from names_in(node)
     for part in ast.walk(node):
-        if isinstance(part, ast.Name):
-            yield part.id
-        elif isinstance(part, ast.Attribute):
-            yield part.attr
-        elif isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
+        if isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
             yield str(part.value)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from safelaunch.model import Frame
 from safelaunch.reading.frames import basename
-from safelaunch.reading.source import ReadSource, scope_of, tree_of
+from safelaunch.reading.source import ReadSource, names_in, scope_of, tree_of
 
 # A file; a call of c10d under way; a child process; a key of c10d's store; the same call, which raises each time.
 Kind = Literal["file", "work", "process", "key", "attempt", ""]
@@ -71,7 +71,7 @@ def _in_source(text: str, file: str, line: int, sleeping: bool) -> Poll | Litera
     if tree is None:
         return "not here"
     scope = scope_of(tree, line)
-    if sleeping and not any(_SLEEPS in name for one in _calls_of_line(scope, line) for name in _names(one)):
+    if sleeping and not any(_SLEEPS in name for one in _calls_of_line(scope, line) for name in names_in(one)):
         return "not here"
     loops = [one for one in ast.walk(scope) if isinstance(one, _Loop) and _within(one.body, line)]
     return (_of_loop(max(loops, key=lambda one: one.lineno), file, line) or "not here") if loops else "no loop"
@@ -120,16 +120,8 @@ def _calls_of_line(scope: ast.AST, line: int) -> Iterator[ast.Call]:
     )
 
 
-def _names(node: ast.AST) -> Iterator[str]:
-    for one in ast.walk(node):
-        if isinstance(one, ast.Attribute):
-            yield one.attr
-        elif isinstance(one, ast.Name):
-            yield one.id
-
-
 def _kind(test: ast.AST) -> Kind:
-    names = set(_names(test))
+    names = set(names_in(test))
     return next((kind for kind, asks in _ASKS if names & asks), "")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -102,3 +102,12 @@ def scope_of(tree: ast.Module, line: int) -> ast.AST:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0):
             found = node
     return found
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """Yields each name and attribute in ``node``."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Attribute):
+            yield one.attr
+        elif isinstance(one, ast.Name):
+            yield one.id

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from safelaunch.model import Frame
-from safelaunch.reading.source import ReadSource, tree_of
+from safelaunch.reading.source import ReadSource, names_in, tree_of
 
 _WAITS = frozenset({"get", "wait"})
 _SETS = frozenset({"set", "add", "append", "compare_set"})
@@ -65,17 +65,9 @@ def _keys(call: ast.Call, functions: frozenset[str]) -> Iterator[ast.expr]:
     function = call.func
     if not (isinstance(function, ast.Attribute) and function.attr in functions and call.args):
         return
-    if any("store" in name.lower() for name in _names(function.value)):
+    if any("store" in name.lower() for name in names_in(function.value)):
         key = call.args[0]
         yield key.elts[0] if isinstance(key, (ast.List, ast.Tuple)) and len(key.elts) == 1 else key
-
-
-def _names(node: ast.AST) -> Iterator[str]:
-    for one in ast.walk(node):
-        if isinstance(one, ast.Attribute):
-            yield one.attr
-        elif isinstance(one, ast.Name):
-            yield one.id
 
 
 def _shape(key: ast.expr) -> str:

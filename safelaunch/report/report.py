@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.shortage import of_rank
 from safelaunch.model import (
     Artifact,
     Claim,
@@ -23,9 +24,11 @@ from safelaunch.model import (
     NextStep,
     NodeAtFault,
     NodeEvidence,
+    RankEvidence,
     Verdict,
     format_ranks,
 )
+from safelaunch.reading.device_memory import words
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
     Alike,
@@ -46,6 +49,7 @@ _LOG_LINES = 15
 _STACK_GROUPS = 40
 _STACK_FRAMES = 40
 _NCCL_LINES = 16
+_MEMORY_FRAMES = 6
 
 OUTCOMES = {"hang": "the job hangs", "crash": "the job crashed", "dump": "a look at the job"}
 
@@ -83,12 +87,13 @@ def screen(
     width: int = 100,
     color: bool = False,
     read_line: ReadLine | None = None,
+    cwd: str = "",
 ) -> str:
     """The summary for stderr: at most ``MAX_LINES`` lines of at most ``width`` columns, each starting ``safelaunch: ``.
 
     No line breaks within a word, a path or a command. Longer than ``width`` are only such words, and the commands and
     paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
-    ``read_line`` gives the text of a source line.
+    ``read_line`` gives the text of a source line. ``cwd``: below it, a path may be relative where it fits only so.
     """
     room = max(width - len(PREFIX), 28)
     title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})", room)
@@ -100,8 +105,8 @@ def screen(
         who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
-    command = _command(verdict.next)
-    space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 2
+    command = [*_command(verdict.next), *_place(place, clean(bundle_path), room, clean(cwd))]
+    space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
     space -= len(tail)
     lines = [
@@ -111,7 +116,7 @@ def screen(
         *_claims(verdict, room, max(space, 0)),
         *tail,
     ]
-    lines = [*lines[: MAX_LINES - 1 - len(command)], *command, Line(f"{place}: {clean(bundle_path)}", whole=True)]
+    lines = [*lines[: MAX_LINES - len(command)], *command]
     texts = [line.shown(color) for line in lines]
     return "".join(f"{PREFIX}{text}\n" for text in texts)
 
@@ -259,6 +264,18 @@ def _command(step: NextStep | None) -> list[Line]:
     return [Line(f"  {clean(step.why)}:"), Line(f"    {clean(step.command)}", "command", whole=True)]
 
 
+def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
+    """Where the evidence is. With ``cwd``, in a form that the terminal doesn't break: relative, or on its own line."""
+    line = f"{place}: {path}"
+    if cwd and len(line) > room:
+        inside = path.startswith(f"{cwd.rstrip('/')}/")
+        shorter = f"{place}: {path[len(cwd.rstrip('/')) + 1 :]}" if inside else line
+        if len(shorter) > room:
+            return [Line(f"{place}:"), Line(path, whole=True)]
+        line = shorter
+    return [Line(line, whole=True)]
+
+
 def _ranks(ranges: str) -> str:
     return f"rank {ranges}" if ranges.isdigit() else f"ranks {ranges}"
 
@@ -311,6 +328,7 @@ def markdown(
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),
         _md_next(verdict.next),
+        *(_md_memory(rank) for rank in evidence.ranks if of_rank(rank) is not None),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(rows),
@@ -343,6 +361,22 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None
     if log:
         parts.append(f"{log_title(evidence, culprit.rank)}:\n\n" + _fence(log))
     return "\n\n".join(parts)
+
+
+def _md_memory(rank: RankEvidence) -> str:
+    """What fills the GPU of a rank that ran out of its memory, the largest first."""
+    found = memory_lines(rank)
+    return f"## GPU memory of rank {rank.rank}\n\n" + _fence(found) if found else ""
+
+
+def memory_lines(rank: RankEvidence) -> list[str]:
+    """Each place that holds memory, with the stack that asked for it, innermost first."""
+    seen = rank.device_memory
+    lines = []
+    for block in seen.blocks if seen is not None else ():
+        lines.append(f"{words(block.size)} in {block.count} block{'s' * (block.count != 1)}")
+        lines += [f"    {frame_text(frame)}" for frame in block.frames[:_MEMORY_FRAMES]]
+    return lines
 
 
 def _md_table(rows: Sequence[Alike]) -> str:

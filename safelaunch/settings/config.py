@@ -56,6 +56,7 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_HELD",
         "SAFELAUNCH_EXIT_FILE",
         "SAFELAUNCH_GROUP_TIMEOUT",
+        "SAFELAUNCH_ALLOCATIONS",
     }
 )
 # The lease directory of a node, for tests and for nodes whose /tmp is not shared.
@@ -127,6 +128,7 @@ class Settings:
     on_suspect: str | None = None
     check_every: int = 0
     on_inconsistent: str = "report"
+    memory_history: bool = False
     gpus: str | None = None
     wait: bool = False
     wait_timeout_s: float | None = None
@@ -219,6 +221,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         on_suspect=value("on-suspect", None),
         check_every=value("check-every", 0),
         on_inconsistent=value("on-inconsistent", "report"),
+        memory_history=value("memory-history", False),
         gpus=value("gpus", None),
         wait=value("wait", False) or value("wait-timeout", None) is not None,
         wait_timeout_s=value("wait-timeout", None),

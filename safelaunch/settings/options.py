@@ -196,6 +196,14 @@ _WATCHING = (
         "30m].",
         _RUNS,
     ),
+    Option(
+        "memory-history",
+        None,
+        parse_flag,
+        "1 or 0",
+        "Keep the stack of each allocation on a GPU, and the allocator's snapshot if the GPU runs out of memory.",
+        _RUNS,
+    ),
     Option("no-watch", None, parse_flag, "1 or 0", "Only launch: no beacon, no watchdog, no bundle.", _RUNS),
 )
 _BUNDLES = (
@@ -333,6 +341,7 @@ WATCHDOG_KEYS = (
     "check-every",
     "on-inconsistent",
     "pg-timeout",
+    "memory-history",
 )
 
 

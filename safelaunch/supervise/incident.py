@@ -44,7 +44,7 @@ from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
 from safelaunch.supervise.looks import Looks, native_where_it_tells
-from safelaunch.supervise.node_evidence import collect_node
+from safelaunch.supervise.node_evidence import NodeSaid, collect_node
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
@@ -202,7 +202,7 @@ def take_evidence(
     about.unfinished.hold(root)
     pages = about.run_dir / "pages"
     seen: list[RankEvidence] = []
-    node_said = ("", KillCounts())
+    node_said = NodeSaid()
 
     # From here on, the job's output is free of its secrets. Verdict, bundle and screen are made of this.
     known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
@@ -237,7 +237,7 @@ def take_evidence(
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
         seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, staging))
     timeline = timeline.plus("evidence complete")
-    kernel_log, kills = node_said
+    kernel_log, kills = node_said.kernel_log, node_said.kills
     complete = [
         msgspec.structs.replace(
             side,
@@ -257,6 +257,7 @@ def take_evidence(
         early=known.early,
         inconsistent=known.inconsistent,
         launched=_launched(about),
+        gpus=without_secrets(node_said.gpus, about.redactor),
     )
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
@@ -321,6 +322,8 @@ class _Nowhere:
     def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
 
     def add_json(self, artifact: Artifact, value: object) -> None: ...
+
+    def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None: ...
 
 
 def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:

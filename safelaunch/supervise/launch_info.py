@@ -62,7 +62,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(job.started_unix_s)),
         "not_redacted": list(left_out(plan.env, plan.argv, _ordinary(plan))),
         "command": redactor.argv(plan.argv),
-        "typed": redactor.argv(("safelaunch", *plan.typed))[1:],
+        "typed": redactor.argv(("safelaunch", *_typed_by_user(plan)))[1:],
         "safelaunch": __version__,
         "torch": plan.torch.version if plan.torch is not None else "",
         "agent_pid": job.agent.pid,
@@ -80,6 +80,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "early_look": settings.early_look,
             "check_every": settings.check_every,
             "on_inconsistent": settings.on_inconsistent,
+            "memory_history": settings.memory_history,
             "on_suspect": redactor.said(settings.on_suspect or ""),
             "origins": dict(settings.origins),
         },
@@ -91,6 +92,13 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "on_bundle": redactor.said(settings.on_bundle or ""),
         },
     }
+
+
+def _typed_by_user(plan: Plan) -> tuple[str, ...]:
+    """Empty for a demo: its command is safelaunch's own, and there is nothing to mend and run again."""
+    from safelaunch.reading.frames import is_demo
+
+    return () if any(map(is_demo, plan.script[:1])) else plan.typed
 
 
 def _user() -> str:

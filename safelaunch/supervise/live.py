@@ -33,10 +33,12 @@ from safelaunch.redaction.redactor import Redactor
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
 from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.on_request import GpuMemory, SilentRanks
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
+from safelaunch.watch.quiet import UNKNOWN_S, is_quiet
 
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
@@ -82,6 +84,8 @@ class Live:
         self._for_another: Task[None] | None = None  # a dump that another node has asked for
         self._dumps: deque[_Dump] = deque()
         self._stacks: tuple[Task[StacksAnswer], list[Client]] | None = None
+        self._silent_ranks = SilentRanks()
+        self._gpu_memory = GpuMemory()
         self._cwd = os.fspath(working_directory())
         self._attempt = -1
         self._samples: deque[tuple[float, dict[int, int]]] = deque()
@@ -103,6 +107,8 @@ class Live:
     def _handle(self, request: Request, client: Client) -> None:
         if request.command == "status":
             now = time.monotonic()
+            self._gpu_memory.ask(now)
+            self._silent_ranks.ask(self._silent_since(now), self._watch.targets(), now)
             self._asking.append((client, now if self._together.look_around() else now - AROUND_S))
             self._answer_status(now)
         elif request.command == "dump":
@@ -130,10 +136,11 @@ class Live:
             client.answer(self._about.redactor.tree(msgspec.to_builtins(answer)))
 
     def _answer_status(self, now: float) -> None:
-        """Answers who asks for the status: at once, or as soon as the other nodes' lines are there."""
+        """Answers who asks for the status: at once, or as soon as the other nodes' lines and a look are there."""
         waiting = []
         for client, since_s in self._asking:
-            if self._together.around(since_s) is None and now - since_s < AROUND_S:
+            unknown = self._together.around(since_s) is None or self._silent_ranks.busy
+            if unknown and now - since_s < AROUND_S:
                 waiting.append((client, since_s))
             else:
                 client.answer(self._about.redactor.tree(msgspec.to_builtins(self.status(now))))
@@ -297,6 +304,17 @@ class Live:
         points = self._watch.steps_of(slowest.rank) if slowest is not None else ()
         return [(round(max(0.0, now - at_ns / 1e9), 2), step) for at_ns, step in points[-NEWEST:]]
 
+    def _silent_since(self, now: float) -> dict[int, float]:
+        """The ranks that are silent for longer than any step, and have not said so: rank → its newest progress."""
+        usual_s = self._watch.usual_step_s
+        pages = [one for one in self._watch.last_progress.values() if not (one.paused or one.phase)]
+        ages = {one.rank: self._age_s(one, now) for one in pages}
+        return {
+            one.rank: self._mark_s(one)
+            for one in pages
+            if is_quiet(ages[one.rank], usual_s) or (not usual_s and ages[one.rank] > UNKNOWN_S)
+        }
+
     def _nodes(self, now: float) -> list[NodeStatus]:
         """What is known of every node; only answers to ``status`` ask for it."""
         return [
@@ -334,12 +352,17 @@ class Live:
             phase=self._about.redactor.said(progress.phase),
             signals=", ".join(signals),
             rss_bytes=rss_bytes(progress.pid),
+            gpu_bytes=self._gpu_memory.of(progress.pid),
+            doing=self._about.redactor.said(self._silent_ranks.words(rank, self._mark_s(progress))),
         )
 
     def _age_s(self, progress: Progress, now: float) -> float:
         """How long the rank has shown no progress."""
+        return now - self._mark_s(progress)
+
+    def _mark_s(self, progress: Progress) -> float:
         marks_ns = max(progress.last_step_ns, progress.claimed_ns)
-        return now - max(marks_ns / 1e9, self._watch.heard_s(progress.rank) or 0.0)
+        return max(marks_ns / 1e9, self._watch.heard_s(progress.rank) or 0.0)
 
     def _rate(self, rank: int, progress: Progress, now: float) -> float | None:
         then, steps = self._samples[0] if self._samples else (now, {})

@@ -24,7 +24,7 @@ from safelaunch.launch.job import (
     Job,
     JobProcesses,
 )
-from safelaunch.launch.paths import sweep, sweep_unfinished
+from safelaunch.launch.paths import sweep, sweep_unfinished, working_directory
 from safelaunch.model import RankExit
 from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import Settings
@@ -129,7 +129,7 @@ class Supervisor:
         self._verdict: _Verdict | None = None
         self._stop_s = 0.0  # when somebody asked the job to stop
         self._unshown: list[Report] = []  # what was found before that, for the end
-        self._found_at_stop = ""  # the bundle that was written after somebody asked the job to stop
+        self._found_at_stop = False  # a bundle was written after somebody asked the job to stop
         self._newest = ""  # the newest bundle of a hang
         self._failures: tuple[Failure, ...] = ()
         self._restarting = -1  # the attempt whose ranks we ended for a hang
@@ -350,12 +350,11 @@ class Supervisor:
         writing = self._interrupt.writing or self._stall.writing or self._live.writing
         return self._forwarder.stops == 1 and (crash or writing)
 
-    def _show_what_was_found(self) -> bool:
+    def _show_what_was_found(self) -> None:
         found, self._unshown = self._unshown, []
         for report in found:
             self._show(report)
-            self._found_at_stop = report.published.shown
-        return bool(found)
+            self._found_at_stop = True
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
@@ -462,8 +461,7 @@ class Supervisor:
             self._guarded_tick()
         if self._forwarder.stop_requested and self._watching and self._ending is None:
             self._guarded_tick()
-            if not self._show_what_was_found() and self._found_at_stop:  # what the job has said since hides it
-                say(f"bundle: {self._found_at_stop}")
+            self._show_what_was_found()
 
     def _finish_writing(self) -> None:
         """Finishes the half-written bundle of a crash when the job has ended for a hang, or removes it."""
@@ -545,8 +543,9 @@ class Supervisor:
             width=on.width,
             color=on.color,
             read_line=user_source.line,
+            cwd=os.fspath(working_directory()) if on.terminal else "",
         )
-        say(shown, color=on.color)
+        say(shown, color=on.color, laid_out=True)
         if published.lost:
             say(f"the bundle is lost: {published.problem}")
         elif published.problem:

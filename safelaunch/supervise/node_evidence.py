@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from safelaunch.beacon import layout
@@ -12,9 +12,18 @@ from safelaunch.capture import gpu, logs, node
 from safelaunch.capture.memory import KillCounts, kill_counts
 from safelaunch.capture.parallel import gather_into
 from safelaunch.capture.result import Result
-from safelaunch.model import Artifact
+from safelaunch.model import Artifact, GpuUse
 
 NODE_DEADLINE_S = 6.0
+
+
+@dataclass(frozen=True)
+class NodeSaid:
+    """What of a node's files the evidence needs. ``kills``: the counts of its out-of-memory killer now."""
+
+    kernel_log: str = ""
+    kills: KillCounts = field(default_factory=KillCounts)
+    gpus: tuple[GpuUse, ...] = ()
 
 
 def collect_node(
@@ -26,17 +35,19 @@ def collect_node(
     code_roots: Sequence[str] = (),
     env: Result[dict[str, str]] | None = None,
     kills_at_start: KillCounts | None = None,
-) -> tuple[str, KillCounts]:
-    """Collects the node's files in parallel; returns the kernel log and the current counts of its OOM killer.
+) -> NodeSaid:
+    """Collects the node's files in parallel.
 
     ``pid``: one of the ranks, whose packages are in ``code_roots``; ``env``: the environment it was started with.
     """
     kernel_log: list[str] = []
+    uses: list[GpuUse] = []
     counts = kill_counts()
 
     def gpus() -> None:
         result = gpu.gpus_json(deadline_s=NODE_DEADLINE_S)
         staging.add(result.artifact(f"{folder}/gpus.json"), result.value)
+        uses.extend(gpu.uses(result.value or b"", Path(folder).name))
         text = gpu.nvidia_smi_text(deadline_s=NODE_DEADLINE_S)
         staging.add(text.artifact(f"{folder}/nvidia_smi.txt"), text.value)
 
@@ -58,7 +69,7 @@ def collect_node(
 
     calls = {f"{folder}/gpus.json": gpus, f"{folder}/kernel_log.txt": kernel, folder: rest}
     gather_into(staging, calls, deadline_s=NODE_DEADLINE_S + 2.0)
-    return (kernel_log[0] if kernel_log else ""), counts
+    return NodeSaid(kernel_log[0] if kernel_log else "", counts, tuple(uses))
 
 
 def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:

@@ -56,7 +56,7 @@ def run(plan: Plan, given: Resources, again: Again | None = None) -> int:
 
 def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
     """Runs the job once, as ``run`` does. ``mask``: the signals that are blocked when the job starts."""
-    directory = _prepare(plan)
+    directory = directory_for(plan)
     if directory is not None:
         plan = in_directory(plan, directory.root)
     env = plan.env if directory is not None else _without_beacon(plan)
@@ -126,7 +126,7 @@ def _start_without(plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Si
     return process.identify(pid) or ProcessId(pid, 0)
 
 
-def _prepare(plan: Plan) -> RunPaths | None:
+def directory_for(plan: Plan) -> RunPaths | None:
     """The run directory; None if the job is not watched, by choice or because that is impossible."""
     if not plan.watched:
         return None

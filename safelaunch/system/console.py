@@ -40,10 +40,11 @@ redact = Redaction()
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Where a text is shown: how many columns there are, and whether it may be coloured."""
+    """Where a text is shown: how many columns there are, whether it may be coloured, whether it is a terminal."""
 
     width: int = 100
     color: bool = False
+    terminal: bool = False
 
 
 NARROWEST, WIDTH = 40, 100
@@ -61,7 +62,7 @@ def display(descriptor: int, environ: Mapping[str, str]) -> Display:
         tty, width = False, WIDTH
     color = tty and environ.get("TERM") != "dumb"
     color = not environ.get("NO_COLOR") and (color or bool(environ.get("FORCE_COLOR")))
-    return Display(max(width, NARROWEST) if width else 80, color)
+    return Display(max(width, NARROWEST) if width else 80, color, tty)
 
 
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
@@ -124,20 +125,53 @@ def _redacted_tree(value: object) -> object:
     return [_redacted_tree(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def say(text: str, *, color: bool = False) -> None:
+def say(text: str, *, color: bool = False, laid_out: bool = False) -> None:
     """Writes ``text`` to stderr with each line prefixed, and gives up after 2 seconds.
 
-    The text may quote untrusted input, so control sequences are removed; ``color``: but not colours. A thread does the
-    writing: a terminal that has stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
+    The text may quote untrusted input, so control sequences are removed; ``color``: but not colours. On a terminal, a
+    line that is too long breaks between words, not within a path; ``laid_out``: the text has its lines already. A
+    thread does the writing: a terminal that has stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
     """
     lines = [
         line if line.startswith(PREFIX) else PREFIX + line
         for line in terminal_safe(text, color=color).rstrip("\n").split("\n")
     ]
+    width = 0 if laid_out else _columns()
+    if width:
+        lines = [part for line in lines for part in _broken(line, width)]
     data = "".join(line.rstrip() + "\n" for line in lines).encode("utf-8", "replace")
     writer = threading.Thread(target=_write, args=(data,), name="console", daemon=True)
     writer.start()
     writer.join(WRITE_DEADLINE_S)
+
+
+def _columns() -> int:
+    """The width of the terminal behind stderr; 0 if there is none."""
+    try:
+        return os.get_terminal_size(2).columns
+    except OSError:
+        return 0
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """The line in as many as it needs, each prefixed. A word is never broken, however long it is."""
+    room = max(width, NARROWEST) - len(PREFIX)
+    text = line.removeprefix(PREFIX)
+    if len(text) <= room:
+        return [line]
+    import textwrap  # rarely needed, and this is imported before the job starts
+
+    inner = text.lstrip(" ")
+    indent = " " * (len(text) - len(inner))
+    parts = textwrap.wrap(
+        inner,
+        room,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [PREFIX + part for part in parts] or [line]
 
 
 def _write(data: bytes) -> None:

@@ -188,7 +188,7 @@ def test_what_a_preset_sets_is_in_its_section() -> None:
     for path in (ROOT / "configs").glob("*.yaml"):
         preset = yaml.safe_load(path.read_text())
         for name, value in preset.get("watchdog", {}).items():
-            assert f"`{name}: {value}`" in found[path.stem], f"{path.stem}: {name}"
+            assert f"`{name}: {str(value).lower()}`" in found[path.stem], f"{path.stem}: {name}"
         for name, setting in preset.get("env", {}).items():
             assert f"`{name}={setting['value']}`" in found[path.stem], f"{path.stem}: {name}"
         if "extends" in preset:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from jobs import PROGRAMS, Job, Result
 
+from safelaunch.system.pickles import load_pickle
+
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
 CRASHING = PROGRAMS / "crashing.py"
@@ -102,15 +104,25 @@ def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_pa
     assert result.verdict["culprits"][0]["frame"]["line"] == line_of(CRASHING, "FAILS: size")
 
 
-@pytest.mark.rare
-def test_a_gpu_that_is_out_of_memory(tmp_path: Path) -> None:
-    """With a stand-in for CUDA's error, in its own words."""
-    result = crash(tmp_path, 2, "memory", 1)
-    assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
-    assert result.verdict["culprits"][0]["frame"]["line"] == line_of(CRASHING, "FAILS: memory")
-    assert "70.0 GiB in tensors and 1.0 GiB reserved and unused" in result.verdict["summary"]
-    assert "has 5.0 GiB of the same GPU" in result.verdict["summary"]
-    assert any("`safelaunch gpus`" in one for one in result.verdict["suggestions"])
+@pytest.mark.parametrize("more", [(), pytest.param(("--caught",), marks=pytest.mark.rare)])
+def test_a_gpu_that_is_out_of_memory(more: tuple[str, ...], tmp_path: Path) -> None:
+    """With a stand-in for CUDA's allocator. The snapshot is of the failed allocation, before anything is freed."""
+    result = run(tmp_path, "--preset=oom-debug", "--nproc-per-node=2", PROGRAMS / "shortage.py", *more)
+    assert (result.code, result.verdict["cause"], culprits(result)) == (1, "rank-exception", [1])
+    assert "77.0 GiB in tensors and 1.0 GiB reserved and unused" in result.verdict["summary"]
+    assert "60.0 GiB in 60 blocks, allocated at shortage.py:1 (fill)" in result.verdict["summary"]
+    memory = result.bundle.json("ranks/1/device_memory.json")
+    assert (memory["asked"], memory["largest"], memory["largest_free"]) == (4 << 30, 17 << 30, 1 << 29)
+    assert (memory["at_allocation"], memory["retries"], memory["whole_names"]) == (True, 2, ["0.weight"])
+    assert memory["whole"] == 40_000 * 64 * 4 and 0 < memory["sharded"] <= (64 * 64 + 64) * 4 // 2
+    snapshot = load_pickle((result.bundle.path / "ranks/1/memory_snapshot.pickle").read_bytes())
+    assert len(snapshot["segments"][0]["blocks"]) == 62 and snapshot["device_traces"] == [
+        [{"action": "alloc", "size": 1 << 30}]
+    ]
+    assert (result.bundle.path / "ranks/0/device_memory.json").exists() == bool(more)
+    report = result.bundle.text("report.md")
+    assert "## GPU memory of rank 1" in report and "## GPU memory of rank 0" not in report
+    assert result.bundle.problems() == []
 
 
 def test_an_exception_in_a_loader_worker(tmp_path: Path) -> None:

@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
 import msgspec
 import pytest
 
-from safelaunch.beacon.faults import _quoted
+from safelaunch.beacon.faults import quoted
+from safelaunch.beacon.imports import _Loader
+from safelaunch.beacon.log import without_our_frames
 
 
 @pytest.mark.parametrize(
     "text", ["", "plain", 'a "quoted" \\ path', "tab\tline\nnul\0bell\x07del\x7f", "naïve 例え 🏖️", "</script>"]
 )
 def test_a_quoted_text_is_read_back(text: str) -> None:
-    assert msgspec.json.decode(_quoted(text)) == text
+    assert msgspec.json.decode(quoted(text)) == text
 
 
 def test_what_no_file_can_hold_is_replaced() -> None:
-    assert msgspec.json.decode(_quoted("lone \udc80 surrogate")) == "lone ? surrogate"
+    assert msgspec.json.decode(quoted("lone \udc80 surrogate")) == "lone ? surrogate"
+
+
+def files_in_traceback(loader: Any) -> list[str]:
+    try:
+        _Loader(loader, lambda module: None).exec_module(ModuleType("one"))
+    except BaseException as error:
+        try:
+            raise ValueError from error
+        except ValueError as other:
+            without_our_frames(other)
+        return [frame.filename.rpartition("/")[2] for frame in traceback.extract_tb(error.__traceback__)]
+    raise AssertionError("it raises")
+
+
+def test_a_traceback_looks_as_without_us() -> None:
+    """Also that of its cause. Only where our own code is at fault, it says so."""
+
+    class Interrupted:
+        def exec_module(self, module: ModuleType) -> None:
+            raise KeyboardInterrupt
+
+    assert files_in_traceback(Interrupted()) == ["test_beacon_faults.py", "test_beacon_faults.py"]
+    assert files_in_traceback(None)[-1] == "imports.py"
+
+
+def test_frames_of_the_import_system_beside_ours_are_left_out_too(tmp_path: Any, monkeypatch: Any) -> None:
+    from safelaunch.beacon import imports
+
+    (tmp_path / "interrupted_import.py").write_text("raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finder = imports._Finder()
+    finder._callbacks["interrupted_import"] = lambda module: None
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with pytest.raises(KeyboardInterrupt) as raised:
+        import interrupted_import  # type: ignore[import-not-found] # noqa: F401
+    without_our_frames(raised.value)
+    files = [frame.filename.rpartition("/")[2] for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert [name for name in files if "importlib" in name or name == "imports.py"] == [], files
+    assert files[-1] == "interrupted_import.py"

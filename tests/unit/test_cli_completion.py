@@ -75,7 +75,18 @@ def test_fish(shell: Path) -> None:
     lines = "\n".join(f"echo (complete -C '{line}' | string split -f1 \\t)" for line, _ in CASES)
     code = f"safelaunch completion fish | source\n{lines}"
     found = output_of(["fish", "--no-config", "-c", code], shell).splitlines()
-    assert {line: set(words.split()) for (line, _), words in zip(CASES, found, strict=True)} == dict(CASES)
+    offered = {line: set(words.split()) for (line, _), words in zip(CASES, found, strict=True)}
+    assert offered == {**dict(CASES), "safelaunch --preset ": PRESETS | {"train.py", "bin/"}}, "a preset may be a file"
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_offers_presets_and_files(shell: Path) -> None:
+    code = """eval "$(safelaunch completion zsh 2>/dev/null | sed '/^compdef/d')" 2>/dev/null
+        _alternative() { print -l -- "$@" }
+        _safelaunch_presets"""
+    asked = output_of(["zsh", "-f", "-c", code], shell).splitlines()
+    assert asked == ["presets:preset:compadd -a names", "files:file:_files"]
+    assert completion.script("zsh").count(":NAME|FILE:_safelaunch_presets") == 3
 
 
 @pytest.mark.parametrize("name", completion.SHELLS)

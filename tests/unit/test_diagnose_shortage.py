@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import pytest
 from evidence import at, job, rank
 from msgspec.structs import replace
 from test_reading_device_memory import FULL
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import RankEvidence, RankException, RankExit, Verdict
+from safelaunch.model import (
+    Allocations,
+    DeviceMemory,
+    Frame,
+    GpuProcess,
+    GpuUse,
+    RankEvidence,
+    RankException,
+    RankExit,
+    Verdict,
+)
+
+GIB = 1 << 30
 
 SMALL = FULL.replace("6.00 GiB is reserved", "0.50 GiB is reserved")
 IN_A_CONTAINER = SMALL.replace("Including non-PyTorch memory, this process has 73.50 GiB memory in use. ", "")
 
 
-def out_of_memory(message: str, peer: int = 4712) -> Verdict:
+def out_of_memory(
+    message: str, peer: int = 4712, memory: DeviceMemory | None = None, gpus: tuple[GpuUse, ...] = (), pid: int = 1000
+) -> Verdict:
     exception = RankException("torch.OutOfMemoryError", message, 100.0, (at(41, "step"), at(100, "<module>")))
-    first = rank(0, seen=False, more={"exception": exception, "exit": RankExit(1, 100.2)})
-    return diagnose(job(first, terminated(peer), outcome="crash"))
+    more = {"exception": exception, "exit": RankExit(1, 100.2), "device_memory": memory}
+    first = replace(rank(0, seen=False, more=more), pid=pid)
+    return diagnose(job(first, terminated(peer), outcome="crash", gpus=gpus))
 
 
 def terminated(pid: int) -> RankEvidence:
@@ -53,3 +69,39 @@ def test_fragmentation_and_a_full_gpu_have_advice_of_their_own() -> None:
     assert any("expandable_segments" in one for one in pieces.suggestions)
     assert "pieces" not in full.summary
     assert any("sharded over the ranks" in one for one in full.suggestions)
+
+
+def test_what_fills_the_gpu_is_told_by_line() -> None:
+    inside = (Frame("/usr/lib/python3.11/site-packages/torch/nn/linear.py", 9, "forward"), at(88, "forward"))
+    blocks = (Allocations(41 * GIB, 96, inside), Allocations(3 * GIB, 1, (at(20, "main"),)))
+    verdict = out_of_memory(SMALL, memory=DeviceMemory(0, allocated=66 * GIB, blocks=blocks))
+    assert "The largest part is 41.0 GiB in 96 blocks, allocated at train.py:88 (forward)." in verdict.summary
+    claims = {one.claim: one.file for one in verdict.evidence}
+    assert claims["rank 0 holds 3.0 GiB in 1 block, allocated at train.py:20 (main)"] == "ranks/0/device_memory.json"
+
+
+def test_without_a_history_the_largest_allocation_is_told() -> None:
+    memory = DeviceMemory(0, allocated=66 * GIB, largest=12 * GIB, blocks=(Allocations(36 * GIB, 3),))
+    verdict = out_of_memory(SMALL, memory=memory)
+    assert "Its largest allocation is 12.0 GiB." in verdict.summary
+    assert "rank 0 holds 36.0 GiB in 3 blocks of 12.0 GiB" in [one.claim for one in verdict.evidence]
+
+
+@pytest.mark.parametrize(("whole", "said"), [(8, True), (1, False)])
+def test_parameters_that_are_not_sharded_are_named(whole: int, said: bool) -> None:
+    names = ("embed.weight", "head.weight")
+    memory = DeviceMemory(0, allocated=66 * GIB, sharded=2 * GIB, whole=whole * GIB, whole_names=names)
+    verdict = out_of_memory(SMALL, memory=memory)
+    assert ("8.0 GiB of its parameters whole (embed.weight, head.weight)" in verdict.summary) == said
+    assert any("fully_shard" in one for one in verdict.suggestions) == said
+
+
+@pytest.mark.parametrize(("job_listed", "named"), [(True, True), (False, False)])
+def test_who_else_is_on_the_gpu_is_told_by_the_driver(job_listed: bool, named: bool) -> None:
+    """Where torch says nothing of others. In a container the driver's pids are not ours: nobody is accused."""
+    own = (GpuProcess(4710, GIB),) if job_listed else ()
+    use = GpuUse("node1", 0, "GPU-aa", (*own, GpuProcess(999, 5 * GIB, "vllm"), GpuProcess(998)))
+    verdict = out_of_memory("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total", gpus=(use,), pid=4710)
+    assert ("Process 999 (vllm), which is none of this job, has 5.0 GiB of the same GPU." in verdict.summary) == named
+    assert ("Process 998, which is none of this job, has memory of the same GPU." in verdict.summary) == named
+    assert any("`safelaunch gpus`" in one for one in verdict.suggestions) == named

@@ -87,3 +87,20 @@ def test_no_page_at_all() -> None:
     evidence = Evidence("dump", 1, (), moving=True, stall_s=0.0)
     assert (stands(evidence), rhythm_of(evidence).words) == (False, "")
     assert Progress(0, 0, 1, 0, 1, 1, "torch").history == ()
+
+
+def test_a_rank_that_stands_while_others_step_is_told_and_not_accused() -> None:
+    ranks = [rank(n, in_user(7), "run" if n != 1 else "sleep") for n in range(3)]
+    steps = [9 if n == 1 else 600 for n in range(3)]
+    pages = [
+        msgspec.structs.replace(one.progress, step=step, last_step_ns=step * STEP_NS, first_step_ns=STEP_NS)
+        for one, step in zip(ranks, steps, strict=True)
+        if one.progress is not None
+    ]
+    seen = [msgspec.structs.replace(one, progress=page) for one, page in zip(ranks, pages, strict=True)]
+    verdict = told(job(*seen, outcome="dump", moving=True, stall_s=0.1))
+    assert (verdict.cause, verdict.culprits, verdict.confidence) == ("slow-not-stuck", (), "medium")
+    assert verdict.summary.endswith("but not rank 1, without a step for 59 s: rank 1 is asleep in train.py:7 (train).")
+    announced = [msgspec.structs.replace(one, phase="eval") for one in pages]
+    ranks = [msgspec.structs.replace(one, progress=page) for one, page in zip(ranks, announced, strict=True)]
+    assert told(job(*ranks, outcome="dump", moving=True, stall_s=0.1)).summary.endswith("nothing is stuck.")

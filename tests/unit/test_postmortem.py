@@ -109,7 +109,17 @@ def test_the_evidence_comes_back_whole(tmp_path: Path) -> None:
 
 
 # What other files of the bundle hold: the folder's name, progress.json, proc.json, stack.json and so on.
-ELSEWHERE = {"rank", "progress", "main", "children", "flight_record", "exception", "exit_call", "caught", "log_tail"}
+ELSEWHERE = {
+    "rank",
+    "progress",
+    "main",
+    "children",
+    "flight_record",
+    "exception",
+    "exit_call",
+    "caught",
+    "log_tail",
+} | {"device_memory"}
 
 
 def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
@@ -246,6 +256,27 @@ def test_a_node_whose_bundle_is_not_there(tmp_path: Path, capsys: pytest.Capture
 def test_bundles_of_different_jobs_are_not_put_together(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match="rank 1 is in train-node0 and in train-node1"):
         locate.read(nodes(tmp_path, (0, 1), (1, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("second", "same"),
+    [
+        ((1000.0, 2800.0), True),  # its supervisor was alone, and acted at --max-stall
+        ((1100.0, 1160.0), True),  # by a clock that is fast
+        ((1400.0, 1460.0), False),  # after a restart
+    ],
+)
+def test_bundles_of_two_incidents_are_not_put_together(tmp_path: Path, second: tuple[float, float], same: bool) -> None:
+    folder = nodes(tmp_path, (0, 1), (2, 3))
+    for number, (progress_s, written_s) in enumerate([(1000.0, 1060.0), second]):
+        path = folder / f"train-node{number}/manifest.json"
+        timeline = [{"stage": "last progress", "unix_s": progress_s}, {"stage": "written", "unix_s": written_s}]
+        path.write_text(json.dumps({**json.loads(path.read_text()), "timeline": timeline, "written_unix_s": written_s}))
+    if same:
+        assert len(locate.read(folder).evidence.ranks) == 4
+        return
+    with pytest.raises(Unreadable, match=r"different incidents: .* in train-node1 6 minutes after train-node0 was"):
+        locate.read(folder)
 
 
 def test_the_bundles_of_nodes_that_judged_together_are_one(tmp_path: Path) -> None:

@@ -45,6 +45,23 @@ def test_a_bundle_tells_of_the_job_and_its_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (["2026-11-22 09:59:59 nvrm: old", "2026-11-22 10:00:01 nvrm: new"], [1]),
+        (["2026-11-22T10:30:00+01:00 host kernel: old", "2026-11-22T11:00:00+0100 host kernel: new"], [1]),
+        (["(nothing relevant)"], []),
+        (["without a time", "2026-99-99 10:00:01 no time"], [0, 1]),
+    ],
+)
+def test_the_kernel_log_of_the_run(tmp_path: Path, lines: list[str], shown: list[int]) -> None:
+    """Not what the kernel has said before it, nor that it said nothing."""
+    root = bundle(tmp_path / "one")
+    (root / "launch.json").write_text(json.dumps({"started": "2026-11-22T10:00:00Z"}))
+    (root / "node/a/kernel_log.txt").write_text("\n".join(lines) + "\n")
+    assert list(about(root).nodes[0].kernel_log) == [lines[at] for at in shown]
+
+
+@pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"gpus": 3, "command": [1], "cpus": "x"}', b"\xff\xfe", b"[" * 99_999]
 )
 def test_what_is_damaged_is_left_out(tmp_path: Path, content: bytes) -> None:

@@ -66,6 +66,7 @@ def test_the_options_are_these() -> None:
         "--stall-timeout": True,
         "--max-stall": True,
         "--pg-timeout": True,
+        "--memory-history": False,
         "--stall-floor": True,
         "--stall-ceiling": True,
         "--startup-timeout": True,

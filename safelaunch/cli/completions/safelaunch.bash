@@ -8,7 +8,7 @@
 _shtab_safelaunch_subparsers=(demo exec colaunch presets status dump diagnose reproduce doctor gpus completion help)
 
 _shtab_safelaunch_demo_option_strings=(-h --help --bundle-dir --preset)
-_shtab_safelaunch_exec_option_strings=(-h --help --preset --stall-timeout --stall-floor --stall-ceiling --max-stall --startup-timeout --on-stall --no-early-look --on-suspect --check-every --on-inconsistent --pg-timeout --no-watch --bundle-dir --bundle-archive --keep-bundles --artifact-limit --on-bundle --run-name --gpus --wait --wait-timeout --gpu-busy-memory --no-lease --cluster-key-file --cluster-store --config --dry-run)
+_shtab_safelaunch_exec_option_strings=(-h --help --preset --stall-timeout --stall-floor --stall-ceiling --max-stall --startup-timeout --on-stall --no-early-look --on-suspect --check-every --on-inconsistent --pg-timeout --memory-history --no-watch --bundle-dir --bundle-archive --keep-bundles --artifact-limit --on-bundle --run-name --gpus --wait --wait-timeout --gpu-busy-memory --no-lease --cluster-key-file --cluster-store --config --dry-run)
 _shtab_safelaunch_colaunch_option_strings=(-h --help --grid --gpus-per-job --ports-per-job --timeout --retries --engine --slots --max-parallel --fail-fast --resume --sweep-dir --metric --metric-file --dry-run)
 _shtab_safelaunch_presets_option_strings=(-h --help --json)
 _shtab_safelaunch_status_option_strings=(-h --help --watch --json)
@@ -19,7 +19,7 @@ _shtab_safelaunch_doctor_option_strings=(-h --help --json)
 _shtab_safelaunch_gpus_option_strings=(-h --help --json --gpu-busy-memory)
 _shtab_safelaunch_completion_option_strings=(-h --help)
 _shtab_safelaunch_help_option_strings=(-h --help)
-_shtab_safelaunch_option_strings=(-h --help --preset --stall-timeout --stall-floor --stall-ceiling --max-stall --startup-timeout --on-stall --no-early-look --on-suspect --check-every --on-inconsistent --pg-timeout --no-watch --bundle-dir --bundle-archive --keep-bundles --artifact-limit --on-bundle --run-name --gpus --wait --wait-timeout --gpu-busy-memory --no-lease --cluster-key-file --cluster-store --config --dry-run --help-torchrun --version --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval --start-method --event-log-handler --role --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank --master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout --standalone --module --no-python --run-path --virtual-local-rank -m -r -t)
+_shtab_safelaunch_option_strings=(-h --help --preset --stall-timeout --stall-floor --stall-ceiling --max-stall --startup-timeout --on-stall --no-early-look --on-suspect --check-every --on-inconsistent --pg-timeout --memory-history --no-watch --bundle-dir --bundle-archive --keep-bundles --artifact-limit --on-bundle --run-name --gpus --wait --wait-timeout --gpu-busy-memory --no-lease --cluster-key-file --cluster-store --config --dry-run --help-torchrun --version --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval --start-method --event-log-handler --role --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank --master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout --standalone --module --no-python --run-path --virtual-local-rank -m -r -t)
 
 _shtab_safelaunch_demo___bundle_dir_COMPGEN=_shtab_compgen_dirs
 _shtab_safelaunch_demo___preset_COMPGEN=_shtab_cmd_compgen_9a19454c
@@ -66,6 +66,7 @@ _shtab_safelaunch_exec_pos_0_nargs=...
 _shtab_safelaunch_exec__h_nargs=0
 _shtab_safelaunch_exec___help_nargs=0
 _shtab_safelaunch_exec___no_early_look_nargs=0
+_shtab_safelaunch_exec___memory_history_nargs=0
 _shtab_safelaunch_exec___no_watch_nargs=0
 _shtab_safelaunch_exec___bundle_archive_nargs=0
 _shtab_safelaunch_exec___wait_nargs=0
@@ -111,6 +112,7 @@ _shtab_safelaunch_pos_0_nargs=A...
 _shtab_safelaunch__h_nargs=0
 _shtab_safelaunch___help_nargs=0
 _shtab_safelaunch___no_early_look_nargs=0
+_shtab_safelaunch___memory_history_nargs=0
 _shtab_safelaunch___no_watch_nargs=0
 _shtab_safelaunch___bundle_archive_nargs=0
 _shtab_safelaunch___wait_nargs=0

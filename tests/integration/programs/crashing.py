@@ -31,15 +31,6 @@ def kill_myself(signum: int) -> None:
     os.kill(os.getpid(), signum)  # FAILS: signal
 
 
-def run_out_of_memory() -> None:
-    """Raises what CUDA's allocator raises; another process, which is no rank, has memory of the same GPU."""
-    sizes = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.12 GiB is free."
-    other = f"Process {os.getppid()} has 5.00 GiB memory in use."
-    own = "Including non-PyTorch memory, this process has 73.00 GiB memory in use. Of the allocated memory"
-    parts = "70.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
-    raise torch.OutOfMemoryError(f"CUDA out of memory. {sizes} {other} {own} {parts}")  # FAILS: memory
-
-
 class Samples(Dataset):
     def __init__(self, bad: int) -> None:
         self.bad = bad
@@ -73,8 +64,6 @@ def main() -> None:
                 share(loss)
             elif options.how == "exception":
                 validate(loss)
-            elif options.how == "memory":
-                run_out_of_memory()
             elif options.how == "exit":
                 leave()
             elif options.how in ("SIGKILL", "SIGSEGV", "SIGABRT"):

@@ -1,0 +1,242 @@
+"""Records where a GPU's memory is when a rank runs out of it.
+
+Figures and the largest live blocks are noted in any case. With ``--memory-history``, torch's allocator also keeps the
+stack of each allocation, and its snapshot is written for https://pytorch.org/memory_viz. It is taken where the
+allocation fails: once the exception has unwound the stack, some of the memory is free again.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from . import faults, imports, layout, log
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from typing import Any
+
+MOST_ENTRIES = 50_000  # of the history: what was freed is in there as well
+MOST_BLOCKS = 12
+MOST_FRAMES = 32
+MOST_NAMES = 8
+MOST_SNAPSHOTS = 8  # a script that tries batch sizes runs out of memory again and again
+SNAPSHOT_BYTES = 48 << 20
+
+_base = ""
+_owner = 0
+_observed = 0  # failed allocations that were recorded
+_stale = False  # one has failed since
+
+
+def install(base: str) -> None:
+    """Keeps the stacks of allocations once CUDA is up. ``base``: the path of the rank's page."""
+    global _base, _owner
+    _base, _owner = base, os.getpid()
+    imports.after_import("torch.cuda", log.guarded(_when_initialized))
+
+
+def detach() -> None:
+    """A forked child is another process, which has no CUDA."""
+    global _base
+    _base = ""
+
+
+def _when_initialized(cuda: Any) -> None:
+    """An error in a queued call would reach the script."""
+    cuda._lazy_call(log.guarded(_keep_history))
+
+
+def _keep_history() -> None:
+    torch = sys.modules["torch"]
+    torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=MOST_ENTRIES)
+    torch._C._cuda_attach_out_of_memory_observer(log.guarded(_allocation_failed))
+
+
+def _allocation_failed(device: int, asked: int, total: int, free: int) -> None:
+    """Called by the allocator, before the exception."""
+    global _observed, _stale
+    if not _base or os.getpid() != _owner:
+        return
+    _stale = _observed >= MOST_SNAPSHOTS
+    if not _stale:
+        _observed += 1
+        _record(_base, {"device": device, "asked": asked, "total": total, "free": free, "at_allocation": True})
+
+
+def raised(base: str, value: BaseException) -> None:
+    """The rank ends by this exception of the allocator's. Nothing to do if the failed allocation is recorded."""
+    if _stale or not _observed:
+        _record(base, {"device": _device_in(str(value))})
+
+
+def _device_in(message: str) -> int:
+    """``... GPU 1 has a total capacity of ...``; else the current one."""
+    number = message.partition("GPU ")[2].partition(" ")[0]
+    return int(number) if number.isdigit() else int(sys.modules["torch"].cuda.current_device())
+
+
+def _record(base: str, known: dict[str, object]) -> None:
+    torch = sys.modules["torch"]
+    figures: dict[str, object] = dict(known)
+    snapshot: dict[str, Any] = {}
+    for step in (
+        lambda: figures.update(_statistics(torch.cuda.memory_stats(known["device"]))),
+        lambda: snapshot.update(torch.cuda.memory._snapshot() if _base else {"segments": torch.cuda.memory_snapshot()}),
+        lambda: figures.update(_blocks(snapshot["segments"], known["device"])),
+        lambda: figures.update(_parameters()),
+        lambda: figures.update(_write_snapshot(base + layout.SNAPSHOT_SUFFIX, snapshot) if _base else {}),
+    ):
+        log.guarded(step)()
+    partial = base + layout.MEMORY_SUFFIX + ".partial"
+    with open(partial, "wb", opener=log.private) as out:
+        out.write(_json(figures).encode())
+    os.rename(partial, base + layout.MEMORY_SUFFIX)
+
+
+def _statistics(stats: Mapping[str, int]) -> dict[str, object]:
+    names = {
+        "allocated": "allocated_bytes.all.current",
+        "reserved": "reserved_bytes.all.current",
+        "peak": "allocated_bytes.all.peak",
+        "retries": "num_alloc_retries",
+    }
+    return {name: int(stats[key]) for name, key in names.items() if key in stats}
+
+
+# --- the blocks of the allocator --------------------------------------------------------------------------------------
+
+
+def _blocks(segments: Iterable[Mapping[str, Any]], device: object) -> dict[str, object]:
+    """What lives, by where it was allocated, the largest first; without a history, by its size."""
+    found: dict[object, list[Any]] = {}
+    largest, largest_free = 0, 0
+    for segment in segments:
+        if segment.get("device", device) != device:
+            continue
+        for block in segment.get("blocks", ()):
+            size = int(block["size"])
+            if block.get("state") == "inactive":
+                largest_free = max(largest_free, size)
+                continue
+            largest = max(largest, size)
+            frames = tuple((f["filename"], f["line"], f["name"]) for f in block.get("frames", ())[:MOST_FRAMES])
+            group = found.setdefault(frames or size, [0, 0, frames])
+            group[0] += size
+            group[1] += 1
+    top = sorted(found.values(), key=lambda group: -group[0])[:MOST_BLOCKS]
+    blocks = [{"size": size, "count": count, "frames": list(_frames(frames))} for size, count, frames in top]
+    return {"largest": largest, "largest_free": largest_free, "blocks": blocks}
+
+
+def _frames(frames: Iterable[tuple[str, int, str]]) -> Iterator[dict[str, object]]:
+    for file, line, function in frames:
+        yield {"file": log.absolute(file) if file.endswith(".py") else file, "line": line, "function": function}
+
+
+def _write_snapshot(path: str, snapshot: dict[str, Any]) -> dict[str, object]:
+    """The snapshot as torch writes it; without its history if that makes it too large."""
+    from pickle import dump
+
+    shorter = {**snapshot, "device_traces": [[] for _ in snapshot.get("device_traces", ())]}
+    for one in (snapshot, shorter):
+        try:
+            with open(path + ".partial", "wb", opener=log.private) as out:
+                dump(one, _Bounded(out))
+        except _TooLargeError:
+            continue
+        os.rename(path + ".partial", path)
+        return {"snapshot": True}
+    os.unlink(path + ".partial")
+    return {}
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+class _Bounded:
+    """A file that refuses more than ``SNAPSHOT_BYTES``."""
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+        self._left = SNAPSHOT_BYTES
+
+    def write(self, data: bytes) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise _TooLargeError
+        return int(self._out.write(data))
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def _parameters() -> dict[str, object]:
+    """Of models that are sharded in part: how much of them each rank holds whole. Empty for other models.
+
+    The names of modules are not known to anything but their parents, so each root is walked through.
+    """
+    kind: Any = sys.modules["torch.nn"].Module
+    modules, sharding = [], {}
+    for one in gc.get_objects():
+        if kind in type(one).__mro__:
+            modules.append(one)
+        elif type(one).__name__ == "FSDPParam":
+            info = one._module_info
+            sharding[id(info.module), info.param_name] = one
+            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                sharding[id(module), name] = one
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    sharded, whole = 0, {}
+    for root in modules:
+        if id(root) not in inner:
+            parts = {id(p): (name, p, size) for name, p, size in _parameters_of(root, "", False, sharding, set())}
+            of_root = [size for _, _, size in parts.values() if size is not None]
+            if of_root:
+                sharded += sum(of_root)
+                whole.update({name: _bytes(p) for name, p, size in parts.values() if size is None})
+    if not sharded:
+        return {}
+    top = sorted(whole.items(), key=lambda item: -item[1])[:MOST_NAMES]
+    return {"sharded": sharded, "whole": sum(whole.values()), "whole_names": [name for name, _ in top]}
+
+
+def _parameters_of(
+    module: Any, prefix: str, below: bool, sharding: Mapping[tuple[int, str], Any], seen: set[int]
+) -> Iterator[tuple[str, Any, int | None]]:
+    """Name, parameter, and the bytes of this rank's shard; None for one that it holds whole.
+
+    While FSDP2 has gathered a module, its parameters are plain tensors; FSDP1 has all of those below its wrapper.
+    """
+    if module is None or id(module) in seen:
+        return
+    seen.add(id(module))
+    below = below or type(module).__name__ == "FullyShardedDataParallel"
+    for name, one in list(vars(module).get("_parameters", {}).items()):
+        if one is not None:
+            managed = sharding.get((id(module), name))
+            held = managed.sharded_param if managed is not None else one
+            local = getattr(held, "_local_tensor", None)
+            shards = local is not None and any("Shard" in type(p).__name__ for p in held.placements)
+            size = _bytes(local) if shards else _bytes(one) if below else None
+            yield prefix + name, one, size
+    for name, child in list(vars(module).get("_modules", {}).items()):
+        yield from _parameters_of(child, f"{prefix}{name}.", below, sharding, seen)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel()) * int(tensor.element_size())
+
+
+def _json(value: object) -> str:
+    """The json module is slow to import, and the script may shadow it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{faults.quoted(str(key))}:{_json(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_json, value)) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else faults.quoted(str(value))

@@ -1,0 +1,107 @@
+"""What a rank notes when a GPU has no memory left, with a stand-in for torch's allocator."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from safelaunch.beacon import device_memory, layout, log
+from safelaunch.model import DeviceMemory
+from safelaunch.system.pickles import load_pickle
+
+FRAMES = [{"filename": f"/job/model{depth}.py", "line": depth, "name": "forward"} for depth in range(100)]
+
+
+def block(size: int, state: str = "active_allocated", at: int = 0) -> dict[str, Any]:
+    return {"size": size, "state": state, "frames": FRAMES[at:]}
+
+
+SEGMENTS = [
+    {"device": 0, "blocks": [block(30), block(50, at=1), block(30), block(7, "inactive"), block(9, "inactive")]},
+    {"device": 1, "blocks": [block(1000)]},
+]
+
+
+class OutOfMemoryError(RuntimeError):
+    """By its name alone, as the beacon knows torch's."""
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    monkeypatch.setattr(log, "run_dir", str(tmp_path))
+    memory = SimpleNamespace(_snapshot=lambda: {"segments": SEGMENTS, "device_traces": [["x" * 5000], []]})
+    cuda = SimpleNamespace(
+        memory=memory,
+        memory_snapshot=lambda: SEGMENTS,
+        memory_stats=lambda device: {"allocated_bytes.all.current": 110, "reserved_bytes.all.current": 126},
+        current_device=lambda: 0,
+    )
+    found = SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", found)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.nn", SimpleNamespace(Module=type("Module", (), {})))  # type: ignore[arg-type]
+    for name, value in (("_base", ""), ("_observed", 0), ("_stale", False)):
+        monkeypatch.setattr(device_memory, name, value)
+    return found
+
+
+def noted(base: Path) -> DeviceMemory:
+    return msgspec.json.decode(base.with_name(base.name + layout.MEMORY_SUFFIX).read_bytes(), type=DeviceMemory)
+
+
+def test_blocks_are_told_by_where_they_come_from(torch: SimpleNamespace, tmp_path: Path) -> None:
+    device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("CUDA out of memory. Tried ... GPU 0 has a total"))
+    found = noted(tmp_path / "page")
+    assert [(one.size, one.count, one.frames[0].line) for one in found.blocks] == [(60, 2, 0), (50, 1, 1)]
+    assert (found.device, found.largest, found.largest_free) == (0, 50, 9)
+    assert (found.allocated, found.reserved, found.at_allocation, found.snapshot) == (110, 126, False, False)
+    assert all(len(one.frames) == device_memory.MOST_FRAMES for one in found.blocks)
+
+
+def test_without_a_history_blocks_of_one_size_are_one(torch: SimpleNamespace, tmp_path: Path) -> None:
+    torch.cuda.memory_snapshot = lambda: [{"blocks": [{"size": 4, "state": "active_allocated"}] * 3}]
+    device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("no device named"))
+    assert [(one.size, one.count, one.frames) for one in noted(tmp_path / "page").blocks] == [(12, 3, ())]
+
+
+def test_what_one_step_fails_on_costs_only_itself(torch: SimpleNamespace, tmp_path: Path) -> None:
+    del torch.cuda.memory_stats
+    device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("GPU 1 is full"))
+    assert (noted(tmp_path / "page").allocated, noted(tmp_path / "page").largest) == (None, 1000)
+
+
+def test_the_snapshot_of_the_failed_allocation_stays(torch: SimpleNamespace, tmp_path: Path) -> None:
+    """The exception that follows it finds less: some of the memory is free again. Of many failures, the newest ones."""
+    page = tmp_path / "page"
+    device_memory._base, device_memory._owner = str(page), device_memory.os.getpid()
+    device_memory._allocation_failed(0, 40, 200, 5)
+    torch.cuda.memory_snapshot = list
+    device_memory.raised(str(page), OutOfMemoryError("GPU 0"))
+    found = noted(page)
+    assert (found.asked, found.at_allocation, found.snapshot, len(found.blocks)) == (40, True, True, 2)
+    for asked in range(1, 20):
+        device_memory._allocation_failed(0, asked, 200, 5)
+    assert noted(page).asked == device_memory.MOST_SNAPSHOTS - 1
+    device_memory.raised(str(page), OutOfMemoryError("GPU 0"))
+    assert not noted(page).at_allocation
+
+
+@pytest.mark.parametrize(("limit", "traces"), [(1 << 20, ["x" * 5000]), (4000, []), (10, None)])
+def test_a_snapshot_that_is_too_large_loses_its_history_first(
+    limit: int, traces: list[str] | None, torch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "SNAPSHOT_BYTES", limit)
+    frames = {"segments": [], "device_traces": [["x" * 5000], []]}
+    torch.cuda.memory._snapshot = lambda: frames
+    page = tmp_path / "page"
+    device_memory._base, device_memory._owner = str(page), device_memory.os.getpid()
+    device_memory._allocation_failed(0, 40, 200, 5)
+    snapshot = page.with_name("page" + layout.SNAPSHOT_SUFFIX)
+    assert noted(page).snapshot == snapshot.exists() == (traces is not None)
+    if traces is not None:
+        assert load_pickle(snapshot.read_bytes())["device_traces"] == [traces, []]
+    assert not list(tmp_path.glob("*.partial"))
