@@ -334,7 +334,7 @@ def check(cluster: slurm.Cluster, root: Path, only: str) -> int:
     for work, how in ROWS.items():
         if only not in work.__name__:
             continue
-        row, begin_s = Row(cluster, root / work.__name__, SPEC.replace("HOW", how)), time.monotonic()
+        row, begin_s = Row(cluster, root / f"it's {work.__name__}", SPEC.replace("HOW", how)), time.monotonic()
         try:
             work(row)
             said = "kept"

@@ -144,7 +144,8 @@ class Cluster:
 
     def _is_idle(self) -> bool:
         done = self.run(["sinfo", "--noheader", "--Node", "-o", "%T"], patience_s=10.0)
-        return done.stdout.split() == ["idle"] * len(self.nodes)
+        states = done.stdout.split()  # a line for each node and partition
+        return len(states) >= len(self.nodes) and set(states) == {"idle"}
 
     def _until(self, reached: object, what: str) -> None:
         assert callable(reached)
