@@ -257,7 +257,8 @@ def ctrl_c(row: Row) -> None:
 def scancel_by_somebody(row: Row) -> None:
     row.begin()
     row.until(lambda: len(row.ran()) == 4, "four to run")
-    row.cluster.run(["scancel", row.ran()["many_x-3"][0].partition(".")[0]])
+    job_id = row.ran()["many_x-3"][0].partition(".")[0]
+    row.cluster.run(["scancel", dict(each.split("|") for each in row.listed("%A|%F_%K"))[job_id]])
     row.until(lambda: "many_x-3: cancelled" in row.said.read_text(), "it to be told")
     assert row.finish() == 1
     states = row.states()
@@ -358,8 +359,10 @@ def bench(cluster: slurm.Cluster, root: Path) -> int:
     for number in range(3):
         for name, prefix in (("sbatch", ""), ("sbatch, safelaunch", program)):
             begin_s = time.monotonic()
-            cluster.run(["sbatch", "--wait", "--array=1-16", "--gres=gpu:1", "--mem=10M", "--output=/dev/null",
+            cluster.run(["sbatch", "--array=1-16", "--gres=gpu:1", "--mem=10M", "--output=/dev/null",
                          f"--wrap={prefix} sleep 1"])  # fmt: skip
+            while cluster.run(["squeue", "-h"]).stdout.strip():  # sbatch --wait asks every 10 s only
+                time.sleep(0.1)
             took[name].append(time.monotonic() - begin_s)
         row, begin_s = Row(cluster, root / f"bench-{number}", spec), time.monotonic()
         assert row.begin().wait(120) == 0
