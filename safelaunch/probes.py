@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """``differing``: the tensors that are not equal on all ranks, each with the sides: the ranks that agree."""
+    """``checked``: the tensors that several ranks hold. ``differing``: those that are not equal there, by side."""
 
     checked: int
     differing: Mapping[str, tuple[tuple[int, ...], ...]]
@@ -72,26 +72,29 @@ class Mesh:
 def check_consistent(subject: Any, group: Any = None) -> Consistency:
     """Compares a tensor, or all parameters and buffers of a module, over the ranks of ``group``, bit by bit.
 
-    Of a DTensor, it compares this rank's own part: pass the group of a replicated dimension.
+    Of a DTensor, it compares the ranks that hold the same shard.
     """
     if hasattr(subject, "named_parameters"):
         tensors = {**dict(subject.named_parameters()), **dict(subject.named_buffers())}
     else:
         tensors = {"tensor": subject}
-    prints = {name: _digest(one) for name, one in tensors.items()}
+    prints = {name: (_shard(one), _digest(one)) for name, one in tensors.items()}
     ranks, gathered = _gather(prints, group)
     names = list(dict.fromkeys(name for one in gathered for name in one))
-    differing = {}
+    differing, checked = {}, []
     for name in names:
-        sides: dict[str, list[int]] = {}
+        shards: dict[object, dict[str, list[int]]] = {}
         for rank, one in zip(ranks, gathered, strict=True):
-            sides.setdefault(one.get(name, "missing"), []).append(rank)
-        if len(sides) > 1:
-            differing[name] = tuple(map(tuple, sorted(sides.values(), key=len, reverse=True)))
+            shard, digest = one.get(name, ((), "missing"))
+            shards.setdefault(shard, {}).setdefault(digest, []).append(rank)
+        checked += [name] if len(shards) < max(len(ranks), 2) else []
+        apart = next((sides for sides in shards.values() if len(sides) > 1), None)
+        if apart is not None:
+            differing[name] = tuple(map(tuple, sorted(apart.values(), key=len, reverse=True)))
     rows = [(name, " | ".join(", ".join(map(str, side)) for side in sides)) for name, sides in differing.items()]
-    title = f"{len(differing)} of {len(names)} tensors differ between ranks"
+    title = f"{len(differing)} of {len(checked)} tensors differ between ranks"
     _table(title, ("tensor", "ranks that agree"), rows)
-    return Consistency(len(names), differing)
+    return Consistency(len(checked), differing)
 
 
 def placements(model: Any) -> tuple[Placement, ...]:
@@ -163,6 +166,14 @@ def rank_print(*values: object, group: Any = None) -> tuple[str, ...]:
 
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _shard(tensor: Any) -> tuple[tuple[int, int], ...]:
+    """Which part of a DTensor this rank holds: its place in each mesh dimension that is not replicated."""
+    placements, mesh = getattr(tensor, "placements", ()), getattr(tensor, "device_mesh", None)
+    here = mesh.get_coordinate() if mesh is not None else None
+    pairs = zip(placements, here or (), strict=False)
+    return tuple((dim, place) for dim, (one, place) in enumerate(pairs) if not one.is_replicate())
 
 
 def _bytes(tensor: Any) -> int:

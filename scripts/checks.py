@@ -162,6 +162,26 @@ def read_reproductions(files: Sequence[Path]) -> Found:
     return Found(seen, ("", "seen"), ((what, seen), *((f"– {row['name']}", row["why_not"][:120]) for row in wrong)))
 
 
+def read_consistency(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    healthy = [row for row in rows if row["healthy"]]
+    alarms = [row for row in healthy if not row["right"]]
+    faults = [row for row in rows if not row["healthy"]]
+    right = sum(row["right"] for row in faults)
+    table = [(f"{len(healthy)} healthy programs", f"{len(alarms)} alarms")]
+    table += [(f"– {row['about']}", "; ".join(row["said"])[:120] or "failed") for row in alarms]
+    table += [(row["about"], "found: step and rank right" if row["right"] else "**missed**") for row in faults]
+    seen = f"{len(alarms)} alarms of {len(healthy)} healthy programs; {right} of {len(faults)} faults found"
+    return Found(seen, ("`--check-every 3`", "seen"), tuple(table))
+
+
+def read_consistency_cost(files: Sequence[Path]) -> Found:
+    found = json.loads(files[0].read_text())
+    seen = f"{found['middle']:+.2%} (quartiles {found['low']:+.2%} to {found['high']:+.2%}, {found['pairs']} pairs)"
+    what = f"CPU time that `--check-every 100` adds to steps of {found['step_ms']:.1f} ms on one core"
+    return Found(seen, ("", "seen"), ((what, seen),))
+
+
 def read_soak(files: Sequence[Path]) -> Found:
     rows = [row for file in files for row in json.loads(file.read_text())]
     table, parts = [], []
@@ -323,6 +343,10 @@ CHECKS = {
         "tests/integration/zoo.py",
         "tests/unit/synthetic.py",
         *_JOBS,
+    ),
+    "consistency": _script("scripts/consistency.py", 12, read_consistency, *_JOBS),
+    "consistency-cost": _script(
+        "scripts/consistency.py", 4, read_consistency_cost, *_JOBS, words=("--cost", "--pairs", "12")
     ),
     "first-word": _script(
         "scripts/zoo.py", 30, read_first_word, "tests/integration/zoo.py", *_JOBS, words=("--first-word", "--jobs", "3")

@@ -1,93 +1,178 @@
 """Runs healthy programs and planted faults under ``--check-every``, and prints what was found of each.
 
-    python scripts/consistency.py [--only NAME,NAME] [--cost]
+    python scripts/consistency.py [--only NAME,NAME] [--json FILE]
+    python scripts/consistency.py --cost [--pairs 12] [--json FILE]
 
-Every row is a real job of ``tests/integration/programs/replicas.py``. Its steps are checked three by three, so a fault
-in step 7 shows at step 9. ``--cost`` measures instead what the checks add to a small training on this machine's CPU:
-runs of the same steps with and without them, in turn, by the ratios of neighbours.
+Every row is a real job of ``replicas.py`` or ``replicas_more.py`` in ``tests/integration/programs``. Its steps are
+checked three by three, so a fault in step 7 shows at step 9. Where it says so, it runs on two nodes: two supervisors on
+this host. ``--cost`` measures instead what the checks add to a small training on this machine's CPU: runs of the same
+steps with and without them, in turn, by the ratios of neighbours.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAM = ROOT / "tests" / "integration" / "programs" / "replicas.py"
+PROGRAMS = ROOT / "tests" / "integration" / "programs"
 EVERY = 3
 LINE = r"wrong result: (.+)|(internal error.*|nothing inconsistent.*|the consistency checks.*)"
 
-HEALTHY = {
-    "ddp": 2,
-    "no-sync": 2,
-    "two-optimizers": 2,
-    "ema": 2,
-    "scaler": 2,
-    "lora": 2,
-    "local-sgd": 2,
-    "alone": 2,
-    "fsdp2": 2,
-    "hsdp": 4,
-    "tp": 2,
-}
-# ranks, and what the line about it has to say
-FAULTS = {
-    "seed": (3, r"diverged at step 1: .* parameters, the first is 0\.weight"),
-    "forgotten-broadcast": (3, r"diverged at step 1: rank 0 differs from the others in 2\.weight"),
-    "left-out": (2, r"diverged at step 1: rank 0 against rank 1 in .*4\.weight"),
-    "missing-sync": (2, r"diverged between steps 6 and 9: rank 0 against rank 1 in .*0\.weight"),
-    "bit-flip": (3, r"diverged between steps 6 and 9: rank 2 differs from the others in .*2\.weight"),
-    "hsdp-flip": (4, r"diverged between steps 6 and 9: rank 0 against rank 2 in .*0\.weight"),
-    "tp-flip": (4, r"diverged between steps 6 and 9: rank 2 differs from the others in .*0\.weight"),
-    "nan": (3, r"not finite on rank 1 since step 7.*one rank diverged"),
-    "batch-norm": (2, r"buffers that should be replicas diverged .*5\.running_mean"),
-    "loss": (3, r"loss: rank 1 went its own way"),
-}
+
+@dataclass(frozen=True)
+class Case:
+    """One program. ``expected``: what a line has to say of its fault; empty: it is healthy."""
+
+    kind: str
+    ranks: int
+    about: str
+    expected: str = ""
+    nodes: int = 1
+    more: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.nodes == 1 else f"{self.kind}, {self.nodes} nodes"
 
 
-def run(kind: str, ranks: int, *options: str, steps: int = 60, **env: str) -> tuple[int, list[str]]:
+LATER = "diverged between steps 6 and 9: "
+HEALTHY = (
+    Case("ddp", 2, "DDP with BatchNorm"),
+    Case("no-sync", 2, "gradient accumulation under no_sync"),
+    Case("two-optimizers", 2, "two optimizers of one model"),
+    Case("ema", 2, "an EMA model on rank 0 alone"),
+    Case("scaler", 2, "mixed precision with a GradScaler that skips steps"),
+    Case("lora", 2, "frozen layers, as in LoRA"),
+    Case("local-sgd", 2, "local SGD"),
+    Case("alone", 2, "independent models"),
+    Case("fsdp2", 2, "FSDP2"),
+    Case("hsdp", 4, "HSDP"),
+    Case("tp", 2, "tensor parallel"),
+    Case("ddp", 2, "DDP", nodes=2),
+    Case("hsdp", 4, "HSDP, replicas on either node", nodes=2),
+    Case("tied", 2, "tied weights", more=True),
+    Case("compiled", 2, "torch.compile around DDP", more=True),
+    Case("zero", 2, "ZeroRedundancyOptimizer", more=True),
+    Case("checkpointed", 2, "activation checkpointing and dropout", more=True),
+    Case("backbone", 2, "a frozen backbone", more=True),
+    Case("outside", 2, "a parameter outside the model", more=True),
+    Case("pipeline", 2, "pipeline stages", more=True),
+    Case("pipeline-and-data", 4, "pipeline stages with DDP each", more=True),
+    Case("actors", 3, "learners and an actor", more=True),
+    Case("uneven", 2, "uneven inputs under Join", more=True),
+    Case("gan", 2, "a GAN, at two paces", more=True),
+    Case("averaged", 2, "AveragedModel on rank 0 alone", more=True),
+    Case("grown", 2, "layers added later", more=True),
+    Case("experts", 2, "experts that DDP ignores", more=True),
+    Case("unshared-buffers", 2, "DDP without broadcast_buffers", more=True),
+    Case("compressed", 2, "PowerSGD", more=True),
+    Case("scripted", 2, "a scripted layer", more=True),
+    Case("closures", 2, "LBFGS", more=True),
+    Case("2d", 4, "tensor parallel under FSDP2 in bfloat16", more=True),
+    Case("fsdp1-whole", 2, "FSDP1, NO_SHARD", more=True),
+    Case("fsdp1-hybrid", 4, "FSDP1, HYBRID_SHARD", more=True),
+    Case("fsdp1-sharded", 2, "FSDP1, FULL_SHARD", more=True),
+)
+FAULTS = (
+    Case("seed", 3, "a seed that differs", r"diverged at step 1: .* parameters, the first is 0\.weight"),
+    Case(
+        "forgotten-broadcast",
+        3,
+        "a forgotten broadcast",
+        r"diverged at step 1: rank 0 differs from the others in 2\.weight",
+    ),
+    Case(
+        "left-out",
+        2,
+        "a parameter left out of DDP",
+        r"diverged (at step 1|between steps 1 and 3): rank 0 against rank 1 in .*4\.weight",
+    ),
+    Case("missing-sync", 2, "an all_reduce missing under no_sync", LATER + r"rank 0 against rank 1 in .*0\.weight"),
+    Case("bit-flip", 3, "a bit flipped in one replica", LATER + r"rank 2 differs from the others in .*2\.weight"),
+    Case("hsdp-flip", 4, "the same under HSDP", LATER + r"rank 0 against rank 2 in .*0\.weight"),
+    Case("hsdp-flip", 4, "the same, replicas on either node", LATER + r"rank 0 against rank 2 in .*0\.weight", 2),
+    Case("tp-flip", 4, "the same in a norm under tensor parallel", LATER + r"rank 2 differs .*0\.weight"),
+    Case("fsdp1-flip", 3, "the same under FSDP1", LATER + r"rank 2 differs from the others", more=True),
+    Case("fsdp1-hybrid-flip", 4, "the same, HYBRID_SHARD", LATER + r"rank 1 against rank 3", more=True),
+    Case("nan", 3, "a NaN on one rank", r"not finite on rank 1 since step 7.*one rank diverged"),
+    Case("nan", 4, "the same on two nodes", r"not finite on rank 1 since step 7.*one rank diverged", 2),
+    Case("fsdp2-nan", 3, "the same under FSDP2", r"not finite on rank 1 since step 7.*one rank diverged", more=True),
+    Case("batch-norm", 2, "BatchNorm buffers that drift", r"buffers that should be replicas diverged .*running_mean"),
+    Case("restored", 3, "a rank restored to an older state", LATER + r"rank 1 differs from the others", more=True),
+    Case("compiled-restored", 3, "the same under torch.compile", LATER + r"rank 1 differs from the others", more=True),
+    Case("loss", 3, "a loss that goes its own way", r"loss: rank 1 went its own way"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    ranks: int
+    about: str
+    healthy: bool
+    right: bool
+    said: tuple[str, ...]
+
+
+def run(case: Case, steps: int = 60) -> tuple[int, list[str]]:
     """The exit code of a job and its lines about wrong results."""
-    command = [sys.executable, "-m", "safelaunch", *options, f"--nproc-per-node={ranks}", os.fspath(PROGRAM)]
-    around = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run(
-        [*command, kind, str(steps)], env=around, capture_output=True, text=True, timeout=300, check=False
-    )
-    said = done.stdout + done.stderr
-    if done.returncode:
-        print(said, file=sys.stderr)
-    return done.returncode, [a or b for a, b in re.findall(LINE, said)]
+    program = PROGRAMS / ("replicas_more.py" if case.more else "replicas.py")
+    meet = [f"--nnodes={case.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}"]
+    command = [sys.executable, "-m", "safelaunch", "--check-every", str(EVERY), *(meet if case.nodes > 1 else ())]
+    command += [f"--nproc-per-node={case.ranks // case.nodes}", os.fspath(program), case.kind]
+    # On several nodes, the steps of the time that these take to meet are compared later, and not all of them.
+    command += [str(steps if case.nodes == 1 else 4 * steps)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if case.nodes > 1 else {})}
+    nodes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(case.nodes)
+    ]
+    said = [node.communicate(timeout=300)[0] for node in nodes]
+    if any(node.returncode for node in nodes):
+        print(*said, file=sys.stderr)
+    lines = [a or b for text in said for a, b in re.findall(LINE, text)]
+    return max(node.returncode for node in nodes), list(dict.fromkeys(lines))
 
 
-def table(only: set[str]) -> bool:
-    """Prints a row for each program; returns whether all were right."""
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def table(only: set[str]) -> list[Row]:
+    """Runs the programs and prints a row for each."""
     print("| program | ranks | right | what safelaunch said |\n|---|---|---|---|")
-    right = True
-    for kind, ranks in HEALTHY.items():
-        if not only or kind in only:
-            code, lines = run(kind, ranks, "--check-every", str(EVERY))
-            right &= _row(kind, ranks, not code and _is_quiet(lines), lines)
-    for kind, (ranks, expected) in FAULTS.items():
-        if not only or kind in only:
-            code, lines = run(kind, ranks, "--check-every", str(EVERY))
-            right &= _row(kind, ranks, not code and any(re.search(expected, line) for line in lines), lines)
-    return right
+    rows = []
+    for case in (*HEALTHY, *FAULTS):
+        if not only or case.kind in only:
+            code, lines = run(case)
+            right = not code and (_says(case, lines) if case.expected else _is_quiet(lines))
+            rows.append(Row(case.name, case.ranks, case.about, not case.expected, right, tuple(lines)))
+            told = "<br>".join(lines) or "-"
+            print(f"| {case.name} | {case.ranks} | {'yes' if right else '**no**'} | {told} |", flush=True)
+    return rows
 
 
-def _is_quiet(lines: list[str]) -> bool:
-    return len(lines) == 1 and lines[0].startswith("nothing inconsistent")
+def _says(case: Case, lines: Sequence[str]) -> bool:
+    return any(re.search(case.expected, line) for line in lines)
 
 
-def _row(kind: str, ranks: int, right: bool, lines: list[str]) -> bool:
-    print(f"| {kind} | {ranks} | {'yes' if right else '**no**'} | {'<br>'.join(lines) or '-'} |", flush=True)
-    return right
+def _is_quiet(lines: Sequence[str]) -> bool:
+    return bool(lines) and all(line.startswith("nothing inconsistent") for line in lines)
 
 
-def cost(pairs: int) -> None:
+def cost(pairs: int) -> dict[str, float]:
     """Times one process that trains, with checks and without, in turn."""
     ratios, plain_ms = [], []
     for number in range(pairs):
@@ -95,14 +180,17 @@ def cost(pairs: int) -> None:
         ratios.append(times[100] / times[0] - 1)
         plain_ms.append(times[0])
     low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"a step of {statistics.median(plain_ms):.2f} ms of CPU time; --check-every 100 adds {middle:+.2%}")
+    step_ms = statistics.median(plain_ms)
+    print(f"a step of {step_ms:.2f} ms of CPU time; --check-every 100 adds {middle:+.2%}")
     print(f"quartiles {low:+.2%} to {high:+.2%}, {pairs} pairs")
+    return {"step_ms": step_ms, "low": low, "middle": middle, "high": high, "pairs": pairs}
 
 
 def _timed(every: int) -> float:
     """CPU milliseconds per step of one process. CPU time, because other programs may have the cores."""
     options = ["--check-every", str(every)] if every else []
-    command = [sys.executable, "-m", "safelaunch", *options, "--nproc-per-node=1", os.fspath(PROGRAM), "cost", "600"]
+    program = os.fspath(PROGRAMS / "replicas.py")
+    command = [sys.executable, "-m", "safelaunch", *options, "--nproc-per-node=1", program, "cost", "600"]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=True
     )
@@ -111,15 +199,17 @@ def _timed(every: int) -> float:
 
 def main() -> int:
     """Parses the arguments; exits with 1 if a row is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="programs, with commas between")
     parser.add_argument("--cost", action="store_true", help="measure the cost instead")
     parser.add_argument("--pairs", type=int, default=6)
-    arguments = parser.parse_args()
-    if arguments.cost:
-        cost(arguments.pairs)
-        return 0
-    return 0 if table(set(filter(None, arguments.only.split(",")))) else 1
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to FILE")
+    words = parser.parse_args()
+    rows = [] if words.cost else table(set(filter(None, words.only.split(","))))
+    found = cost(words.pairs) if words.cost else [asdict(row) for row in rows]
+    if words.json:
+        words.json.write_text(json.dumps(found))
+    return 0 if all(row.right for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ A series is what is checked together: an optimizer's parameters, or the BatchNor
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import mmap
 import os
@@ -20,16 +19,13 @@ import weakref
 from collections import deque
 from time import monotonic_ns
 
-from . import imports, layout, log, marks, page
+from . import fingerprints, imports, layout, log, marks, page, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-MIX = -1640531527  # 2^32 divided by the golden ratio, as a signed word
-PIECE = 1 << 20  # elements that are mixed at once: bounds the memory that a check takes
-LARGE = 4096  # elements: tensors that have more on average are summed one by one
 MOST_SERIES = 8
 LARGEST_FILE = 4 << 20
 
@@ -38,6 +34,7 @@ _every = 0
 _off = True
 _trackers: dict[int, _Tracker] = {}
 _by_module: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
+_steps_of: list[int] = []  # optimizers whose step is under way, the outermost first
 _losses: deque[tuple[int, Any]] = deque(maxlen=layout.CHECK_WINDOW)
 _loss_steps = 0
 _files = 0
@@ -68,13 +65,38 @@ def _failed() -> None:
         return  # the run directory is gone or full
 
 
-def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
-    """torch's optimizer step post hook."""
-    if _off:
+def optimizer_steps(optimizer: Any, args: object, kwargs: object) -> None:
+    """torch's optimizer step pre hook."""
+    if _off or sys.modules["torch"].compiler.is_compiling():
         return
+    if _steps_of and not _is_under_way(_steps_of[-1]):
+        _steps_of.clear()  # an exception has ended that step
+    _steps_of.append(id(optimizer))
+
+
+def _is_under_way(optimizer: int) -> bool:
+    """Whether the step whose hook calls this is part of that optimizer's."""
+    frame: Any = sys._getframe(3)
+    while frame is not None:
+        if frame.f_code.co_name in ("wrapper", "step") and id(frame.f_locals.get("self")) == optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
+    """torch's optimizer step post hook.
+
+    An optimizer that another one steps is none to check: ZeRO's updates this rank's share, and then the ranks exchange
+    theirs.
+    """
+    torch = sys.modules["torch"]
+    if _off or torch.compiler.is_compiling():
+        return
+    if _steps_of:
+        _steps_of.pop()
     try:
-        torch = sys.modules["torch"]
-        if torch.compiler.is_compiling() or _is_capturing(torch):
+        if _steps_of or _is_capturing(torch):
             return
         tracker = _trackers.get(id(optimizer))
         if tracker is None:
@@ -100,192 +122,21 @@ def _is_capturing(torch: Any) -> bool:
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
-
-
-class _Tensor:
-    """One tensor of a series. ``group``: the ranks that hold a replica of it; empty if none is known to."""
-
-    def __init__(self, name: str, tensor: Any, group: tuple[int, ...]) -> None:
-        self.name, self.tensor, self.group = name, tensor, group
-
-
-def _modules(torch: Any) -> list[Any]:
-    """All modules of this process: an optimizer knows its parameters, but neither their names nor their module."""
-    kind = torch.nn.Module
-    return [one for one in gc.get_objects() if issubclass(type(one), kind) and "_modules" in one.__dict__]
-
-
-def _roots(modules: list[Any]) -> list[Any]:
-    """Modules that are part of no other one, those of DDP first: they tell what is replicated."""
-    inner = {id(child) for one in modules for child in one._modules.values()}
-    return sorted((one for one in modules if id(one) not in inner), key=lambda one: not _is_ddp(one))
-
-
-def _is_ddp(module: Any) -> bool:
-    return any(kind.__name__ == "DistributedDataParallel" for kind in type(module).__mro__)
-
-
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def _ddp_group(ddp: Any) -> tuple[int, ...]:
-    """The ranks that DDP keeps equal; empty if a hook of the user's own may keep them apart, as local SGD does."""
-    for hook, _ in getattr(ddp, "_comm_hooks", ()):
-        ours = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.ddp_comm_hooks")
-        if not ours or getattr(hook, "__name__", "") in ("post_localSGD_hook", "noop_hook"):
-            return ()
-    return _ranks_of(ddp.process_group)
-
-
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    dist = sys.modules["torch.distributed"]
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return ranks if len(ranks) > 1 else ()
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "placements") and hasattr(tensor, "to_local") else tensor
-
-
-def _dtensor_group(tensor: Any) -> tuple[int, ...]:
-    """The ranks that hold the same shard: those along the mesh's replicated dimensions."""
-    placements = getattr(tensor, "placements", None)
-    if placements is None or not hasattr(tensor, "device_mesh"):
-        return ()
-    if any(not (one.is_replicate() or one.is_shard()) for one in placements):
-        return ()
-    mesh = tensor.device_mesh
-    here = mesh.get_coordinate()
-    if here is None:
-        return ()
-    at = tuple(slice(None) if one.is_replicate() else place for one, place in zip(placements, here, strict=True))
-    ranks = tuple(int(rank) for rank in mesh.mesh[at].reshape(-1).tolist())
-    return ranks if len(ranks) > 1 else ()
-
-
-def _named(torch: Any, optimizer: Any) -> tuple[list[_Tensor], list[Any]]:
-    """The tensors of an optimizer's series, and the DDP modules among its parameters' owners.
-
-    A DDP module's own parameters belong to it, frozen ones included: DDP makes them equal when it wraps the module.
-    """
-    trained = [one for group in optimizer.param_groups for one in group["params"]]
-    wanted = {id(one) for one in trained}
-    found: dict[int, _Tensor] = {}
-    wrapped = []
-    for root in _roots(_modules(torch)):
-        ddp = _is_ddp(root)
-        inner = root.module if ddp else root
-        named = [(name, one) for name, one in inner.named_parameters() if one is not None]
-        if not any(id(one) in wanted for _, one in named):
-            continue
-        ignored = getattr(root, "parameters_to_ignore", ()) if ddp else ()
-        group = _ddp_group(root) if ddp else ()
-        if ddp:
-            wrapped.append(root)
-        for name, one in named:
-            if (ddp or id(one) in wanted) and id(one) not in found:
-                replicas = group if name not in ignored else ()
-                found[id(one)] = _Tensor(_clean(name), one, replicas or _dtensor_group(one))
-    for number, one in enumerate(trained):
-        if id(one) not in found:
-            found[id(one)] = _Tensor(f"parameter {number}", one, _dtensor_group(one))
-    return list(found.values()), wrapped
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-class _Prints:
-    """Integer fingerprints of tensors: sums of their mixed bits, which neither order nor rounding changes."""
-
-    def __init__(self, torch: Any, tensors: list[Any]) -> None:
-        self._torch = torch
-        self._batches: list[tuple[list[tuple[int, int, int]], Any, Any]] = []
-        by_kind: dict[Any, list[tuple[int, int, int]]] = {}
-        for number, tensor in enumerate(tensors):
-            for begin in range(0, tensor.numel(), PIECE):
-                pieces = by_kind.setdefault((tensor.dtype, tensor.device), [])
-                pieces.append((number, begin, min(begin + PIECE, tensor.numel())))
-        for (_, device), pieces in by_kind.items():
-            self._add(pieces, device)
-
-    def _add(self, pieces: list[tuple[int, int, int]], device: Any) -> None:
-        batch: list[tuple[int, int, int]] = []
-        for piece in (*pieces, None):
-            if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > PIECE:
-                if batch:
-                    self._batches.append((batch, *self._places(batch, device)))
-                batch = []
-            if piece is not None:
-                batch.append(piece)
-
-    def _places(self, batch: list[tuple[int, int, int]], device: Any) -> tuple[Any, Any]:
-        ends, total = [], 0
-        for _, begin, end in batch:
-            total += end - begin
-            ends.append(total - 1)
-        owners = [number for number, _, _ in batch]
-        return self._torch.tensor(ends, device=device), self._torch.tensor(owners, device=device)
-
-    def of(self, tensors: list[Any], device: Any) -> Any:
-        torch = self._torch
-        words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-        flat = {}
-        for batch, ends, owners in self._batches:
-            parts = []
-            for number, begin, end in batch:
-                if number not in flat:
-                    one = tensors[number].contiguous().view(-1)
-                    flat = {number: one.view(words[one.element_size()]) if one.element_size() in words else one}
-                parts.append(flat[number][begin:end])
-            bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
-            mixed = bits * MIX
-            mixed ^= mixed >> 15
-            mixed *= MIX
-            if len(parts) * LARGE < mixed.numel():
-                sizes = [end - begin for _, begin, end in batch]
-                sums = torch.stack([one.sum(dtype=torch.int64) for one in mixed.split(sizes)])
-            else:
-                sums = mixed.cumsum(0, dtype=torch.int64)[ends].diff(prepend=ends.new_zeros(1))
-            result.index_add_(0, owners.to(device), sums.to(device))
-        return result
-
-
-def _largest(torch: Any, tensors: list[Any], device: Any) -> Any:
-    """The largest magnitude of each tensor: exact, free of overflow, and not finite where any element is not."""
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    known = [n for n, one in enumerate(tensors) if one is not None and one.numel() and one.dtype in floats]
-    result = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    if known and all(tensors[number].device.type == "cpu" for number in known) and device.type == "cpu":
-        # Many times faster there than the norm, of which each device has one kernel for all tensors.
-        ends = [torch.stack(tensors[number].detach().aminmax()).double() for number in known]
-        result[known] = torch.stack(ends).abs_().amax(1)
-        return result
-    by_device: dict[Any, list[int]] = {}
-    for number in known:
-        by_device.setdefault((tensors[number].device, tensors[number].dtype), []).append(number)
-    for numbers in by_device.values():
-        norms = torch.stack(torch._foreach_norm([tensors[n].detach() for n in numbers], float("inf")))
-        result[torch.tensor(numbers, device=device)] = norms.to(device=device, dtype=torch.float64)
-    return result
-
-
 class _Series:
     """The file of one series, and the numbers on their way to it."""
 
-    def __init__(self, torch: Any, key: str, kind: str, tensors: list[_Tensor]) -> None:
+    def __init__(self, torch: Any, key: str, kind: str, tensors: list[replicas.Tensor]) -> None:
         self._torch = torch
         self.tensors = tensors
-        self._locals = [_local(one.tensor.detach()) for one in tensors]
-        self._prints = _Prints(torch, self._locals)
-        self._device = self._locals[0].device
+        self._locals = [replicas.local(one.tensor.detach()) for one in tensors]
+        self._prints = fingerprints.Prints(torch, self._locals)
+        devices = [one.device for one in self._locals]
+        self._device = next((one for one in devices if one.type != "cpu"), devices[0])
         self._sizes = [one.numel() for one in self._locals]
         self._pending: deque[tuple[list[int], Any, Any]] = deque()
         self._slot = 0
-        self._words = self._create({"key": key, "kind": kind})
+        # The port tells attempts of the job apart: torchrun takes another one for each.
+        self._words = self._create({"key": f"{key} {os.environ.get('MASTER_PORT', '')}", "kind": kind})
 
     def _create(self, about: dict[str, object]) -> memoryview:
         global _files
@@ -320,43 +171,48 @@ class _Series:
 
     def still_fits(self) -> bool:
         """Whether the tensors still have the sizes for which the pieces were cut."""
-        return [_local(one.tensor).numel() for one in self.tensors] == self._sizes
+        return [replicas.local(one.tensor).numel() for one in self.tensors] == self._sizes
 
     def take(self, position: int, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
         """Computes the numbers of this moment. ``extra``: of ``CHECK_WINDOW`` steps, on the device."""
         torch, device = self._torch, self._device
         with torch.no_grad():
-            now = [_local(one.tensor.detach()) for one in self.tensors]
-            grads = [None if (g := one.tensor.grad) is None else _local(g) for one in self.tensors]
+            now = [replicas.local(one.tensor.detach()) for one in self.tensors]
+            grads = [None if (g := one.tensor.grad) is None else replicas.local(g) for one in self.tensors]
             grads = [None if one is not None and one.is_sparse else one for one in grads]
             known = list(losses)
             parts = [
                 self._prints.of(now, device),
-                _largest(torch, now, device).view(torch.int64),
-                _largest(torch, grads, device).view(torch.int64),
-                (extra if extra is not None else torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=device))
-                .to(device=device, dtype=torch.float64)
-                .view(torch.int64),
+                fingerprints.largest(torch, now, device).view(torch.int64),
+                fingerprints.largest(torch, grads, device).view(torch.int64),
+                fingerprints.on(extra, device).view(torch.int64)
+                if extra is not None
+                else torch.zeros(layout.CHECK_WINDOW, dtype=torch.int64, device=device),
             ]
             if known:
-                values = [torch.as_tensor(value, dtype=torch.float64).reshape(-1)[:1].to(device) for _, value in known]
-                parts.append(torch.cat(values).view(torch.int64))
+                parts.append(self._losses_of([value for _, value in known]).view(torch.int64))
             numbers = torch.cat(parts)
             host, event = self._to_host(numbers)
         head = [position, monotonic_ns(), len(known), known[0][0] if known else 0]
         self._pending.append((head, host, event))
         self.write()
 
+    def _losses_of(self, values: list[Any]) -> Any:
+        """On the device; those that are not there yet go there together."""
+        torch = self._torch
+        found = [one if hasattr(one, "reshape") and one.device == self._device else None for one in values]
+        here = [float(one) for one, there in zip(values, found, strict=True) if there is None]
+        moved = iter(fingerprints.on(torch.tensor(here, dtype=torch.float64), self._device).unbind())
+        return torch.stack([one.reshape(-1).select(0, 0).double() if one is not None else next(moved) for one in found])
+
     def _to_host(self, numbers: Any) -> tuple[Any, Any]:
         if numbers.device.type == "cpu":
             return numbers, None
         torch = self._torch
-        device = getattr(torch, numbers.device.type)
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
-        event = device.Event()
-        event.record()
-        return host, event
+        stream = getattr(torch, numbers.device.type).current_stream(numbers.device)
+        return host, stream.record_event()
 
     def write(self) -> None:
         """Writes what has arrived on the host. Never waits."""
@@ -393,8 +249,8 @@ class _Buffers:
         self.due = 0
         self.synced = True
 
-    def _tensors(self, ddp: Any) -> list[_Tensor]:
-        group = _ddp_group(ddp)
+    def _tensors(self, ddp: Any) -> list[replicas.Tensor]:
+        group = replicas.ddp_group(ddp)
         kind = sys.modules["torch.nn.modules.batchnorm"]._BatchNorm
         ignored = getattr(ddp, "parameters_to_ignore", ())
         found = []
@@ -403,7 +259,7 @@ class _Buffers:
                 for short, one in module.named_buffers(recurse=False):
                     name = f"{prefix}.{short}" if prefix else short
                     if name not in ignored:
-                        found.append(_Tensor(_clean(name), one, group))
+                        found.append(replicas.Tensor(replicas.clean(name), one, group))
         return found
 
     def take(self, position: int) -> None:
@@ -495,7 +351,7 @@ class _Tracker:
             buffers.checked(self._steps)
 
     def _begin(self, optimizer: Any) -> bool:
-        tensors, wrapped = _named(self._torch, optimizer)
+        tensors, wrapped = replicas.named(optimizer)
         tensors = [one for one in tensors if not one.tensor.is_meta]
         if not tensors or _files >= MOST_SERIES:
             return False
@@ -510,24 +366,22 @@ class _Tracker:
                 _by_module[ddp] = _Buffers(self._torch, ddp)
                 self._buffers.append(_by_module[ddp])
         if self._window is None:
-            self._watch_one([one.tensor for one in tensors if id(one.tensor) in set(self._trained)])
+            self._watch_one([one for one in tensors if id(one.tensor) in set(self._trained)])
         return True
 
-    def _watch_one(self, trained: list[Any]) -> None:
+    def _watch_one(self, trained: list[replicas.Tensor]) -> None:
         """Watches the local gradient of one small parameter near the model's input, in every step.
 
         What is not finite anywhere in a backward pass gets there, before the ranks' gradients are averaged: it tells
         which rank was first, and in which step.
         """
         torch = self._torch
-        early = [one for one in trained if one.requires_grad and one.is_leaf and not hasattr(one, "placements")][:4]
-        if not early:
+        early = [one for one in trained if one.leaf.requires_grad and one.leaf.is_leaf][:4]
+        chosen = min(early, key=lambda one: one.leaf.numel(), default=None)
+        if chosen is None or not chosen.leaf.dtype.is_floating_point:
             return
-        chosen = min(early, key=lambda one: one.numel())
-        if not chosen.dtype.is_floating_point:
-            return
-        self._window = torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=chosen.device)
-        chosen.register_hook(_sentinel(torch, weakref.ref(self), weakref.ref(chosen)))
+        self._window = torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=chosen.leaf.device)
+        chosen.leaf.register_hook(_sentinel(torch, weakref.ref(self), weakref.ref(chosen.tensor)))
 
     def saw(self, size: Any, *, first: bool) -> None:
         """A backward pass has reached the sentinel. ``first``: since the gradients were cleared."""
@@ -543,7 +397,7 @@ def _sentinel(torch: Any, tracker: Any, parameter: Any) -> Callable[[Any], None]
             here, watched = tracker(), parameter()
             if here is not None and not (torch.compiler.is_compiling() or _is_capturing(torch)):
                 here.saw(
-                    torch.linalg.vector_norm(gradient.detach(), float("inf")),
+                    torch.linalg.vector_norm(replicas.local(gradient.detach()), float("inf")),
                     first=watched is None or watched.grad is None,
                 )
         except Exception:

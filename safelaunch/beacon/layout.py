@@ -67,6 +67,7 @@ EXCEPTION_SUFFIX = ".exception"
 EXIT_SUFFIX = ".exit"
 CAUGHT_SUFFIX = ".caught"
 MEMORY_SUFFIX = ".memory"
+CONTRACT_SUFFIX = ".contract"
 SNAPSHOT_SUFFIX = ".snapshot"
 EVENTS = "agent.events"
 LOG = "beacon.log"
@@ -74,6 +75,7 @@ LIFE = "life"
 KEEPERS = "keepers"
 RESCUE = "rescue"
 MEMBERS = "members"
+GPUS = "gpus"  # lines of: UUID, TAB, the UUID that ranks which start from now on have instead, TAB, its ranks' lock
 # The guardian's interpreter runs code from an environment variable, so that its command line does not name its owner.
 GUARDIAN_CODE = "SL_GUARDIAN"
 GUARDIAN_ARGUMENTS = ("-E", "-S", "-c", f"import os; exec(os.environ.pop('{GUARDIAN_CODE}'))")

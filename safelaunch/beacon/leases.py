@@ -25,6 +25,22 @@ def hold(paths: str) -> None:
             descriptors.protect(fd)
 
 
+def exchange(path: str) -> None:
+    """Gives this rank other GPUs than those that were leased at the start, as the supervisor has written down.
+
+    Nothing has asked CUDA for its devices yet.
+    """
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="ascii") as file:
+        lines = [line.rstrip("\n").split("\t") for line in file]
+    for old, new, lock in lines:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if old in visible:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(new if one == old else one for one in visible)
+        hold(lock)
+
+
 def _open(path: str) -> int:
     """Opens ``path`` and locks a random byte of it. Returns the descriptor that holds the lock, or -1.
 

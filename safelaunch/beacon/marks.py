@@ -24,6 +24,7 @@ def _nothing() -> None:
 
 
 before_first_step = _nothing
+at_first_step: Callable[[], object] = _nothing
 
 
 def use(buffer: bytearray | mmap.mmap, words: memoryview) -> None:
@@ -34,6 +35,8 @@ def use(buffer: bytearray | mmap.mmap, words: memoryview) -> None:
 
 def detach() -> None:
     """Discards all further marks, in a forked child: the page belongs to its parent."""
+    global at_first_step
+    at_first_step = _nothing
     use(bytearray(layout.SIZE), memoryview(bytearray(layout.SIZE)).cast("Q"))
 
 
@@ -55,6 +58,7 @@ def _new_slot(optimizer: object) -> int:
     number = len(_slots)
     if not number:
         before_first_step()
+        at_first_step()
     if number >= layout.MAX_OPTIMIZERS:
         slot = layout.FIRST_OPTIMIZER + layout.MAX_OPTIMIZERS  # no reader looks at this word
     else:
@@ -75,6 +79,7 @@ def user_stepped(loss: object = None) -> None:
         heard_loss(loss)
     if not _words[layout.FIRST_STEP_NS]:
         before_first_step()
+        at_first_step()
         _words[layout.FIRST_STEP_NS] = monotonic_ns()
     words = _words
     try:

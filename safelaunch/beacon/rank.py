@@ -84,6 +84,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     words[layout.READY] = layout.MAGIC
     supervisor = int(env.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     for step in (
+        lambda: leases.exchange(os.path.join(run_dir, layout.GPUS)),
         lambda: leases.hold(env.get("SAFELAUNCH_LEASES", "")),
         lambda: _end_with_job(run_dir, env),
         lambda: _keep_output(base),
@@ -95,6 +96,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: _check_values(base, env.get(layout.CHECKS, "")),
         lambda: _keep_allocations(base, env.get(layout.MEMORY_HISTORY, "")),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
+        lambda: _note_first_step(base),
         lambda: imports.after_import(C10D, lambda c10d: _torch_distributed(c10d, base, env)),
         lambda: _watch_under_exec(run_dir, env),
     ):
@@ -132,6 +134,7 @@ def _torch_optimizer(module: Any) -> None:
         register(marks.optimizer_stepped)
         checks = sys.modules.get(_CHECKS)
         if checks is not None:
+            module.register_optimizer_step_pre_hook(checks.optimizer_steps)
             register(checks.optimizer_stepped)
 
 
@@ -149,6 +152,15 @@ def _keep_allocations(base: str, asked: str) -> None:
         from . import device_memory
 
         device_memory.install(base)
+
+
+def _note_first_step(base: str) -> None:
+    def note() -> None:
+        from . import contract
+
+        contract.write(base)
+
+    marks.at_first_step = log.guarded(note)
 
 
 @log.guarded

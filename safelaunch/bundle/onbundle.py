@@ -84,6 +84,7 @@ class Notifier:
 
 def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
     """The command's variables for a bundle."""
+    suspects = verdict.suspected
     return _usable(
         {
             "SAFELAUNCH_BUNDLE": os.fspath(bundle),
@@ -94,6 +95,8 @@ def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
             "SAFELAUNCH_SUMMARY": " ".join(verdict.summary.split()),
             "SAFELAUNCH_CULPRITS": ",".join(str(culprit.rank) for culprit in verdict.culprits),
             "SAFELAUNCH_RUN_NAME": run_name,
+            "SAFELAUNCH_SUSPECT_GPU": next((one.name for one in suspects if one.unit == "gpu"), ""),
+            "SAFELAUNCH_SUSPECT_HOST": next((one.host for one in suspects), ""),
         }
     )
 

@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from safelaunch.bundle import copier
 from safelaunch.bundle.staging import make_private
@@ -61,8 +62,8 @@ class Published:
         return "lost" if self.lost else str(self.path)
 
 
-def name_of(run_name: str, unix_s: float, outcome: Outcome) -> str:
-    """``<run-name>-<UTC time>-<hang|crash|dump>``."""
+def name_of(run_name: str, unix_s: float, outcome: Outcome | Literal["record"]) -> str:
+    """``<run-name>-<UTC time>-<hang|crash|dump|record>``."""
     return f"{run_name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(unix_s))}-{outcome}"
 
 

@@ -143,6 +143,8 @@ def _rank(
         caught=words.caught,
         log_tail=words.log.value or "",
         device_memory=words.device_memory,
+        batch=words.noted.batch,
+        device=words.noted.device,
     )
 
 
@@ -183,6 +185,8 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
         gpu=known.gpu,
         log_tail=words.log.value or "",
         device_memory=words.device_memory,
+        batch=words.noted.batch,
+        device=words.noted.device,
     )
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from safelaunch.errors import CaptureError
 
 MAX_OUTPUT_BYTES = 64 << 20
+MOST_SAID = 64 << 10
+POLL_S = 0.1
 GRACE_S = 0.5  # to reap a killed helper; a thread waits for one that is stuck in the kernel
 
 
@@ -82,6 +84,50 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
             reader.thread.join(GRACE_S)
     stdout, stderr = (bytes(reader.data) for reader in readers)
     return Output(process.returncode, stdout, stderr.decode("utf-8", "replace"), timed_out)
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], folder: Path, *, deadline_s: float, stop: threading.Event | None = None
+) -> list[Output]:
+    """Runs all at once, for at most ``deadline_s`` seconds or until ``stop`` is set, then kills those that are left.
+
+    What they print on stderr goes to files of ``folder``; stdout is closed. It takes no threads, however many there
+    are. One that can't be started has no return code, and the reason as its stderr.
+    """
+    until = time.monotonic() + deadline_s
+    stop = stop or threading.Event()
+    logs = [folder / f"stderr-{number}" for number in range(len(commands))]
+    running = [_started(words, log) for words, log in zip(commands, logs, strict=True)]
+    while any(isinstance(one, subprocess.Popen) and one.poll() is None for one in running):
+        if time.monotonic() > until or stop.wait(POLL_S):
+            break
+    return [_ended(one, log) for one, log in zip(running, logs, strict=True)]
+
+
+def _started(words: Sequence[str], log: Path) -> subprocess.Popen[bytes] | str:
+    try:
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, **_OWN_GROUP
+            )
+    except OSError as error:
+        return f"cannot start {words[0]}: {error.strerror or error}"
+    helper_reports.started(process.pid)
+    return process
+
+
+def _ended(one: subprocess.Popen[bytes] | str, log: Path) -> Output:
+    if isinstance(one, str):
+        return Output(None, b"", one)
+    timed_out = one.poll() is None
+    if timed_out:
+        _kill(one)
+    try:
+        with log.open("rb") as file:
+            said = file.read(MOST_SAID).decode("utf-8", "replace")
+    except OSError:
+        said = ""
+    return Output(one.returncode, b"", said, timed_out)
 
 
 # A new group, not a session: the session distinguishes the supervisor's own helpers from the job's orphans.

@@ -29,7 +29,7 @@ from msgspec import structs
 
 from safelaunch.errors import CaptureError
 from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, Frame, GroupStatus
-from safelaunch.model.entries import Entries, Kinds, Same, packed
+from safelaunch.model.entries import Entries, Kinds, Same, packed, positions
 from safelaunch.system.pickles import load_pickle
 
 # Backends that ask the device whether an operation has finished. One that they retire otherwise has timed out.
@@ -314,9 +314,8 @@ class _Decoder:
         if not begun:
             return None
         made = array("I", map(self._numbers.__getitem__, row_of))
-        for position, row in enumerate(row_of):
-            if row in begun:
-                made[position] = (begun if _int(seen[position]) > 0 else waiting)[row]
+        for position in positions(row_of, begun):
+            made[position] = (begun if _int(seen[position]) > 0 else waiting)[row_of[position]]
         return made
 
     def _counts(self, name: str) -> Sequence[int]:

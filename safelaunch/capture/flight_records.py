@@ -9,8 +9,8 @@ from operator import itemgetter
 
 from msgspec import structs
 
-from safelaunch.model import Collective, FlightRecord
-from safelaunch.model.entries import Entries
+from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord
+from safelaunch.model.entries import Entries, Same
 
 
 def merged(records: Sequence[FlightRecord]) -> FlightRecord:
@@ -52,20 +52,23 @@ def contradicts_itself(record: FlightRecord) -> bool:
     """Some collectives of a group have no number, or that of an earlier one: how far the rank came is not known.
 
     Nor is it where one number runs over several groups, and the ring has wrapped. Those of one launch stand side by
-    side under one number. Two threads may be recorded in the other order.
+    side under one number. Two threads may be recorded in the other order. The end of a batch of sends is no collective.
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()
     if not any(ring.seqs):  # it tells none
         return False
-    if list(ring.seqs) == list(ring.record_ids):  # torchcomms counts so, over all groups
+    if _same(ring.seqs, ring.record_ids):  # torchcomms counts so, over all groups
         return ring.seqs[0] > 0 and len({kind.group for kind in kinds.values()}) > 1
     if _ascends(ring, kinds):
         return False
     last: dict[str, list[int]] = {}
+    sent: dict[str, tuple[int, int] | None] = {}  # group → the numbers of a send that is its newest entry
     for at, number in enumerate(ring.seqs):
         kind = kinds[ring.kind_of[at]]
-        if kind.is_p2p:
+        numbers = (ring.p2p_seqs[at], number)
+        before, sent[kind.group] = sent.get(kind.group, numbers), numbers if kind.is_p2p else None
+        if kind.is_p2p or (before == numbers and _ends_a_block(kind)):
             continue
         mine = last.setdefault(kind.group, [])
         if mine and (number == 0 or (number != mine[-1] and number in mine) or (not mine[-1] and ring.record_ids[at])):
@@ -75,8 +78,20 @@ def contradicts_itself(record: FlightRecord) -> bool:
     return False
 
 
+def _ends_a_block(kind: Collective) -> bool:
+    """After sends, or as the first entry that is left, it bears the number of an earlier collective: 0 before any."""
+    return kind.op.endswith("coalesced") and kind.input_sizes in ((), UNKNOWN_SIZES)
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two columns are equal: they are packed, so equal ones are of one type."""
+    return one == other if type(one) is type(other) and not isinstance(one, Same) else list(one) == list(other)
+
+
 def _ascends(ring: Entries, kinds: Mapping[int, Collective]) -> bool:
     """The numbers of each group only grow, as in nearly every record: told at a glance."""
+    if isinstance(ring.seqs, range) and ring.seqs[0] > 0:
+        return True  # those of one group are some of them
     groups = {number: None if kind.is_p2p else kind.group for number, kind in kinds.items()}
     newest: dict[str, int] = {}
     for kind, number in zip(ring.kind_of, ring.seqs, strict=True):

@@ -12,6 +12,7 @@ import msgspec
 
 from safelaunch.beacon import caught_exceptions, layout, ring
 from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
+from safelaunch.roster.progress import Noted, read_contract
 
 from . import logs
 from .result import Result, attempt
@@ -26,6 +27,7 @@ _THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x[0-9a-f]+[^\n]*\(mo
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
 
 
+_NOTED = Noted()
 _NO_RING: Result[str] = Result(None, "output ring", 0.0, missing="this rank has no beacon")
 
 
@@ -43,6 +45,7 @@ class LastWords:
     log: Result[str] = _NO_RING
     device_memory: DeviceMemory | None = None
     snapshot: Path | None = None  # of torch's allocator
+    noted: Noted = _NOTED
 
 
 def read(base: Path) -> LastWords:
@@ -60,6 +63,7 @@ def read(base: Path) -> LastWords:
         caught=parse_caught(_bytes(companion(layout.CAUGHT_SUFFIX))),
         device_memory=_decoded(companion(layout.MEMORY_SUFFIX), DeviceMemory),
         snapshot=snapshot if (snapshot := companion(layout.SNAPSHOT_SUFFIX)).exists() else None,
+        noted=read_contract(base) or Noted(),
         log=attempt("output ring", lambda: logs.log_tail(ring.read(str(companion(layout.RING_SUFFIX))))),
     )
 

@@ -5,7 +5,6 @@ All of it comes from files. This process imports nothing of the job, and runs no
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -125,8 +124,10 @@ def _versions(code_roots: list[str], pid: int | None) -> dict[str, str]:
         found["python"] = python[1]
     if executable:
         found["python_executable"] = executable
+    from importlib import metadata  # with a mail parser and more behind it, for the one moment of an incident
+
     for package in PACKAGES:
-        distribution = next(iter(importlib.metadata.distributions(name=package, path=paths)), None)
+        distribution = next(iter(metadata.distributions(name=package, path=paths)), None)
         if distribution is not None:
             found[package] = distribution.version
     for root in paths:

@@ -54,6 +54,7 @@ class _SpyThread(msgspec.Struct):
 
 _DECODER = msgspec.json.Decoder(list[_SpyThread])
 _C10D = "torch/distributed/distributed_c10d.py"
+_EXTENSIONS = "torch/utils/cpp_extension.py"
 _INTEGER = re.compile(r"-?\d{1,9}")
 _WAITS_FOR_KEY = re.compile(r"store\w*(?:\(\))?\.(?:get|wait)\((?P<key>.+)", re.IGNORECASE)
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -129,10 +130,22 @@ def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
 
 
 def _lock_file(frames: Iterable[_SpyFrame]) -> str:
-    """The file that the library ``filelock`` asks for again and again, and has open only as it asks."""
-    inner = next((one for one in frames if "/filelock/" in one.filename), None)
-    held = inner.locals or () if inner is not None else ()
-    return next((one.repr.strip("'\"") for one in held if one.name == "lock_filename" and one.repr), "")
+    """The file that the library ``filelock`` asks for again and again, and has open only as it asks; or the one that
+    stands for a build of torch's C++ extensions.
+    """
+    for frame in frames:
+        if "/filelock/" in frame.filename:
+            return _text(frame, "lock_filename")
+        if frame.filename.endswith(_EXTENSIONS):
+            folder = _text(frame, "build_directory")
+            return f"{folder}/lock" if folder else ""
+    return ""
+
+
+def _text(frame: _SpyFrame, name: str) -> str:
+    """The value of a local variable that is a string; empty where py-spy could not read it, or not all of it."""
+    shown = next((one.repr for one in frame.locals or () if one.name == name and one.repr), "")
+    return "" if shown.endswith("...") else shown.strip("'\"")
 
 
 def dump(

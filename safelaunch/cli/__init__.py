@@ -17,6 +17,7 @@ COMMANDS = {
     "presets": "list the shipped presets, or show one with its reasons",
     "status": "show the runs on this node and their ranks",
     "dump": "write a bundle of a live run, which continues",
+    "record": "say where the time of a live run goes, by rank and line",
     "diagnose": "reach a verdict from a bundle or from dumps",
     "reproduce": "write a small script that hangs in the same way, from a bundle or from dumps",
     "doctor": "check whether safelaunch can watch jobs here",

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safelaunch.blame import memory
+from safelaunch.blame.repeats import suspected_gpus
 from safelaunch.cli import program
 from safelaunch.cli.colaunch_options import Options, parse
 from safelaunch.cli.colaunch_rows import (
@@ -47,7 +50,7 @@ from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.errors import PresetError, SpecError, UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import CommandLine, split
-from safelaunch.launch.paths import working_directory
+from safelaunch.launch.paths import seen_from_here, working_directory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
 from safelaunch.redaction.job_secrets import secret_values
@@ -73,7 +76,8 @@ def main(argv: list[str]) -> int:
     if options.engine == "slurm":
         check_jobs(jobs, "Slurm", environ)
         return _on_slurm(options, jobs, paths, environ)
-    pool = make_pool(jobs, options.slots, options.max_parallel, environ)
+    blamed = partial(blamed_in, paths) if options.exclude_blamed else frozenset[str]
+    pool = make_pool(jobs, options.slots, options.max_parallel, environ, blamed)
     check_jobs(jobs, pool.kind, environ)
     if options.dry_run:
         show("\n".join(describe(jobs, paths, pool)))
@@ -208,7 +212,7 @@ def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> i
     if problem:
         say(f"the summary cannot be written to {paths.root}: {problem}")
     else:
-        say(f"summary: {paths.summary_json}, {paths.summary_csv.name}")
+        say(f"summary: {seen_from_here(os.fspath(paths.summary_json))}, {paths.summary_csv.name}")
     if all(track.state == "succeeded" for track in tracks):
         return 0
     return 128 + stopped_by if stopped_by else 1
@@ -223,6 +227,7 @@ OURS = {
     "--wait-timeout": "colaunch waits by itself",
     "--no-lease": "colaunch leases the GPUs it assigns",
     "--gpu-busy-memory": "it applies to all jobs: set SAFELAUNCH_GPU_BUSY_MEMORY, or put it into safelaunch.yaml",
+    "--exclude-blamed": "give it to colaunch, which assigns the GPUs",
     "--dry-run": "give it to colaunch",
 }
 
@@ -230,11 +235,21 @@ OURS = {
 # --- before anything starts -------------------------------------------------------------------------------------------
 
 
-def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, environ: Mapping[str, str]) -> Pool:
-    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
+def make_pool(
+    jobs: Sequence[Job],
+    slots: int | None,
+    at_most: int | None,
+    environ: Mapping[str, str],
+    blamed: Callable[[], frozenset[str]] = frozenset,
+) -> Pool:
+    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError.
+
+    ``blamed``: the UUIDs of GPUs that are to be left out where there are others.
+    """
     pool: Pool | None = None
     if slots is None:
-        node = NodeGpus(environ, resolve((), environ, working_directory(), lambda: None).gpu_busy_memory_bytes)
+        settings = resolve((), environ, working_directory(), lambda: None)
+        node = NodeGpus(environ, settings.gpu_busy_memory_bytes, blamed)
         pool = Gpus(node) if node.pool.gpus else None
         if pool is None:
             say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
@@ -244,6 +259,17 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
         pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
     check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
     return pool
+
+
+def blamed_in(paths: SweepPaths) -> frozenset[str]:
+    """The GPUs that the verdicts on all jobs of the sweep, taken together, make suspect."""
+    now = time.time()
+
+    def read() -> frozenset[str]:
+        incidents = [one for name in paths.job_names() for one in memory.read(paths.bundles(name), now)]
+        return suspected_gpus(incidents, together=True)
+
+    return memory.within(read, frozenset[str]())
 
 
 def check_jobs(jobs: Sequence[Job], kind: str, environ: Mapping[str, str]) -> None:

@@ -81,6 +81,7 @@ class Options:
     metric_file: str = ""
     dry_run: bool = False
     engine: str = "local"
+    exclude_blamed: bool = False
 
 
 def parse(argv: list[str]) -> Options:
@@ -89,9 +90,10 @@ def parse(argv: list[str]) -> Options:
     command = tuple(argv[split + 1 :])
     words = parser().parse_args(argv[:split])
     _check_kind(words, command, has_command=split < len(argv))
-    if words.engine != "local" and words.slots is not None:
+    if words.engine != "local" and (words.slots is not None or words.exclude_blamed):
         raise UsageError(
-            "colaunch: --slots works only on this node.", f"Leave it out, or leave out --engine {words.engine}."
+            "colaunch: --slots and --exclude-blamed work only on this node.",
+            f"Leave it out, or leave out --engine {words.engine}.",
         )
     axes = tuple(parse_grid(word) for word in words.grid)
     names = [axis.name for axis in axes]
@@ -117,6 +119,7 @@ def parse(argv: list[str]) -> Options:
         metric_file=words.metric_file or "",
         dry_run=words.dry_run,
         engine=words.engine,
+        exclude_blamed=words.exclude_blamed,
     )
 
 
@@ -172,6 +175,11 @@ def parser() -> Parser:
     add("--sweep-dir", metavar="DIR", help="where the sweep's files go [./safelaunch-sweeps/NAME]")
     add("--metric", action="append", default=[], metavar="REGEX", help="a column: the last match in each job's output")
     add("--metric-file", metavar="FILE", help="columns from a JSON file that each job writes, e.g. {job_dir}/m.json")
+    add(
+        "--exclude-blamed",
+        action="store_true",
+        help="give jobs other GPUs, where they are free, than those that verdicts on jobs of this sweep make suspect",
+    )
     add("--dry-run", action="store_true", help="show the jobs; start nothing")
     return found
 

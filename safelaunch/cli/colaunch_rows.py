@@ -13,6 +13,7 @@ from safelaunch.colaunch.jobs import Job, Metric, Track, port_names
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
+from safelaunch.launch.paths import seen_from_here
 from safelaunch.system.printable import clean
 
 GAP = "  "
@@ -87,9 +88,12 @@ def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
 
 
 def cause(job: JobView) -> str:
-    """By the verdict of an attempt that ended; with a question mark, what an early look at a running one suggests."""
+    """By the verdict of an attempt that ended; with a question mark, what an early look at a running one suggests.
+
+    Without one, what --check-every has found there.
+    """
     if job.state == "running":
-        return f"{clean(job.cause)}?" if job.cause else "-"
+        return f"{clean(job.cause)}?" if job.cause else clean(job.wrong) or "-"
     return clean(job.outcome.cause) if job.outcome is not None and job.outcome.cause else "-"
 
 
@@ -196,7 +200,7 @@ def _remarks(tracks: Sequence[Track]) -> list[str]:
     for track in tracks:
         bundle = track.outcome.bundle if track.outcome is not None else ""
         if bundle or track.why:
-            found.append(f"{track.job.name}: {clean(bundle or track.why)}")
+            found.append(f"{track.job.name}: {clean(seen_from_here(bundle) if bundle else track.why)}")
     return ["", *found] if found else []
 
 

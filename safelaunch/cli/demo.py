@@ -25,6 +25,7 @@ from safelaunch.errors import UsageError
 from safelaunch.launch import process
 from safelaunch.launch.job import Forwarder
 from safelaunch.model import Verdict
+from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.system.console import PREFIX, say
 from safelaunch.system.task import Task
 
@@ -61,7 +62,8 @@ def main(argv: list[str]) -> int:
     words = parser().parse_args(argv)
     demo = DEMOS.get(words.name)
     if demo is None:
-        raise UsageError(f"unknown demo {words.name!r}.", f"The demos are: {', '.join(DEMOS)}.")
+        near = did_you_mean(words.name, DEMOS)
+        raise UsageError(f"unknown demo {words.name!r}{near or '.'}", f"The demos are: {', '.join(DEMOS)}.")
     problem = check_directory(Path(words.bundle_dir).absolute())
     if problem:
         raise UsageError(

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,12 +19,13 @@ from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.model import Claim, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
-from safelaunch.report import calls, report
-from safelaunch.report.calls import Selection
-from safelaunch.report.exports import PERFETTO, SPEEDSCOPE
+from safelaunch.report import PERFETTO, SPEEDSCOPE
 from safelaunch.settings.values import parse_count
 from safelaunch.system.console import PREFIX, Display, display, json_text, put, say, terminal_safe
 from safelaunch.system.printable import clean
+
+if TYPE_CHECKING:  # what shows something is imported for what is asked for: --json needs none of it
+    from safelaunch.report.calls import Selection
 
 REACHED, NOT_ENOUGH = 0, 1
 HTML, VERDICT = "report.html", "verdict.json"
@@ -126,6 +128,8 @@ def _selection(words: argparse.Namespace) -> Selection | None:
     given = (words.ranks, words.groups, words.last)
     if not words.calls and all(value is None for value in given):
         return None
+    from safelaunch.report.calls import Selection
+
     groups = frozenset(name.strip() for name in (words.groups or "").split(",") if name.strip())
     return Selection(words.ranks, groups, LAST if words.last is None else words.last)
 
@@ -220,6 +224,7 @@ def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
 def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
     """The table of calls: exit code 0 if it has any."""
     from safelaunch.diagnose.rank_state import Facts
+    from safelaunch.report import calls
 
     shown = calls.table(Facts.of(found.evidence), chosen)
     code = REACHED if shown.rows else NOT_ENOUGH
@@ -230,7 +235,8 @@ def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
         known = f" (groups: {', '.join(clean(name) for name in shown.groups)})" if shown.groups else ""
         notes.append(f"no recorded call matches{known}")
     if shown.more:
-        notes.append(f"only the newest calls of each rank are shown (--last {chosen.last}); --last 0 shows all")
+        text = f"only the newest calls of each rank are shown (--last {chosen.last})"
+        notes.append(f"{text}: a line may lack ranks that made its call before these. --last 0 shows all")
     if as_json:
         return _Told(code, json_text(calls.document(shown)), tuple(notes))
     table = "\n".join(calls.lines(shown)) if shown.rows else ""
@@ -239,6 +245,8 @@ def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
 
 def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, str]:
     """The report, and the files for viewers."""
+    if not names:
+        return {}
     from safelaunch.capture import user_source
     from safelaunch.diagnose.rank_state import Facts
     from safelaunch.postmortem import surroundings
@@ -299,6 +307,7 @@ def _notes(found: Found) -> list[str]:
 
 def _screen(verdict: Verdict, path: Path, on: Display) -> str:
     from safelaunch.capture import user_source
+    from safelaunch.report import report
 
     text = report.screen(
         verdict,

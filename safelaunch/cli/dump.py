@@ -46,19 +46,21 @@ def parser() -> Parser:
     return found
 
 
-def choose(runs: Sequence[Run], word: str | None) -> Run:
-    """The run to dump. Raises UsageError unless ``word`` names one, SafelaunchError if it can't be reached."""
+def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
+    """The run that is meant. Raises UsageError unless ``word`` names one, SafelaunchError if it can't be reached."""
     alive = [run for run in runs if run.alive]
     chosen = select(alive, word)
     if word is not None and not chosen:
-        raise UsageError(f"dump: no live run is called {word!r}.", describe(alive))
+        raise UsageError(f"{command}: no live run is called {word!r}.", describe(alive))
     if not chosen:
-        raise SafelaunchError("dump: you have no live run on this node.", "Run dump where the job runs, as its user.")
+        raise SafelaunchError(
+            f"{command}: you have no live run on this node.", f"Run {command} where the job runs, as its user."
+        )
     if len(chosen) > 1:
         several = "several runs are live" if word is None else f"several live runs are called {word!r}"
-        raise UsageError(f"dump: {several}; name one by its id.", describe(chosen))
+        raise UsageError(f"{command}: {several}; name one by its id.", describe(chosen))
     if chosen[0].status is None:
-        raise SafelaunchError(f"dump: {chosen[0].id} does not answer: {chosen[0].problem}.")
+        raise SafelaunchError(f"{command}: {chosen[0].id} does not answer: {chosen[0].problem}.")
     return chosen[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 from safelaunch.cli.help import width
 from safelaunch.cli.run import start, surroundings
@@ -43,7 +44,10 @@ def main(words: list[str]) -> int:
     environ = dict(os.environ)
     program = shutil.which(command.script[0], path=environ.get("PATH"))
     if program is None:
-        raise UsageError(f"exec: {command.script[0]}: command not found.", "Check the name, or PATH.")
+        remedy = "Check the name, or PATH."
+        if Path(command.script[0]).is_file():
+            remedy = f"It is a file here: `safelaunch exec -- python {command.script[0]}` runs a Python script."
+        raise UsageError(f"exec: {command.script[0]}: command not found.", remedy)
     try:
         torch = torchrun.find(environ)
     except UsageError:

@@ -31,6 +31,7 @@ REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
 NONE_LIVE = "you have no runs on this node"
 _RIGHT = {"rank", "pid", "step", "rate", "age"}
+NOTE_WIDTH = 28  # beyond which it may go on in the next line
 _LESS_WANTED = ("signals", "phase", "state", "pid")
 STACKS_DEADLINE_S = 20.0
 
@@ -118,23 +119,24 @@ def _broken(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def _aligned(columns: Sequence[str], table: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """``width``: where that is not enough for all, columns that say least are left out."""
+    """``width``: of a terminal: columns that say least are left out, and a note goes on in its column."""
     cells = [columns, *table]
     for name in _LESS_WANTED if width is not None else ():
-        taken = sum(2 + max(map(len, column)) for column in zip(*cells, strict=True))
-        if taken <= (width or 0):
+        at = {column: index for index, column in enumerate(cells[0])}
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        if name not in at or sum(widths) - max(0, widths[at["note"]] - NOTE_WIDTH) + 2 * len(widths) <= (width or 0):
             break
-        at = cells[0].index(name) if name in cells[0] else None
-        cells = [[cell for index, cell in enumerate(line) if index != at] for line in cells]
-    columns = cells[0]
-    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+        cells = [[cell for index, cell in enumerate(line) if index != at[name]] for line in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for line in cells:
         parts = [
-            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for name, cell, width in zip(columns, line, widths, strict=True)
+            cell.rjust(room) if name in _RIGHT else cell.ljust(room)
+            for name, cell, room in zip(cells[0], line, widths, strict=True)
         ]
-        lines.append("  " + "  ".join(parts).rstrip())
+        text = "  " + "  ".join(parts).rstrip()
+        where = sum(2 + room for room in widths[: cells[0].index("note")]) + 2
+        lines += [text] if width is None else textwrap.wrap(text, width, subsequent_indent=" " * where)
     return lines
 
 
@@ -159,7 +161,7 @@ def details(status: RunStatus) -> list[str]:
         f"suspects a hang after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
         *(f"note: {clean(note)}" for note in status.notes),
         *(f"{time.strftime('%H:%M:%S', time.localtime(one.unix_s))} {clean(in_status(one))}" for one in early[-3:]),
-        *(clean(one.words) for one in status.inconsistent),
+        *(f"wrong result: {clean(one.words)}" for one in status.inconsistent),
         *([f"the other nodes are not known: {clean(status.alone)}"] if status.alone else []),
     ]
 

@@ -158,7 +158,8 @@ def _whole_run(run: Run, view: View, width: int, room: int, glyphs: Glyphs) -> l
         return [Line(f"{run.id}  {clean(run.problem)}", "warn")]
     head = [title(status, view.now_unix_s, width, glyphs), *_progress(status, width, glyphs)]
     head += _words(status, width)
-    notes = [Line(f"  note: {clean(note)}", "warn") for note in status.notes]
+    notes = [line for one in status.inconsistent for line in _wrapped(f"wrong result: {one.words}", width)]
+    notes += [Line(f"  note: {clean(note)}", "warn") for note in status.notes]
     notes += [Line(f"  the other nodes are not known: {clean(status.alone)}", "warn")] if status.alone else []
     about_nodes = _nodes(status.nodes, width, max(3, room // 3), glyphs) if len(status.nodes) > 1 else []
     left = room - len(head) - len(about_nodes)
@@ -288,6 +289,11 @@ def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
         for one in rates
     ]
     return "".join(bars).lstrip()
+
+
+def _wrapped(text: str, width: int) -> list[Line]:
+    lines = textwrap.wrap(clean(text), max(20, width - 4), break_on_hyphens=False, break_long_words=False)
+    return [Line(f"  {line}" if not number else f"    {line}", "warn") for number, line in enumerate(lines[:3])]
 
 
 def _words(status: RunStatus, width: int) -> list[Line]:

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.cluster.hosting import StoreHost
-from safelaunch.cluster.messages import Beat, Codec, Decision, Node, node_count
+from safelaunch.cluster.messages import Beat, Codec, Decision, Node, Question, node_count
 from safelaunch.cluster.session import CROWD, GOODBYE_S, Crash, Seen, Session
 from safelaunch.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
@@ -47,8 +47,10 @@ class Channel:
         self._to_decide: tuple[int, Decision] | None = None
         self._crash = Crash()
         self._dumped: tuple[int, list[bytes]] | None = None
-        self._asks_dump = False
+        self._asks: Question | None = None
         self._looks_around = False
+        self._checks = self._wrong = b""
+        self._compares = False
         self._session: Session | None = None
         self.seen = Seen()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
@@ -109,15 +111,24 @@ class Channel:
         self._looks_around = True
         self._wake.set()
 
-    def ask_dump(self, wanted: bool) -> None:
-        """Asks all other nodes for their evidence (``seen.answers``), until it is no longer wanted."""
-        self._asks_dump = wanted
+    def ask_all(self, question: Question | None) -> None:
+        """Asks all other nodes (``seen.answers``), until nothing is wanted any longer."""
+        self._asks = question
         self._wake.set()
 
     def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
         """This node's evidence, for another one that has asked for it."""
         with self._lock:
             self._dumped = number, chunks
+        self._wake.set()
+
+    def compare(self, checks: bytes) -> None:
+        """The newest consistency checks of this node's ranks, for the leader, who compares those of all."""
+        self._checks, self._compares = checks, True
+
+    def tell_wrong(self, data: bytes) -> None:
+        """What this node, which leads, has found in the checks of all."""
+        self._wrong = data
         self._wake.set()
 
     def fail(self, crash: int, chunks: list[bytes]) -> None:
@@ -206,8 +217,12 @@ class Channel:
                 with self._lock:
                     if self._dumped is dumped:
                         self._dumped = None
-            session.asks_dump = self._asks_dump
+            session.asks = self._asks
             session.looks_around, self._looks_around = self._looks_around, False
+            session.compares = self._compares
+            if self._checks:
+                session.post_checks(self._checks)
+            session.tell_wrong(self._wrong)
             if beat.crash:
                 failed, decided = session.attend(beat, crash)
                 with self._lock:
@@ -218,7 +233,7 @@ class Channel:
             failing = page is not None and bool(page.failed or page.troubles)
             busy = (
                 failing
-                or session.asks_dump
+                or session.asks is not None
                 or beat.doing == "suspecting"
                 or (page is not None and page.phase not in ("idle", "agreed"))
             )

@@ -176,6 +176,7 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         moving=any(evidence.moving for evidence in everybody),
         notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
         nodes=all_nodes(everybody),
+        inconsistent=tuple(dict.fromkeys(one for evidence in everybody for one in evidence.inconsistent)),
         nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
         gpus=tuple(one for evidence in everybody for one in evidence.gpus),
     )

@@ -81,6 +81,7 @@ class Beat(Message, frozen=True):
     ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others
     for; ``dumped``: the newest that it has answered, and the chunks of its evidence. ``anew``: torchrun has ended its
     ranks though none had failed, as it does for a new round of the rendezvous, and has not started others yet.
+    ``checks``: the edition of what it has stored of its ranks' consistency checks; 0: nothing.
     """
 
     incarnation: _Name
@@ -105,6 +106,7 @@ class Beat(Message, frozen=True):
     asks: _Count = 0
     dumped: tuple[_Count, Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)]] = (0, -1)
     anew: bool = False
+    checks: _Count = 0
 
 
 class Page(Message, frozen=True):
@@ -116,6 +118,7 @@ class Page(Message, frozen=True):
     their verdict; ``failed``: slots whose ranks are part of the next one. ``dumps``: those that are asked for.
     ``world``: how many ranks the job has, if ``covered``. ``line``: who follows, should the leader be lost.
     ``members``: the edition of ``Members``; 0: there is none yet. ``anew``: slots whose ranks torchrun starts anew.
+    ``compares``: the leader compares the consistency checks of all; ``wrong``: the edition of what that has found.
     """
 
     leader: _Count
@@ -138,6 +141,16 @@ class Page(Message, frozen=True):
     line: _Slots = ()
     members: _Count = 0
     anew: _Slots = ()
+    compares: bool = False
+    wrong: _Count = 0
+
+
+class Question(Message, frozen=True):
+    """What a node that asks all others wants to know: their evidence, or where their ranks' time goes."""
+
+    kind: Literal["dump", "record"] = "dump"
+    duration_s: Annotated[float, Meta(ge=0.0, le=300.0)] = 0.0
+    ranks: Annotated[str, Meta(max_length=4096)] = ""
 
 
 def node_count(page: Page | None) -> int:
@@ -169,7 +182,7 @@ class Decision(Message, frozen=True):
 
 # Built here, in one thread: msgspec 0.22 ends the process if two decode a type that neither has decoded before.
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Node, Beat, Page, Members, Decision)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Node, Beat, Page, Members, Decision, Question)
 }
 
 

@@ -2,8 +2,9 @@
 
 ``Channel`` runs it in its thread. Keys, below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is who a node is and
 ``b/SLOT`` its beat; ``head`` is the leader's page, and ``members`` what it says of single nodes; ``e/``, ``x/`` and
-``c/`` are evidence about an incident, for a dump and about a crash; ``d/`` and ``k/`` are decisions about an incident
-and a crash.
+``c/`` are evidence about an incident, for who asks and about a crash; ``q/`` is what is asked; ``d/`` and ``k/`` are
+decisions about an incident and a crash. ``s/SLOT`` has a node's newest consistency checks, and ``wrong`` what the
+leader has found in those of all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from safelaunch.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
-from safelaunch.cluster.messages import MOST_MEMBERS, BadMessage, Beat, Codec, Decision, Doing, Members, Node, Page
+from safelaunch.cluster.messages import (
+    MOST_MEMBERS,
+    BadMessage,
+    Beat,
+    Codec,
+    Decision,
+    Doing,
+    Members,
+    Node,
+    Page,
+    Question,
+)
 from safelaunch.cluster.store import Store
 from safelaunch.model import Lost
 
@@ -95,7 +107,11 @@ class Seen:
     those of before the connection was ``lost``. ``crash``: the newest verdict about a crash; ``halves``: the evidence
     of others about it, by slot, where this node gathers it.
 
-    ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_dump``.
+    ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_all``.
+    ``questions``: what other nodes ask of all, by number.
+
+    ``checks``: where this node leads, by slot, edition and bytes of the others' consistency checks; ``wrong``: what the
+    leader has found in them.
     """
 
     page: Page | None = None
@@ -115,6 +131,9 @@ class Seen:
     halves: Mapping[int, list[bytes]] = field(default_factory=dict)
     around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
     answers: Answers | None = None
+    checks: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
+    wrong: bytes = b""
+    questions: Mapping[int, Question] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +178,22 @@ class Session:
         self._decision: tuple[int, Decision] | None = None
         self._page: Page | None = None
         self._page_s = 0.0
-        self.looks_around = self.asks_dump = False
+        self.looks_around = False
+        self.asks: Question | None = None
         self._around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
         self._asked = 0  # the number of the dump that this node asks for
         self._answers: dict[int, list[bytes]] = {}
+        self._questions: dict[int, Question] = {}
         self._dumped = (0, -1)
         self._handed_in_dumps: list[str] = []
         self._quiet_since: dict[int, float] = {}
         self._failed_in = self._decided = 0  # the crash about which this node's evidence, and its verdict, is stored
         self._crash: tuple[int, Decision] | None = None
         self._halves: dict[int, list[bytes]] = {}
+        self.compares = False
+        self._checks_edition = self._wrong_edition = 0
+        self._posted = self._wrong = self._to_tell = b""
+        self._checks: dict[int, tuple[int, bytes]] = {}
         self._written = codec.encode(f"m/{self._slot}", self._node)
         self._write(f"m/{self._slot}", self._written)
 
@@ -221,12 +246,10 @@ class Session:
 
     def round(self, beat: Beat, deciding: tuple[int, Decision] | None) -> Seen:
         self._count += 1
-        if self.asks_dump and not self._asked:
-            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
-        elif not self.asks_dump:
-            self._asked = 0
+        self._ask()
         dumps = {"asks": max(self._asked, 0), "dumped": self._dumped}
-        beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count, **dumps)
+        own = {"incarnation": self._node.incarnation, "count": self._count, "checks": self._checks_edition}
+        beat = structs.replace(beat, **own, **dumps)
         head = self._exchange(self._codec.encode(f"b/{self._slot}", beat))
         now = time.monotonic()
         page = self._read_page(head, now)
@@ -252,6 +275,7 @@ class Session:
         silent_s = now - self._page_s if page is not None else 0.0
         if page is not None and self._leader is None:
             self._read_members(page)
+            self._read_wrong(page)
         answers = self._of_all(page, now) if page is not None else None
         return Seen(
             page=page,
@@ -270,9 +294,74 @@ class Session:
             halves=dict(self._halves),
             around=self._around,
             answers=answers,
+            checks=dict(self._checks) if self._leader is not None else {},
+            wrong=self._wrong,
+            questions=self._hear_questions(page) if page is not None else {},
         )
 
-    # --- what is asked of all nodes: a view for a person, their evidence for a dump --------------------------------
+    # --- consistency checks -----------------------------------------------------------------------------------------
+
+    def post_checks(self, data: bytes) -> None:
+        """Stores the newest checks of this node's ranks; they replace those of before."""
+        if data != self._posted:
+            self._posted = data
+            self._write(f"s/{self._slot}", self._codec.seal(f"s/{self._slot}", data))
+            self._checks_edition += 1
+
+    def tell_wrong(self, data: bytes) -> None:
+        """What this node has found in the checks of all; it counts where this node leads."""
+        self._to_tell = data
+
+    def _read_checks(self, heard: Mapping[int, Beat], now: float) -> None:
+        for slot, beat in heard.items():
+            if slot == self._slot or beat.checks <= self._checks.get(slot, (0, b""))[0]:
+                continue
+            if time.monotonic() - now > FETCH_S:
+                return
+            place = f"s/{slot}"
+            data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+            with suppress(BadMessage):
+                self._checks[slot] = beat.checks, self._codec.open(place, data or b"")
+
+    def _read_wrong(self, page: Page) -> None:
+        if page.wrong == self._wrong_edition:
+            return
+        data = self._store.get(f"{self._prefix}/wrong", deadline_s=ANSWER_S)
+        self._wrong_edition = page.wrong
+        with suppress(BadMessage):
+            self._wrong = self._codec.open("wrong", data or b"")
+
+    def _with_wrong(self, page: Page) -> Page:
+        """Writes what was found where that has changed, and returns the page with its edition."""
+        if self._to_tell not in (b"", self._wrong):
+            self._write("wrong", self._codec.seal("wrong", self._to_tell))
+            self._wrong, self._wrong_edition = self._to_tell, page.wrong + 1
+            page = structs.replace(page, wrong=self._wrong_edition)
+        return structs.replace(page, compares=self.compares)
+
+    # --- what is asked of all nodes: a view for a person, their evidence for a dump, their samples -----------------
+
+    def _ask(self) -> None:
+        """Asks, or asks no longer, for what this node wants of all: the question is there before anybody is asked."""
+        if self.asks is not None and not self._asked:
+            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
+            place = f"q/{self._asked}"
+            self._write(place, self._codec.encode(place, self.asks))
+        elif self.asks is None and self._asked:
+            self._store.delete(f"{self._prefix}/q/{self._asked}", deadline_s=ANSWER_S)
+            self._asked = 0
+
+    def _hear_questions(self, page: Page) -> dict[int, Question]:
+        """What others want to know, by the number under which they do. One that says nothing wants the evidence."""
+        for number in page.dumps:
+            if number not in self._questions and number != self._asked:
+                place = f"q/{number}"
+                data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
+                self._questions[number] = Question()
+                with suppress(BadMessage):
+                    self._questions[number] = self._codec.decode(place, data, Question) if data else Question()
+        self._questions = {number: one for number, one in self._questions.items() if number in page.dumps}
+        return dict(self._questions)
 
     def _of_all(self, page: Page, now: float) -> Answers | None:
         if not (self.looks_around or self._asked):
@@ -505,7 +594,9 @@ class Session:
         )
         given = Given(heard, silent, decided, quiet, beats)
         before = self._page_bytes
-        page = leader.page = self._introduce(leader.next(given, now), beats)
+        page = leader.page = self._with_wrong(self._introduce(leader.next(given, now), beats))
+        if self.compares:
+            self._read_checks(heard, now)
         if deciding is not None and decided and page.phase == "decided":  # it is there before the page says so
             self._decision = page.incident, self._first(f"d/{page.incident}", deciding[1])
         data = self._codec.encode("head", page)

@@ -79,9 +79,13 @@ def lingers(active: Active, now: float) -> bool:
 
 
 def outcome_of(
-    active: Active, paths: SweepPaths, last_step: int | None, say: Callable[[str], None] = lambda text: None
+    active: Active,
+    paths: SweepPaths,
+    last_step: int | None,
+    say: Callable[[str], None] = lambda text: None,
+    wrong: str = "",
 ) -> Outcome:
-    """The outcome of an attempt that has been reaped."""
+    """The outcome of an attempt that has been reaped. ``wrong``: what --check-every had found, for want of a bundle."""
     assert active.status is not None
     job = active.job
     bundle = newest(paths.bundles_of(job.name) - active.before.bundles)
@@ -97,7 +101,7 @@ def outcome_of(
         gpus=active.share.gpus,
         bundle=bundle,
         metrics={**metrics.from_log(active.log, job.metrics, say), **found},
-        cause=cause,
+        cause=cause or wrong,
     )
 
 
@@ -146,6 +150,7 @@ def view_of(active: Active, track: Track, pace: Pace, now: float) -> JobView:
         quiet=pace.quiet,
         cause=pace.cause,
         metrics=metrics_now(active, now),
+        wrong=pace.wrong,
     )
 
 

@@ -87,8 +87,8 @@ class Job:
 class Outcome:
     """How one attempt ended. ``exit_code``: as a shell shows it; ``last_step``: the last one that the watch saw.
 
-    ``gpus``: UUIDs, or ``node:number``; ``bundle``: its path; ``cause``: by its verdict, or the scheduler's word; all
-    empty if there are none.
+    ``gpus``: UUIDs, or ``node:number``; ``bundle``: its path; ``cause``: by its verdict, what --check-every had found,
+    or the scheduler's word; empty if there are none.
     """
 
     state: State

@@ -147,8 +147,9 @@ class Local:
                 active.status, active.reaped_s = process.reap(active.process.pid), now
             if active.status is not None and not lingers(active, now):
                 del self._active[active.job.name]
-                last_step = self._steps.last_of(active.process)
-                yield Ended(active.job, active.attempt, outcome_of(active, self._place.paths, last_step, self._say))
+                last_step, wrong = self._steps.last_of(active.process)
+                outcome = outcome_of(active, self._place.paths, last_step, self._say, wrong)
+                yield Ended(active.job, active.attempt, outcome)
                 self._place.pool.release(active.share)  # once its end has been recorded
         self._hurry()
 

@@ -17,6 +17,7 @@ from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import Screen, Snapshot
+from safelaunch.launch.paths import seen_from_here
 
 SUMMARY_EVERY_S = 2.0
 
@@ -77,7 +78,7 @@ class Runner:
         self._sweep.ended(job.name, outcome)
         again = " (will run again)" if self._sweep.tracks[job.name].state == "waiting" else ""
         code = "" if outcome.state == "succeeded" else f" (exit code {outcome.exit_code})"
-        bundle = f"; bundle: {outcome.bundle}" if outcome.bundle else ""
+        bundle = f"; bundle: {seen_from_here(outcome.bundle)}" if outcome.bundle else ""
         self._screen.note(f"{job.name}: {outcome.state} after {outcome.duration_s:.1f} s{code}{bundle}{again}")
 
     # --- what is seen of it -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import msgspec
 from safelaunch.control import discover
 from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId
-from safelaunch.model import EarlyLook, Progress
+from safelaunch.model import EarlyLook, Inconsistency, Progress
 from safelaunch.roster.progress import Roster
 from safelaunch.watch.quiet import is_quiet
 
@@ -28,7 +28,7 @@ class Pace:
     """A job's step and rate; None if unknown. ``master_port``: according to its ranks.
 
     ``age_s``: since the newest step of any rank; ``quiet``: that is far longer than usual, and no rank has said that it
-    would be. ``cause``: what an early look at it suggests.
+    would be. ``cause``: what an early look at it suggests. ``wrong``: what --check-every has found.
     """
 
     step: int | None = None
@@ -37,6 +37,7 @@ class Pace:
     age_s: float | None = None
     quiet: bool = False
     cause: str = ""
+    wrong: str = ""
 
 
 @dataclass(slots=True)
@@ -44,16 +45,19 @@ class _Followed:
     """A job under observation. ``samples``: (time, step) of the last seconds, oldest first."""
 
     roster: Roster | None = None
-    early: Path | None = None
+    run: RunPaths | None = None
     samples: deque[tuple[float, int]] = field(default_factory=deque)
     newest_s: float = 0.0  # the newest step of any rank
     usual_s: float = 0.0
     announced: bool = False
+    wrong: str = ""
 
     def look(self, now: float) -> None:
         if self.roster is None:
             return
         self.roster.refresh()
+        if not self.wrong and self.run is not None:
+            self.wrong = wrong_cause(self.run.wrong)
         ranks = [page.read() for page in self.roster.pages().values()]
         step = slowest(ranks)
         if step is None:
@@ -102,24 +106,25 @@ class Steps:
                 followed = self._followed.get(found.supervisor) if found.supervisor is not None else None
                 if followed is not None and followed.roster is None:
                     run = RunPaths(found.directory)
-                    followed.roster, followed.early = Roster(run), run.early
+                    followed.roster, followed.run = Roster(run), run
         for supervisor in supervisors:
             self._followed[supervisor].look(now)
 
     def of(self, supervisor: ProcessId) -> Pace:
         followed = self._followed.get(supervisor, _Followed())
-        if followed.roster is None or followed.early is None:
+        if followed.roster is None or followed.run is None:
             return Pace()
         age_s = max(0.0, self._clock() - followed.newest_s) if followed.newest_s else None
         quiet = age_s is not None and not followed.announced and is_quiet(age_s, followed.usual_s)
-        cause = early_cause(followed.early) if quiet else ""
-        return Pace(followed.step, followed.steps_per_s, followed.roster.master_port, age_s, quiet, cause)
+        cause = early_cause(followed.run.early) if quiet else ""
+        port = followed.roster.master_port
+        return Pace(followed.step, followed.steps_per_s, port, age_s, quiet, cause, followed.wrong)
 
-    def last_of(self, supervisor: ProcessId) -> int | None:
-        """The last step of a job that has ended; forgets the job."""
+    def last_of(self, supervisor: ProcessId) -> tuple[int | None, str]:
+        """The last step of a job that has ended, and what --check-every had found; forgets the job."""
         followed = self._followed.pop(supervisor, _Followed())
         followed.look(self._clock())
-        return followed.step
+        return followed.step, followed.wrong
 
 
 def early_cause(path: Path) -> str:
@@ -129,6 +134,15 @@ def early_cause(path: Path) -> str:
     except (OSError, msgspec.DecodeError):
         return ""
     return looks[-1].cause if looks and looks[-1].movement == "still" and not looks[-1].lasted_s else ""
+
+
+def wrong_cause(path: Path) -> str:
+    """The first wrong result that --check-every has found; empty without one."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=list[Inconsistency])
+    except (OSError, msgspec.DecodeError):
+        return ""
+    return found[0].cause if found else ""
 
 
 def slowest(ranks: Iterable[Progress]) -> int | None:

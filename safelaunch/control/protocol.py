@@ -1,7 +1,8 @@
 """The protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
 
-It answers ``{"command": "status"}`` at once, ``{"command": "stacks"}`` after one look at the ranks, and
-``{"command": "dump", "bundle_dir": ""}`` after writing the bundle.
+It answers ``{"command": "status"}`` at once, ``{"command": "stacks"}`` after one look at the ranks,
+``{"command": "dump", "bundle_dir": ""}`` after writing the bundle, and ``{"command": "record", "duration_s": 10}``
+after that time.
 """
 
 from __future__ import annotations
@@ -17,18 +18,25 @@ import msgspec
 
 from safelaunch.errors import SafelaunchError
 from safelaunch.model import EarlyLook, Frame, Inconsistency
+from safelaunch.model.recording import Recording
 
 MAX_LINE = 1 << 20
+LARGEST_ANSWER = 16 * MAX_LINE
 REQUEST_DEADLINE_S = 5.0  # for a client to send its request
 ANSWER_DEADLINE_S = 5.0  # for a client to read its answer
 MOST_CLIENTS = 64
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A client's request: ``status``, ``stacks`` or ``dump``. ``bundle_dir``: absolute; empty: the run's own."""
+    """A client's request: ``status``, ``stacks``, ``dump`` or ``record``.
+
+    ``bundle_dir``: absolute; empty: the run's own. ``duration_s``, ``ranks`` (``0-3,5``; empty: all): of a recording.
+    """
 
     command: str
     bundle_dir: str = ""
+    duration_s: float = 0.0
+    ranks: str = ""
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -120,6 +128,14 @@ class DumpAnswer(msgspec.Struct, frozen=True):
 
     bundle: str = ""
     summary: str = ""
+    problem: str = ""
+
+
+class RecordAnswer(msgspec.Struct, frozen=True):
+    """The samples of a live run. ``bundle_dir``: where the run keeps its bundles. ``problem``: why there are none."""
+
+    recording: Recording | None = None
+    bundle_dir: str = ""
     problem: str = ""
 
 
@@ -259,7 +275,7 @@ def ask(path: Path, request: Request, *, deadline_s: float) -> bytes:
             _connect(connection, path, end_s)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             data = bytearray()
-            while not data.endswith(b"\n") and len(data) < 16 * MAX_LINE:
+            while not data.endswith(b"\n") and len(data) < LARGEST_ANSWER:
                 connection.settimeout(max(end_s - time.monotonic(), 1e-3))  # the rest may arrive byte by byte
                 chunk = connection.recv(65536)
                 if not chunk:

@@ -7,8 +7,9 @@ it caught there says why: ``with_caught_exception``. Conditions on the rank that
 a GPU went (``with_device_memory``). Where each rank decides for itself
 which way to go, nobody is named: ``unless_drawn``. Where all ranks at fault are all of one node, the node is named:
 ``with_node_behind``. The groups and GPUs of those at fault are told:
-``with_belonging``. Then early looks that saw the same: ``with_early_looks``. Last, how long a job that somebody looks
-at stands: ``with_the_time_without_a_step``.
+``with_belonging``. Then early looks that saw the same: ``with_early_looks``, and wrong results that were found before:
+``with_wrong_results``. Last, how long a job that somebody looks at stands: ``with_the_time_without_a_step``. To the
+verdict itself, what earlier ones add is added: ``with_repeats``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 
 from safelaunch.diagnose import nccl_witness
 from safelaunch.diagnose.advice import advise
-from safelaunch.diagnose.belonging import with_belonging
+from safelaunch.diagnose.belonging import with_belonging, with_group_names
 from safelaunch.diagnose.causes import BY_ITSELF
 from safelaunch.diagnose.collectives import out_of_sight
 from safelaunch.diagnose.doubts import Doubt, confidence_of, those
@@ -29,8 +30,11 @@ from safelaunch.diagnose.guarding import unless_drawn, with_guards
 from safelaunch.diagnose.outsiders import with_wrong_group
 from safelaunch.diagnose.own_words import with_own_words
 from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.repeats import with_repeats
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
+from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
+from safelaunch.diagnose.rules_results import with_wrong_results
 from safelaunch.diagnose.rules_wait import stuck_for_good
 from safelaunch.diagnose.series import with_early_looks
 from safelaunch.diagnose.shortage import with_device_memory
@@ -52,8 +56,10 @@ EXPLANATIONS = (
     with_device_memory,
     unless_drawn,
     with_belonging,
+    with_group_names,
     with_node_behind,
     with_early_looks,
+    with_wrong_results,
     with_the_time_without_a_step,
 )
 
@@ -70,7 +76,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     finding, ruled_out = _conclude(case)
     for explained in EXPLANATIONS:
         finding = explained(case, finding)
-    return _verdict(case, finding, ruled_out)
+    return with_repeats(_verdict(case, finding, ruled_out), evidence)
 
 
 def _conclude(case: Case) -> tuple[Finding, list[str]]:
@@ -96,7 +102,7 @@ def ranks_stuck_for_good(evidence: Evidence) -> dict[int, int]:
 def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
     named = {c.rank for c in finding.culprits}
     victims = [r for r in facts.ranks if r not in named and (r in finding.held_up or _is_held_up(facts, r))]
-    if finding.cause == "slow-not-stuck":
+    if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
     doubtful = {
         Doubt.DAMAGED_RECORD: bool(_damaged(facts)),

@@ -15,7 +15,7 @@ from functools import cached_property
 from safelaunch.diagnose.causes import Advice, Sign, advice_for
 from safelaunch.diagnose.collectives import op_name
 from safelaunch.diagnose.doubts import confidence_of
-from safelaunch.diagnose.exits import aborted_in, failure_of, has_lost_a_peer
+from safelaunch.diagnose.exits import aborted_in, failure_of_rank, has_lost_a_peer
 from safelaunch.diagnose.findings import Finding
 from safelaunch.diagnose.rank_state import Facts, view_of
 from safelaunch.model import Frame, Launched, NextStep
@@ -108,8 +108,8 @@ class Scene:
     @property
     def failures(self) -> set[Sign]:
         """What the errors of ranks at fault mean; where none is named, those of all ranks."""
-        raised = (self.facts.ranks[rank].evidence.exception for rank in self.named or self.facts.ranks)
-        return {told.kind for one in raised if one is not None and (told := failure_of(one)) is not None}
+        ranks = (self.facts.ranks[rank].evidence for rank in self.named or self.facts.ranks)
+        return {told.kind for one in ranks if (told := failure_of_rank(one)) is not None}
 
     @property
     def lost(self) -> bool:
@@ -124,6 +124,11 @@ class Scene:
     def waits(self) -> bool:
         return any(one.wait is not None for one in self.facts.ranks.values())
 
+    @property
+    def somewhere(self) -> bool:
+        """Some rank's place is known."""
+        return any(one.condition is not None and one.condition.frame for one in self.facts.ranks.values())
+
 
 def _is_at(one: Frame | None, other: Frame) -> bool:
     """On one line: a recorded frame has the name of a function without that of its class."""
@@ -135,7 +140,8 @@ def _says(pattern: re.Pattern[str]) -> Callable[[Scene], bool]:
 
 
 def _without_stack(scene: Scene) -> bool:
-    return any(one.evidence.main is None or not one.evidence.main.stacks for one in scene.facts.ranks.values())
+    ranks = scene.facts.ranks.values()
+    return not ranks or any(one.evidence.main is None or not one.evidence.main.stacks for one in ranks)
 
 
 SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
@@ -148,7 +154,7 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "ranks-unseen": lambda scene: bool(scene.facts.unseen),
     "nodes-absent": lambda scene: not scene.facts.unseen and scene.facts.evidence.rendezvous is not None,
     "all-arrived": lambda scene: scene.whole and scene.waits and not scene.lost,
-    "all-in-own-code": lambda scene: scene.whole and not scene.waits,
+    "all-in-own-code": lambda scene: scene.whole and scene.somewhere and not scene.waits,
     "lost-connection": lambda scene: scene.lost and not scene.facts.evidence.stopped,
     "seen-apart": lambda scene: bool(scene.facts.evidence.stopped),
     "ddp": lambda scene: any(one in ("gradients", "ddp-forward") for one in scene.purposes.values()),
@@ -164,6 +170,9 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "not-all-alike": lambda scene: len(scene.named) == 1 or scene.named != scene.facts.world,
     "foreign-dumps": lambda scene: scene.facts.evidence.launched is None and _without_stack(scene),
     "no-stacks": lambda scene: scene.facts.evidence.launched is not None and _without_stack(scene),
+    "build-lock": lambda scene: any(
+        one.condition is not None and "build-lock" in one.condition.signs for one in scene.facts.ranks.values()
+    ),
     "gloo": lambda scene: any(op.startswith("gloo:") for op in scene.kinds),
     "unsure": lambda scene: confidence_of(scene.finding.doubts) != "high",
 }
@@ -188,17 +197,18 @@ def _next_step(launched: Launched, given: Sequence[Advice]) -> NextStep | None:
     return NextStep(more.text if more is not None else "Once that is fixed", command) if command else None
 
 
-def again(launched: Launched, preset: str = "") -> str:
-    """The user's own command, with one preset more; empty where it is not known, or holds what was a secret."""
+def again(launched: Launched, preset: str = "", options: Sequence[str] = ()) -> str:
+    """The user's own command, with one preset and ``options`` more; empty where it is not known, or holds what was a
+    secret."""
     typed = launched.typed
     if not typed or any("[redacted" in word or not word.isprintable() for word in typed):
         return ""
     begin = 1 if typed[0] == "exec" else 0
     at = _behind_presets(typed, launched.presets[-1:])
     added = [*(() if at else launched.presets), preset] if preset else []
-    options = [word for name in added for word in ("--preset", name)]
+    presets = [word for name in added for word in ("--preset", name)]
     at = at or begin
-    return shlex.join(["safelaunch", *typed[:at], *options, *typed[at:]])
+    return shlex.join(["safelaunch", *typed[:at], *presets, *options, *typed[at:]])
 
 
 def _behind_presets(typed: Sequence[str], last: Sequence[str]) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+
+import msgspec
 
 from safelaunch.diagnose.collectives import DEFAULT_GROUPS, label_of
 from safelaunch.diagnose.findings import Finding, ranks_word
@@ -46,7 +49,9 @@ def _claims(case: Case, rank: int) -> Iterator[Claim]:
         words = ", ".join(group.words for group in groups[:MOST_GROUPS])
         record = case.ranks[rank].evidence.flight_record
         told = record is not None and any(record.groups.values())
-        yield Claim(f"rank {rank} is in {words}", f"ranks/{rank}/{'flight_recorder' if told else 'rank'}.json")
+        dimensions = mesh(case)
+        shape = f", of the mesh {' x '.join(f'{name} {size}' for name, size in dimensions)}" if dimensions else ""
+        yield Claim(f"rank {rank} is in {words}{shape}", f"ranks/{rank}/{'flight_recorder' if told else 'rank'}.json")
     gpu = case.ranks[rank].evidence.gpu
     if gpu:
         yield Claim(f"rank {rank} has GPU {gpu}, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK", f"ranks/{rank}/rank.json")
@@ -61,6 +66,33 @@ def _groups(case: Case, rank: int) -> Sequence[_Group]:
         if rank in members and 1 < len(members) < len(case.world):
             found.setdefault(members, _Group(labels.get(name) or f"'{name.partition(' of ranks ')[0]}'", members))
     return sorted(found.values(), key=lambda group: (len(group.ranks), group.ranks))
+
+
+def with_group_names(case: Case, finding: Finding) -> Finding:
+    """Puts what people call a group before the name that torch gave it: ``group mesh_tp ('11')``."""
+    called: dict[str, set[str]] = {}
+    for rank in case.ranks:
+        for name, label in _labels(case, rank).items():
+            called.setdefault(name, set()).add(label)
+    sure = {name: min(labels) for name, labels in called.items() if len(labels) == 1}
+
+    def named(text: str) -> str:
+        return _QUOTED.sub(lambda found: _with_label(found[0], found[1], sure.get(found[1], "")), text)
+
+    return replace(
+        finding,
+        summary=named(finding.summary),
+        claims=tuple(msgspec.structs.replace(one, claim=named(one.claim)) for one in finding.claims),
+        culprits=tuple(msgspec.structs.replace(one, reason=named(one.reason)) for one in finding.culprits),
+        ruled_out=tuple(map(named, finding.ruled_out)),
+    )
+
+
+_QUOTED = re.compile(r"\bgroup '([^']{1,64})'")
+
+
+def _with_label(text: str, name: str, label: str) -> str:
+    return f"group {label} ('{name}')" if label and not label.startswith("'") else text
 
 
 def _members(facts: Facts, rank: int) -> Mapping[str, tuple[int, ...]]:

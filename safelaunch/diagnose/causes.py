@@ -45,6 +45,8 @@ Sign = Literal[
     "owed",
     "task-done",
     "lock-file",
+    "build-lock",
+    "own-lock",
     "foreign-lock",
     "handler",
     "own-loop",
@@ -82,12 +84,17 @@ Sign = Literal[
     "one-gpu",
     "mesh",
     "nccl-versions",
+    "nccl-sizes",
+    "nccl-ending",
     "socket",
     "nccl-system",
     "gpu-fragmented",
     "gpu-shared",
     "gpu-of-two-ranks",
     "gpu-full",
+    "apart-at-first",
+    "apart-later",
+    "one-apart",
     "gpu-unsharded",
 ]
 
@@ -173,6 +180,16 @@ _CIRCLES = (
     ),
 )
 
+_BUILD_LOCK = Advice(
+    "Delete that lock file if no process is building the extension: a job that was killed in its build leaves it"
+    " behind, and nothing ever removes it. Then build it on one rank, or before the job: the others find it ready.",
+    only_if="build-lock",
+)
+
+_OWN_LOCK = Advice(
+    "Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.", only_if="own-lock"
+)
+
 _GROW = "Let segments grow, so that what torch holds fits together:"
 
 # Errors of NCCL, of the network under it, and of device meshes.
@@ -216,6 +233,11 @@ _COMMUNICATION = (
     Advice(
         "Give all nodes one environment: the versions of torch and NCCL are in `node/<host>/versions.json`.",
         only_if="nccl-versions",
+    ),
+    Advice(
+        "Compare the sizes that the ranks pass into this call, and `NCCL_ALGO`, `NCCL_PROTO` and the version of NCCL on"
+        " all nodes (`node/<host>/env.json`, `versions.json`).",
+        only_if="nccl-sizes",
     ),
     Advice(
         "Look first whether the peer ended by itself; then whether its node answers on that interface (firewall,"
@@ -385,6 +407,7 @@ CAUSES: dict[str, Cause] = {
         "--dry-run ...` shows what they are given.",
     ),
     "data-loading": _cause(
+        _OWN_LOCK,
         "Run the dataset alone over the sample that the worker is at; give reads and downloads a timeout, and the "
         "DataLoader `timeout=60` so that it raises instead of waiting.",
         Advice(
@@ -463,6 +486,7 @@ CAUSES: dict[str, Cause] = {
             " `asyncio.to_thread()`.",
             only_if="own-loop",
         ),
+        _OWN_LOCK,
         Advice(
             "Take locks in one order everywhere, or one lock less; never call a collective or join a thread with a lock"
             " held.",
@@ -506,6 +530,7 @@ CAUSES: dict[str, Cause] = {
             " (`FileLock`, not `SoftFileLock`).",
             only_if="lock-file",
         ),
+        _BUILD_LOCK,
         Advice(
             "A `multiprocessing.Pool` never returns the task of a worker that died: use `ProcessPoolExecutor`, which"
             " raises, or `map_async(...).get(timeout)`. Why it died: `node/<host>/kernel_log.txt`.",
@@ -562,8 +587,8 @@ CAUSES: dict[str, Cause] = {
             only_if="killed-from-outside",
         ),
         Advice(
-            "An abort in a collective: a peer may have called it with another size or type. Compare what the ranks pass"
-            " at that line.",
+            "An abort in a collective: a peer may have called it with another size or type, or have left the loop and"
+            " ended. Compare what the ranks pass at that line, and how many batches each has.",
             only_if="aborted-in-a-collective",
         ),
         Advice(
@@ -696,14 +721,47 @@ CAUSES: dict[str, Cause] = {
             " themselves, under `safelaunch exec` give them `--cluster-store HOST:PORT`.",
             only_if="seen-apart",
         ),
+        _BUILD_LOCK,
         Advice(
             "No rank waits for another one: what they wait for is outside the job. Look at the line that each rank is "
             "at, and give such a call a timeout.",
             only_if="all-in-own-code",
-            unless=("no-stacks", "foreign-dumps"),
+            unless=("no-stacks", "foreign-dumps", "build-lock"),
         ),
         Advice(_NO_STACKS, only_if="no-stacks"),
         _OTHER_NODES,
+    ),
+    "replicas-diverged": _cause(
+        Advice(
+            "Look at what sets the parameters before the first step: a checkpoint that only some ranks load after DDP"
+            " has wrapped the model, initialisation under a seed of each rank's own.",
+            only_if="apart-at-first",
+        ),
+        Advice(
+            "Look for what only some ranks do between these steps: a backward pass under `no_sync()` that should"
+            " synchronise, an assignment to parameters or buffers under a condition on the rank.",
+            only_if="apart-later",
+        ),
+        "Parameters that DDP did not know when it wrapped the model (unfrozen or added later) get no averaged gradient:"
+        " wrap it after the last change.",
+        Advice(
+            "If nothing in the script is that rank's own, suspect its device: run the same job with that GPU or node"
+            " left out.",
+            only_if="one-apart",
+        ),
+        "To find the line: call `safelaunch.probes.check_consistent(model)` around the suspects, and run with"
+        " `--check-every 1`.",
+    ),
+    "non-finite-gradient": _cause(
+        "Look at that rank's batch of that step: print it, and `torch.isfinite(loss)` before `backward()`.",
+        "For the operation: `torch.autograd.set_detect_anomaly(True)` for a few steps from the last good checkpoint.",
+        "Under float16 use a GradScaler, or bfloat16; clip with `clip_grad_norm_(..., error_if_nonfinite=True)`, so"
+        " that the step is not made.",
+    ),
+    "loss-diverged": _cause(
+        "Look at that rank's data: its shard, its sampler and its augmentation seed.",
+        "If the losses should be alike, compare the models: `safelaunch --check-every 100 ...` finds replicas that"
+        " have departed.",
     ),
     "slow-not-stuck": _cause(
         "Nothing to fix for a hang; to see where the time goes, look at the merged stacks in `report.md`.",

@@ -17,7 +17,7 @@ from safelaunch.reading import frames as fr
 from safelaunch.reading.handlers import Interruption, interruption
 from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
 from safelaunch.reading.polls import Poll, poll_at
-from safelaunch.reading.source import ReadSource
+from safelaunch.reading.source import ReadSource, lock_at
 from safelaunch.reading.store_keys import StoreKey, store_key_at
 
 
@@ -248,10 +248,16 @@ def _lock(view: View) -> Condition | None:
         return None
     lock = known or calls.LockWait("a lock")
     doubts = () if known or native == "lock" else (Doubt.STATE_INFERRED,)
-    text = f"waits for {lock.what} at {view.place}"
+    taken = lock_at(view.user_frame, view.read_source) if view.user_frame and view.read_source else None
+    taken = taken if lock.on == "lock" else None
+    named = f" (`{taken.name}`)" if taken is not None else ""
+    text = f"waits for {lock.what}{named} at {view.place}"
+    if taken is not None and taken.held_at and view.user_frame is not None:
+        text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
+        lock = replace(lock, own=True)
     if lock.of_pool:  # its workers are to end that, and no lock is held
         return Condition("stuck-in-user-code", text, lock=lock, signs=frozenset({"pool"}))
-    signs: frozenset[Sign] = frozenset({"lock"}) if lock.on == "lock" else frozenset()
+    signs: frozenset[Sign] = frozenset({"own-lock" if lock.own else "lock"}) if lock.on == "lock" else frozenset()
     if lock.what == "Future.result" and calls.runs_event_loop(view.stack.frames):
         text += ", on the thread of an event loop, which stands meanwhile"
         signs = frozenset({"own-loop"})
@@ -290,7 +296,7 @@ def _polls(view: View) -> Condition | None:
 
 def _io_or_sleep(view: View) -> Condition | None:
     wait, where = view.wait, view.place
-    if wait.again:
+    if wait.again or calls.waits_for_build(view.stack):
         return _polls_at(view)
     if wait.kind == "sleep":
         for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
@@ -320,6 +326,11 @@ def _in_store(view: View) -> bool:
 def _polls_at(view: View) -> Condition:
     """It sleeps a little, over and over: for something that may still come, or for a call of its own to succeed."""
     poll, where = view.poll, view.place
+    if calls.waits_for_build(view.stack):
+        file = view.thread.lock_file if view.thread is not None else ""
+        text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
+        text += " is still there"
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), signs=frozenset({"build-lock"}))
     if poll is None:
         does = (
             "asks again and again for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"

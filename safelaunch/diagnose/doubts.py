@@ -85,6 +85,7 @@ class Doubt(Enum):
         1,
         "Few ranks went another way: what sets them apart may be chance, if each drew for itself.",
     )
+    ORIGIN_UNKNOWN = "others", 1, "The ranks' gradients were averaged already: any rank may have been the first."
     NO_WAIT_SHOWN = "others", 2, "Nothing shows that the other ranks wait for it."
 
     SAME_MOMENT = "others", 1, "Ranks of another node failed at the same moment, as far as clocks of two nodes tell."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from safelaunch.diagnose.causes import FAILURES, Sign
 from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.model import Claim, Frame, RankEvidence, RankException
+from safelaunch.model import Claim, Frame, NcclLog, RankEvidence, RankException
 from safelaunch.reading import aborts, calls, failures, tracebacks
 from safelaunch.reading import frames as fr
 from safelaunch.reading.device_memory import shortage
@@ -36,8 +36,8 @@ _WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog t
 _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
 
 
-def is_consequence(exception: RankException) -> bool:
-    """The message blames a peer: this rank reports somebody else's death or absence.
+def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool:
+    """The message blames a peer: this rank reports somebody else's death or absence. ``log``: of its NCCL, if any.
 
     Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
     connection reset on its own account.
@@ -47,7 +47,8 @@ def is_consequence(exception: RankException) -> bool:
     if kind in ("DistStoreError", "DistNetworkError"):
         return True
     told = failure_of(exception)
-    if told is not None and told.own:
+    logged = _logged(log) if told is not None and told.general else None
+    if told is not None and (logged[1] if logged is not None else told).own:
         return False
     if kind not in _DIST_TYPES and not inner and kind not in ("RuntimeError", "DistError"):
         return False
@@ -64,6 +65,22 @@ def failure_of(exception: RankException) -> failures.Failure | None:
     return found if found is not None and (inside or named or found.kind == "mesh") else None
 
 
+def failure_of_rank(rank: RankEvidence) -> failures.Failure | None:
+    """What ended its communication: its exception's words, else those of NCCL's log where these are general or none."""
+    told = failure_of(rank.exception) if rank.exception is not None else None
+    logged = nccl_failure(rank) if (told.general if told is not None else is_aborted(rank)) else None
+    return logged[1] if logged is not None else told
+
+
+def nccl_failure(rank: RankEvidence) -> tuple[str, failures.Failure] | None:
+    """The warning in its NCCL's log that began it, and what that means."""
+    return _logged(rank.nccl_log)
+
+
+def _logged(log: NcclLog | None) -> tuple[str, failures.Failure] | None:
+    return failures.first_failure(log.warnings) if log is not None else None
+
+
 def is_timeout(exception: RankException) -> bool:
     """The communication gave up waiting: what remains of a hang whose time ran out."""
     return is_consequence(exception) and _TIMEOUT.search(exception.message) is not None
@@ -71,7 +88,9 @@ def is_timeout(exception: RankException) -> bool:
 
 def has_lost_a_peer(rank: RankEvidence) -> bool:
     """It reports that a peer has gone: its connection ended, which is no wait whose time ran out."""
-    return rank.exception is not None and is_consequence(rank.exception) and not is_timeout(rank.exception)
+    if rank.exception is None:
+        return False
+    return is_consequence(rank.exception, rank.nccl_log) and not is_timeout(rank.exception)
 
 
 def one_line(text: str, limit: int = 160) -> str:
@@ -90,15 +109,19 @@ def ended_by_others(rank: RankEvidence) -> bool:
     """Ended by the launcher after another rank had failed, or aborted because a collective's time ran out: no cause."""
     if rank.exit is None:
         return False
-    return not rank.exit.before_close or _aborted_by_watchdog(rank)
+    return not rank.exit.before_close or _aborted_for_a_peer(rank)
 
 
 def is_aborted(rank: RankEvidence) -> bool:
     return rank.exit is not None and rank.exit.returncode == -signal.SIGABRT
 
 
-def _aborted_by_watchdog(rank: RankEvidence) -> bool:
-    return is_aborted(rank) and _WATCHDOG.search(rank.log_tail) is not None
+def _aborted_for_a_peer(rank: RankEvidence) -> bool:
+    """By torch's thread that watches NCCL: a collective's time ran out, or a connection failed."""
+    if not is_aborted(rank):
+        return False
+    logged = nccl_failure(rank)
+    return not logged[1].own if logged is not None else _WATCHDOG.search(rank.log_tail) is not None
 
 
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
@@ -119,7 +142,8 @@ def failed_by_itself(rank: RankEvidence) -> bool:
 def _gave_up(rank: RankEvidence) -> bool:
     if rank.exception is not None:
         return is_timeout(rank.exception)
-    return _aborted_by_watchdog(rank)
+    logged = nccl_failure(rank)
+    return _aborted_for_a_peer(rank) and (logged is None or logged[1].kind == "infiniband")
 
 
 def failed_at(rank: RankEvidence) -> float:
@@ -131,7 +155,7 @@ def failed_at(rank: RankEvidence) -> float:
 
 def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
     """A rank that raised, was killed or exited, on its own account; None for a live one and for consequences."""
-    if rank.exception is not None and is_consequence(rank.exception):
+    if rank.exception is not None and is_consequence(rank.exception, rank.nccl_log):
         return None
     if rank.exception is not None and rank.exception.type.rsplit(".", 1)[-1] != "SystemExit":
         return _exception_condition(rank, rank.exception)
@@ -152,15 +176,27 @@ def _exception_condition(rank: RankEvidence, exception: RankException) -> Condit
     text = f"raised {exception.type}: {one_line(_essence(exception.message))}"
     frame = fr.stack_of(rank, exception.frames).user_frame
     where, process = fr.at(frame), "main"
-    told = failure_of(exception)
-    text += f" ({told.means})" if told is not None else ""
+    told, logged = failure_of(exception), nccl_failure(rank)
+    claims: tuple[Claim, ...] = (claim,)
+    if told is not None and told.general and logged is not None:
+        text += f" ({logged[1].means})"
+        claims = (claim, logged_claim(rank))
+    elif told is not None:
+        text += f" ({told.means})"
     remote = remote_error(exception.text)
     inside = fr.stack_of(rank, remote.frames).user_frame if remote is not None else None
     if remote is not None and inside is not None:
         process = remote.process
         text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
         where, frame = fr.at(inside), inside
-    return Condition("rank-exception", text + where, frame, rank.pid, process, claims=(claim,))
+    return Condition("rank-exception", text + where, frame, rank.pid, process, claims=claims)
+
+
+def logged_claim(rank: RankEvidence) -> Claim:
+    """What NCCL warned of in a rank that has such a failure."""
+    found = nccl_failure(rank)
+    assert rank.nccl_log is not None and found is not None
+    return Claim(f"rank {rank.rank}: NCCL warns: {one_line(found[0])}", rank.nccl_log.file)
 
 
 def _essence(message: str) -> str:
@@ -200,6 +236,10 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     if words:
         said += words
         claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
+    logged = nccl_failure(rank) if number in _FATAL_SIGNALS else None
+    if logged is not None:
+        said += f"; NCCL had failed ({logged[1].means})"
+        claims.append(logged_claim(rank))
     if within is not None:
         # What a peer sent may be the reason; nothing here can tell.
         doubts, said = (

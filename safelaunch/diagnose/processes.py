@@ -396,7 +396,7 @@ def _no_worker_to_blame(view: View, workers: int) -> Condition:
 
 def _note_on(lock: calls.LockWait | None) -> str:
     """Why a worker may wait for it for ever."""
-    if lock is None or (lock.on != "lock" and lock.by_processes):
+    if lock is None or lock.own or (lock.on != "lock" and lock.by_processes):
         return ""
     return _SHARED_NOTE if lock.by_processes else _FORK_NOTE
 

@@ -400,7 +400,7 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
 
 def _raised_wait(rank: RankEvidence) -> PeerWait | None:
     """The communication reported a peer's absence: the traceback shows what this rank was waiting in."""
-    if rank.exception is None or not is_consequence(rank.exception):
+    if rank.exception is None or not is_consequence(rank.exception, rank.nccl_log):
         return None
     stack = fr.stack_of(rank, rank.exception.frames)
     mine = stack.user_frame

@@ -35,6 +35,8 @@ from safelaunch.diagnose.rules_nodes import (
     store_lost,
     versions_differ,
 )
+from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
+from safelaunch.diagnose.rules_results import wrong_results
 from safelaunch.diagnose.rules_state import (
     a_peer_ended,
     alone,
@@ -59,6 +61,7 @@ from safelaunch.diagnose.standing import stands
 from safelaunch.diagnose.waits import Case
 
 Need = Literal[
+    "a live job",
     "a live job that moves",
     "a crash",
     "several nodes",
@@ -71,6 +74,7 @@ Need = Literal[
 ]
 
 _MET: Mapping[Need, Callable[[Case], bool]] = {
+    "a live job": lambda case: case.evidence.outcome == "dump" and not stands(case.evidence),
     "a live job that moves": lambda case: (
         case.evidence.outcome == "dump" and case.evidence.moving and not stands(case.evidence)
     ),
@@ -119,8 +123,9 @@ class Rule:
         return ruling if isinstance(ruling, Finding) or self._has_seen(case) else ""
 
     def _has_seen(self, case: Case) -> bool:
-        unseen = case.unseen if self.witness else frozenset[int]()
-        return not unseen and all(_WAS_SEEN[self.witness](one) for one in case.ranks.values())
+        if self.witness and (case.unseen or not case.ranks):
+            return False
+        return all(_WAS_SEEN[self.witness](one) for one in case.ranks.values())
 
 
 _MISMATCH = ("collective-mismatch",)
@@ -130,6 +135,7 @@ OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
 RULES: tuple[Rule, ...] = (
     Rule(rendezvous_incomplete, ("init-not-joined",)),
+    Rule(wrong_results, WRONG_RESULTS, ("a live job",)),
     Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
     Rule(wrong_size_received, _MISMATCH, ("a crash",)),

@@ -8,7 +8,15 @@ from dataclasses import replace
 from safelaunch.diagnose.causes import FAILURES
 from safelaunch.diagnose.conditions import Condition
 from safelaunch.diagnose.doubts import Doubt, those
-from safelaunch.diagnose.exits import failed_at, failure_of, has_lost_a_peer, is_timeout
+from safelaunch.diagnose.exits import (
+    failed_at,
+    failure_of_rank,
+    has_lost_a_peer,
+    is_aborted,
+    is_timeout,
+    logged_claim,
+    nccl_failure,
+)
 from safelaunch.diagnose.findings import (
     Finding,
     Ruling,
@@ -55,7 +63,7 @@ def slow_not_stuck(facts: Facts) -> Ruling:
     does = [f"{each_of(ranks)} {reason}" for reason, ranks in by_place({r: c.reason for r, c in own.items()})[:2]]
     does += [words for words in [waits_words(facts, [r for r in silent if facts.ranks[r].wait is not None])] if words]
     least = seconds_words(min(silent.values()))
-    text = f"The job is making progress{where}, but not {ranks_word(silent)}, without a step for {least}"
+    text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
     text += f": {'; '.join(does)}." if does else "."
     return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
 
@@ -246,6 +254,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
     alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
     claims = wait_claims(facts, waits) + condition_claims(own)
     lost = [r for r in waits if has_lost_a_peer(facts.ranks[r].evidence)]
+    cut = [r for r, f in facts.ranks.items() if is_aborted(f.evidence) and nccl_failure(f.evidence) is not None]
     apart = frozenset(waits) & set(facts.evidence.stopped)
     if apart and not own:
         text = _seen_apart(facts, sorted(apart), [r for r in waits if r not in apart])
@@ -263,11 +272,17 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text = f"{capital(waits_words(facts, waits))}; every rank has arrived: no rank stands out."
     elif own:
         text = f"{summary_of(own, facts, waits)} The evidence does not single out a rank."
+    elif cut:
+        text = f"{capital(ranks_do(cut, 'was', 'were'))} aborted when the communication failed, and did not fail alone."
+        text += _began_with(facts, cut)
+        claims += tuple(logged_claim(facts.ranks[rank].evidence) for rank in cut)
     else:
         text = "No rank left enough evidence to say where it was."
+    seen = bool(waits or own)
     doubts = {
-        Doubt.BY_EXCLUSION: True,
-        Doubt.SEVERAL_PLACES: not (alike or (waits and not own)),
+        Doubt.STATE_UNKNOWN: not seen,
+        Doubt.BY_EXCLUSION: seen,
+        Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
         Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
     }
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims)
@@ -276,8 +291,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
 def _began_with(facts: Facts, lost: list[int]) -> str:
     """The rank that reported it first, by its own clock, and what its error means."""
     first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence))
-    raised = facts.ranks[first].evidence.exception
-    told = failure_of(raised) if raised is not None else None
+    told = failure_of_rank(facts.ranks[first].evidence)
     return f" It began on rank {first}: {told.means}." if told is not None else ""
 
 

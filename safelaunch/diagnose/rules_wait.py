@@ -54,7 +54,7 @@ def held_up(case: Case) -> Ruling:
         surely = _needed(case)
         roots = [r for r in roots if case.of_dump(r) or (r in surely and not case.may_wait_elsewhere(r))]
     if not roots:
-        return "" if blocking else "every rank that peers wait for waits for its peers too"
+        return "every rank that peers wait for waits for its peers too" if case.waits.classes and not blocking else ""
     named = {r: case.ranks[r].condition or _UNEXPLAINED for r in roots}
     named = dict(sorted(named.items(), key=lambda item: (levels_of(item[1].doubts), item[0])))
     cause = next(iter(named.values())).cause

@@ -48,9 +48,19 @@ class RunPaths:
         return self.root / "early.json"
 
     @property
+    def wrong(self) -> Path:
+        """The wrong results that --check-every has found: for colaunch, too."""
+        return self.root / "wrong.json"
+
+    @property
     def control(self) -> Path:
         """The supervisor's socket, for ``safelaunch status`` and ``safelaunch dump``."""
         return self.root / "control"
+
+    @property
+    def gpus(self) -> Path:
+        """Which GPUs ranks that are started anew have in place of others."""
+        return self.root / layout.GPUS
 
     @property
     def pages(self) -> Path:
@@ -248,6 +258,12 @@ def working_directory() -> Path:
         return Path.cwd()
     except OSError:
         return Path("/")
+
+
+def seen_from_here(path: str) -> str:
+    """The path as it is shortest for who reads it here: relative to the working directory, where it is below that."""
+    here = working_directory()
+    return os.fspath(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def sweep(root: Path) -> int:

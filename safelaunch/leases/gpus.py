@@ -76,9 +76,16 @@ class NodeGpus:
     A scheduler has one place in the node's queue, however many of its jobs wait.
     """
 
-    def __init__(self, environ: Mapping[str, str], most_unleased_bytes: int = MOST_UNLEASED_BYTES) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        most_unleased_bytes: int = MOST_UNLEASED_BYTES,
+        avoid: Callable[[], frozenset[str]] = frozenset,
+    ) -> None:
+        """``avoid``: UUIDs of GPUs that are taken only where there are not enough others; asked for each job."""
         found = inventory(environ)
         self._most_unleased_bytes = most_unleased_bytes
+        self._avoid = avoid
         self.missing = found.missing
         self.pool: Pool = pool_of(environ, found.gpus)
         self._asking = Asking(environ)
@@ -87,7 +94,8 @@ class NodeGpus:
 
     def _terms(self, count: int, name: str) -> Terms:
         wish = Wish(self.pool.gpus, count, name)
-        return Terms(wish, ourselves(name, "safelaunch colaunch"), self._most_unleased_bytes)
+        avoid = self._avoid() if count else frozenset()
+        return Terms(wish, ourselves(name, "safelaunch colaunch"), self._most_unleased_bytes, avoid)
 
     def free(self) -> int | None:
         """The number of GPUs that are free and not promised to others; None while the driver has not answered.

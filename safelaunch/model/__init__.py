@@ -6,6 +6,7 @@ check the type of every field. msgspec checks types while decoding, at the speed
 
 from __future__ import annotations
 
+from safelaunch.model.blamed import BlamedRank, Incident, Remembered, Unit
 from safelaunch.model.evidence import (
     UNKNOWN_SIZES,
     AgentState,
@@ -32,6 +33,7 @@ from safelaunch.model.evidence import (
     Lost,
     MemoryKills,
     NcclCommunicator,
+    NcclLog,
     NcclProcess,
     NcclState,
     NcclWitness,
@@ -56,12 +58,14 @@ from safelaunch.model.evidence import (
 )
 from safelaunch.model.verdict import (
     Artifact,
+    BlamedBefore,
     BundlePlace,
     Claim,
     Confidence,
     Culprit,
     NextStep,
     NodeAtFault,
+    Suspect,
     Verdict,
     format_ranks,
 )
@@ -71,6 +75,8 @@ __all__ = [
     "AgentState",
     "Allocations",
     "Artifact",
+    "BlamedBefore",
+    "BlamedRank",
     "BundlePlace",
     "CallArguments",
     "CaughtException",
@@ -92,11 +98,13 @@ __all__ = [
     "GpuUse",
     "GroupStatus",
     "HandledException",
+    "Incident",
     "Inconsistency",
     "Launched",
     "Lost",
     "MemoryKills",
     "NcclCommunicator",
+    "NcclLog",
     "NcclProcess",
     "NcclState",
     "NcclWitness",
@@ -116,10 +124,13 @@ __all__ = [
     "RankExit",
     "RankFile",
     "Record",
+    "Remembered",
     "Rendezvous",
     "StackSample",
+    "Suspect",
     "Thread",
     "ThreadState",
+    "Unit",
     "Verdict",
     "format_ranks",
 ]

@@ -7,7 +7,7 @@ other numbers. Stored this way, 4096 records fit into memory, and comparing rank
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import eq
 from typing import Any, overload
 
@@ -39,7 +39,7 @@ class Entries(Sequence[Collective]):
     ``kind_of[i]`` is the number of entry ``i``'s kind in ``kinds``. The other columns are fields of ``Collective``.
     """
 
-    __slots__ = ("created_ns", "kind_of", "kinds", "p2p_seqs", "record_ids", "seqs", "threads")
+    __slots__ = ("_used", "created_ns", "kind_of", "kinds", "p2p_seqs", "record_ids", "seqs", "threads")
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Entries(Sequence[Collective]):
     ) -> None:
         self.kinds = kinds
         self.kind_of = kind_of
+        self._used: dict[int, Collective] = {}
         self.seqs = packed(seqs)
         self.p2p_seqs = packed(p2p_seqs)
         self.record_ids = packed(record_ids)
@@ -75,9 +76,11 @@ class Entries(Sequence[Collective]):
             threads=[entry.thread for entry in entries],
         )
 
-    def used(self) -> dict[int, Collective]:
+    def used(self) -> Mapping[int, Collective]:
         """Returns the kinds that occur, by number."""
-        return {number: self.kinds.all[number] for number in sorted(set(self.kind_of))}
+        if not self._used:
+            self._used = {number: self.kinds.all[number] for number in sorted(set(self.kind_of))}
+        return self._used
 
     def with_kinds(self, change: Callable[[Collective], Collective], kinds: Kinds) -> Entries:
         """Returns the same entries with ``change`` applied to their kinds, which are added to ``kinds``."""
@@ -94,15 +97,7 @@ class Entries(Sequence[Collective]):
 
     def positions_of(self, kinds: Collection[int]) -> list[int]:
         """Returns the positions of the entries of these kinds, oldest first."""
-        if len(kinds) > _FEW:
-            return [at for at, kind in enumerate(self.kind_of) if kind in kinds]
-        found = []
-        for kind in kinds:  # count and index run at the speed of C; mostly one kind has one entry
-            at = -1
-            for _ in range(self.kind_of.count(kind)):
-                at = self.kind_of.index(kind, at + 1)
-                found.append(at)
-        return sorted(found)
+        return positions(self.kind_of, kinds)
 
     def __len__(self) -> int:
         return len(self.kind_of)
@@ -135,6 +130,19 @@ class Entries(Sequence[Collective]):
 
     def __repr__(self) -> str:
         return f"Entries({list(self)!r})"
+
+
+def positions(numbers: Sequence[int], wanted: Collection[int]) -> list[int]:
+    """Returns where ``numbers`` has one of ``wanted``, in order."""
+    if len(wanted) > _FEW:
+        return [at for at, number in enumerate(numbers) if number in wanted]
+    found = []
+    for number in wanted:  # count and index run at the speed of C; mostly one kind has one entry
+        at = -1
+        for _ in range(numbers.count(number)):
+            at = numbers.index(number, at + 1)
+            found.append(at)
+    return sorted(found)
 
 
 def kind_of(entry: Collective) -> Collective:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from safelaunch.model.blamed import Remembered
+
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of every record. Decoding ignores the unknown keys of newer versions and checks the types of known ones."""
@@ -42,7 +44,7 @@ class Thread(Record, frozen=True):
     ``ident``: Python's own number of it, which the Flight Recorder writes as well; 0 = unknown. ``call``: of its
     innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these. ``names``: where its
     innermost line waits for a key of c10d's store, the local variables named there, and their values as Python writes
-    them. ``lock_file``: for which the library ``filelock`` asks.
+    them. ``lock_file``: for which the library ``filelock`` asks, or which stands for a build of torch's extensions.
     """
 
     frames: tuple[Frame, ...]
@@ -418,6 +420,13 @@ class Posted(Record, frozen=True):
     tag: int = 0
 
 
+class NcclLog(Record, frozen=True):
+    """What NCCL warned of in a process, oldest first. ``file``: where the bundle has its log."""
+
+    file: str
+    warnings: tuple[str, ...] = ()
+
+
 class GilTest(Record, frozen=True):
     """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
 
@@ -462,6 +471,9 @@ class RankEvidence(Record, frozen=True):
     gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
     log_tail: str = ""  # the end of the rank's output, decoded
     device_memory: DeviceMemory | None = None
+    nccl_log: NcclLog | None = None
+    batch: int | None = None  # that its DataLoader gave it, seen at the first step
+    device: int | None = None  # the number of the CUDA device on which it computed then, where it has a choice
 
 
 class RankFile(Record, frozen=True):
@@ -478,6 +490,9 @@ class RankFile(Record, frozen=True):
     beacon: bool = True
     code_roots: tuple[str, ...] = ()
     gpu: str = ""
+    nccl_log: NcclLog | None = None
+    batch: int | None = None
+    device: int | None = None
 
     @staticmethod
     def of(rank: RankEvidence) -> RankFile:
@@ -675,6 +690,11 @@ class Inconsistency(Record, frozen=True):
     sides: tuple[tuple[int, ...], ...] = ()
     words: str = ""
 
+    @property
+    def cause(self) -> str:
+        """What a verdict calls it."""
+        return "loss-diverged" if self.kind == "loss" else self.kind
+
 
 Outcome = Literal["hang", "crash", "dump"]
 
@@ -693,7 +713,7 @@ class Launched(Record, frozen=True):
 class Evidence(Record, frozen=True):
     """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
 
-    ``nodes``: of a job of several nodes, as far as they are known. ``early``, ``inconsistent``: of this node.
+    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
     ``launched``: None for a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped
     before the others were looked at. ``gpus``: of the nodes whose driver was asked.
     """
@@ -715,3 +735,4 @@ class Evidence(Record, frozen=True):
     launched: Launched | None = None
     stopped: tuple[int, ...] = ()
     gpus: tuple[GpuUse, ...] = ()
+    remembered: Remembered | None = None  # whom earlier verdicts of this run's name have blamed

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from safelaunch.model.blamed import Unit
 from safelaunch.model.evidence import Frame, Outcome, Record
 
 
@@ -72,12 +73,36 @@ class BundlePlace(Record, frozen=True, omit_defaults=False):
     whole: bool
 
 
+class BlamedBefore(Record, frozen=True, omit_defaults=False):
+    """An earlier verdict that blamed the same hardware: when, for what and where, and its bundle on ``host``."""
+
+    words: str
+    bundle: str
+    host: str
+
+
+class Suspect(Record, frozen=True, omit_defaults=False):
+    """Hardware that verdicts blame again and again in ways that the script does not explain.
+
+    ``name``: the GPU's UUID, or the host's; ``chance``: the probability of such a repeat without its fault, at most;
+    ``before``: the earlier verdicts, the newest first.
+    """
+
+    unit: Unit
+    name: str
+    host: str
+    times: int
+    chance: float
+    words: str
+    before: tuple[BlamedBefore, ...]
+
+
 class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
 
     ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
     ``doubts``: why the confidence is not high, a sentence each. ``next``: None where the run's command line is not
-    known.
+    known. ``suspects``: only where this verdict blames the same hardware as earlier ones.
     """
 
     schema: int
@@ -95,10 +120,15 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
     doubts: tuple[str, ...] = ()
     next: NextStep | None = None
+    suspects: tuple[Suspect, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:
         return self.nodes or ()
+
+    @property
+    def suspected(self) -> tuple[Suspect, ...]:
+        return self.suspects or ()
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:

@@ -9,9 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.capture import gpu, nccl_ras
 from safelaunch.capture.flight_dump import MAX_RANKS
-from safelaunch.cluster.evidence import all_nodes
 from safelaunch.diagnose.exits import failed_by_itself, has_lost_a_peer
 from safelaunch.errors import CaptureError
 from safelaunch.model import (
@@ -33,6 +31,7 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankFile,
+    Remembered,
     Rendezvous,
 )
 from safelaunch.postmortem.cores import parse_all
@@ -209,6 +208,7 @@ def read_bundle(root: Path) -> Found:
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
         gpus=_gpus(bundle),
+        remembered=bundle.json("blamed.json", Remembered),
     )
     return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken)
 
@@ -223,6 +223,8 @@ def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
 
 def _nccl(bundle: _Bundle) -> NcclWitness | None:
     """The answer of NCCL's RAS service: of the one node that asked."""
+    from safelaunch.capture import nccl_ras
+
     for name in bundle.hosts():
         path = f"node/{name}/{nccl_ras.FILE}"
         if text := bundle.text(path):
@@ -234,6 +236,8 @@ def _nccl(bundle: _Bundle) -> NcclWitness | None:
 
 
 def _gpus(bundle: _Bundle) -> tuple[GpuUse, ...]:
+    from safelaunch.capture import gpu
+
     texts = {name: bundle.text(f"node/{name}/gpus.json") for name in bundle.hosts()}
     return tuple(one for name, text in texts.items() if text for one in gpu.uses(text.encode(), name))
 
@@ -244,6 +248,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes; and to
     different incidents: the job went on between them.
     """
+    from safelaunch.cluster.evidence import all_nodes
+
     seen: dict[int, str] = {}
     for found, name in zip(bundles, names, strict=True):
         for rank in found.evidence.ranks:
@@ -274,6 +280,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         moving=any(found.evidence.moving for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
         nccl=nccl,
+        inconsistent=tuple(dict.fromkeys(one for found in bundles for one in found.evidence.inconsistent)),
         launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
         stopped=stopped,
         gpus=tuple(one for found in bundles for one in found.evidence.gpus),
@@ -282,7 +289,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
-    files |= {"inconsistent.json": f"{names[0]}/inconsistent.json"} if first.inconsistent else {}
+    wrong = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.inconsistent), "")
+    files |= {"inconsistent.json": f"{wrong}/inconsistent.json"} if wrong else {}
     files |= {nccl.file: f"{asked}/{nccl.file}"} if nccl is not None else {}
     files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"

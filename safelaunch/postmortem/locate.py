@@ -14,7 +14,6 @@ from safelaunch.postmortem.bundles import is_bundle, merge, read_bundle, whole_o
 from safelaunch.postmortem.dumps import read_dumps
 from safelaunch.postmortem.found import MAX_FILE_BYTES, Found, Unreadable, cannot_be_read, within
 from safelaunch.postmortem.guard import Bounds, in_child
-from safelaunch.postmortem.rundirs import is_run_directory, read_run
 from safelaunch.system import untrusted_paths
 
 MAX_UNPACKED_BYTES = 1 << 30
@@ -92,7 +91,9 @@ def read_folder(folder: Path, scratch: Path) -> Found:
 def _read_folder(folder: Path, scratch: Path) -> Found:
     if is_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
-    if is_run_directory(folder):
+    if _is_run_directory(folder):
+        from safelaunch.postmortem.rundirs import read_run  # with the readers of a live run, which files rarely need
+
         return read_run(folder, scratch)
     inside = sorted(
         path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_symlink() and is_bundle(path)
@@ -112,6 +113,10 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     if dumps is None:
         raise Unreadable(_NOTHING)
     return dumps
+
+
+def _is_run_directory(path: Path) -> bool:
+    return untrusted_paths.is_dir(path / "pages") and untrusted_paths.is_file(path / "owner")
 
 
 def _unpack(archive: Path, scratch: Path) -> None:

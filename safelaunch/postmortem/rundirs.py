@@ -39,10 +39,6 @@ class _Nowhere:
     def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None: ...
 
 
-def is_run_directory(path: Path) -> bool:
-    return untrusted_paths.is_dir(path / "pages") and untrusted_paths.is_file(path / "owner")
-
-
 def read_run(root: Path, scratch: Path) -> Found:
     """The evidence left by a run's newest attempt; ``scratch``: an empty directory.
 

@@ -159,6 +159,11 @@ def polls_file_lock(stack: Stack) -> bool:
     return any("/filelock/" in normal(f.file) and short(f.function) == "acquire" for f in stack.called)
 
 
+def waits_for_build(stack: Stack) -> bool:
+    """``torch.utils.cpp_extension`` sleeps until the file is gone that stands for another process's build."""
+    return any(_in(f, "torch/utils/file_baton.py") and short(f.function) == "wait" for f in stack.called)
+
+
 def leaving(frames: Sequence[Frame]) -> str:
     """Why these frames of a main thread mean that its script has ended; ``""`` if they do not.
 
@@ -177,11 +182,12 @@ class LockWait:
     """A wait on a lock of this process. ``on`` says who can end it.
 
     ``work``: a thread or future that runs to an end; ``signal``: a queue, event or condition that some thread feeds;
-    ``lock``: whoever holds it.
+    ``lock``: whoever holds it. ``own``: the source says that the thread has taken it itself.
     """
 
     what: str
     on: Literal["work", "signal", "lock"] = "lock"
+    own: bool = False
 
     @property
     def by_processes(self) -> bool:

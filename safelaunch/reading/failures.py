@@ -6,12 +6,13 @@ An error may be the rank's ``own``, or report what became of a peer or of the wa
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
     "nccl-cuda", "nccl-memory", "nccl-shm", "nccl-limit", "infiniband", "interface", "one-gpu", "mesh", "nccl-versions",
-    "socket", "nccl-system",
+    "nccl-sizes", "nccl-ending", "socket", "nccl-system",
 ]  # fmt: skip
 
 
@@ -22,6 +23,13 @@ class Failure:
     kind: Kind
     means: str
     own: bool
+
+    @property
+    def general(self) -> bool:
+        return self.means.endswith(_IN_THE_LOG)
+
+
+_IN_THE_LOG = "NCCL's log has the call"
 
 
 # Kind, own, pattern, meaning. The first that fits; ``{...}``: a group of the pattern.
@@ -39,6 +47,12 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         "the GPU had no memory left for NCCL's own buffers",
     ),
     (
+        "nccl-ending",
+        False,
+        r"cuda failure (?:\d+ )?'driver shutting down'",
+        "the process was ending by then",
+    ),
+    (
         "nccl-cuda",
         True,
         r"cuda failure (?:\d+ )?'(?P<what>[^']*(?:illegal|launch fail|assert|uncorrectable|misaligned)[^']*)'",
@@ -48,7 +62,8 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
     (
         "nccl-shm",
         True,
-        r"(?:shared memory segment|/dev/shm|shm_open|posix_fallocate).{0,200}(?:no space left|fail|error|denied)",
+        r"(?:shared memory segment|/dev/shm|shm_open|posix_fallocate).{0,200}(?:no space left|fail|error|denied)"
+        r"|error while (?:creating|attaching to) shared memory|failed to extend /dev/shm",
         "NCCL could not get shared memory for the ranks of its node",
     ),
     (
@@ -70,6 +85,18 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         "an InfiniBand transfer with {peer} failed with status {code}",
     ),
     (
+        "infiniband",
+        False,
+        r"got completion with (?:error |status=)12\b",
+        "over InfiniBand or RoCE, a peer did not answer before all retries were used up",
+    ),
+    (
+        "infiniband",
+        False,
+        r"got completion with (?:error |status=)(?P<code>\d+)",
+        "an InfiniBand transfer failed with status {code}",
+    ),
+    (
         "nccl-limit",
         True,
         r"(?:call to )?(?P<call>ibv_\w+) failed.{0,80}cannot allocate memory",
@@ -78,7 +105,14 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
     (
         "infiniband",
         True,
-        r"(?:call to )?(?P<call>ibv_\w+) failed(?: with error (?P<what>[^\n,]+))?",
+        r"(?:call to )?(?P<call>ibv_\w+) failed with (?:error )?(?:\d+ )?"
+        r"(?P<what>connection timed out|network is unreachable|no route to host)",
+        "the RDMA network does not reach the peer that {call} is to connect to: {what}",
+    ),
+    (
+        "infiniband",
+        True,
+        r"(?:call to )?(?P<call>ibv_\w+) failed(?: with (?:error )?(?:\d+ )?(?P<what>[^\n,]+))?",
         "the InfiniBand driver refused {call}",
     ),
     (
@@ -93,6 +127,13 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         True,
         r"mismatched nccl version|nccl version mismatch",
         "the ranks have different versions of NCCL",
+    ),
+    (
+        "nccl-sizes",
+        False,
+        r"message truncated ?: recei(?:ved|ving) (?P<sent>\d+) bytes instead of (?P<room>\d+)"
+        r"|collective mismatch error, local size (?P<here>\d+) remote size (?P<there>\d+)",
+        "two ranks meet in one transfer with different sizes: those of the call, or NCCL's settings, differ",
     ),
     (
         "socket",
@@ -118,13 +159,13 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         "nccl-cuda",
         True,
         r"unhandled cuda error|ncclunhandledcudaerror",
-        "a CUDA call of NCCL failed; NCCL's log has the call",
+        f"a CUDA call of NCCL failed; {_IN_THE_LOG}",
     ),
     (
         "nccl-system",
         False,
         r"unhandled system error|ncclsystemerror",
-        "a system call of NCCL failed, of its network, its memory or a device; NCCL's log has the call",
+        f"a system call of NCCL failed, of its network, its memory or a device; {_IN_THE_LOG}",
     ),
 )
 
@@ -136,3 +177,9 @@ def failure(text: str) -> Failure | None:
         if found is not None:
             return Failure(kind, means.format(**found.groupdict()), own)
     return None
+
+
+def first_failure(messages: Iterable[str]) -> tuple[str, Failure] | None:
+    """Of the warnings of one process, in their order: the first of the process's own, else the first of any."""
+    told = [(text, found) for text in messages if (found := failure(text)) is not None and found.kind != "nccl-ending"]
+    return next((one for one in told if one[1].own), told[0] if told else None)

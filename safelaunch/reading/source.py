@@ -38,6 +38,72 @@ def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
     return len(here) == 1 and isinstance(here[0].func, ast.Attribute) and here[0].func.attr == name and not here[0].args
 
 
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LockTaken:
+    """The lock that a line takes, as written there. ``held_at``: the line of the same function that took it before."""
+
+    name: str
+    held_at: int = 0
+
+
+def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
+    """The one lock that the line takes, by ``with`` or ``acquire()``; None where it takes none, or several."""
+    tree = _tree_in(frame.file, read_source)
+    if tree is None:
+        return None
+    scope = scope_of(tree, frame.line)
+    taken = list(_takings(scope))
+    here = [name for (line, _), name in taken if line == frame.line]
+    if len(here) != 1:
+        return None
+    before = (line for (line, end), name in taken if name == here[0] and line < frame.line <= end)
+    held_at = max(before, default=0)
+    stored = [one for one in ast.walk(scope) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
+    root = here[0].partition(".")[0].partition("[")[0]
+    if any(one.id == root and held_at <= one.lineno <= frame.line for one in stored):
+        held_at = 0  # the name may stand for another lock by then
+    return LockTaken(here[0], held_at)
+
+
+def _takings(scope: ast.AST) -> Iterator[tuple[tuple[int, int], str]]:
+    """Of each taking of a lock: its line, the last one at which it is held for sure, and the lock as written.
+
+    After ``acquire()`` that is the line before the first ``release()``, if only a straight line of statements follows.
+    """
+    for block in _blocks(scope):
+        for number, one in enumerate(block):
+            if isinstance(one, (ast.With, ast.AsyncWith)):
+                for item in one.items:
+                    if isinstance(item.context_expr, (ast.Name, ast.Attribute, ast.Subscript)):
+                        line = item.context_expr.lineno
+                        yield (line, one.end_lineno or line), ast.unparse(item.context_expr)
+            name = _calls_on(one, "acquire")
+            if name:
+                ends = (each.lineno - 1 for each in block[number + 1 :] if name in _released_in(each))
+                yield (one.lineno, next(ends, block[-1].end_lineno or one.lineno)), name
+
+
+def _blocks(scope: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(scope):
+        for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            if isinstance(block, list):
+                yield block
+
+
+def _calls_on(statement: ast.stmt, method: str) -> str:
+    """``lock`` of the statement ``lock.acquire()``, whatever its arguments; else empty."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    func = call.func if isinstance(call, ast.Call) else None
+    return ast.unparse(func.value) if isinstance(func, ast.Attribute) and func.attr == method else ""
+
+
+def _released_in(statement: ast.stmt) -> set[str]:
+    return {_calls_on(one, "release") for one in ast.walk(statement) if isinstance(one, ast.stmt)}
+
+
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 

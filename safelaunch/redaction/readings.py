@@ -12,7 +12,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from html import unescape
 
 MOST_LAYERS = 3  # JSON in JSON in JSON
 
@@ -143,6 +142,8 @@ def _decoded(escape: str) -> str:
         number = int(escape[2:], 16)
         return chr(number) if number < 0x110000 else escape
     if escape[0] == "&":
+        from html import unescape  # with two thousand names, which few texts need
+
         return unescape(escape)
     return chr(int(escape[1:], 8)) if len(escape) == 4 else _LETTERS.get(kind[1], kind[1])
 

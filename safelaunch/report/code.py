@@ -116,6 +116,7 @@ def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Fram
         if one is not main
     ]
     found += [(one.user_frame, f"{one.process.role} {one.process.pid}", False) for one in child_views(rank)]
+    found[:0] = [(one.caught, "caught", False) for one in rank.caught]
     shown = {(frame.file, frame.line) for frame in stack}
     beside: dict[Frame, str] = {}
     for frame, whose, always in found:

@@ -29,6 +29,8 @@ def devices(evidence: Evidence) -> str:
     pairs = [f"{local}: {' or '.join(names)}" for local, names in sorted(chosen.items())]
     more = f" and {len(pairs) - MOST} more" if len(pairs) > MOST else ""
     parts = [f"local rank {', '.join(pairs[:MOST])}{more}"] if pairs else []
+    for rank in [one for one in evidence.ranks if one.device not in (None, one.local_rank)][:MOST]:
+        parts.append(f"rank {rank.rank} computed on cuda:{rank.device}")
     wrong = [rank for rank in evidence.ranks if _asked_in_vain(rank)]
     if wrong:
         who = format_ranks([rank.rank for rank in wrong])
@@ -52,15 +54,21 @@ def _why(wrong: list[RankEvidence]) -> str:
 
 def batches(evidence: Evidence) -> str:
     """``32 a rank (loader), 512 over 16 data-parallel ranks``, as far as the ranks' DataLoaders tell."""
+    fed = {rank.batch for rank in evidence.ranks}
+    batch = fed.pop() if len(fed) == 1 else None
+    if batch is not None:
+        return f"{batch} a rank{_step(batch, evidence.world_size)}"
     told = [rank.gil.batches for rank in evidence.ranks if rank.gil.batches]
     if not told:
         return ""
     if any(one != told[0] for one in told):
         return f"not the same on all ranks: {_sizes(told[0])} or {_sizes(next(o for o in told if o != told[0]))}"
     sizes = set(told[0].values())
-    world = evidence.world_size
-    over = f", {sizes.pop() * world} a step if all {world} ranks are data-parallel" if len(sizes) == 1 else ""
-    return f"{_sizes(told[0])} a rank{over}"
+    return f"{_sizes(told[0])} a rank{_step(sizes.pop(), evidence.world_size) if len(sizes) == 1 else ''}"
+
+
+def _step(batch: int, world: int) -> str:
+    return f", {batch * world} a step if all {world} ranks are data-parallel"
 
 
 def _sizes(loaders: Mapping[str, int]) -> str:

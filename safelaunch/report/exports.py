@@ -27,7 +27,6 @@ from safelaunch.report.timeline import LONGEST_S
 MOST_EVENTS = 40_000
 LEAST_CALLS = 8  # of a rank
 MOST_CALLS = 500
-PERFETTO, SPEEDSCOPE = "timeline.perfetto.json", "stacks.speedscope.json"
 SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
@@ -172,7 +171,7 @@ def speedscope(facts: Facts, name: str = "") -> dict[str, Any]:
         "exporter": f"safelaunch@{__version__}",
         "activeProfileIndex": 0,
         "shared": {"frames": frames},
-        "profiles": [_profile("main threads", of_mains), _profile("all threads and processes", of_all)],
+        "profiles": [profile("main threads", of_mains), profile("all threads and processes", of_all)],
     }
 
 
@@ -191,11 +190,12 @@ def _who(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
-def _profile(name: str, stacks: Mapping[tuple[int, ...], int]) -> dict[str, Any]:
+def profile(name: str, stacks: Mapping[tuple[int, ...], float], unit: str = "none") -> dict[str, Any]:
+    """One profile of a speedscope file: stacks of numbered frames, outermost first, and their weights."""
     return {
         "type": "sampled",
         "name": name,
-        "unit": "none",
+        "unit": unit,
         "startValue": 0,
         "endValue": sum(stacks.values()),
         "samples": [list(stack) for stack in stacks],

@@ -34,6 +34,7 @@ from safelaunch.report.report import (
     node_state,
     node_words,
     stalled_words,
+    suspect_lines,
 )
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
@@ -42,7 +43,7 @@ from safelaunch.system.printable import clean, clean_json
 MOST_COMMAND = 4000
 _MOST_BRANCHES = 3000
 _YEAR_10000 = 253_402_300_800
-_STYLE, _SCRIPT = "report.css", "report.js"
+_STYLE, _SCRIPT, _COMMON = "report.css", "report.js", "common.js"  # COMMON: what all pages draw with
 
 
 def content(
@@ -104,10 +105,11 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "doubts": verdict.doubts,
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
         "victims": verdict.victims,
-        "nodes_at_fault": [node_words(node) for node in verdict.nodes_at_fault],
+        "nodes_at_fault": [*(node_words(node) for node in verdict.nodes_at_fault), *suspect_lines(verdict)],
         "suggestions": beside_next(verdict),
         "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
-        "notes": [*evidence.notes, *(one.words for one in evidence.inconsistent)],
+        "notes": [*evidence.notes],
+        "wrong": [one.words for one in evidence.inconsistent],
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.as_typed),
@@ -269,7 +271,7 @@ def _part(name: str) -> str:
 
 def prepare() -> None:
     """Reads the templates, which takes a moment on a slow disk."""
-    for name in ("report.html", _STYLE, _SCRIPT):
+    for name in ("report.html", _STYLE, _COMMON, _SCRIPT):
         _part(name)
 
 
@@ -287,21 +289,25 @@ def html(
     return render(content(verdict, evidence, artifacts, facts=facts, read_source=read_source, said=said, about=about))
 
 
-def render(page: dict[str, Any]) -> str:
-    """The page with ``page`` as its data. Nothing in it can end the block that it stands in, or be taken for markup."""
+def render(page: dict[str, Any], script: str = _SCRIPT) -> str:
+    """The page with ``page`` as its data. Nothing in it can end the block that it stands in, or be taken for markup.
+
+    ``script``: the template that draws it, after what all pages have in common.
+    """
+    code = _part(_COMMON) + _part(script)
     data = clean_json(json.dumps(_cleaned(page), ensure_ascii=False, separators=(",", ":")))
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     head = page["head"]
     values = {
         "title": escape(clean(f"{head['cause']}: {head['summary']}")[:200]),
-        "policy": f"default-src 'none'; style-src {_hash(_part(_STYLE))}; script-src {_hash(_part(_SCRIPT))}; "
+        "policy": f"default-src 'none'; style-src {_hash(_part(_STYLE))}; script-src {_hash(code)}; "
         "base-uri 'none'; form-action 'none'",
         "outcome": escape(head["words"].capitalize()),
         "cause": escape(head["cause"]),
         "summary": escape(_first_sentence(clean(head["summary"]))),
         "style": _part(_STYLE),
         "data": data,
-        "script": _part(_SCRIPT),
+        "script": code,
     }
     return re.sub(r"\{\{ (\w+) \}\}", lambda found: values[found[1]], _part("report.html"))
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from safelaunch.diagnose.belonging import mesh
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.shortage import of_rank
 from safelaunch.model import (
@@ -25,10 +26,12 @@ from safelaunch.model import (
     NodeAtFault,
     NodeEvidence,
     RankEvidence,
+    Suspect,
     Verdict,
     format_ranks,
 )
 from safelaunch.reading.device_memory import words
+from safelaunch.report import contract
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
     Alike,
@@ -105,6 +108,7 @@ def screen(
         who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
+    who += [line for suspect in verdict.suspected[:1] for line in _suspect(suspect, room)]
     command = [*_command(verdict.next), *_place(place, clean(bundle_path), room, clean(cwd))]
     space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
@@ -176,6 +180,22 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
     if source:
         lines.append(Line(_shorten(f"    > {clean(source).strip()}", room), "strong"))
     return lines
+
+
+def _suspect(suspect: Suspect, room: int) -> list[Line]:
+    lines = [Line(text, "strong") for text in _cut(_wrap(clean(suspect.words), room, "  "), 4)]
+    for one in suspect.before[:2]:
+        lines += [Line(text) for text in _wrap(f"before, {clean(one.words)}:", room, "    ")[:2]]
+        lines += [Line(f"      {clean(one.bundle)}", whole=True)] if one.bundle else []
+    return lines
+
+
+def suspect_lines(verdict: Verdict) -> list[str]:
+    """What is said of suspected hardware, with the earlier bundles."""
+    return [
+        clean(" ".join([one.words, *(f"Before, {past.words} ({past.bundle})." for past in one.before)]))
+        for one in verdict.suspected
+    ]
 
 
 def node_words(node: NodeAtFault) -> str:
@@ -268,11 +288,10 @@ def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
     """Where the evidence is. With ``cwd``, in a form that the terminal doesn't break: relative, or on its own line."""
     line = f"{place}: {path}"
     if cwd and len(line) > room:
-        inside = path.startswith(f"{cwd.rstrip('/')}/")
-        shorter = f"{place}: {path[len(cwd.rstrip('/')) + 1 :]}" if inside else line
-        if len(shorter) > room:
-            return [Line(f"{place}:"), Line(path, whole=True)]
-        line = shorter
+        short = path.removeprefix(f"{cwd}/")
+        line = f"{place}: {short}"
+        if len(line) > room:
+            return [Line(f"{place}:"), Line(short, whole=True)]
     return [Line(line, whole=True)]
 
 
@@ -313,6 +332,7 @@ def markdown(
 
     ``facts``: those of ``evidence``, where they are known already.
     """
+    facts = facts or Facts.of(evidence)
     laid_out = overview(evidence, facts)
     rows = alike(laid_out.rows, {one.rank for one in verdict.culprits})
     parts = [
@@ -321,10 +341,12 @@ def markdown(
         f"Confidence: **{_md(verdict.confidence)}**."
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
         _md(stalled_words(evidence)),
+        _md(contract_words(evidence, facts)),
         _md_list("Noticed while it ran", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),
         _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
+        _md_list("Suspected hardware", suspect_lines(verdict)),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),
         _md_next(verdict.next),
@@ -340,6 +362,17 @@ def markdown(
         _md_list("Missing artifacts", [f"{a.path}: {a.missing} ({a.how})" for a in artifacts if a.missing]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def contract_words(evidence: Evidence, facts: Facts) -> str:
+    """World size, mesh, batch and devices, as far as they are known."""
+    found = (
+        contract.world(evidence.world_size, mesh(facts)),
+        f"batch: {batch}" if (batch := contract.batches(evidence)) else "",
+        f"devices: {devices}" if (devices := contract.devices(evidence)) else "",
+    )
+    text = "; ".join(filter(None, found))
+    return f"The job: {text}." if text else ""
 
 
 def _md_next(step: NextStep | None) -> str:

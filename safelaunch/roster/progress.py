@@ -225,6 +225,27 @@ def read_meta(path: Path) -> Meta:
     )
 
 
+class Noted(msgspec.Struct, frozen=True):
+    """What a rank computes with, as its beacon notes at the first step; None: not known.
+
+    ``batch``: the size of its DataLoader's. ``device``: the number of its current CUDA device, where it has a choice.
+    """
+
+    batch: int | None = None
+    device: int | None = None
+
+
+def read_contract(base: Path) -> Noted | None:
+    """The note beside the page ``base``; None while the rank has made no step."""
+    try:
+        lines = base.with_name(base.name + layout.CONTRACT_SUFFIX).read_text("ascii", "replace").splitlines()
+    except OSError:
+        return None
+    pairs = [line.partition("\t")[::2] for line in lines[:8]]
+    found = {key: int(value) for key, value in pairs if value.isdecimal() and len(value) < 12}
+    return Noted(found.get("batch"), found.get("device"))
+
+
 class Roster:
     """The ranks of the newest attempt, from the pages that their beacons claimed and the agent's events.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -10,25 +11,33 @@ from safelaunch.beacon import layout
 from safelaunch.launch.paths import RunPaths
 from safelaunch.model import Inconsistency
 from safelaunch.roster.checks import Series
+from safelaunch.supervise.joint_checks import Part
+from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.consistency import Comparison
 
 
 class Consistency:
-    """The comparison of one run. Call ``advance`` on every tick; it never raises."""
+    """The comparison of one run. Call ``advance`` on every tick; it never raises.
 
-    def __init__(self, run: RunPaths, watch: Watch) -> None:
+    ``stopped_for``: where the bundle is, once another node, which has compared the checks of all, ends the job.
+    """
+
+    def __init__(self, run: RunPaths, watch: Watch, together: Together) -> None:
         self._run = run
         self._watch = watch
+        self._together = together
         self._attempt = watch.attempt
         self._comparison = Comparison()
         self._series: dict[str, Series] = {}
         self._ignored: set[str] = set()
         self._failed = False
+        self._part: Part = "alone"
+        self.stopped_for: str | None = None
 
     def advance(self, *, last: bool = False) -> list[Inconsistency]:
-        """Returns what is new, and has said it. ``last``: the job has ended."""
+        """Returns what is new and this node's to act on, and has said it. ``last``: the job has ended."""
         if self._failed:
             return []
         try:
@@ -38,20 +47,65 @@ class Consistency:
             say(f"an internal error ended the consistency checks ({type(error).__name__}: {error}); still watching")
             return []
 
+    def stop_all(self, place: str) -> None:
+        """The job is ended for what was found, on all nodes; ``place``: of the bundle."""
+        if self._part == "leads":
+            self._together.checks.tell(self._watch.inconsistent, stops=True, place=place)
+
     def _advance(self, *, last: bool) -> list[Inconsistency]:
         if self._watch.attempt != self._attempt:
             self._attempt, self._comparison = self._watch.attempt, Comparison()
             self._series.clear()
         self._find()
-        for series in self._series.values():
-            self._comparison.add(series.read())
-        found = self._comparison.found(self._watch.seen, round(time.time(), 3), last=last)
-        for one in found:
-            say(f"wrong result: {one.words}")
-        self._watch.inconsistent += tuple(found)
+        checks = [check for series in self._series.values() for check in series.read()]
+        self._comparison.add(checks)
+        if self._series and not last:
+            now = time.monotonic()
+            self._part = self._together.checks.part(self._watch.unseen, self._together.is_covered, now)
+            if self._part != "alone":
+                self._together.checks.offer(checks, now)
+        return self._compare(last=last)
+
+    def _compare(self, *, last: bool) -> list[Inconsistency]:
+        """What is new here: by this node's own comparison, or by that of the node which leads."""
+        if self._part == "follows":
+            self._follow()
+            if last and not self._watch.inconsistent:
+                say("nothing inconsistent, by the comparison on the node that leads")
+            return []
+        if self._part == "waits" and not last:
+            return []
+        here = self._watch.seen
+        if self._part == "leads":
+            self._comparison.add(self._together.checks.gathered())
+            here = tuple(range(self._watch.world_size))
+        found = self._comparison.found(here, round(time.time(), 3), last=last)
+        self._note(found)
+        if found and self._part == "leads":
+            self._together.checks.tell(self._watch.inconsistent)
         if last and not self._watch.inconsistent:
             say(f"nothing inconsistent: {self._comparison.told}")
         return found
+
+    def _follow(self) -> None:
+        told = self._together.checks.told()
+        if told is not None:
+            self._note([one for one in told.found if one not in self._watch.inconsistent])
+            self.stopped_for = told.place if told.stops else None
+
+    def _note(self, found: list[Inconsistency]) -> None:
+        for one in found:
+            say(f"wrong result: {one.words}")
+        self._watch.inconsistent += tuple(found)
+        if found:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Leaves it in the run directory. A full disk costs only this."""
+        beside = self._run.wrong.with_name(f".{self._run.wrong.name}")
+        with suppress(OSError):
+            beside.write_bytes(msgspec.json.encode(self._watch.inconsistent))
+            beside.replace(self._run.wrong)
 
     def _find(self) -> None:
         """Maps the files of the ranks of this attempt."""

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from typing import Literal
@@ -43,8 +42,10 @@ from safelaunch.model import (
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
+from safelaunch.supervise import recall
+from safelaunch.supervise.documents import add_reports, job_of
 from safelaunch.supervise.looks import Looks, native_where_it_tells
-from safelaunch.supervise.node_evidence import NodeSaid, collect_node
+from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
@@ -246,6 +247,7 @@ def take_evidence(
         )
         for side in seen
     ]
+    complete = _with_nccl_logs(complete, looks, about, staging)
     for side in complete:
         _add_rank(side, staging)
     evidence = _evidence(outcome, complete, known.world_size)
@@ -262,6 +264,14 @@ def take_evidence(
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
     return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+
+
+def _with_nccl_logs(
+    sides: list[RankEvidence], looks: Looks, about: Circumstances, staging: Staging | None = None
+) -> list[RankEvidence]:
+    logs = nccl_logs([side.pid for side in sides], about.run_dir, about.host, looks.env, staging)
+    told = without_secrets(dict(logs), about.redactor)
+    return [msgspec.structs.replace(side, nccl_log=told.get(side.pid)) for side in sides]
 
 
 def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
@@ -333,6 +343,7 @@ def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
         msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
         for side in found.ranks
     )
+    complete = tuple(_with_nccl_logs(list(complete), looks, about))
     return msgspec.structs.replace(found, ranks=complete)
 
 
@@ -369,7 +380,7 @@ def discard(found: Collected) -> None:
 
 def judged(evidence: Evidence, about: Circumstances) -> Verdict:
     """The verdict, without secrets. Never raises."""
-    return without_secrets(_verdict(evidence), about.redactor)
+    return without_secrets(_verdict(recall.recalled(evidence, about)), about.redactor)
 
 
 def finish(found: Collected, outcome: Outcome | None = None, common: Common | None = None) -> Report:
@@ -386,7 +397,9 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
             collect.of_another_node(side, staging)
             _add_rank(side, staging)
         _add_files(common, staging)
+        evidence = recall.recalled(evidence, about)
     else:
+        evidence = recall.recalled(evidence, about, staging.root)
         verdict = judged(evidence, about)
     timeline = found.timeline.plus("verdict")
     name = common.name if common is not None else name_of(about.run_name, time.time(), verdict.outcome)
@@ -400,6 +413,9 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
     about.unfinished.let_go(staging.root)
     if published.note:
         say(published.note)
+    if not (published.lost or published.problem):
+        id_ = name if common is not None else f"{name} {about.host} {os.getpid()}"
+        recall.remember(verdict, evidence, about, id_, published.path)
     if not published.lost:
         about.notifier.tell(verdict, published.path, about.run_name)
     return Report(verdict, evidence, published, found.without_stacks)
@@ -484,9 +500,12 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         staging.add_json(Artifact("early.json", OURS, 0.0), evidence.early)
     if evidence.inconsistent:
         staging.add_json(Artifact("inconsistent.json", OURS, 0.0), evidence.inconsistent)
+    if verdict.suspected and evidence.remembered is not None:
+        staging.add_json(Artifact("blamed.json", OURS, 0.0), evidence.remembered)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
-    _add_reports(staging, verdict, evidence, about, timeline)
+    at_unix_s = timeline.moments[-1].unix_s
+    shape = add_reports(staging, verdict, evidence, about.redactor, about.run_name, at_unix_s)
     listed = staging.close()
     manifest = {
         "schema": 1,
@@ -498,60 +517,10 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
             "threshold_s": round(evidence.threshold_s, 3),
             "why": evidence.threshold_why,
         },
-        "job": {
-            "outcome": evidence.outcome,
-            "world_size": evidence.world_size,
-            "moving": evidence.moving,
-            "devices": {str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
-            "batches": {str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
-        },
+        "job": job_of(evidence, shape),
         "notes": evidence.notes,
         "timeline": timeline.plus("written").moments,
         "artifacts": listed,
         "missing": [artifact.path for artifact in listed if artifact.missing],
     }
     staging.finish(manifest)
-
-
-def _add_reports(
-    staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline
-) -> None:
-    """The reports, and the files for viewers, each of which costs only itself where it fails."""
-    from safelaunch.diagnose.rank_state import Facts
-    from safelaunch.postmortem import surroundings
-    from safelaunch.report import exports, page, report
-
-    said = about.redactor.said
-
-    def read_line(path: str, number: int) -> str | None:
-        line = user_source.line(path, number)
-        return said(line) if line else line
-
-    @cache  # the reports read the same; an error is not kept, and costs each of them
-    def facts() -> Facts:
-        return Facts.of(evidence, user_source.text)
-
-    def markdown() -> str:
-        return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
-
-    def html() -> str:
-        known = surroundings.about(staging.root)
-        known = replace(known, bundle=known.bundle or about.run_name, at_unix_s=timeline.moments[-1].unix_s)
-        artifacts = staging.settle()
-        return page.html(verdict, evidence, artifacts, facts=facts(), said=said, about=known)
-
-    def perfetto() -> str:
-        return exports.as_json(exports.perfetto(facts(), about.run_name))
-
-    def speedscope() -> str:
-        return exports.as_json(exports.speedscope(facts(), about.run_name))
-
-    begin = time.monotonic()
-    made = {exports.PERFETTO: perfetto, exports.SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}
-    for path, make in made.items():
-        try:
-            text: str | None = make()
-            missing = ""
-        except Exception as error:  # noqa: BLE001 - a failed report costs only itself
-            text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
-        staging.add_report(Artifact(path, OURS, round(time.monotonic() - begin, 3), missing), text)

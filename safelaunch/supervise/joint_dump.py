@@ -1,16 +1,20 @@
-"""A dump of a whole job: every node takes its evidence at once, for the one on which a person asks for it."""
+"""A dump or a recording of a whole job: every node takes its part at once, for the one on which a person asks."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
+import msgspec
 from msgspec.structs import replace
 
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.evidence import Shared, condensed, merged, received
-from safelaunch.cluster.messages import BadMessage, Page, node_count, share_of
+from safelaunch.cluster.messages import MOST_RANKS, BadMessage, Page, Question, node_count, packed, share_of, unpacked
 from safelaunch.model import Evidence, RankEvidence
+from safelaunch.model.recording import Recording, bounded, check
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.small_files import apart
@@ -20,7 +24,9 @@ DUMP_EVERY_S = 5.0  # between two that others ask for
 
 
 class JointDump:
-    """``page``: what the leader says, if it is heard. Everything but ``collected`` returns at once."""
+    """``page``: what the leader says, if it is heard. Everything but ``collected`` and ``recorded`` returns at once;
+    ``asking`` waits for another question of this node's.
+    """
 
     def __init__(self, channel: Channel | None, about: Circumstances, page: Callable[[], Page | None]) -> None:
         self._channel = channel
@@ -28,45 +34,62 @@ class JointDump:
         self._page = page
         self._known: set[int] = set()  # that this node has asked for, or taken part in
         self._next_s = 0.0
+        self._one_at_a_time = threading.Lock()
 
-    def ask(self) -> bool:
-        """Asks all nodes for their evidence, now. False: there is nobody to ask."""
+    @contextmanager
+    def asking(self, question: Question | None = None) -> Iterator[bool]:
+        """Asks all nodes for their evidence, or what the question says, now. False: there is nobody to ask."""
         page = self._page()
         if self._channel is None or page is None or page.nodes < 2:
-            return False
-        self._channel.ask_dump(True)
-        return True
+            yield False
+            return
+        with self._one_at_a_time:
+            self._channel.ask_all(question or Question())
+            try:
+                yield True
+            finally:
+                if self._channel.seen.answers is not None:
+                    self._known.add(self._channel.seen.answers.number)
+                self._channel.ask_all(None)
 
     def collected(self, own: Evidence) -> tuple[Evidence, tuple[RankEvidence, ...]]:
         """The evidence of all nodes as one, and what of it is other nodes'; waits for it ``DUMP_S`` at most."""
+        everything, others, _ = whole_of(own, self._answers(), self._about.host)
+        return everything, others
+
+    def recorded(self) -> tuple[list[Recording], list[str]]:
+        """What the other nodes have sampled, and what could not be read of it; waits for it ``DUMP_S`` at most."""
+        found: list[Recording] = []
+        notes: list[str] = []
+        for slot, chunks in sorted(self._answers().items()):
+            try:
+                found.append(recording_of(chunks))
+            except BadMessage as error:
+                notes.append(f"what a node has sampled could not be read (slot {slot}: {error})")
+        return found, notes
+
+    def _answers(self) -> Mapping[int, list[bytes]]:
         assert self._channel is not None
         until = time.monotonic() + DUMP_S
         while (seen := self._channel.seen).page is not None and time.monotonic() < until:
             if seen.answers is not None and seen.answers.complete:
                 break
             time.sleep(0.05)
-        handed_in = seen.answers.evidence if seen.answers is not None else {}
-        everything, others, _ = whole_of(own, handed_in, self._about.host)
-        return everything, others
+        return seen.answers.evidence if seen.answers is not None else {}
 
-    def is_over(self) -> None:
-        """No other node need answer any longer."""
-        if self._channel is not None:
-            if self._channel.seen.answers is not None:
-                self._known.add(self._channel.seen.answers.number)
-            self._channel.ask_dump(False)
-
-    def wanted(self, now: float) -> int | None:
-        """The number of a dump that another node asks for, and this one has not taken part in."""
+    def wanted(self, now: float) -> tuple[int, Question] | None:
+        """What another node asks for, and this one has not taken part in, and its number."""
         if self._channel is None or now < self._next_s or (page := self._page()) is None:
             return None
         answers = self._channel.seen.answers
         known = self._known | ({answers.number} if answers is not None else set())
-        number = next((number for number in page.dumps if number not in known), None)
-        if number is not None:
-            self._known.add(number)
-            self._next_s = now + DUMP_EVERY_S
-        return number
+        questions = self._channel.seen.questions
+        number = next((number for number in page.dumps if number not in known and number in questions), None)
+        if number is None:
+            return None
+        self._known.add(number)
+        self._next_s = now + DUMP_EVERY_S
+        return number, questions[number]
 
     @property
     def _share(self) -> int:
@@ -77,6 +100,25 @@ class JointDump:
             self._channel.hand_in_dump(
                 number, condensed(without_secrets(evidence, self._about.redactor), share=self._share)
             )
+
+    def hand_in_recording(self, number: int, recording: Recording) -> None:
+        """``recording`` is without secrets."""
+        if self._channel is not None:
+            share = self._share
+            small = bounded(recording, lambda one: packed(msgspec.msgpack.encode(one), share) is not None)
+            self._channel.hand_in_dump(number, packed(msgspec.msgpack.encode(small)) or [])
+
+
+def recording_of(chunks: list[bytes]) -> Recording:
+    """What ``hand_in_recording`` has sent. Raises BadMessage."""
+    try:
+        found = msgspec.msgpack.decode(unpacked(chunks), type=Recording)
+        check(found)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+        raise BadMessage(str(error)) from error
+    if not all(0 <= rank.rank < MOST_RANKS for rank in found.ranks):
+        raise BadMessage("samples of ranks that there cannot be")
+    return found
 
 
 def whole_of(

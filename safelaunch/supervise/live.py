@@ -14,6 +14,7 @@ import msgspec
 
 from safelaunch.bundle.publishing import name_of
 from safelaunch.capture.look import Look
+from safelaunch.cluster.messages import Question
 from safelaunch.control.protocol import (
     Client,
     DumpAnswer,
@@ -34,6 +35,7 @@ from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
+from safelaunch.supervise.recording import Recordings
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
@@ -87,12 +89,13 @@ class Live:
         self._silent_ranks = SilentRanks()
         self._gpu_memory = GpuMemory()
         self._cwd = os.fspath(working_directory())
+        self._recordings = Recordings(watch, about, together.dump, tuple(job.plan.script))
         self._attempt = -1
         self._samples: deque[tuple[float, dict[int, int]]] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self._dumps or self._asking or self._stacks)
+        return bool(self._dumps or self._asking or self._stacks or self._recordings.busy)
 
     def tick(self, now: float) -> None:
         """Answers every request that can be answered now."""
@@ -102,7 +105,8 @@ class Live:
         self._answer_status(now)
         self._answer_stacks()
         self._advance_dumps()
-        self._dump_for_another(now)
+        self._recordings.tick()
+        self._take_for_another(now)
 
     def _handle(self, request: Request, client: Client) -> None:
         if request.command == "status":
@@ -117,6 +121,8 @@ class Live:
             asking = self._stacks or (Task("stacks", self._look_at_stacks), [])
             asking[1].append(client)
             self._stacks = asking
+        elif request.command == "record":
+            self._recordings.ask(request, client)
         else:
             client.close()
 
@@ -157,12 +163,13 @@ class Live:
             self._dumps.append(dump)
         return dump
 
-    def dump_here(self, show: Callable[[Report], None]) -> None:
-        """Takes a bundle and shows it with ``show``."""
+    def dump_here(self, show: Callable[[Report], None], *, ends: bool = False) -> None:
+        """Takes a bundle and shows it with ``show``, which ``ends`` the job."""
         dump = self._queued(self._about.bundle_dir)
         if dump.show is None:
             dump.show = show
-            say("taking a bundle of the live run, which continues (Ctrl-C stops it)")
+            then = "and then ending it" if ends else "which continues (Ctrl-C stops it)"
+            say(f"taking a bundle of the live run, {then}")
 
     def _advance_dumps(self) -> None:
         if not self._dumps:
@@ -180,16 +187,17 @@ class Live:
             elif dump.show is not None:
                 say(f"no bundle could be written: {answer.problem}")
 
-    def _dump_for_another(self, now: float) -> None:
+    def _take_for_another(self, now: float) -> None:
         """Takes evidence at the same time as the node that asks for it, which writes the bundle."""
         if self._for_another is not None and self._for_another.done:
             self._for_another = None
-        number = self._together.dump.wanted(now) if self._for_another is None else None
-        if number is not None:
-            wanted = number
-            self._for_another = Task("dump for another node", lambda: self._hand_in(wanted))
+        wanted = self._together.dump.wanted(now) if self._for_another is None else None
+        if wanted is not None:
+            number, question = wanted
+            take = self._recordings.hand_in if question.kind == "record" else self._hand_in
+            self._for_another = Task("for another node", lambda: take(number, question))
 
-    def _hand_in(self, number: int) -> None:
+    def _hand_in(self, number: int, question: Question) -> None:
         found = self._evidence(self._about)
         try:
             self._together.dump.hand_in(number, found.evidence)
@@ -203,6 +211,7 @@ class Live:
 
     def finish(self) -> None:
         """The job is being stopped: finishes the bundle that has its evidence, and gives up what needs the ranks."""
+        self._recordings.finish()
         for dump in [dump for dump in self._dumps if not dump.seen.is_set()]:
             dump.given_up = True
             self._dumps.remove(dump)
@@ -214,16 +223,13 @@ class Live:
 
     def _write_dump(self, dump: _Dump) -> Report:
         bundle_dir, about = dump.bundle_dir, replace(self._about, bundle_dir=dump.bundle_dir)
-        asked = self._together.dump.ask()
-        try:
+        with self._together.dump.asking() as asked:
             found = self._evidence(about)
             dump.seen.set()
             if dump.given_up:
                 incident.discard(found)
                 raise SafelaunchError("the job is being stopped")
             evidence, others = self._together.dump.collected(found.evidence) if asked else (found.evidence, ())
-        finally:
-            self._together.dump.is_over()
         if not others:
             return incident.finish(found)
         verdict = incident.judged(evidence, about)

@@ -30,8 +30,10 @@ from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency
+from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
+from safelaunch.supervise.exchange import Exchange, give_others
 from safelaunch.supervise.incident import Report
 from safelaunch.supervise.interrupt import Interrupt
 from safelaunch.supervise.launch_info import circumstances
@@ -56,6 +58,8 @@ CAPTURE_PATIENCE_S = 20.0
 SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
 SAME_SIGNAL_S = 1.0  # a rank that failed so shortly before we were asked to stop may have been asked as well
+OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store may end with this one
+READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
 
 
@@ -91,7 +95,7 @@ def is_of_rendezvous(raised: AgentEvent) -> bool:
 class _Verdict:
     """Why safelaunch ends the job, its exit code, and whether the report is on the screen already."""
 
-    report: Report
+    report: Report | None
     code: int
     shown: bool
 
@@ -105,8 +109,12 @@ class Supervisor:
         processes: JobProcesses,
         touch: Callable[[], None] = lambda: None,
         forwarder: Forwarder | None = None,
+        exchange: Exchange = lambda gpu: None,
     ) -> None:
-        """``forwarder``: of the signals that this process gets; by default to the job's first process."""
+        """``forwarder``: of the signals that this process gets; by default to the job's first process.
+
+        ``exchange``: leases another GPU in place of a suspected one.
+        """
         assert job.run is not None
         self._job = job
         self._processes = processes
@@ -122,7 +130,14 @@ class Supervisor:
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
-        self._consistency = Consistency(job.run, self._watch) if settings.check_every else None
+        self._contracts = Contracts(
+            job.run,
+            self._watch,
+            settings.bundle_dir,
+            job.plan.run_name,
+            remembers=settings.is_explicit("run-name"),
+        )
+        self._consistency = Consistency(job.run, self._watch, self._together) if settings.check_every else None
         self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)
         self._exit_events: dict[int, RankExit] = {}
@@ -147,6 +162,7 @@ class Supervisor:
         self._watching = True
         self.shown: Report | None = None  # the newest report
         self._touch = touch
+        self._exchange = exchange
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
     def run(self) -> int:
@@ -260,6 +276,7 @@ class Supervisor:
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
+        self._contracts.tick(now)
 
     def _is_a_crash(self, event: AgentEvent) -> bool:
         """Whether the event may belong to a crash. It doesn't if a user, a scheduler or safelaunch ends the ranks."""
@@ -365,8 +382,8 @@ class Supervisor:
         if report is None:
             return
         self._show(report)
-        if self._on_stall_is("restart") and self._agent_lives():
-            self._give_up_or_go_on(report)
+        if self._on_stall_is("restart") and self._agent_lives() and self._give_up_or_go_on(report):
+            Task("other GPUs", lambda: self._give_other_gpus(report))
 
     def _on_stall(self, glance: Glance, now: float) -> None:
         report = self._stall.advance(glance, now)
@@ -383,8 +400,7 @@ class Supervisor:
             self._show(report)
             if self._give_up_or_go_on(report):
                 say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
-                self._restarting = self._watch.roster.attempt
-                Task("end ranks", self._processes.end_ranks)
+                self._restart(report)
         else:
             self._together.crash.trouble(f"the job hangs, and is ended for it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
@@ -399,8 +415,22 @@ class Supervisor:
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
             say("ending the ranks of this attempt; torchrun starts them again while --max-restarts allows it")
-            self._restarting = self._watch.roster.attempt
-            Task("end ranks", self._processes.end_ranks)
+            self._restart(report)
+
+    def _restart(self, report: Report) -> None:
+        """Ends the ranks of this attempt, so that torchrun starts others."""
+        self._restarting = self._watch.roster.attempt
+
+        def end() -> None:
+            self._give_other_gpus(report)
+            self._processes.end_ranks()
+
+        Task("end ranks", end)
+
+    def _give_other_gpus(self, report: Report) -> None:
+        """To ranks that are started from now on."""
+        if self._job.plan.settings.exclude_blamed and self._job.run is not None:
+            give_others(report.verdict.suspected, self._exchange, self._job.run.gpus)
 
     def _on_stall_is(self, policy: str) -> bool:
         return self._job.plan.settings.on_stall == policy
@@ -418,28 +448,43 @@ class Supervisor:
             self._end(report, EXIT_GAVE_UP, shown=True)
         return not why
 
-    def _end(self, report: Report, code: int, *, shown: bool = False) -> None:
-        """Ends every process of the job; ``code`` is safelaunch's exit code."""
+    def _end(self, report: Report | None, code: int, *, shown: bool = False, after_s: float = 0.0) -> None:
+        """Ends every process of the job; ``code`` is safelaunch's exit code. ``after_s``: for other nodes to do it."""
         self._verdict = _Verdict(report, code, shown)
-        if self._watch.roster.agent_page is not None:
-            self._watch.roster.agent_page.announce_end()
-        self._ending = Task("end", self._processes.end_all)
+
+        def end() -> tuple[process.ProcessId, ...]:
+            time.sleep(after_s)
+            if self._watch.roster.agent_page is not None:
+                self._watch.roster.agent_page.announce_end()
+            return self._processes.end_all()
+
+        self._ending = Task("end", end)
 
     def _agent_lives(self) -> bool:
         return self._job.agent.is_alive()
 
     def _on_consistency(self, *, last: bool = False) -> None:
         """Compares what the ranks computed, as --check-every asks for."""
-        found = self._consistency.advance(last=last) if self._consistency is not None else []
+        if self._consistency is None:
+            return
+        found = self._consistency.advance(last=last)
         action = self._job.plan.settings.on_inconsistent
-        if found and action != "report" and not last:
-            self._live.dump_here(self._stop_inconsistent if action == "stop" else self._show)
+        if found and action == "dump" and not last:
+            self._live.dump_here(self._show)
+        elif found and action == "stop" and not last:
+            self._live.dump_here(self._stop_inconsistent, ends=True)
+        place = self._consistency.stopped_for
+        if place is not None and self._ending is None and self._verdict is None:
+            say(f"ending the job, as another node asks (--on-inconsistent stop); the bundle is on {place}")
+            self._end(None, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S - READ_S)
 
     def _stop_inconsistent(self, report: Report) -> None:
         self._show(report)
         if self._ending is None and self._verdict is None:
             say("ending the job (--on-inconsistent stop)")
-            self._end(report, EXIT_INCONSISTENT, shown=True)
+            assert self._consistency is not None
+            self._consistency.stop_all(f"{self._about.host}: {report.published.shown}")
+            self._end(report, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S if self._watch.unseen else 0.0)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -449,6 +494,7 @@ class Supervisor:
         self._guarded_tick()
         if self._watching:
             self._on_consistency(last=True)
+            self._contracts.finish()
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
             self._note_end(status)
@@ -503,7 +549,7 @@ class Supervisor:
         left = self._ending.result() if self._ending.done else self._processes.all()
         if left:
             say(f"could not be killed (stuck in the kernel): pid {', '.join(str(p.pid) for p in left)}")
-        if not verdict.shown:
+        if not verdict.shown and verdict.report is not None:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from safelaunch.beacon import layout
 from safelaunch.bundle.staging import Staging
-from safelaunch.capture import gpu, logs, node
+from safelaunch.capture import gpu, logs, nccl_log, node
 from safelaunch.capture.memory import KillCounts, kill_counts
 from safelaunch.capture.parallel import gather_into
 from safelaunch.capture.result import Result
-from safelaunch.model import Artifact, GpuUse
+from safelaunch.model import Artifact, GpuUse, NcclLog
 
 NODE_DEADLINE_S = 6.0
 
@@ -70,6 +70,25 @@ def collect_node(
     calls = {f"{folder}/gpus.json": gpus, f"{folder}/kernel_log.txt": kernel, folder: rest}
     gather_into(staging, calls, deadline_s=NODE_DEADLINE_S + 2.0)
     return NodeSaid(kernel_log[0] if kernel_log else "", counts, tuple(uses))
+
+
+def nccl_logs(
+    pids: Sequence[int], run_dir: Path, host: str, env: Result[dict[str, str]] | None, staging: Staging | None
+) -> Mapping[int, NcclLog]:
+    """What NCCL warned of: in the run directory, else where the user's ``NCCL_DEBUG_FILE`` (of ``env``) says.
+
+    Then ``staging`` gets these files as well; those of the run directory are there already.
+    """
+    folder = f"node/{host}"
+    logs = nccl_log.logs_of(sorted((run_dir / "flight_recorder").glob("*nccl*")), folder, pids)
+    pattern = env.value.get("NCCL_DEBUG_FILE", "") if env is not None and env.value else ""
+    if logs or not pattern:
+        return logs
+    paths = list(dict.fromkeys(nccl_log.path_of(pattern, host, pid) for pid in pids))
+    for path in paths:
+        if staging is not None and path.is_file():
+            staging.add_file(Artifact(f"{folder}/{path.name}", "NCCL_DEBUG_FILE", 0.0), path)
+    return nccl_log.logs_of(paths, folder, pids)
 
 
 def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from safelaunch.errors import UsageError
 from safelaunch.settings.config import Settings
+from safelaunch.settings.options import OPTION_GROUPS
 
 
 def check(settings: Settings) -> None:
@@ -21,7 +22,19 @@ def check(settings: Settings) -> None:
 
 
 def without_effect(settings: Settings) -> list[str]:
-    """A line about each preset that does nothing here."""
+    """A line about each preset that does nothing here, and about options that need the watch where there is none."""
+    idle = [option.flag for option in OPTION_GROUPS["Watching"] if _is_idle(settings, option.name)]
+    return [
+        *([f"--no-watch: {', '.join(idle)}: no effect, as nothing of safelaunch's runs in the ranks"] if idle else []),
+        *_idle_presets(settings),
+    ]
+
+
+def _is_idle(settings: Settings, name: str) -> bool:
+    return not settings.watch and settings.origin(name) == "command line" and name not in ("no-watch", "preset")
+
+
+def _idle_presets(settings: Settings) -> list[str]:
     text = "preset {0} sets nothing of its own with the installed torch: safelaunch presets show {0}"
     return [text.format(name) for name in settings.idle_presets]
 

@@ -466,10 +466,17 @@ class StallCase:
         receiving = movement.perhaps_receiving(after) if self._watch.learns else ()
         return Patience(pids, suspicion.threshold.seconds, now, receiving=receiving) if pids or receiving else None
 
-    @staticmethod
-    def _say_hang(stall: Stall, now: float) -> None:
+    def _say_hang(self, stall: Stall, now: float) -> None:
         where = "no step yet" if stall.before_first_step else f"last step {stall.step}"
-        say(f"nothing has moved for {now - stall.mark_s:.0f} s ({where}): collecting evidence from every rank")
+        stall_s = now - stall.mark_s
+        since = f"for {stall_s:.0f} s ({where})"
+        pages = self._watch.last_progress
+        still = [rank for rank, page in pages.items() if now - page.last_step_ns / 1e9 > stall_s / 2]
+        what = f"nothing has moved {since}"
+        if still and len(still) < len(pages) and not stall.before_first_step:
+            who = f"rank {still[0]} has" if len(still) == 1 else f"ranks {format_ranks(still)} have"
+            what = f"{who} made no step {since}, while the others go on"
+        say(f"{what}: collecting evidence from every rank")
 
     def _say_undecided(self, stall: Stall, movement: Movement, now: float) -> None:
         if self._said_undecided:

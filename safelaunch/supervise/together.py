@@ -31,6 +31,7 @@ from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, Rendezvo
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.settings.config import Settings
 from safelaunch.supervise.incident import Circumstances, Common, judged
+from safelaunch.supervise.joint_checks import JointChecks
 from safelaunch.supervise.joint_crash import JointCrash
 from safelaunch.supervise.joint_dump import JointDump, whole_of
 from safelaunch.supervise.node_notices import NodeNotices
@@ -66,7 +67,7 @@ class Settled:
 class Together:
     """This node's part. Everything but ``settle``, ``all_agree`` and ``nodes`` returns at once.
 
-    ``crash``, ``dump``: its part in what the nodes do together about these.
+    ``crash``, ``dump``, ``checks``: its part in what the nodes do together about these.
     """
 
     def __init__(self, plan: Plan, about: Circumstances, watch: Watch) -> None:
@@ -87,6 +88,7 @@ class Together:
             self._meet(plan, found)
         self.crash = JointCrash(self._channel, about, lambda: self.nodes(probing=False))
         self.dump = JointDump(self._channel, about, lambda: self._page)
+        self.checks = JointChecks(self._channel, lambda: self._page)
 
     def _meet(self, plan: Plan, found: Meeting) -> None:
         key = self._key(plan.settings)

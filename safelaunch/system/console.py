@@ -48,6 +48,7 @@ class Display:
 
 
 NARROWEST, WIDTH = 40, 100
+ECHO = len("^C")  # which the terminal may have written where a line begins
 
 
 def display(descriptor: int, environ: Mapping[str, str]) -> Display:
@@ -155,7 +156,7 @@ def _columns() -> int:
 
 def _broken(line: str, width: int) -> list[str]:
     """The line in as many as it needs, each prefixed. A word is never broken, however long it is."""
-    room = max(width, NARROWEST) - len(PREFIX)
+    room = max(width - ECHO, NARROWEST) - len(PREFIX)
     text = line.removeprefix(PREFIX)
     if len(text) <= room:
         return [line]

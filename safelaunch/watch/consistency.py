@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
 
 from safelaunch.model import Inconsistency, format_ranks
 from safelaunch.roster.checks import Check
@@ -106,6 +105,8 @@ class Comparison:
             others = [one for other, one in known.items() if other != rank]
             if len(others) < 2 or not all(math.isfinite(v) for one in (values, *others) for v in one):
                 continue
+            from statistics import fmean, median  # few jobs tell their losses
+
             level = median(fmean(one) for one in others)
             if min(values) > max(max(one) for one in others) and fmean(values) > FAR_LOSS * abs(level):
                 step = self._losses[rank][0][0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median_low
 
 LEAST_COLLECTIVES = 20
 LEAST_WINDOW_S = 5.0
@@ -60,7 +59,7 @@ def _in_group(arrivals: Arrivals, group: str) -> Straggler | None:
         times = {rank: numbers[number] for rank, numbers in members.items()}
         last = max(times, key=lambda rank: times[rank])
         others = [at for rank, at in times.items() if rank != last]
-        late.setdefault(last, []).append((median_low(others), times[last]))
+        late.setdefault(last, []).append((_median(others), times[last]))
     begin = min(numbers[common[0]] for numbers in members.values())
     window = max(numbers[common[-1]] for numbers in members.values()) - begin
     if window < LEAST_WINDOW_S * 1e9:
@@ -80,3 +79,8 @@ def _length_of_union(spans: Iterable[tuple[int, int]]) -> int:
         total += max(0, stop - max(begin, end))
         end = max(end, stop)
     return total
+
+
+def _median(values: list[int]) -> int:
+    """The lower one of two: ``statistics`` would bring fractions into a process that lives as long as the job."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -13,7 +13,6 @@ from row import Row
 SHORT = (
     "kill -9 safelaunch, writing, training",
     "kill -9 guardian, suspicion, training",
-    "SIGSTOP guardian, training, training",
     "SIGSTOP torchrun agent, capture, training",
     "run directory fills up, restart, restarting",
     "rank closes descriptors, start-up, training",

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zoo
 from jobs import PROGRAMS, Job, Result
-from torch._C import _distributed_c10d
 
 from safelaunch.beacon import layout, ring
 from safelaunch.capture import worker_server
@@ -51,7 +51,6 @@ def tell(**seen):
         json.dump(seen, file)
     os.rename(f"seen-{RANK}.json.partial", f"seen-{RANK}.json")
 """
-HANDLERS_OF_OURS = hasattr(_distributed_c10d, "_register_handler")
 # Anything in the output that a script did not write itself.
 NOISE = re.compile(r"Traceback|safelaunch|beacon|Server|Exception ignored|Warning|\[[WE]\d{4}")
 
@@ -295,8 +294,9 @@ def test_phases_and_pauses(start: Start) -> None:
 # --- what is there while it runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not HANDLERS_OF_OURS, reason="this torch's worker server takes no handlers")
 def test_what_a_rank_tells_of_its_groups_and_of_the_exception_that_it_handles(start: Start) -> None:
+    if not zoo.takes_handlers():
+        pytest.skip("this torch's worker server takes no handlers")
     job = start(
         """
         import time, torch.distributed as dist
@@ -356,10 +356,10 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
         socket = os.fspath(roster.companion(page, layout.SERVER_SUFFIX))
         worker_server.post(socket, "ping", deadline_s=60.0)
         # without handlers of our own (torch 2.6, 2.9) nobody can ask for the GIL, and of NCCL's collectives only
-        handler = "fr_trace_json" if HANDLERS_OF_OURS else "dump_nccl_trace_json"
+        handler = "fr_trace_json" if zoo.takes_handlers() else "dump_nccl_trace_json"
         assert b'"version"' in worker_server.post(socket, handler, deadline_s=60.0)
         gil = worker_server.gil_test(socket, deadline_s=60.0)
-        assert (gil.ping, gil.python) == (True, True if HANDLERS_OF_OURS else None)
+        assert (gil.ping, gil.python) == (True, True if zoo.takes_handlers() else None)
         records = ring.read(os.fspath(roster.companion(page, layout.RING_SUFFIX)))
         assert [(stream, data) for _, stream, data in records] == [
             (ring.STDOUT, f"rank {rank} is up\n".encode()),

@@ -246,6 +246,7 @@ def test_another_round_of_the_rendezvous_voids_an_incident(tmp_path: Path, monke
     assert "crashed" not in first.stderr + second.stderr
 
 
+@pytest.mark.rare  # as another round of the rendezvous
 def test_a_node_that_joins_is_no_crash_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun ends the ranks of one node before those of the other, which lose their connections to them."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

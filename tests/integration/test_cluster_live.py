@@ -1,4 +1,4 @@
-"""``status`` and ``dump`` of a job on several nodes, asked on any of them."""
+"""``status``, ``dump`` and ``record`` of a job on several nodes, asked on any of them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,10 @@ def test_dump_has_every_rank_and_the_job_goes_on(tmp_path: Path, rank: int) -> N
         assert bundle.verdict["outcome"] == "dump"
         assert bundle.verdict["bundle"]["whole"] is True
         assert other.bundles() == ()
+        recorded = asked(job, "record", str(job.process.pid), "--duration", "2", "--json", patience_s=150.0)
+        assert recorded.returncode == 0, recorded.stderr
+        document = json.loads(recorded.stdout)
+        assert [one["rank"] for one in document["ranks"]] == [0, 1, 2, 3] and document["missing"] == []
         before = max(one["step"] for one in nodes_by(job))
         job.until(lambda: min(one["step"] for one in nodes_by(job)) > before, "more steps")
         assert [one.process.poll() for one in nodes.jobs] == [None, None]

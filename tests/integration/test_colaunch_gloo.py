@@ -28,7 +28,7 @@ jobs: {{j: {{name: "j{{seed}}", matrix: {{seed: 0..{count - 1}}}}}}}
 
 
 def test_a_sweep_that_is_killed_is_completed_by_resume(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    count = 30 if request.config.getoption("--whole") else 6
+    count = 30 if request.config.getoption("--whole") else 5
     with Sweep(tmp_path, spec(count), "--slots", "4") as sweep:
         sweep.until(lambda: len(sweep.recorded()) >= count // 3, "a third of the jobs", 400)
         recorded = sweep.recorded()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import Job
+from jobs import PROGRAMS, Job
 
 pytestmark = pytest.mark.torch
 
@@ -28,7 +28,9 @@ dist.destroy_process_group()
 )
 def test_two_short_trainings_at_once(tmp_path: Path, pair: int) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TRAINING)
+    # One of the pairs each day, without torch's compiler; the others with all that torch imports.
+    spared = f"import sys; sys.path.append({str(PROGRAMS)!r}); import uncompiled\n" if pair == 0 else ""
+    script.write_text(spared + TRAINING)
     places = [tmp_path / name for name in ("a", "b")]
     for place in places:
         place.mkdir()
@@ -36,3 +38,16 @@ def test_two_short_trainings_at_once(tmp_path: Path, pair: int) -> None:
         for job in (one, two):
             result = job.wait()
             assert (result.code, result.stderr, result.bundles, result.leftovers) == (0, "", (), ())
+
+
+def test_a_batch_that_differs_from_the_last_run_of_the_name_is_said(tmp_path: Path) -> None:
+    said = []
+    for batch in ("32", "16"):
+        words = ("--run-name", "trial", "--nproc-per-node=1", PROGRAMS / "batches.py", batch)
+        with Job(words, tmp_path) as job:
+            result = job.wait()
+        assert result.code == 0, result.stderr
+        said.append("since the last run" in result.stderr)
+        changed = "batch of a rank 32 → 16: 32 → 16 a step"
+        assert (changed in result.stderr) == (batch == "16")
+    assert said == [False, True]

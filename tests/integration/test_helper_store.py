@@ -43,7 +43,8 @@ def met(nodes: TwoNodes) -> None:
     (nodes.scratch / "met").touch()
 
 
-@pytest.mark.parametrize(("over", "ranks"), [("exec", (2, 2)), pytest.param("task", (1, 1), marks=pytest.mark.rare)])
+@pytest.mark.rare  # as in test_cluster, and what failed elsewhere is read from the same store below
+@pytest.mark.parametrize(("over", "ranks"), [("exec", (2, 2)), ("task", (1, 1))])
 def test_a_hang_has_one_verdict(tmp_path: Path, over: Literal["exec", "task"], ranks: tuple[int, int]) -> None:
     culprit = sum(ranks) - 1
     program = APART if over == "exec" else TASK
@@ -83,6 +84,7 @@ def test_a_hang_of_nodes_that_meet_in_etcd_has_one_verdict(tmp_path: Path, monke
     assert not any(result.leftovers for result in results)
 
 
+@pytest.mark.rare  # as a node of test_cluster
 def test_one_task_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     script = [TASK, "--how=evaluates", "--seconds=120", f"--once={tmp_path}/met"]
     with TwoNodes(tmp_path, quick(free_port()), script, over="task", ranks=(1, 1)) as nodes:

@@ -168,6 +168,12 @@ def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
         assert "behind the others: rank 1" in shown
         (line,) = [line for line in shown.splitlines() if line.split()[:2] == ["1", str(job.ranks()[1])]]
         assert "steps behind" in line
+        recorded = asked(job, "record", str(job.process.pid), "--duration", "2", "--json")
+        assert recorded.returncode == 0, recorded.stderr
+        document = json.loads(recorded.stdout)
+        assert sorted(one["rank"] for one in document["ranks"]) == [0, 1] and document["missing"] == []
+        folder = Path(document["folder"])
+        assert folder.name.endswith("-record") and (folder / "record.html").stat().st_size > 20_000
         finish(job)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 from jobs import PATIENCE_S, PROGRAMS, Job, Result
-from torch._C import _distributed_c10d
 
 from safelaunch.capture import user_source
 from safelaunch.control import protocol
@@ -50,6 +49,13 @@ def everybody(rank: int, world: int) -> set[int]:
 
 def nobody(rank: int, world: int) -> set[int]:
     return set()
+
+
+def takes_handlers() -> bool:
+    """Whether this torch's worker server takes handlers; a function, because most processes need no torch."""
+    from torch._C import _distributed_c10d
+
+    return hasattr(_distributed_c10d, "_register_handler")
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Specimen:
         if sys.version_info < self.python:
             return f"needs Python {self.python[0]}.{self.python[1]}"
         # in torch 2.6 and 2.9, the server only reads NCCL's recorder and accepts no further handlers
-        known = not self.recorder or hasattr(_distributed_c10d, "_register_handler")
+        known = not self.recorder or takes_handlers()
         return "" if known else "needs a worker server that tells of gloo's collectives"
 
 

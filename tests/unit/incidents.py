@@ -16,6 +16,7 @@ from safelaunch.model import (
     Evidence,
     FlightRecord,
     Frame,
+    Launched,
     ProcessState,
     Progress,
     RankEvidence,
@@ -240,7 +241,7 @@ def dumps() -> Incident:
 
 def nothing() -> Incident:
     """No evidence at all."""
-    return Incident(Evidence("hang", 0, ()))
+    return Incident(Evidence("hang", 0, (), launched=Launched()))
 
 
 def hostile() -> Incident:

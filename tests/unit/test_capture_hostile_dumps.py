@@ -143,6 +143,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", HOSTILE)
 @pytest.mark.parametrize("field", FIELDS)
 def test_what_grows_is_not_walked_through(field: str, what: str) -> None:
@@ -226,6 +227,7 @@ OPCODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OPCODES)
 def test_a_dump_that_ends_its_reader_costs_itself(what: str, tmp_path: Any) -> None:
     opcodes, reason = OPCODES[what]

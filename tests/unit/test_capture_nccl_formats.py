@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Recorder, State, TorchComms, write
 
+from safelaunch.capture import flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_records import merged
 from safelaunch.diagnose import diagnose
@@ -179,6 +180,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @by_format
 @with_frames
 @pytest.mark.parametrize("name", CASES)
@@ -292,6 +294,7 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @by_format
 @pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE.keys())
 @pytest.mark.parametrize("odd", [None, 1])
@@ -451,6 +454,7 @@ def test_a_group_that_is_not_sorted(tmp_path: Path) -> None:
 # --- windows, and dumps that are not there ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @by_format
 @pytest.mark.parametrize("window", [3, 7, 20])
 @pytest.mark.parametrize("name", ["another operation", "a rank that does not come", "a device that has begun nothing"])
@@ -570,6 +574,23 @@ def test_a_block_is_one_collective(layout: Format) -> None:
         assert entry.input_sizes == ((4,), (8,), (4,))
     else:
         assert (entry.op, entry.input_sizes) == ("nccl:coalesced", ())
+
+
+@by_format
+@pytest.mark.parametrize("window", [2000, 5, 4, 3, 2])
+def test_a_group_whose_first_calls_are_sends_is_no_contradiction(layout: Format, window: int, tmp_path: Path) -> None:
+    """A pipeline: the end of the batch bears the number of the last collective, of which there is none."""
+    recorders = [Recorder(rank, {"0": (0, 1)}, layout) for rank in (0, 1)]
+    for one in recorders:
+        one.batch([Op("send", peer=1 - one.rank), Op("recv", peer=1 - one.rank)])
+        one.collective()
+        one.collective()
+    recorders[0].collective(state="started")
+    for one in recorders:
+        assert not flight_records.contradicts_itself(parse_pickle(write_one(one, window)))
+    verdict = verdict_of(tmp_path, recorders, window=window)
+    assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("missing-from-collective", [1])
+    assert not [text for text in verdict.missing if "Flight Recorder" in text and "no longer" not in text]
 
 
 @pytest.mark.parametrize("window", range(1, 8))
@@ -757,6 +778,7 @@ def _no_numbers(dump: dict[str, Any], dice: random.Random) -> None:
 DAMAGES = (_no_names, _scalars, _another_config, _doubled, _lost, _no_numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__.strip("_"))
 @pytest.mark.parametrize("make", [hooked, lambda: ranks(NEWEST)], ids=["nccl2", "nccl"])
 @pytest.mark.parametrize("absentee", [None, 1])

@@ -207,3 +207,17 @@ def test_without_local_variables_where_they_cannot_be_read(tmp_path: Path) -> No
     fake.chmod(0o755)
     result = stacks.dump(os.getpid(), py_spy=str(fake))
     assert result.value is not None and result.value.threads == ()
+
+
+@pytest.mark.parametrize(
+    ("folder", "file"),
+    [("'/root/ext/mine'", "/root/ext/mine/lock"), ("'/root/very/long...", ""), (None, "")],
+)
+def test_the_lock_file_of_a_build(folder: str | None, file: str) -> None:
+    """py-spy cuts long values short: half of a path names nothing."""
+    waits = {"name": "wait", "filename": "/x/torch/utils/file_baton.py", "line": 3, "locals": None}
+    build = in_call(
+        "_jit_compile", ("name", "'m'"), ("build_directory", folder), file="/x/torch/utils/cpp_extension.py"
+    )
+    data = json.dumps([spy_thread(frames=[waits, build])]).encode()
+    assert stacks.parse(data, pid=10, at_s=0.0, how="py-spy").threads[0].lock_file == file

@@ -108,7 +108,7 @@ def test_a_gpu_in_full_and_what_it_does_not_tell() -> None:
     assert document["driver"] == "550.54"
     (found,) = document["gpus"]
     assert (found["uuid"], found["power_w"], found["memory_total_bytes"]) == ("GPU-0", 70.5, 2)
-    assert found["processes"] == [{"pid": 4711, "memory_bytes": 1 << 30}]
+    assert found["processes"] == [{"pid": 4711, "memory_bytes": 1 << 30, "name": ""}]
     assert found["name"] is None
     json.dumps(document)
 

@@ -98,6 +98,7 @@ def codes_of(here: Path, shell: str = '"$@"', **environ: str) -> tuple[dict[str,
     return codes, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environ",
     [{"LC_ALL": "C"}, POSIX, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONIOENCODING": "ascii:strict"}],
@@ -110,6 +111,7 @@ def test_any_encoding(environ: dict[str, str], here: Path) -> None:
     assert "Rank 2 waits in all_gather" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shell",
     ['"$@" >&-', '"$@" 2>&-', '"$@" <&- >&- 2>&-', '"$@" >/dev/full', '"$@" 2>/dev/full', '"$@" | true'],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from nccl_formats import Recorder, write
+from replayed import Rank, replayed
 
 from safelaunch.cli import main
 
@@ -36,6 +37,69 @@ def test_or_into_a_file(dumps: Path, tmp_path: Path, capfd: pytest.CaptureFixtur
     assert out == ""
     assert "--nproc-per-node=2 'my repro.py'" in err
     compile(path.read_text(), "repro.py", "exec")
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    """Four ranks, of which one does not come to the last of many calls."""
+    found = [Recorder(number, {"0": (0, 1, 2, 3)}) for number in range(4)]
+    for number in range(30):
+        for one in found:
+            one.collective(size=(1000 + number,))
+    for one in found[1:]:
+        one.collective(size=(1000,), state="started")
+    folder = tmp_path / "long"
+    folder.mkdir()
+    return write(folder, found)
+
+
+def made(capfd: pytest.CaptureFixture[str], path: Path, world: int, *words: str) -> dict[int, Rank]:
+    """What the ranks of the script call."""
+    assert main(["reproduce", str(path), *words]) == 0
+    text = capfd.readouterr().out
+    assert f"--nproc-per-node={world} " in text
+    return replayed(text, world)
+
+
+def _calls(ranks: dict[int, Rank]) -> list[int]:
+    return [len(rank.calls) for rank in ranks.values()]
+
+
+def test_a_few_rounds_are_made(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _calls(made(capfd, long, 4)) == [6, 7, 7, 7]
+
+
+def test_all_calls(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _calls(made(capfd, long, 4, "--all")) == [30, 31, 31, 31]
+
+
+def test_the_last_calls(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of each rank, and what these meet: rank 0 is a call behind, so the others make one more."""
+    assert _calls(made(capfd, long, 4, "--last", "3")) == [3, 4, 4, 4]
+
+
+def test_the_fewest_ranks(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _calls(made(capfd, long, 2, "--ranks")) == [6, 7]
+
+
+def test_small_tensors(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = {call.tensors[0].shape for call in made(capfd, long, 4, "--shrink", "--all")[1].calls}
+    assert len(sizes) == 30, "those that differ stay different"
+    assert max(size for (size,) in sizes) <= 30
+
+
+def test_sends_are_made_and_the_head_says_that_gloo_records_none(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = [Recorder(number, {"0": (0, 1)}) for number in range(2)]
+    found[0].send(1).collective(state="started")
+    found[1].recv(0)
+    folder = tmp_path / "sends"
+    folder.mkdir()
+    assert main(["reproduce", str(write(folder, found))]) == 0
+    text = capfd.readouterr().out
+    assert "gloo records no send and no receive" in " ".join(text.replace("#", " ").split())
+    assert [call.op for call in replayed(text, 2)[1].calls] == ["recv"]
 
 
 def test_nothing_to_replay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

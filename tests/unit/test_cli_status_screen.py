@@ -23,6 +23,7 @@ from safelaunch.cli.status import Watching
 from safelaunch.cli.status_screen import ASCII, Glyphs, View, course, screen, spark
 from safelaunch.control.discover import Run
 from safelaunch.control.protocol import DumpAnswer, Request, StacksAnswer
+from safelaunch.model import Inconsistency
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,14 @@ def test_escapes_from_a_job_do_not_reach_the_terminal() -> None:
 )
 def test_the_course_of_the_rate(history: list[tuple[float, int]], shown: str) -> None:
     assert spark(course(history), Glyphs()) == shown
+
+
+def test_a_wrong_result_is_shown_whole() -> None:
+    words = "parameters diverged between steps 6 and 9: rank 2 differs from the others in 3 of 6, the first is 2.w"
+    wrong = Inconsistency("replicas-diverged", 1.0, step=9, words=words)
+    view = View((screens.run(1, [screens.rank(0)], inconsistent=[wrong]),), 0.0)
+    text = " ".join(" ".join(line.text for line in screen(view, 60, 30)).split())
+    assert f"wrong result: {words}" in text
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from safelaunch.cluster import channel as channels
 from safelaunch.cluster import council
 from safelaunch.cluster import session as sessions
 from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.messages import Decision, Node
+from safelaunch.cluster.messages import Decision, Node, Question
 from safelaunch.cluster.session import Neighbour
 from safelaunch.cluster.store import Address, Store
 from safelaunch.cluster.where import Meeting
@@ -101,16 +101,19 @@ def test_a_dump_that_one_node_asks_all_others_for(join: Callable[..., Channel]) 
     until(covered(*nodes), "each other")
     for asks in nodes:  # whether or not it leads
         others = [one for one in nodes if one is not asks]
-        asks.ask_dump(True)
+        question = Question("record", 10.0, "0-2") if asks is nodes[1] else Question()
+        asks.ask_all(question)
         until(lambda: all(one.seen.page and one.seen.page.dumps for one in others), "the call")  # noqa: B023
         assert asks.seen.answers is not None and not asks.seen.answers.complete
         number = asks.seen.answers.number
         for one in others:
             assert one.seen.page is not None and one.seen.page.dumps == (number,)
+            until(lambda: one.seen.questions, "the question")  # noqa: B023
+            assert one.seen.questions == {number: question}
             one.hand_in_dump(number, [f"{one.node.host}".encode(), b"x"])
         until(lambda: asks.seen.answers and asks.seen.answers.complete, "the answers")  # noqa: B023
         assert sorted(asks.seen.answers.evidence.values()) == sorted([one.node.host.encode(), b"x"] for one in others)
-        asks.ask_dump(False)
+        asks.ask_all(None)
         until(lambda: not any(one.seen.page and one.seen.page.dumps for one in nodes), "the end")
 
 

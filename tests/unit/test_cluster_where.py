@@ -177,5 +177,6 @@ def test_all_hosts_of_a_list(text: str, hosts: tuple[str, ...]) -> None:
     assert hosts_of({"SLURM_STEP_NODELIST": text}) == hosts
 
 
+@pytest.mark.slow
 def test_a_list_of_hosts_is_bounded() -> None:
     assert len(hosts_of({"SLURM_JOB_NODELIST": "n[1-999999999][1-999999999]"})) == MOST_HOSTS

@@ -8,12 +8,15 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 
+import msgspec
 import pytest
 import stub
 
-from safelaunch.cli.colaunch import OURS, check_jobs, make_pool, picture
+from safelaunch.blame import memory
+from safelaunch.cli.colaunch import OURS, blamed_in, check_jobs, make_pool, picture
 from safelaunch.cli.colaunch_options import parse
 from safelaunch.cli.colaunch_rows import (
     COLUMNS,
@@ -30,19 +33,28 @@ from safelaunch.colaunch import active, metrics, summary
 from safelaunch.colaunch.jobs import Job, Outcome, Track
 from safelaunch.colaunch.local import ranks, threads
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, share_out
-from safelaunch.colaunch.steps import slowest
+from safelaunch.colaunch.pool import Gpus, Pool, Share, Slots, by_topology, check_fits, default_slots, share_out
+from safelaunch.colaunch.steps import slowest, wrong_cause
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
 from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
-from safelaunch.model import Progress, format_ranks
+from safelaunch.model import BlamedRank, Incident, Inconsistency, Progress, format_ranks
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:
     return Job(name, words or ("t.py",), "sweep.yaml:3", **more)  # type: ignore[arg-type]
+
+
+def test_what_check_every_has_found_is_read_from_the_run_directory(tmp_path: Path) -> None:
+    assert wrong_cause(tmp_path / "wrong.json") == ""
+    (tmp_path / "wrong.json").write_text("[{")
+    assert wrong_cause(tmp_path / "wrong.json") == ""
+    found = [Inconsistency("loss", 1.0, step=3), Inconsistency("replicas-diverged", 2.0, step=9)]
+    (tmp_path / "wrong.json").write_bytes(msgspec.json.encode(found))
+    assert wrong_cause(tmp_path / "wrong.json") == "loss-diverged"
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -153,6 +165,34 @@ def test_slots_are_given_once_and_come_back() -> None:
     assert (pool.free(), pool.take(job())) == (0, None)
     pool.release(first)
     assert (pool.free(), pool.units(0), pool.units(3)) == (2, 1, 3)
+
+
+def test_a_sweep_leaves_out_the_gpu_that_its_jobs_blame(node: stub.Node, tmp_path: Path) -> None:
+    """Counted over all its jobs; by each job alone, nothing repeats. Asked anew for each job."""
+
+    def in_time(pool: Pool, count: int = 1) -> Share | None:
+        """After a job's end, the driver is asked anew, and the pool does not wait for it."""
+        deadline = time.monotonic() + 60
+        while (share := pool.take(job(gpus=count))) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return share
+
+    paths = SweepPaths(tmp_path / "sweep")
+    pool = make_pool([job()], None, None, {**os.environ, **node.environ}, partial(blamed_in, paths))
+    before = in_time(pool)
+    assert before is not None and before.label == "0"
+    pool.release(before)
+    for name, line in (("lr-1", 41), ("lr-2", 57)):
+        blamed = BlamedRank(0, "node1", stub.uuid(0), "/train.py", line)
+        told = Incident(name, name, time.time(), "hang", "gpu-kernel", "high", (blamed,), units=("gpu",), of_gpus=2)
+        paths.bundles(name).mkdir(parents=True)
+        assert memory.add(paths.bundles(name), told, time.time()) == ""
+    after = in_time(pool)
+    assert after is not None and after.label == "1"
+    pool.release(after)
+    everything = in_time(pool, 8)
+    assert everything is not None and everything.label == "0-7", "better a suspected GPU than none"
+    pool.release(everything)
 
 
 def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> None:
@@ -432,6 +472,8 @@ def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
     hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang", cause="busy-loop"))
     assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "busy-loop", "7", "-", "-", "-", "1m30s", "-")
+    found = replace(view("running"), wrong="replicas-diverged")
+    assert cells(found, 60.0)[5] == "replicas-diverged" and cells(replace(found, cause="lock"), 60.0)[5] == "lock?"
     assert cells(view("succeeded", outcome=DONE), 60.0)[9] == "loss=0.25"
     assert cells(view("waiting"), None)[2:] == ("waiting", *"---------")
 

@@ -16,6 +16,7 @@ from safelaunch.model import (
     Frame,
     Launched,
     MemoryKills,
+    NcclLog,
     Progress,
     RankEvidence,
     RankException,
@@ -445,3 +446,54 @@ def test_survivors_at_one_line_are_told_as_one_though_not_all_have_a_record() ->
     thrown_out = rank(2, seen=False, more={"exception": lost, "exit": RankExit(1, 101.0)})
     verdict = diagnose(job(_aborted_at(0, 3), _at_six(1, (16,)), thrown_out, outcome="crash"))
     assert "ranks 1-2 wait in all_reduce at train.py:50" in verdict.summary
+
+
+# --- NCCL's own log ---------------------------------------------------------------------------------------------------
+
+GENERAL = "NCCL error in: x.cpp:1, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
+GENERAL += "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
+LOST = "socketProgress: Connection closed by remote peer node2<42830>"
+RETRIES = "NET/IB : Got completion from peer 10.5.0.34<33956> with status=12 opcode=129 len=0 vendor err 129 (Send)"
+NO_SHM = "Error: failed to extend /dev/shm/nccl-H1dBqY to 9637892 bytes"
+NOISE = "Failed to open libibverbs.so[.1]"
+
+
+def warned(one: RankEvidence, *warnings: str) -> RankEvidence:
+    return replace(one, nccl_log=NcclLog(f"node/node1/nccl.node1.{one.pid}.log", (NOISE, *warnings)))
+
+
+def aborted_rank(number: int, when: float) -> RankEvidence:
+    return rank(number, seen=False, more={"exit": RankExit(-6, when)})
+
+
+def test_the_log_says_what_a_general_error_leaves_open() -> None:
+    """Shared memory is a failure of the rank's own, though the exception alone reads as if a peer were gone."""
+    verdict = diagnose(job(in_nccl(0, GENERAL, 101.0), warned(in_nccl(1, GENERAL, 102.0), NO_SHM), outcome="crash"))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-exception", [1])
+    assert "NCCL could not get shared memory" in verdict.summary
+    assert any(one.file == "node/node1/nccl.node1.1010.log" for one in verdict.evidence)
+    assert any("/dev/shm" in one for one in verdict.suggestions)
+
+
+def test_who_aborts_because_a_peer_has_gone_is_no_cause() -> None:
+    failed = raised(1, "ValueError", "loss is not finite", 103.0)
+    verdict = diagnose(job(warned(aborted_rank(0, 100.0), LOST), failed, outcome="crash"))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-exception", [1])
+
+
+def test_an_abort_after_a_failure_of_its_own_says_which() -> None:
+    illegal = "Cuda failure 700 'an illegal memory access was encountered'"
+    verdict = diagnose(
+        job(warned(aborted_rank(0, 100.0), illegal), warned(aborted_rank(1, 101.0), LOST), outcome="crash")
+    )
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-killed", [0])
+    assert "NCCL had failed (a kernel had failed before" in verdict.summary
+
+
+def test_ranks_that_all_abort_over_a_dead_link_are_told_of_the_link() -> None:
+    verdict = diagnose(
+        job(*(warned(aborted_rank(number, 100.0 + number), RETRIES) for number in range(2)), outcome="crash")
+    )
+    assert verdict.culprits == ()
+    assert "10.5.0.34 did not answer before all retries were used up" in verdict.summary
+    assert any("`ibstat`" in one for one in verdict.suggestions)

@@ -291,3 +291,27 @@ def test_a_thread_that_loads_is_followed_to_the_worker() -> None:
 def test_the_overview_says_what_such_a_rank_waits_in() -> None:
     rows = overview(job(joins(0), joins(1))).rows
     assert [row.doing for row in rows] == ["waits in all_reduce at train.py:31 (sync) in a thread of its own"] * 2
+
+
+def test_the_lock_of_a_build_that_nobody_makes_is_told_with_its_file() -> None:
+    stack = (
+        Frame(f"{SITE}/torch/utils/file_baton.py", 50, "FileBaton.wait"),
+        Frame(f"{SITE}/torch/utils/cpp_extension.py", 1800, "_jit_compile"),
+        *in_user(9, "build"),
+    )
+    ranks = []
+    for number in range(2):
+        one = rank(number, stack, "nap")
+        assert one.main is not None
+        stacks = tuple(
+            structs.replace(
+                sample, threads=tuple(structs.replace(thread, lock_file="/ext/m/lock") for thread in sample.threads)
+            )
+            for sample in one.main.stacks
+        )
+        ranks.append(structs.replace(one, main=structs.replace(one.main, stacks=stacks)))
+    verdict = diagnose(job(*ranks))
+    assert verdict.cause == "no-rank-stands-out" and "the lock file /ext/m/lock is still there" in verdict.summary
+    assert verdict.suggestions[0].startswith("Delete that lock file if no process is building the extension")
+    beside = diagnose(job(ranks[0], waiting(1)))
+    assert (beside.cause, beside.suggestions[0]) == ("stuck-in-user-code", verdict.suggestions[0])

@@ -13,7 +13,7 @@ from safelaunch.diagnose.causes import CAUSES
 from safelaunch.diagnose.doubts import Doubt, confidence_of
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.waits import Case
-from safelaunch.model import FlightRecord
+from safelaunch.model import Evidence, FlightRecord, Launched
 
 
 def test_the_rules_conclude_the_catalogue_and_nothing_else() -> None:
@@ -83,6 +83,13 @@ def test_ranks_that_were_not_seen_are_not_cleared() -> None:
     assert not any("waits for its peers too" in text for text in diagnose(job(*seen, missing_ranks=(2,))).ruled_out)
     one = rank(1, waiting(1).main.stacks[0].threads[0].frames, flight=None)  # type: ignore[union-attr]
     assert not any("recorded the same" in text for text in diagnose(job(waiting(0), one)).ruled_out)
+
+
+def test_no_evidence_rules_nothing_out_and_says_nothing_of_where_ranks_are() -> None:
+    verdict = diagnose(Evidence("hang", 0, (), launched=Launched()))
+    assert (verdict.cause, verdict.confidence, verdict.ruled_out) == ("no-rank-stands-out", "low", ())
+    assert verdict.doubts == (Doubt.STATE_UNKNOWN.why,)
+    assert len(verdict.suggestions) == 1 and "safelaunch doctor" in verdict.suggestions[0]
 
 
 # --- the example of the Flight Recorder tutorial ----------------------------------------------------------------------

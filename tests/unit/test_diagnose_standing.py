@@ -100,7 +100,7 @@ def test_a_rank_that_stands_while_others_step_is_told_and_not_accused() -> None:
     seen = [msgspec.structs.replace(one, progress=page) for one, page in zip(ranks, pages, strict=True)]
     verdict = told(job(*seen, outcome="dump", moving=True, stall_s=0.1))
     assert (verdict.cause, verdict.culprits, verdict.confidence) == ("slow-not-stuck", (), "medium")
-    assert verdict.summary.endswith("but not rank 1, without a step for 59 s: rank 1 is asleep in train.py:7 (train).")
+    assert verdict.summary.endswith("but rank 1 has made no step for 59 s: rank 1 is asleep in train.py:7 (train).")
     announced = [msgspec.structs.replace(one, phase="eval") for one in pages]
     ranks = [msgspec.structs.replace(one, progress=page) for one, page in zip(ranks, announced, strict=True)]
     assert told(job(*ranks, outcome="dump", moving=True, stall_s=0.1)).summary.endswith("nothing is stuck.")

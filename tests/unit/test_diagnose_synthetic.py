@@ -82,6 +82,7 @@ def made(data: st.DataObject, kind: str, layout: Layout, steps: int, layers: int
     return fault, programs[rank], faulty, rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=LAYOUTS, steps=st.integers(4, 9), layers=st.integers(1, 3), stacks=st.booleans())
 @jobs
@@ -134,6 +135,7 @@ def test_dumps_without_frames_accuse_nobody_wrongly(
     assert fault.rank in [culprit.rank for culprit in verdict.culprits], (fault, calls[fault.index], verdict.summary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     data=st.data(), layout=LAYOUTS, steps=st.integers(4, 9), layers=st.integers(1, 3), ahead=st.sampled_from((2, 4, 8))
@@ -187,6 +189,7 @@ def test_a_parting_behind_which_cpus_ran_ahead_is_named(kind: str) -> None:
     assert names(verdict, fault, programs[5], layout), verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_layout(kind: str) -> None:
     programs = schedule(LARGEST, 6, 2)
@@ -197,6 +200,7 @@ def test_the_largest_layout(kind: str) -> None:
     assert names(verdict, fault, programs[300], LARGEST), verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=LAYOUTS, steps=st.integers(6, 12), layers=st.integers(1, 3), stacks=st.booleans())
 @jobs

@@ -184,6 +184,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_every_option_in_every_form(name: str) -> None:
     """Apart, joined, and every abbreviation that argparse accepts; each before a script with the same argument."""

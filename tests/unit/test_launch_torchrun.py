@@ -166,6 +166,7 @@ def test_the_launcher_is_the_console_script_beside_the_interpreter(tmp_path: Pat
     assert torchrun.launcher(os.fspath(python)) == tmp_path / "torchrun"
 
 
+@pytest.mark.slow
 def test_our_own_launcher_is_torchrun() -> None:
     ours = Path(torchrun.__file__).parent / "launcher" / "torchrun"
     done = subprocess.run([sys.executable, ours, "--help"], capture_output=True, text=True, timeout=60, check=True)

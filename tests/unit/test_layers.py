@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ LAYERS = (
     ("errors", "what the command line turns into a message and an exit code"),
     ("system", "processes, NVML, the console, threads, deadlines"),
     ("model", "records that travel between the packages"),
+    ("blame", "who was blamed before"),
     ("settings", "options, configuration files, presets"),
     ("redaction", "what no bundle and no screen may hold"),
     ("leases", "who holds which GPU and port"),
@@ -36,6 +38,7 @@ LAYERS = (
     ("watch", "when a job has stalled (pure)"),
     ("diagnose", "evidence to verdict (pure)"),
     ("reproduce", "recorded calls to a script that hangs in the same way (pure)"),
+    ("profiling", "where the time goes, by samples of all ranks (pure)"),
     ("report", "what a person reads"),
     ("postmortem", "evidence from files"),
     ("bundle", "assembled privately, published whole"),
@@ -50,6 +53,7 @@ LAYERS = (
 ORDER = {name: number for number, (name, _) in enumerate(LAYERS)}
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {
+    "blame.repeats",
     "launch.argv",
     "watch.stall",
     "watch.rhythm",
@@ -73,6 +77,10 @@ PURE = {
     "diagnose.*",
     "reproduce",
     "reproduce.*",
+    "profiling",
+    "profiling.*",
+    "model.recording",
+    "report.recording_exports",
     "watch.movement",
     "doctor.check",
     "doctor.rules",
@@ -91,6 +99,7 @@ THIRD_PARTY = {
     "msgspec": {
         "model.*",
         "model",
+        "blame.memory",
         "redaction.*",
         "leases.said",
         "cluster.*",
@@ -102,8 +111,10 @@ THIRD_PARTY = {
         "bundle.staging",
         "control.*",
         "colaunch.slurm.claims",
+        "supervise.contract",
         "supervise.incident",
         "supervise.live",
+        "supervise.recording",
         "supervise.together",
         "supervise.joint_crash",
         "supervise.joint_dump",
@@ -113,7 +124,9 @@ THIRD_PARTY = {
         "supervise.early",
         "supervise.early_verdict",
         "supervise.peers",
+        "supervise.recall",
         "supervise.watch",
+        "watch.shared_checks",
         "watch.stall",
         "report.exports",
         "watch.rhythm",
@@ -189,7 +202,9 @@ def resolved(by: str, module: str, late: bool) -> Import:
     return Import(by, module.partition(".")[0], False, late)
 
 
-IMPORTS = [found for name in MODULES for found in imports_of(name)]
+@cache
+def all_imports() -> list[Import]:
+    return [found for name in MODULES for found in imports_of(name)]
 
 
 def within(name: str, group: set[str]) -> bool:
@@ -204,10 +219,10 @@ def layer(name: str) -> int:
 
 def test_the_parser_of_imports_sees_them() -> None:
     """So that the tests below cannot pass by seeing nothing."""
-    seen = {(found.by, found.module) for found in IMPORTS}
+    seen = {(found.by, found.module) for found in all_imports()}
     assert {("watch.stall", "dataclasses"), ("roster.progress", "beacon.layout"), ("cli.run", "launch.plan")} <= seen
     assert {("beacon.rank", "beacon.marks"), ("settings.yamlfile", "yaml"), ("supervise.watch", "watch.stall")} <= seen
-    assert Import("supervise.session", "supervise.loop", ours=True, late=True) in IMPORTS
+    assert Import("supervise.session", "supervise.loop", ours=True, late=True) in all_imports()
     assert len(MODULES) > 50
 
 
@@ -218,18 +233,18 @@ def test_every_package_has_its_layer() -> None:
 def test_the_arrows_point_down() -> None:
     # The public package names the API for type checkers; at run time it is imported when it is first used.
     named = {("safelaunch", "api"), ("safelaunch", "schemas")}
-    upward = {(i.by, i.module) for i in IMPORTS if i.ours and layer(i.module) > layer(i.by)} - named
+    upward = {(i.by, i.module) for i in all_imports() if i.ours and layer(i.module) > layer(i.by)} - named
     assert not upward
 
 
 def test_nobody_imports_the_command_line() -> None:
-    users = {i.by for i in IMPORTS if i.ours and within(i.module, {"cli.*"}) and not within(i.by, {"cli.*"})}
+    users = {i.by for i in all_imports() if i.ours and within(i.module, {"cli.*"}) and not within(i.by, {"cli.*"})}
     assert users == {"__main__"}
 
 
 def test_the_beacon_imports_only_itself_and_the_standard_library() -> None:
     """It runs in interpreters where safelaunch is not installed; torch is asked for only once the script has it."""
-    for found in IMPORTS:
+    for found in all_imports():
         if not within(found.by, {"beacon.*"}):
             continue
         if found.ours:
@@ -241,24 +256,24 @@ def test_the_beacon_imports_only_itself_and_the_standard_library() -> None:
 
 
 def test_before_its_role_is_known_a_process_of_the_job_imports_nothing() -> None:
-    early = {i.module for i in IMPORTS if i.by == "beacon.inject.sitecustomize" and not i.late}
+    early = {i.module for i in all_imports() if i.by == "beacon.inject.sitecustomize" and not i.late}
     assert early == {"os", "sys", "sitecustomize"}, "os and sys are there already"
 
 
 def test_the_public_package_imports_nothing_of_ours() -> None:
     """``import safelaunch`` in a training script costs nothing."""
-    public = [i for i in IMPORTS if i.by == "safelaunch" and not i.late]
+    public = [i for i in all_imports() if i.by == "safelaunch" and not i.late]
     assert not [i for i in public if i.ours or i.module not in sys.stdlib_module_names]
 
 
 @pytest.mark.parametrize("module", THIRD_PARTY)
 def test_third_party_modules_are_imported_where_they_belong(module: str) -> None:
-    users = {i.by for i in IMPORTS if not i.ours and i.module == module}
+    users = {i.by for i in all_imports() if not i.ours and i.module == module}
     assert not [by for by in users if not within(by, THIRD_PARTY[module])]
 
 
 def test_no_third_party_module_is_unknown() -> None:
-    foreign = {(i.by, i.module) for i in IMPORTS if not i.ours and i.module not in sys.stdlib_module_names}
+    foreign = {(i.by, i.module) for i in all_imports() if not i.ours and i.module not in sys.stdlib_module_names}
     known = {*THIRD_PARTY, "sitecustomize", "typing_extensions", "tomllib", "_safelaunch_beacon"}
     assert not {(by, module) for by, module in foreign if module not in known}
 
@@ -281,14 +296,14 @@ def rebound_globals(name: str) -> Iterator[str]:
 
 
 def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
-    assert len([*rebound_globals("beacon.marks"), *rebound_globals("beacon.unknown_role")]) == 3, "it sees both kinds"
+    assert len([*rebound_globals("beacon.marks"), *rebound_globals("beacon.unknown_role")]) == 4, "it sees both kinds"
     assert not [found for name in MODULES if not within(name, {"beacon.*"}) for found in rebound_globals(name)]
 
 
 def test_torch_is_never_imported_by_the_supervisor() -> None:
     beside = {"beacon.*", "api.launching", "probes"}  # in the ranks, and in the process that starts them
-    assert {i.by for i in IMPORTS if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
-    assert {i.by for i in IMPORTS if i.module == "api.launching"} == {"api"}
+    assert {i.by for i in all_imports() if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
+    assert {i.by for i in all_imports() if i.module == "api.launching"} == {"api"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if within(name, PURE)])

@@ -82,6 +82,7 @@ def stands(store: Store, said: Said) -> None:
     assert time.monotonic() - begin < 60.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", strangers.contents())
 def test_a_ticket_that_says_anything(what: str, store: Store, said: Said) -> None:
     with stranger(lambda: strangers.locked(place(store) / TICKET, strangers.contents()[what])):
@@ -90,6 +91,7 @@ def test_a_ticket_that_says_anything(what: str, store: Store, said: Said) -> Non
             assert len(said) == 1 and TICKET in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", strangers.contents())
 def test_a_holder_who_says_anything(what: str, store: Store, said: Said) -> None:
     text = strangers.contents()[what]
@@ -263,6 +265,7 @@ def test_a_place_in_the_queue_can_be_left_when_the_directory_serves_no_longer(st
 # --- ports, processes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @ROOT
 def test_a_stranger_who_leases_thousands_of_ports(store: Store, said: Said) -> None:
     """They are passed over in one look, not one by one."""

@@ -30,6 +30,7 @@ from safelaunch.model import (
     GilTest,
     Launched,
     MemoryKills,
+    NcclLog,
     RankEvidence,
     RankException,
     RankExit,
@@ -137,6 +138,9 @@ def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
         code_roots=("/usr/lib/python3",),
         gpu="GPU-1b3f",
         deaths=("python[17140]: segfault at 0",),
+        batch=32,
+        device=1,
+        nccl_log=NcclLog("node/node7/nccl.log", ("Failed to open libibverbs.so",)),
     )
     assert {name for name in RankEvidence.__struct_fields__ if name not in RankFile.__struct_fields__} == ELSEWHERE
     defaults = RankFile()

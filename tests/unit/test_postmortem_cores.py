@@ -89,6 +89,7 @@ def spins() -> object:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "why"),
     [

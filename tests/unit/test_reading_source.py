@@ -6,7 +6,7 @@ import pytest
 from evidence import C10D, MODULE, at
 
 from safelaunch.model import Frame
-from safelaunch.reading.source import Loop, loop_left
+from safelaunch.reading.source import LockTaken, Loop, lock_at, loop_left
 
 LOOP = """
 def train():
@@ -48,3 +48,52 @@ def test_loop_left_without_a_source() -> None:
     stacks = [(at(line, "train"), MODULE) for line in (8, 7)]
     assert loop_left(stacks[0], stacks[1], lambda path: None) is None
     assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None
+
+
+LOCKS = """\
+def twice():
+    lock.acquire()
+    with lock:
+        pass
+
+def released():
+    lock.acquire()
+    lock.release()
+    with lock:
+        pass
+
+def nested(self):
+    with self.lock, other:
+        self.lock.acquire(timeout=3)
+
+def two():
+    with a, b:
+        pass
+
+def called():
+    with open("x"):
+        pass
+
+def down(node):
+    node.lock.acquire()
+    node = node.next
+    node.lock.acquire()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (3, LockTaken("lock", 2)),
+        (2, LockTaken("lock")),
+        (9, LockTaken("lock")),
+        (14, LockTaken("self.lock", 13)),
+        (17, None),
+        (21, None),
+        (27, LockTaken("node.lock")),
+        (4, None),
+    ],
+)
+def test_the_lock_that_a_line_takes(line: int, found: LockTaken | None) -> None:
+    assert lock_at(Frame("/x.py", line, "f"), lambda path: LOCKS) == found
+    assert lock_at(Frame("/x.py", line, "f"), lambda path: None) is None

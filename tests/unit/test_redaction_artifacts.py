@@ -19,6 +19,7 @@ from safelaunch.system import console
 PACKAGE = Path(safelaunch.__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_encoding_of_a_secret_is_in_any_artifact(part: int, tmp_path: Path) -> None:
     """By the real writer; scripts/attack.py tries every encoding alone, too."""
@@ -35,6 +36,7 @@ def test_no_encoding_of_a_secret_is_in_any_artifact(part: int, tmp_path: Path) -
     assert b"/home/me/train.py" in files["ranks/0/stack.txt"] and b"rank 0" in files["(screen)"]
 
 
+@pytest.mark.slow
 def test_what_is_known_by_its_looks_is_in_no_artifact_either(tmp_path: Path) -> None:
     text = "\n".join(
         f"it is {encoding.write(shape)} now"
@@ -58,6 +60,8 @@ WRITERS = {
     "cli.help": "words of ours, before anything else is imported",
     "cli.terminal": "draws what redact has passed: cli.status",
     "cli.reproduce": "what has passed the filter",
+    "cli.record": "what the supervisor has cleaned",
+    "capture.command": "what a program of its own says on stderr, to read it back",
     "cli.demo": "passes on what a safelaunch below it has said",
     "cli.gpus": "rich, with cells that have passed",
     "cli.colaunch": "rich, with cells that have passed",
@@ -73,6 +77,8 @@ WRITERS = {
     "postmortem.guard": "a child's answer, through a pipe",
     "postmortem.rundirs": "copies of dumps, to read them",
     "launch.process": "an errno, and a go, through pipes",
+    "blame.memory": "whom verdicts blame: recall has taken secrets out",
+    "supervise.exchange": "UUIDs of GPUs, and the path of a lease",
     "supervise.early": "early looks, already cleaned, for status",
     "supervise.early_verdict": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",

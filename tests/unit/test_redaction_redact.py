@@ -483,11 +483,13 @@ def is_proportional(unit: str, size: int) -> bool:
     return any(seconds(text * 2) < 3.2 * max(seconds(text), 1e-3) for _ in range(6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_time_grows_with_the_length_and_no_faster(unit: str) -> None:
     assert is_proportional(unit, 1 << 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["a", "eyJ-", "token=", "ABCDEFGHIJKLMNOP ", "-----BEGIN PRIVATE KEY-----", "{all}"])
 def test_a_line_of_a_megabyte(unit: str) -> None:
     assert is_proportional("".join(UNITS) if unit == "{all}" else unit, 1 << 19)

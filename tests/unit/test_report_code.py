@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.rank_state import Facts
-from safelaunch.model import Culprit, Evidence, RankException, Verdict
+from safelaunch.model import CaughtException, Culprit, Evidence, RankException, Verdict
 from safelaunch.report import code
 
 SOURCE = {
@@ -106,6 +106,15 @@ def test_a_line_of_the_past_is_followed_by_where_the_rank_is_now() -> None:
     evidence = job(waiting(0, line=50), waiting(1, line=60))
     side = sides(evidence, culprit(0, 40))[0]
     assert [(place.frame.line, place.whose) for place in side.places] == [(40, ""), (50, "now")]
+
+
+def test_a_caught_exception_is_followed_by_the_handler_that_caught_it() -> None:
+    caught = CaughtException("ValueError", "", 1.0, at(40, "decode"), at(62))
+    other = replace(caught, caught=at(66))  # which the reason doesn't speak of
+    evidence = job(waiting(0, line=50, more={"caught": (other, caught)}), waiting(1, line=60))
+    reason = "Rank 0 raised ValueError at train.py:40 (decode) and went on from train.py:62 (train)."
+    side = sides(evidence, culprit(0, 40, reason=reason))[0]
+    assert [(place.frame.line, place.whose) for place in side.places] == [(40, ""), (62, "caught"), (50, "now")]
 
 
 def test_a_recorded_frame_is_the_same_line_as_the_one_of_the_stack() -> None:

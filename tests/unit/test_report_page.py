@@ -177,6 +177,7 @@ def test_a_job_that_was_seen_at_one_step_says_so_in_words(chromium: browser.Brow
     assert chromium.errors == []
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_make_a_small_page() -> None:
     text = html_of("thousands")
     assert len(text.encode()) < 5_000_000
@@ -537,6 +538,8 @@ def test_a_screen_reader_finds_its_way(show: Show, name: str) -> None:
     assert opened.value(_BROKEN_IDS) == [0, []]
     assert opened.value("[...document.querySelectorAll('[tabindex]')].every(e => e.tabIndex <= 0)") is True
     assert opened.value("[...document.querySelectorAll('th')].every(e => e.scope)") is True
+    scrolled = "[...document.querySelectorAll('.source, pre')].filter(e => e.tabIndex < 0).length"
+    assert opened.value(scrolled) == 0, "what scrolls is reached by key"
     assert opened.errors == []
 
 

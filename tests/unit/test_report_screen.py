@@ -214,6 +214,36 @@ def test_the_width_is_that_of_the_terminal(width: int) -> None:
         os.close(theirs)
 
 
+LONG = "/home/me/experiments/of/a/long/name/safelaunch-bundles/train-20261122T022137Z-hang"
+
+
+@pytest.mark.parametrize(
+    ("cwd", "end"),
+    [
+        ("", [f"bundle: {LONG}"]),
+        ("/home/me/experiments/of/a/long/name", ["bundle: safelaunch-bundles/train-20261122T022137Z-hang"]),
+        ("/home/me/exp", ["bundle:", LONG]),
+        ("/", ["bundle:", LONG]),
+        ("/home/me/experiments", ["bundle:", LONG.removeprefix("/home/me/experiments/")]),
+    ],
+)
+def test_a_path_that_is_too_long_for_the_terminal(cwd: str, end: list[str]) -> None:
+    """Relative if that fits, else on its own line. In a file, where programs look for it, it stays as it is."""
+    shown = report.screen(MISMATCH, bundle_path=LONG, width=80, cwd=cwd).splitlines()
+    assert [line.removeprefix("safelaunch: ") for line in shown[-len(end) :]] == end
+    assert len(shown) <= report.MAX_LINES
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_message_on_a_terminal_breaks_between_words(width: int) -> None:
+    text = f"safelaunch:   no step for 13 s: {LONG}/early.json tells what each rank was about when it was last seen"
+    parts = console._broken(text, width)
+    assert all(part.startswith("safelaunch:   ") for part in parts)
+    assert " ".join(part.removeprefix("safelaunch:").strip() for part in parts).split() == text.split()[1:]
+    assert all(len(part) <= width or LONG in part for part in parts)
+    assert console._broken("safelaunch: short", width) == ["safelaunch: short"]
+
+
 def test_a_closed_descriptor_is_no_terminal() -> None:
     assert display(987, {}) == Display(100, False)
 

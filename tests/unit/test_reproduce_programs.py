@@ -57,6 +57,7 @@ def called(one: Called) -> tuple[object, ...]:
     return one.op, one.ranks, sizes, one.peer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_makes_its_recorded_calls(kind: str, variant: str) -> None:

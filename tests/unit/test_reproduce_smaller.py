@@ -18,6 +18,7 @@ from safelaunch.reproduce.smaller import with_fewest_ranks
 FEWEST = Wish(Extent(), fewest=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_ranks_lead_to_the_same_verdict(kind: str) -> None:
     for seed, variant in enumerate(("plain", "no stacks", "sends, no stacks")):

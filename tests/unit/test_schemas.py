@@ -34,6 +34,7 @@ def test_the_schemas_are_those_of_the_records() -> None:
     assert writer.main(["--check"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", incidents.ALL)
 def test_every_verdict_is_valid(name: str) -> None:
     verdict = incidents.ALL[name]().verdict

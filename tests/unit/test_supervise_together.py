@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import aged, condensed
-from safelaunch.cluster.messages import Beat, Decision, Node, Page, Result
+from safelaunch.cluster.messages import Beat, Decision, Node, Page, Question, Result, packed
 from safelaunch.cluster.session import Answers, Neighbour, Seen, Word
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.plan import Plan
-from safelaunch.model import BundlePlace, Evidence, Progress, RankEvidence, RankException
+from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
+from safelaunch.model.recording import RankRecord, Recording
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import joint_crash
 from safelaunch.supervise import together as module
@@ -37,7 +38,7 @@ class Channel:
         self.handed_in: list[int] = []
         self.decided: list[Decision] = []
         self.dumps: list[int] = []
-        self.asks_dump = False
+        self.asks: Question | None = None
         self.hosts = False
         self.failed: list[int] = []
         self.verdicts: list[Decision] = []
@@ -53,8 +54,8 @@ class Channel:
 
     def look_around(self) -> None: ...
 
-    def ask_dump(self, wanted: bool) -> None:
-        self.asks_dump = wanted
+    def ask_all(self, question: Question | None) -> None:
+        self.asks = question
 
     def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
         self.dumps.append(number)
@@ -261,32 +262,64 @@ def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, chann
 
 
 def test_a_dump_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
-    assert node.dump.ask()
-    channel.say(page={"dumps": (1,)}, answers=Answers(1, True, {2: condensed(half(2, 3)), 3: [b"garbage"]}))
-    assert node.dump.wanted(100.0) is None, "it is this node's own"
-    everything, others = node.dump.collected(half(0, 1))
-    assert [rank.rank for rank in everything.ranks] == [0, 1, 2, 3]
-    assert [rank.rank for rank in others] == [2, 3]
-    assert "could not be read" in everything.notes[0]
-    node.dump.is_over()
-    channel.say(answers=None)
-    assert not channel.asks_dump
+    with node.dump.asking() as asked:
+        assert asked and channel.asks == Question()
+        channel.say(page={"dumps": (1,)}, answers=Answers(1, True, {2: condensed(half(2, 3)), 3: [b"garbage"]}))
+        assert node.dump.wanted(100.0) is None, "it is this node's own"
+        everything, others = node.dump.collected(half(0, 1))
+        assert [rank.rank for rank in everything.ranks] == [0, 1, 2, 3]
+        assert [rank.rank for rank in others] == [2, 3]
+        assert "could not be read" in everything.notes[0]
+    channel.say(answers=None, questions={1: Question()})
+    assert channel.asks is None
     assert node.dump.wanted(100.0) is None, "the page may still have it"
 
 
 def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Together, channel: Channel) -> None:
     channel.say(page={"dumps": (3, 4)})
-    assert [node.dump.wanted(100.0), node.dump.wanted(100.0), node.dump.wanted(102.0)] == [3, None, None]
-    assert [node.dump.wanted(110.0), node.dump.wanted(120.0)] == [4, None]
+    assert node.dump.wanted(100.0) is None, "what it is about has not been read yet"
+    wants = {3: Question(), 4: Question("record", 10.0, "0-3")}
+    channel.say(questions=wants)
+    assert [node.dump.wanted(100.0), node.dump.wanted(100.0), node.dump.wanted(102.0)] == [(3, wants[3]), None, None]
+    assert [node.dump.wanted(110.0), node.dump.wanted(120.0)] == [(4, wants[4]), None]
     node.dump.hand_in(3, half(0, 1))
     assert channel.dumps == [3]
 
 
+def test_a_recording_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
+    handed_in: list[list[bytes]] = []
+    channel.hand_in_dump = lambda number, chunks: handed_in.append(chunks)  # type: ignore[method-assign]
+    theirs = Recording(frames=[Frame("/x/train.py", 7, "step")], stacks=[(0,)], ranks=[RankRecord(2, "there")])
+    node.dump.hand_in_recording(5, theirs)
+    with node.dump.asking(Question("record", 10.0)):
+        channel.say(answers=Answers(6, True, {2: handed_in[0], 3: [b"garbage"], 4: packed(b"\x81") or []}))
+        found, notes = node.dump.recorded()
+    assert found == [theirs]
+    assert len(notes) == 2 and "could not be read" in notes[0]
+
+
+def test_one_question_of_a_node_waits_for_the_other(node: Together, channel: Channel) -> None:
+    second = threading.Event()
+
+    def ask() -> None:
+        with node.dump.asking():
+            second.set()
+
+    other = threading.Thread(target=ask)
+    with node.dump.asking(Question("record", 10.0)):
+        other.start()
+        assert not second.wait(0.1) and channel.asks == Question("record", 10.0)
+    assert second.wait(10.0)
+    other.join()
+
+
 def test_where_nobody_is_heard_nobody_is_asked(node: Together, channel: Channel) -> None:
     channel.say(page={"nodes": 1, "covered": False})
-    assert not node.dump.ask()
+    with node.dump.asking() as asked:
+        assert not asked
     channel.seen = Seen(why="gone")
-    assert [node.dump.ask(), node.look_around()] == [False, False]
+    with node.dump.asking() as asked:
+        assert [asked, node.look_around()] == [False, False]
 
 
 def test_what_is_known_of_all_nodes_has_to_be_new(node: Together, channel: Channel) -> None:

@@ -40,6 +40,7 @@ class End(msgspec.Struct, frozen=True):
     """How a task ended. ``told``: the word of Slurm when it sent SIGTERM (``TIMEOUT``, ``CANCELLED``), or empty.
 
     ``over_limit``: it took longer than the job's ``timeout``. ``wrote_metrics``: its metric file is of this attempt.
+    ``wrong``: what --check-every had found.
     """
 
     job_id: str
@@ -53,6 +54,7 @@ class End(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...] = ()
     bundle: str = ""
     wrote_metrics: bool = False
+    wrong: str = ""
 
     def again(self, restart: int) -> End:
         """The same end, for the same job after a requeue that had nothing left to do."""

@@ -394,7 +394,7 @@ class SlurmEngine:
             gpus=end.gpus if end is not None else (),
             bundle=bundle,
             metrics=self._metrics(given, wrote_file=end is not None and end.wrote_metrics),
-            cause=cause if state in ("hung", "failed") and cause else why,
+            cause=(cause if state in ("hung", "failed") else "") or why or (end.wrong if end is not None else ""),
         )
 
     def _metrics(self, given: Given, *, wrote_file: bool) -> dict[str, Metric]:
@@ -465,6 +465,7 @@ class SlurmEngine:
             age_s=pace.age_s,
             quiet=pace.quiet,
             cause=pace.cause,
+            wrong=pace.wrong,
         )
 
 

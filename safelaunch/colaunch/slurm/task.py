@@ -22,7 +22,7 @@ from safelaunch.colaunch.active import newest
 from safelaunch.colaunch.local import ranks
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
-from safelaunch.colaunch.steps import Steps
+from safelaunch.colaunch.steps import Pace, Steps
 from safelaunch.control import discover
 from safelaunch.errors import SafelaunchError
 from safelaunch.launch.process import ProcessId, identify
@@ -209,12 +209,12 @@ class Task:
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
-    def _last_step(self) -> int | None:
+    def _last_pace(self) -> Pace:
         with suppress(Exception):
             if self._supervisor is not None:
                 self._steps.look([self._supervisor])
-                return self._steps.of(self._supervisor).step
-        return None
+                return self._steps.of(self._supervisor)
+        return Pace()
 
     def _reason(self) -> str:
         """Slurm's word for why it ends the job."""
@@ -238,6 +238,7 @@ class Task:
     def _end(self, code: int, bundles: Collection[str] = (), *, wrote_metrics: bool = False) -> End:
         host = self._environ.get("SLURMD_NODENAME") or socket.gethostname()
         gpus = [each for each in self._environ.get("SLURM_JOB_GPUS", "").split(",") if each]
+        pace = self._last_pace()
         return End(
             job_id=self._job_id,
             restart=self._restart,
@@ -246,10 +247,11 @@ class Task:
             signalled=self._signalled,
             told=self._told,
             over_limit=self._over_limit,
-            last_step=self._last_step(),
+            last_step=pace.step,
             gpus=tuple(f"{host}:{gpu}" for gpu in gpus),
             bundle=newest(bundles),
             wrote_metrics=wrote_metrics,
+            wrong=pace.wrong,
         )
 
 

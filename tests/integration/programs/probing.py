@@ -1,4 +1,7 @@
-"""Calls every probe on two ranks, and ends with 1 where a record is not what it has to be."""
+"""Calls every probe on two ranks, under DDP, FSDP2 and tensor parallel, and ends with 1 where a record is wrong."""
+
+import contextlib
+import io
 
 import torch
 import torch.distributed as dist
@@ -6,30 +9,85 @@ import uncompiled  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from safelaunch import probes
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-found = probes.check_consistent(model)
-assert found.consistent and found.checked == 7
-if rank == 1:
-    with torch.no_grad():
-        model[0].weight[0, 0] += 1
-assert dict(probes.check_consistent(model).differing) == {"0.weight": ((0,), (1,))}
-assert not probes.check_consistent(torch.tensor([rank])).consistent
-assert probes.check_consistent(torch.arange(4 * (rank + 1))[:4]).consistent  # a part of something larger
 
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-fully_shard(model[0], mesh=mesh)
-places = probes.placements(model)
-assert [one.sharded for one in places] == [True, True, False, False] and places[0].mesh == "shard"
-parts = probes.sharding(model)
-assert parts.sharded == ("0.weight", "0.bias") and parts.whole == ("1.weight", "1.bias")
-assert (parts.bytes_sharded, parts.bytes_whole) == (40, 32)
-assert [one.rank for one in probes.memory()] == [0, 1]
-assert probes.mesh(mesh).groups == {"shard": ((0, 1),)}
-assert probes.rank_print("loss", rank) == ("loss 0", "loss 1")
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    if rank == 1:
+        with torch.no_grad():
+            tensor.view(-1)[0] += 1
+
+
+def said(probe, *arguments):  # type: ignore[no-untyped-def]
+    """What a probe returns; its table is printed on rank 0 alone."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        found = probe(*arguments)
+    assert bool(out.getvalue().strip()) == (rank == 0), out.getvalue()
+    print(out.getvalue(), end="", flush=True)
+    return found
+
+
+def ddp() -> None:
+    model = DistributedDataParallel(build())
+    found = said(probes.check_consistent, model)
+    assert found.consistent and found.checked == 7
+    spoil(model.module[0].weight)
+    assert dict(said(probes.check_consistent, model).differing) == {"module.0.weight": ((0,), (1,))}
+    assert [one.placements for one in said(probes.placements, model)] == [()] * 4
+    parts = said(probes.sharding, model)
+    assert not parts.sharded and (parts.bytes_sharded, parts.bytes_whole) == (0, 112)
+
+
+def fsdp2() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model = build()
+    fully_shard(model[0], mesh=mesh)
+    places = said(probes.placements, model)
+    assert [one.sharded for one in places] == [True, True, False, False] and places[0].mesh == "shard"
+    assert (places[0].shape, places[0].local_shape, places[0].placements) == ((4, 4), (2, 4), ("S(0)",))
+    parts = said(probes.sharding, model)
+    assert parts.sharded == ("0.weight", "0.bias") and parts.whole == ("1.weight", "1.bias")
+    assert (parts.bytes_sharded, parts.bytes_whole) == (40, 32)
+    found = said(probes.check_consistent, model)
+    assert found.consistent and found.checked == 5, "shards of two ranks are no replicas"
+    spoil(model[1].weight)
+    assert set(said(probes.check_consistent, model).differing) == {"1.weight"}
+
+
+def tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize_module(build(), mesh, {"0": ColwiseParallel()})
+    places = said(probes.placements, model)
+    assert [one.sharded for one in places] == [True, True, False, False] and places[0].mesh == "tp"
+    assert said(probes.sharding, model).bytes_sharded == 40
+    assert said(probes.check_consistent, model).consistent
+    found = said(probes.mesh, mesh)
+    assert (found.groups, found.names, found.coordinate) == ({"tp": ((0, 1),)}, ("tp",), (rank,))
+
+
+def tensors() -> None:
+    assert not said(probes.check_consistent, torch.tensor([rank])).consistent
+    assert said(probes.check_consistent, torch.arange(4 * (rank + 1))[:4]).consistent, "a part of something larger"
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    assert probes.check_consistent(torch.tensor([rank]), alone).consistent
+
+
+ddp()
+fsdp2()
+tensor_parallel()
+tensors()
+assert [one.rank for one in said(probes.memory)] == [0, 1]
+assert said(probes.rank_print, "loss", rank) == ("loss 0", "loss 1")
+dist.barrier()
 dist.destroy_process_group()

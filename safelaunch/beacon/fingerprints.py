@@ -1,0 +1,95 @@
+"""Numbers of tensors for the consistency checks, computed on their device: fingerprints and largest magnitudes."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+MIX = -1640531527  # 2^32 divided by the golden ratio, as a signed word
+PIECE = 1 << 20  # elements that are mixed at once: bounds the memory that a check takes
+LARGE = 4096  # elements: tensors that have more on average are summed one by one
+
+
+class Prints:
+    """Integer fingerprints of tensors: sums of their mixed bits, which neither order nor rounding changes."""
+
+    def __init__(self, torch: Any, tensors: list[Any]) -> None:
+        self._torch = torch
+        self._batches: list[tuple[list[tuple[int, int, int]], Any, Any]] = []
+        by_kind: dict[Any, list[tuple[int, int, int]]] = {}
+        for number, tensor in enumerate(tensors):
+            for begin in range(0, tensor.numel(), PIECE):
+                pieces = by_kind.setdefault((tensor.dtype, tensor.device), [])
+                pieces.append((number, begin, min(begin + PIECE, tensor.numel())))
+        for (_, device), pieces in by_kind.items():
+            self._add(pieces, device)
+
+    def _add(self, pieces: list[tuple[int, int, int]], device: Any) -> None:
+        batch: list[tuple[int, int, int]] = []
+        for piece in (*pieces, None):
+            if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > PIECE:
+                if batch:
+                    self._batches.append((batch, *self._places(batch, device)))
+                batch = []
+            if piece is not None:
+                batch.append(piece)
+
+    def _places(self, batch: list[tuple[int, int, int]], device: Any) -> tuple[Any, Any]:
+        ends, total = [], 0
+        for _, begin, end in batch:
+            total += end - begin
+            ends.append(total - 1)
+        owners = [number for number, _, _ in batch]
+        return self._torch.tensor(ends, device=device), self._torch.tensor(owners, device=device)
+
+    def of(self, tensors: list[Any], device: Any) -> Any:
+        torch = self._torch
+        words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+        flat = {}
+        for batch, ends, owners in self._batches:
+            parts = []
+            for number, begin, end in batch:
+                if number not in flat:
+                    one = tensors[number].contiguous().view(-1)
+                    flat = {number: one.view(words[one.element_size()]) if one.element_size() in words else one}
+                parts.append(flat[number].narrow(0, begin, end - begin))
+            bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
+            mixed = bits * MIX
+            mixed ^= mixed >> 15
+            mixed *= MIX
+            if len(parts) * LARGE < mixed.numel():
+                sizes = [end - begin for _, begin, end in batch]
+                sums = torch.stack([one.sum(dtype=torch.int64) for one in mixed.split(sizes)])
+            else:
+                sums = mixed.cumsum(0, dtype=torch.int64).index_select(0, ends).diff(prepend=ends.new_zeros(1))
+            result.index_add_(0, owners.to(device, non_blocking=True), sums.to(device, non_blocking=True))
+        return result
+
+
+def largest(torch: Any, tensors: list[Any], device: Any) -> Any:
+    """The largest magnitude of each tensor: exact, free of overflow, and not finite where any element is not."""
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    known = [n for n, one in enumerate(tensors) if one is not None and one.numel() and one.dtype in floats]
+    if known and all(tensors[number].device.type == "cpu" for number in known) and device.type == "cpu":
+        # Many times faster there than the norm, of which each device has one kernel for all tensors.
+        result = torch.zeros(len(tensors), dtype=torch.float64)
+        ends = [torch.stack(tensors[number].detach().aminmax()).double() for number in known]
+        result[known] = torch.stack(ends).abs_().amax(1)
+        return result
+    by_device: dict[Any, list[int]] = {}
+    for number in known:
+        by_device.setdefault((tensors[number].device, tensors[number].dtype), []).append(number)
+    found = [torch.zeros((), dtype=torch.float64, device=device)] * len(tensors)
+    for numbers in by_device.values():
+        norms = torch.stack(torch._foreach_norm([tensors[n].detach() for n in numbers], float("inf")))
+        # No index made of ``numbers``: its way to the device would wait for what runs there.
+        for number, norm in zip(numbers, on(norms, device).unbind(), strict=True):
+            found[number] = norm
+    return torch.stack(found)
+
+
+def on(numbers: Any, device: Any) -> Any:
+    """As float64 on ``device``, a CPU only where all tensors are on it: no copy waits for what a device has to do."""
+    return numbers.double().to(device, non_blocking=True)

@@ -1,0 +1,171 @@
+"""Which tensors a job trains, under which names, and which ranks hold a replica of each.
+
+It knows DDP, DTensors and both kinds of FSDP; what it does not know is replicated nowhere. An optimizer knows its
+parameters, but neither their names nor their modules: those are found among the objects of the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+
+class Tensor:
+    """One tensor of a series. ``group``: the ranks that hold a replica of it; empty if none is known to.
+
+    ``leaf``: the tensor on which a backward pass leaves this rank's own gradient.
+    """
+
+    def __init__(self, name: str, tensor: Any, group: tuple[int, ...], leaf: Any = None) -> None:
+        self.name, self.tensor, self.group = name, tensor, group
+        self.leaf = tensor if leaf is None else leaf
+
+
+def modules() -> list[Any]:
+    """All modules of this process."""
+    kind = sys.modules["torch"].nn.Module
+    return [one for one in gc.get_objects() if issubclass(type(one), kind) and "_modules" in one.__dict__]
+
+
+def _roots(found: list[Any]) -> list[Any]:
+    """First those of DDP, wherever they are: they tell what is replicated. Then modules that are part of no other."""
+    inner = {id(child) for one in found for child in one._modules.values()}
+    ddp = [one for one in found if is_ddp(one)]
+    return [*ddp, *(one for one in found if id(one) not in inner and not is_ddp(one))]
+
+
+def _is_a(module: Any, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
+def is_ddp(module: Any) -> bool:
+    return _is_a(module, "DistributedDataParallel")
+
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def clean(name: str) -> str:
+    """A name without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def ddp_group(ddp: Any) -> tuple[int, ...]:
+    """The ranks that DDP keeps equal; empty if a hook of the user's own may keep them apart, as local SGD does."""
+    for hook, _ in getattr(ddp, "_comm_hooks", ()):
+        ours = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.ddp_comm_hooks")
+        if not ours or getattr(hook, "__name__", "") in ("post_localSGD_hook", "noop_hook"):
+            return ()
+    return _ranks_of(ddp.process_group)
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    dist = sys.modules["torch.distributed"]
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return ranks if len(ranks) > 1 else ()
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "placements") and hasattr(tensor, "to_local") else tensor
+
+
+def _dtensor_group(tensor: Any) -> tuple[int, ...]:
+    """The ranks that hold the same shard: those along the mesh's replicated dimensions."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None or not hasattr(tensor, "device_mesh"):
+        return ()
+    if any(not (one.is_replicate() or one.is_shard()) for one in placements):
+        return ()
+    mesh = tensor.device_mesh
+    here = mesh.get_coordinate()
+    if here is None:
+        return ()
+    at = tuple(slice(None) if one.is_replicate() else place for one, place in zip(placements, here, strict=True))
+    ranks = tuple(int(rank) for rank in mesh.mesh[at].reshape(-1).tolist())
+    return ranks if len(ranks) > 1 else ()
+
+
+# --- FSDP -------------------------------------------------------------------------------------------------------------
+
+
+def _fsdp1_group(module: Any) -> tuple[int, ...]:
+    """The ranks that hold the same shard: all under NO_SHARD, those of other nodes under HYBRID_SHARD."""
+    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
+    group = None
+    if strategy == "NO_SHARD":
+        group = getattr(module, "process_group", None)
+    elif strategy.lstrip("_").startswith("HYBRID_SHARD"):
+        group = getattr(module, "_inter_node_pg", None)
+    return _ranks_of(group) if group is not None else ()
+
+
+def _fsdp1_groups(found: list[Any]) -> dict[int, tuple[int, ...]]:
+    """By parameter. An FSDP1 module inside another one has its own strategy, so the outer ones come first."""
+    groups = {}
+    wrapped = [one for one in found if _is_a(one, "FullyShardedDataParallel")]
+    for one in sorted(wrapped, key=lambda one: -sum(1 for _ in one.modules())):
+        group = _fsdp1_group(one)
+        groups.update({id(parameter): group for parameter in one.parameters()})
+    return groups
+
+
+def _leaves(found: list[Any]) -> dict[int, Any]:
+    """By parameter of FSDP, the whole one that takes its place in a backward pass; private names, as torch 2.13 has."""
+    leaves: dict[int, Any] = {}
+    for module in found:
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None:
+            leaves.update(_fsdp2_leaves(state()))
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        if flat is not None:
+            leaves.update({id(one): flat for one in getattr(flat, "_params", None) or ()})
+    return leaves
+
+
+def _fsdp2_leaves(state: Any) -> Iterator[tuple[int, Any]]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+        for one in getattr(group, "fsdp_params", ()):
+            whole = getattr(one, "_unsharded_param", None)  # from the first all-gather on
+            if whole is not None:
+                yield id(one.sharded_param), whole
+
+
+# --- an optimizer's tensors -------------------------------------------------------------------------------------------
+
+
+def named(optimizer: Any) -> tuple[list[Tensor], list[Any]]:
+    """The tensors of an optimizer's series, and the DDP modules among its parameters' owners.
+
+    A DDP module's own parameters belong to it, frozen ones included: DDP makes them equal when it wraps the module.
+    """
+    trained = [one for group in optimizer.param_groups for one in group["params"]]
+    wanted = {id(one) for one in trained}
+    everything = modules()
+    fsdp1, leaves = _fsdp1_groups(everything), _leaves(everything)
+    found: dict[int, Tensor] = {}
+    wrapped = []
+    for root in _roots(everything):
+        ddp = is_ddp(root)
+        inner = root.module if ddp else root
+        its = [(name, one) for name, one in inner.named_parameters() if one is not None]
+        if not any(id(one) in wanted for _, one in its):
+            continue
+        ignored = getattr(root, "parameters_to_ignore", ()) if ddp else ()
+        group = ddp_group(root) if ddp else ()
+        if ddp:
+            wrapped.append(root)
+        for name, one in its:
+            if (ddp or id(one) in wanted) and id(one) not in found:
+                replicas = group if name not in ignored else ()
+                replicas = replicas or fsdp1.get(id(one)) or _dtensor_group(one)
+                found[id(one)] = Tensor(clean(name), one, replicas, leaves.get(id(one)))
+    for number, one in enumerate(trained):
+        if id(one) not in found:
+            found[id(one)] = Tensor(f"parameter {number}", one, _dtensor_group(one))
+    return list(found.values()), wrapped

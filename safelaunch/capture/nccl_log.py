@@ -1,0 +1,64 @@
+"""Reads what NCCL warned of from the log files that ``NCCL_DEBUG_FILE`` asks for."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from safelaunch.model import NcclLog
+
+MAX_BYTES = 4 << 20  # of a file: its beginning and its end
+MAX_WARNINGS = 32
+MAX_CHARACTERS = 500
+
+# ``[2025-06-01 12:00:00] host:pid:tid [gpu] file.cc:41 NCCL WARN text``; older versions have neither time nor file.
+_WARNING = re.compile(
+    r"^(?:\[[^\]\n]{8,40}\] )?(?P<host>[^\s:]+):(?P<pid>\d+)(?::\d+)? \[-?\d+\] (?:\S+:\d+ )?NCCL WARN (?P<text>.+)$",
+    re.MULTILINE,
+)
+
+
+def path_of(pattern: str, host: str, pid: int) -> Path:
+    """The file of a process: NCCL replaces ``%h`` by the host and ``%p`` by the pid."""
+    return Path(pattern.replace("%h", host).replace("%p", str(pid)))
+
+
+def parse(text: str) -> dict[int, tuple[str, ...]]:
+    """Pid → its warnings, each once, in their order; of many the first ones and the last."""
+    found: dict[int, dict[str, None]] = {}
+    for match in _WARNING.finditer(text):
+        found.setdefault(int(match["pid"]), {})[match["text"].strip()[:MAX_CHARACTERS]] = None
+    return {pid: _ends(tuple(texts)) for pid, texts in found.items()}
+
+
+def _ends(texts: tuple[str, ...]) -> tuple[str, ...]:
+    half = MAX_WARNINGS // 2
+    return texts if len(texts) <= MAX_WARNINGS else (*texts[:half], *texts[-half:])
+
+
+def logs_of(paths: Iterable[Path], folder: str, pids: Sequence[int]) -> Mapping[int, NcclLog]:
+    """Pid → what it warned of. ``folder``: where the bundle has these files. An unreadable file has no warnings."""
+    found: dict[int, NcclLog] = {}
+    for path in paths:
+        for pid, warnings in parse(_read(path)).items():
+            if pid in pids:
+                found[pid] = NcclLog(f"{folder}/{path.name}", warnings)
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                return ""
+            data = file.read(MAX_BYTES // 2)
+            if info.st_size > MAX_BYTES:
+                file.seek(info.st_size - MAX_BYTES // 2)
+            return (data + file.read(MAX_BYTES // 2)).decode("utf-8", "replace")
+    except OSError:
+        return ""

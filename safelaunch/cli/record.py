@@ -1,0 +1,187 @@
+"""``safelaunch record [RUN]``: samples all ranks of a live run for a while, and says where their time goes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from safelaunch.cli.dump import INTERRUPTED, choose
+from safelaunch.cli.parsing import Parser
+from safelaunch.control.discover import Run, look, our_roots
+from safelaunch.control.protocol import RecordAnswer, Request, ask
+from safelaunch.errors import SafelaunchError, UsageError
+from safelaunch.launch.paths import RunPaths, working_directory
+from safelaunch.model.recording import Recording, decode, ranks_in
+from safelaunch.system.console import display, redact, say, show, show_json
+from safelaunch.system.printable import clean
+
+LONGEST_S = 300.0
+ANSWER_S = 60.0  # beyond the duration: py-spy's end on a busy node, and the other nodes' answers
+LARGEST_RECORDING = 64 << 20
+
+
+def main(argv: list[str]) -> int:
+    """Prints the verdict and the folder; returns 0 with samples of a rank, 1 without, 2 for an unknown RUN."""
+    words = parser().parse_args(argv)
+    earlier = _earlier(words.compare) if words.compare else None
+    run = choose(look(our_roots()), words.run, "record")
+    try:
+        answer = _record(run, words.duration, words.ranks)
+    except KeyboardInterrupt:
+        say("not waiting any longer; the samples are dropped")
+        return INTERRUPTED
+    if answer.recording is None:
+        raise SafelaunchError(f"record: no samples of {run.id}: {answer.problem or 'its supervisor gave no reason'}.")
+    directory = working_directory() / (words.bundle_dir or answer.bundle_dir)
+    return _report(run, answer.recording, earlier, words.compare or "", directory, as_json=words.json)
+
+
+def parser() -> Parser:
+    """The command line of ``safelaunch record``."""
+    made = Parser(
+        "record",
+        description="Samples where all ranks of a live run are, for a while, and says what slows the run: ranks that "
+        "the others wait for, data loading, the GIL, communication, by line. The job continues. Writes a flame graph "
+        "of all ranks (record.html), and files for Perfetto and speedscope.",
+        epilog="Exit code: 0 with samples, 1 if no rank could be sampled, 2 if RUN names no live run.",
+    )
+    made.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid; needed if several are live")
+    made.add_argument("--duration", type=_duration, default=10.0, metavar="SECONDS", help="how long to sample [10]")
+    made.add_argument("--ranks", type=_ranks, default="", metavar="LIST", help="only these, like 0-3,8 [all]")
+    made.add_argument("--compare", metavar="EARLIER", help="an earlier recording, or its folder: what grew, by line")
+    made.add_argument("--bundle-dir", metavar="DIR", help="where to write the folder [the run's own bundle directory]")
+    made.add_argument("--json", action="store_true", help="print the verdict, the shares and the folder as JSON")
+    return made
+
+
+def _duration(text: str) -> float:
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration from 1 to {LONGEST_S:g} seconds")
+    return seconds
+
+
+def _ranks(text: str) -> str:
+    try:
+        ranks_in(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _earlier(path: str) -> Recording:
+    file = working_directory() / path
+    file = file / "recording.json" if file.is_dir() else file
+    try:
+        if file.stat().st_size > LARGEST_RECORDING:
+            raise UsageError(f"record: {clean(path)} is too large for a recording.")
+        return decode(file.read_bytes())
+    except OSError as error:
+        raise UsageError(f"record: {clean(str(file))} cannot be read: {error.strerror or error}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"record: {clean(path)} is no recording: {clean(str(error))}.") from error
+
+
+def _record(run: Run, duration_s: float, ranks: str) -> RecordAnswer:
+    say(f"sampling {run.label} for {duration_s:g} s; the job continues")
+    control = RunPaths(run.found.directory).control
+    data = ask(control, Request("record", duration_s=duration_s, ranks=ranks), deadline_s=duration_s + ANSWER_S)
+    try:
+        return msgspec.json.decode(data, type=RecordAnswer)
+    except msgspec.DecodeError as error:
+        raise SafelaunchError(
+            f"record: {run.id} runs under another version of safelaunch: {error}.", "Use that version to record it."
+        ) from error
+
+
+def _report(
+    run: Run, recording: Recording, earlier: Recording | None, called: str, place: Path, *, as_json: bool
+) -> int:
+    # Imported while nobody waits for the samples any more.
+    from safelaunch.profiling.compare import compare
+    from safelaunch.profiling.verdict import verdict_of
+    from safelaunch.report.recording import Recorded, screen
+
+    slowness = verdict_of(recording)
+    compared = compare(earlier, recording) if earlier is not None else None
+    recorded = Recorded(recording, slowness, compared, called)
+    if not slowness.times:
+        why = "; ".join(slowness.missing) or "it has no ranks yet"
+        raise SafelaunchError(f"record: no rank of {run.id} could be sampled: {clean(why)}.")
+    folder = _write(place, recording.name, recording.at_unix_s, _files(recorded))
+    if as_json:
+        show_json({"run": run.id, "name": run.name, "folder": str(folder), **_as_json(recorded)})
+        return 0
+    for line in screen(recorded, max(40, display(2, os.environ).width - len("safelaunch: "))).split("\n"):
+        say(line)
+    say("recording (start with record.html):")
+    sys.stderr.flush()
+    show(str(folder))
+    return 0
+
+
+def _files(recorded: Any) -> dict[str, str]:
+    from safelaunch.report import PERFETTO, SPEEDSCOPE, page
+    from safelaunch.report.exports import as_json
+    from safelaunch.report.recording import SCRIPT, content, markdown
+    from safelaunch.report.recording_exports import perfetto, speedscope
+
+    return {
+        "record.html": page.render(content(recorded), SCRIPT),
+        "report.md": markdown(recorded),
+        PERFETTO: as_json(perfetto(recorded.recording)),
+        SPEEDSCOPE: as_json(speedscope(recorded.recording)),
+        "recording.json": msgspec.json.encode(recorded.recording).decode(),
+    }
+
+
+def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str, str]) -> Path:
+    """Writes the folder whole or not at all, readable by this user only. Raises SafelaunchError."""
+    from safelaunch.bundle.publishing import name_of
+
+    target = directory / name_of(run_name, at_unix_s, "record")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        staged = Path(tempfile.mkdtemp(prefix=".record-", dir=directory))  # mode 0700
+    except OSError as error:
+        raise SafelaunchError(f"record: {directory} cannot be written: {error.strerror or error}.") from error
+    try:
+        for name, text in files.items():
+            (staged / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        staged.rename(target)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise SafelaunchError(f"record: {target} cannot be written: {error.strerror or error}.") from error
+    return target
+
+
+def _as_json(recorded: Any) -> dict[str, object]:
+    found = recorded.slowness
+    compared = recorded.compared
+    return {
+        "summary": redact(found.headline),
+        "findings": [msgspec.to_builtins(one) for one in found.findings],
+        "ranks": [
+            {
+                "rank": one.rank,
+                "waits": round(one.waits, 4),
+                "gil": round(one.gil, 4),
+                "steps": one.steps,
+                "shares": {kind: round(share, 4) for kind, share in one.kinds.items()},
+            }
+            for one in found.times
+        ],
+        "missing": list(found.missing),
+        "compared": compared.text if compared is not None else "",
+    }

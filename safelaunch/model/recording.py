@@ -1,0 +1,215 @@
+"""The records of where the time of a live run goes: the stacks of all ranks, sampled for a while.
+
+Stacks and frames are numbered once for a whole recording. Seconds are those of the sampling, not of a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from safelaunch.model.evidence import Frame
+
+MOST_RANKS = 65_536
+
+
+class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thread: ``stacks``, ``active`` and ``gil`` are pairs of a stack's number and the seconds spent in it.
+
+    ``active``: of these on a CPU or runnable; ``gil``: holding the interpreter's lock. Each is sampled on its own, so
+    a stack may have a little more of one than of another. ``line``: when the thread entered which stack, in
+    milliseconds after the recording began, oldest first; the last entry is the end (stack -1).
+    """
+
+    name: str = ""
+    main: bool = False
+    stacks: list[tuple[int, float]] = []
+    active: list[tuple[int, float]] = []
+    gil: list[tuple[int, float]] = []
+    line: list[tuple[int, int]] = []
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A rank's main process, or a child of it. ``problem``: why there are no samples, or not all.
+
+    ``tells_active``: who was on a CPU was sampled, so that a thread without such samples was not.
+    """
+
+    pid: int
+    role: str = "main"
+    threads: list[ThreadRecord] = []
+    problem: str = ""
+    tells_active: bool = False
+
+
+class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank; ``steps``: those that it made meanwhile, None if it marks none. ``missing``: why it has no samples, or
+    why what there is does not count.
+    """
+
+    rank: int
+    host: str = ""
+    main: ProcessRecord | None = None
+    children: list[ProcessRecord] = []
+    steps: int | None = None
+    missing: str = ""
+
+
+class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All ranks of a run. ``stacks``: numbers of ``frames``, outermost first. ``rate_hz``: the lowest of any node.
+
+    ``code_roots``: the directories of installed packages, as the ranks name them. ``elapsed_s``: over which the ranks'
+    steps were counted; more than was asked for on a busy node.
+    """
+
+    run: str = ""
+    name: str = ""
+    at_unix_s: float = 0.0
+    duration_s: float = 0.0
+    rate_hz: float = 0.0
+    world_size: int = 0
+    frames: list[Frame] = []
+    stacks: list[tuple[int, ...]] = []
+    ranks: list[RankRecord] = []
+    code_roots: tuple[str, ...] = ()
+    notes: list[str] = []
+    command: list[str] = []
+    elapsed_s: float = 0.0
+
+
+def decode(data: bytes) -> Recording:
+    """Reads ``recording.json``. Raises msgspec.DecodeError for what is none, also if its numbers lead nowhere."""
+    found = msgspec.json.decode(data, type=Recording)
+    check(found)
+    return found
+
+
+def check(recording: Recording) -> None:
+    """Raises msgspec.ValidationError unless every number in it leads to a frame or a stack."""
+    frames, stacks = len(recording.frames), len(recording.stacks)
+    whole = all(0 <= number < frames for stack in recording.stacks for number in stack)
+    for thread in threads_of(recording):
+        pairs = (*thread.stacks, *thread.active, *thread.gil)
+        whole = whole and all(0 <= stack < stacks for stack, _ in pairs)
+        whole = whole and all(-1 <= stack < stacks for _, stack in thread.line)
+    if not whole:
+        raise msgspec.ValidationError("a recording whose numbers lead nowhere")
+
+
+def threads_of(recording: Recording) -> list[ThreadRecord]:
+    processes = [one for rank in recording.ranks for one in (rank.main, *rank.children) if one is not None]
+    return [thread for process in processes for thread in process.threads]
+
+
+class Numbers:
+    """Numbers frames and stacks as they come, for one recording. ``of``: a stack, outermost first."""
+
+    def __init__(self) -> None:
+        self.frames: dict[Frame, int] = {}
+        self.stacks: dict[tuple[int, ...], int] = {}
+
+    def of(self, frames: tuple[Frame, ...]) -> int:
+        key = tuple(self.frames.setdefault(frame, len(self.frames)) for frame in frames)
+        return self.stacks.setdefault(key, len(self.stacks))
+
+
+def merged(recordings: list[Recording]) -> Recording:
+    """The recordings of several nodes as one, with the head of the first. Of a rank that several bring, the first."""
+    numbers = Numbers()
+    ranks: dict[int, RankRecord] = {}
+    for one in recordings:
+        new = [numbers.of(tuple(one.frames[number] for number in stack)) for stack in one.stacks]
+        for rank in one.ranks:
+            ranks.setdefault(rank.rank, _renumbered(rank, new))
+    return msgspec.structs.replace(
+        recordings[0],
+        frames=list(numbers.frames),
+        stacks=list(numbers.stacks),
+        ranks=[ranks[rank] for rank in sorted(ranks)],
+        rate_hz=min(one.rate_hz for one in recordings),
+        notes=list(dict.fromkeys(note for one in recordings for note in one.notes)),
+        code_roots=tuple(dict.fromkeys(root for one in recordings for root in one.code_roots)),
+    )
+
+
+def _renumbered(rank: RankRecord, new: list[int]) -> RankRecord:
+    def process(one: ProcessRecord) -> ProcessRecord:
+        return msgspec.structs.replace(one, threads=[thread(each) for each in one.threads])
+
+    def thread(one: ThreadRecord) -> ThreadRecord:
+        return msgspec.structs.replace(
+            one,
+            stacks=[(new[stack], s) for stack, s in one.stacks],
+            active=[(new[stack], s) for stack, s in one.active],
+            gil=[(new[stack], s) for stack, s in one.gil],
+            line=[(at_ms, new[stack] if stack >= 0 else -1) for at_ms, stack in one.line],
+        )
+
+    return _with_processes(rank, process)
+
+
+def bounded(recording: Recording, fits: Callable[[Recording], bool]) -> Recording:
+    """The recording with less and less of it until it ``fits``: times, children, then threads and rare stacks."""
+    for keep in (_whole, _without_lines, _without_children, _main_threads(200), _main_threads(30)):
+        smaller = msgspec.structs.replace(recording, ranks=[keep(rank) for rank in recording.ranks])
+        smaller = recording if keep is _whole else merged([smaller])
+        if fits(smaller):
+            return smaller if keep is _whole else _noted(smaller)
+    ranks = [RankRecord(one.rank, one.host, missing="its samples were too many to be sent") for one in recording.ranks]
+    return _noted(msgspec.structs.replace(recording, ranks=ranks, frames=[], stacks=[]))
+
+
+def _noted(recording: Recording) -> Recording:
+    return msgspec.structs.replace(recording, notes=[*recording.notes, "of many samples, the most frequent were kept"])
+
+
+def _whole(rank: RankRecord) -> RankRecord:
+    return rank
+
+
+def _without_lines(rank: RankRecord) -> RankRecord:
+    return _with_threads(rank, lambda threads: [msgspec.structs.replace(one, line=[]) for one in threads])
+
+
+def _without_children(rank: RankRecord) -> RankRecord:
+    return msgspec.structs.replace(_without_lines(rank), children=[])
+
+
+def _main_threads(most: int) -> Callable[[RankRecord], RankRecord]:
+    def kept(threads: list[ThreadRecord]) -> list[ThreadRecord]:
+        return [
+            msgspec.structs.replace(
+                one, stacks=one.stacks[:most], active=one.active[:most], gil=one.gil[:most], line=[]
+            )
+            for one in threads
+            if one.main
+        ]
+
+    return lambda rank: _with_threads(msgspec.structs.replace(rank, children=[]), kept)
+
+
+def _with_threads(rank: RankRecord, change: Callable[[list[ThreadRecord]], list[ThreadRecord]]) -> RankRecord:
+    def process(one: ProcessRecord) -> ProcessRecord:
+        return msgspec.structs.replace(one, threads=change(one.threads))
+
+    return _with_processes(rank, process)
+
+
+def _with_processes(rank: RankRecord, change: Callable[[ProcessRecord], ProcessRecord]) -> RankRecord:
+    main = change(rank.main) if rank.main is not None else None
+    return msgspec.structs.replace(rank, main=main, children=[change(one) for one in rank.children])
+
+
+def ranks_in(text: str) -> tuple[int, ...]:
+    """``0-3,5`` as numbers; empty for an empty text. Raises ValueError for anything else."""
+    found: set[int] = set()
+    for part in text.split(",") if text else ():
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{part!r} is no rank, and no range of ranks")
+        begin, end = int(first), int(last) if dash else int(first)
+        if not begin <= end < MOST_RANKS:
+            raise ValueError(f"{part!r} is no range of ranks")
+        found.update(range(begin, end + 1))
+    return tuple(sorted(found))

@@ -1,0 +1,91 @@
+"""What a bundle says of its job in other words: the reports, the files for viewers, the job's entry in the manifest."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+
+from safelaunch.bundle.staging import OURS, Staging
+from safelaunch.capture import user_source
+from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
+from safelaunch.redaction.redactor import Redactor
+
+MOST_GROUPS = 1024  # in the manifest
+
+
+def job_of(evidence: Evidence, shape: dict[str, int]) -> dict[str, object]:
+    """The job's entry in the manifest. ``shape``: the dimensions of its mesh."""
+    return {
+        "outcome": evidence.outcome,
+        "world_size": evidence.world_size,
+        "moving": evidence.moving,
+        "mesh": shape,
+        "groups": _groups(evidence),
+        "devices": {str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
+        "computes_on": {str(rank.rank): rank.device for rank in evidence.ranks if rank.device is not None},
+        "batch": {str(rank.rank): rank.batch for rank in evidence.ranks if rank.batch is not None},
+        "batches": {str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
+    }
+
+
+def _groups(evidence: Evidence) -> dict[str, dict[str, str]]:
+    """The process groups that the ranks told of, by their names: what they are called, and who is in them."""
+    found: dict[str, dict[str, str]] = {}
+    for rank in evidence.ranks:
+        for name, members in rank.gil.groups.items():
+            if name not in found and len(found) < MOST_GROUPS:
+                found[name] = {"called": rank.gil.called.get(name, ""), "ranks": format_ranks(members)}
+    return found
+
+
+def add_reports(
+    staging: Staging, verdict: Verdict, evidence: Evidence, redactor: Redactor, run_name: str, at_unix_s: float
+) -> dict[str, int]:
+    """The reports, and the files for viewers, each of which costs only itself where it fails.
+
+    Returns the dimensions of the job's mesh, by name.
+    """
+    from safelaunch.diagnose.belonging import mesh
+    from safelaunch.diagnose.rank_state import Facts
+    from safelaunch.postmortem import surroundings
+    from safelaunch.report import PERFETTO, SPEEDSCOPE, exports, page, report
+
+    said = redactor.said
+
+    def read_line(path: str, number: int) -> str | None:
+        line = user_source.line(path, number)
+        return said(line) if line else line
+
+    @cache  # the reports read the same; an error is not kept, and costs each of them
+    def facts() -> Facts:
+        return Facts.of(evidence, user_source.text)
+
+    def markdown() -> str:
+        return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
+
+    def html() -> str:
+        known = surroundings.about(staging.root)
+        known = replace(known, bundle=known.bundle or run_name, at_unix_s=at_unix_s)
+        artifacts = staging.settle()
+        return page.html(verdict, evidence, artifacts, facts=facts(), said=said, about=known)
+
+    def perfetto() -> str:
+        return exports.as_json(exports.perfetto(facts(), run_name))
+
+    def speedscope() -> str:
+        return exports.as_json(exports.speedscope(facts(), run_name))
+
+    begin = time.monotonic()
+    made = {PERFETTO: perfetto, SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}
+    for path, make in made.items():
+        try:
+            text: str | None = make()
+            missing = ""
+        except Exception as error:  # noqa: BLE001 - a failed report costs only itself
+            text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
+        staging.add_report(Artifact(path, OURS, round(time.monotonic() - begin, 3), missing), text)
+    with suppress(Exception):
+        return dict(mesh(facts()))
+    return {}

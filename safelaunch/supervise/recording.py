@@ -1,0 +1,175 @@
+"""Samples the ranks of a live run for who asks where its time goes. The job continues; the supervisor does not wait.
+
+On several nodes every supervisor samples its own ranks, at the same time. What it keeps are counted stacks: a few
+hundred kilobytes; the page and the verdict are made by who asks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from safelaunch.beacon import layout
+from safelaunch.capture import proc, sampling
+from safelaunch.capture.look import Target
+from safelaunch.capture.sampling import Sampled
+from safelaunch.cluster.messages import Question
+from safelaunch.control.protocol import LARGEST_ANSWER, Client, RecordAnswer, Request
+from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged, ranks_in
+from safelaunch.redaction.evidence import without_secrets
+from safelaunch.roster.progress import read_meta
+from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.joint_dump import JointDump
+from safelaunch.supervise.watch import Watch
+from safelaunch.system.task import Task
+
+LONGEST_S = 300.0
+
+
+@dataclass
+class _Asked:
+    request: Request
+    clients: list[Client]
+    working: Task[Recording]
+
+
+@dataclass
+class Recordings:
+    """This node's part. ``ask`` and ``tick`` never block."""
+
+    watch: Watch
+    about: Circumstances
+    joint: JointDump
+    command: tuple[str, ...] = ()
+    stop: threading.Event = field(default_factory=threading.Event)
+    _asked: _Asked | None = None
+
+    def ask(self, request: Request, client: Client) -> None:
+        """Begins a recording, or joins the one that is the same; another one is refused meanwhile."""
+        if self._asked is None:
+            self._asked = _Asked(request, [], Task("record", lambda: self._everywhere(request)))
+        elif self._asked.request != request:
+            client.answer(RecordAnswer(problem="another recording of this run is under way"))
+            return
+        self._asked.clients.append(client)
+
+    @property
+    def busy(self) -> bool:
+        return self._asked is not None and self._asked.working.done
+
+    def tick(self) -> None:
+        """Answers as soon as the recording is there."""
+        if self._asked is None or not self._asked.working.done:
+            return
+        asked, self._asked = self._asked, None
+        try:
+            answer = RecordAnswer(asked.working.result(), os.fspath(self.about.bundle_dir))
+        except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
+            answer = RecordAnswer(problem=self.about.redactor.text(f"{type(error).__name__}: {error}"))
+        for client in asked.clients:
+            client.answer(answer)
+
+    def finish(self) -> None:
+        """The job is being stopped: gives up what needs its ranks."""
+        self.stop.set()
+        if self._asked is not None:
+            for client in self._asked.clients:
+                client.answer(RecordAnswer(problem="the job is being stopped"))
+            self._asked = None
+
+    def hand_in(self, number: int, question: Question) -> None:
+        """This node's samples, for another one that asks for them."""
+        self.joint.hand_in_recording(number, self._here(question))
+
+    def _everywhere(self, request: Request) -> Recording:
+        """The samples of all nodes."""
+        question = Question("record", min(max(request.duration_s, 1.0), LONGEST_S), request.ranks[:4096])
+        with self.joint.asking(question) as asked:
+            own = self._here(question)
+            others, notes = self.joint.recorded() if asked else ([], [])
+        whole = merged([own, *others]) if others else own
+        whole = msgspec.structs.replace(whole, notes=[*whole.notes, *notes])
+        return bounded(_with_unseen(whole, ranks_in(question.ranks)), _fits)
+
+    def _here(self, question: Question) -> Recording:
+        """The samples of this node's ranks, without secrets."""
+        wanted = set(ranks_in(question.ranks))
+        targets = [one for one in self.watch.targets() if not wanted or one.rank in wanted]
+        table = proc.process_table()
+        children = {one.rank: sampling.children_of(one.pid, table) for one in targets}
+        processes = _chosen(targets, children)
+        passes = sum(len(one.passes) for one in processes)
+        rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
+        numbers, at_unix_s = Numbers(), time.time()
+        before, begin_s = self._steps(), time.monotonic()
+        records = sampling.sample(
+            processes,
+            numbers,
+            self.about.run_dir,
+            duration_s=question.duration_s,
+            rate_hz=rate_hz,
+            stop=self.stop,
+        )
+        after, elapsed_s = self._steps(), time.monotonic() - begin_s
+        by_pid = {one.pid: one for one in records}
+        made = {rank: after[rank] - step for rank, step in before.items() if rank in after and after[rank] >= step}
+        recording = Recording(
+            run=self.about.run_dir.name,
+            name=self.about.run_name,
+            at_unix_s=round(at_unix_s, 3),
+            duration_s=question.duration_s,
+            rate_hz=rate_hz,
+            world_size=self.watch.world_size,
+            frames=list(numbers.frames),
+            stacks=list(numbers.stacks),
+            ranks=[self._rank(one, by_pid, children[one.rank], made.get(one.rank)) for one in targets],
+            code_roots=self._code_roots(),
+            command=self.about.redactor.argv(self.command),
+            elapsed_s=round(elapsed_s, 2),
+        )
+        return without_secrets(recording, self.about.redactor)
+
+    def _rank(
+        self, target: Target, by_pid: Mapping[int, ProcessRecord], children: list[Sampled], steps: int | None
+    ) -> RankRecord:
+        main = by_pid.get(target.pid)
+        seen = main is not None and any(thread.stacks for thread in main.threads)
+        problem = main.problem if main is not None else "it was not sampled"
+        missing = problem if problem == sampling.STOPPED or not seen else ""
+        missing = missing or ("" if seen else "py-spy saw no Python thread")
+        others = [by_pid[one.pid] for one in children if one.pid in by_pid and by_pid[one.pid].threads]
+        return RankRecord(target.rank, self.about.host, main, others, steps, missing)
+
+    def _steps(self) -> dict[int, int]:
+        read = {rank: page.read().step for rank, page in self.watch.roster.pages().items()}
+        return {rank: step for rank, step in read.items() if step is not None}
+
+    def _code_roots(self) -> tuple[str, ...]:
+        roster = self.watch.roster
+        found = (read_meta(roster.companion(page, layout.META_SUFFIX)).code_roots for page in roster.pages().values())
+        return next((roots for roots in found if roots), ())
+
+
+def _chosen(targets: list[Target], children: Mapping[int, list[Sampled]]) -> list[Sampled]:
+    """All ranks, then of their children as many as the node's share allows, one of each rank after the other."""
+    mains = [Sampled(one.pid, one.start_ticks) for one in targets]
+    rounds = [of[at] for at in range(sampling.MOST_CHILDREN) for of in children.values() if at < len(of)]
+    return [*mains, *rounds[: max(0, sampling.MOST_PROCESSES - len(mains))]]
+
+
+def _with_unseen(recording: Recording, wanted: tuple[int, ...]) -> Recording:
+    """With the ranks that no node has brought, and that they are missing."""
+    seen = {rank.rank for rank in recording.ranks}
+    everybody = [rank for rank in wanted or range(recording.world_size) if rank not in seen]
+    unseen = [RankRecord(rank, missing="no supervisor that is heard has this rank") for rank in everybody]
+    ranks = sorted([*recording.ranks, *unseen], key=lambda one: one.rank)
+    return msgspec.structs.replace(recording, ranks=ranks)
+
+
+def _fits(recording: Recording) -> bool:
+    return len(msgspec.json.encode(recording)) < LARGEST_ANSWER - (1 << 16)

@@ -1,0 +1,115 @@
+"""What the samples of all ranks tell: by tables, and by recordings of real jobs."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from recordings import (
+    ALL_REDUCE,
+    AUGMENT,
+    BACKWARD,
+    FORWARD,
+    LOADER,
+    OPTIMIZER,
+    OTHER,
+    SAVE,
+    Stack,
+    recorded,
+    recording,
+)
+
+from safelaunch.model.recording import RankRecord, Recording
+from safelaunch.profiling.verdict import verdict_of
+
+EVEN = {FORWARD: 0.4, BACKWARD: 0.4, OPTIMIZER: 0.1, ALL_REDUCE: 0.1}
+WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}
+LATE = {FORWARD: 0.2, BACKWARD: 0.2, AUGMENT: 0.5, ALL_REDUCE: 0.1}
+LOADS = {LOADER: 0.5, FORWARD: 0.3, BACKWARD: 0.2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds", "blamed"),
+    [
+        ([EVEN] * 4, [], ()),
+        ([EVEN], [], ()),
+        ([WAITS, WAITS, LATE, WAITS], ["late-rank"], (2,)),
+        ([WAITS, LATE], ["late-rank"], (1,)),
+        ([WAITS, LATE, WAITS, LATE, WAITS], ["late-rank"], (1, 3)),
+        ([WAITS, LATE, LATE, LATE], [], ()),  # one that waits for three is not waited for
+        ([WAITS] * 4, ["communication"], (0, 1, 2, 3)),
+        ([LOADS] * 4, ["data-loading"], (0, 1, 2, 3)),
+        ([{SAVE: 0.3, FORWARD: 0.7}] * 2, ["checkpoint"], (0, 1)),
+        ([{AUGMENT: 0.4, FORWARD: 0.6}] * 2, ["script"], (0, 1)),
+    ],
+)
+def test_what_stands_out(ranks: list[dict[Stack, float]], kinds: list[str], blamed: tuple[int, ...]) -> None:
+    found = verdict_of(recording(*ranks))
+    assert [one.kind for one in found.findings] == kinds
+    assert not kinds or found.findings[0].ranks == blamed
+    assert found.headline.startswith("Nothing stands out: ") is not bool(kinds)
+
+
+def test_the_line_that_takes_a_late_ranks_time_is_named() -> None:
+    (finding,) = verdict_of(recording(WAITS, WAITS, LATE, WAITS)).findings
+    assert finding.text == (
+        "Ranks 0-1,3 wait 60% of the time, mostly in all_reduce at train.py:41, for rank 2, which waits 10%: "
+        "it spends 50% in data.py:12 (augment), where the others spend 0%."
+    )
+    assert finding.frame is not None and finding.frame.line == 12
+
+
+def test_a_difference_within_the_scatter_of_few_samples_is_none() -> None:
+    ranks = [{ALL_REDUCE: 0.25, FORWARD: 0.75}, {ALL_REDUCE: 0.10, FORWARD: 0.90}]
+    assert verdict_of(recording(*ranks, rate_hz=2)).findings == ()
+    assert verdict_of(recording(*ranks, rate_hz=200)).findings[0].ranks == (1,)
+
+
+def test_in_a_backward_only_what_is_off_the_cpu_is_a_wait() -> None:
+    ranks = [{BACKWARD: 0.9, FORWARD: 0.1}, {BACKWARD: 0.1, AUGMENT: 0.9}]
+    found = verdict_of(recording(*ranks, active={BACKWARD: 0.1}))
+    assert [one.kind for one in found.findings] == ["late-rank"] and found.findings[0].ranks == (1,)
+    assert [round(one.waits, 2) for one in found.times] == [0.81, 0.09]
+    assert verdict_of(recording(*[{BACKWARD: 0.9, FORWARD: 0.1}] * 2)).findings == ()
+
+
+def test_a_thread_that_holds_the_gil_is_why_its_rank_is_late() -> None:
+    held = recording(LATE, WAITS, gil=[{FORWARD: 0.1}, {FORWARD: 0.1}], holders=[{OTHER: 0.8}, {}])
+    (finding,) = verdict_of(held).findings
+    assert finding.ranks == (0,) and "its thread 'prefetch' holds the GIL 80% of the time at data.py:30" in finding.text
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.1, []), (0.8, ["gil"])])
+def test_the_gil_is_scarce_only_where_it_is_held_for_long(share: float, found: list[str]) -> None:
+    held = recording(EVEN, EVEN, gil=[{FORWARD: 0.1}] * 2, holders=[{OTHER: share}] * 2)
+    assert [one.kind for one in verdict_of(held).findings] == found
+
+
+def test_what_could_not_be_sampled_is_said_with_its_reason() -> None:
+    whole = recording(EVEN, EVEN)
+    gone = [RankRecord(2, missing="the process has ended"), RankRecord(3, missing="the process has ended")]
+    found = verdict_of(replace(whole, ranks=[*whole.ranks, *gone]))
+    assert found.missing == ("ranks 2-3: the process has ended",)
+    assert len(found.times) == 2
+    assert verdict_of(Recording(ranks=gone)).headline == "No rank could be sampled."
+
+
+# --- real jobs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ranks", "words"),
+    [
+        ("straggler", "late-rank", (1,), "train_ddp.py:11 (augment)"),
+        ("nodes", "late-rank", (1,), "train_ddp.py:11 (augment)"),
+        ("loader", "data-loading", (0, 1), "workers are busy 100%, mostly at loader.py:8 (Slow.__getitem__)"),
+        ("gil", "late-rank", (0,), "its thread 'prefetch' holds the GIL 80% of the time at gil.py:10 (tokenize)"),
+    ],
+)
+def test_what_stands_out_in_a_real_job(name: str, kind: str, ranks: tuple[int, ...], words: str) -> None:
+    found = verdict_of(recorded(name))
+    assert (found.findings[0].kind, found.findings[0].ranks) == (kind, ranks)
+    assert words in found.headline
+
+
+def test_nothing_stands_out_in_a_real_job_that_is_even() -> None:
+    assert verdict_of(recorded("healthy")).headline.startswith("Nothing stands out: ")

@@ -1,0 +1,110 @@
+"""What a status tells only because somebody asks: looks at silent ranks, and the memory that NVML reports."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from evidence import in_c10d, in_user, process
+
+from safelaunch.capture.gpu import gpus_json
+from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
+from safelaunch.capture.result import Result
+from safelaunch.model import Frame
+from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.on_request import AGAIN_S, GpuMemory, SilentRanks, memory_by_process, words_of
+from tests.nvml import stub
+
+TARGETS = tuple(Target(rank, rank, 1000 + rank, 1) for rank in range(3))
+
+
+def seen(frames: Sequence[Frame], kernel: str = "futex", number: int = 1) -> RankLook:
+    one = process(1000 + number, frames, kernel)
+    return RankLook(number, ProcessLook(1000 + number, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
+
+
+@pytest.mark.parametrize(
+    ("look", "words"),
+    [
+        (seen(in_user(7), "sleep"), "train.py:7 (train)"),
+        (seen(in_c10d("all_reduce", 9)), "waits in all_reduce at train.py:9 (train)"),
+        (seen(in_user(7), "stop"), "is stopped at train.py:7 (train)"),
+        (RankLook(1, None), "not seen"),
+        (None, "not seen"),
+    ],
+)
+def test_what_a_silent_rank_does(look: RankLook | None, words: str) -> None:
+    assert words_of(look) == words
+
+
+def test_only_silent_ranks_are_looked_at_once_until_they_move() -> None:
+    asked: list[list[int]] = []
+
+    def look(targets: Sequence[Target]) -> Looks:
+        asked.append([target.rank for target in targets])
+        return Looks(
+            tuple(targets), (Look(0.0, 0.0, {one.rank: seen(in_user(7), number=one.rank) for one in targets}),)
+        )
+
+    silent = SilentRanks(look)
+
+    def ask(ranks: dict[int, float], later_s: float = 0.0) -> None:
+        import time
+
+        silent.ask(ranks, TARGETS, time.monotonic() + later_s)
+        while silent.busy:
+            time.sleep(0.001)
+
+    ask({})
+    assert asked == [] and silent.words(1, 5.0) == ""
+    ask({1: 5.0})
+    ask({1: 5.0})
+    assert asked == [[1]] and silent.words(1, 5.0) == "train.py:7 (train)"
+    assert silent.words(1, 6.0) == "", "it has got on since"
+    ask({1: 5.0, 2: 4.0})
+    assert asked == [[1], [2]]
+    ask({1: 5.0}, later_s=AGAIN_S + 1)
+    assert asked[-1] == [1]
+
+
+def test_a_look_that_fails_costs_only_its_words() -> None:
+    def look(targets: Sequence[Target]) -> Looks:
+        raise OSError("no")
+
+    silent = SilentRanks(look)
+    silent.ask({1: 5.0}, TARGETS, 0.0)
+    while silent.busy:
+        pass
+    assert silent.words(1, 5.0) == "not seen"
+
+
+def test_the_memory_of_all_gpus_by_process(node: stub.Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in node.environ.items():
+        monkeypatch.setenv(name, value)
+    node.write(f"process 0 {os.getpid()} 1000", f"process 3 {os.getpid()} 500", "process 3 4711 7", gpus=4)
+    found = memory_by_process(gpus_json())
+    assert (found[os.getpid()], found[4711]) == (1500, 7)
+
+
+def test_a_node_without_gpus_is_asked_once(tmp_path: Path) -> None:
+    asked = []
+
+    def ask() -> Result[bytes]:
+        asked.append(1)
+        return Result(None, "NVML", 0.0, missing="no driver")
+
+    memory = GpuMemory(ask)
+    for now in (1.0, 100.0, 200.0):
+        memory.ask(now)
+        while memory._asking is not None and not memory._asking.done:
+            pass
+        assert memory.of(1) == 0
+    assert asked == [1]
+
+
+def test_processes_without_a_number_count_for_nothing() -> None:
+    document = {"gpus": [{"index": 0, "error": "lost"}, {"processes": [{"pid": 1, "memory_bytes": None}]}]}
+    assert memory_by_process(Result(json.dumps(document).encode(), "NVML", 0.0)) == {1: 0}
