@@ -103,6 +103,8 @@ class Task:
         known = self._paths.bundles_of(self._words.directory.name)
         written = metrics.stamp(Path(self._words.metric_file))
         code = self._work()
+        if self._signalled and not self._told:
+            self._told = self._reason()  # the job ended as soon as it was asked to
         is_new = metrics.stamp(Path(self._words.metric_file)) != written
         self._files.leave(
             self._end(code, self._paths.bundles_of(self._words.directory.name) - known, wrote_metrics=is_new)
