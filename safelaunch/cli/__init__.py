@@ -64,13 +64,13 @@ def _without_secrets(text: str) -> str:
     return redact_text(text)
 
 
-def program() -> list[str]:
-    """The command that starts another safelaunch. It keeps the working directory off its module path, where ``-m``
-    would put it first: it may hold anybody's modules.
+def program(module: str = "safelaunch", call: str = "from safelaunch.cli import entry; entry()") -> list[str]:
+    """The command that starts another safelaunch, or one of its modules. It keeps the working directory off its module
+    path, where ``-m`` would put it first: it may hold anybody's modules. ``call``: for a Python without ``-P``.
     """
     if sys.version_info >= (3, 11):
-        return [sys.executable, "-P", "-m", "safelaunch"]
-    return [sys.executable, "-c", "import sys; del sys.path[0]; from safelaunch.cli import entry; entry()"]
+        return [sys.executable, "-P", "-m", module]
+    return [sys.executable, "-c", f"import sys; del sys.path[0]; {call}"]
 
 
 def entry() -> NoReturn:

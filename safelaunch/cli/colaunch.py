@@ -36,18 +36,20 @@ from safelaunch.colaunch.expand import Places, expand
 from safelaunch.colaunch.grid import Matrix
 from safelaunch.colaunch.jobs import Job
 from safelaunch.colaunch.journal import Attempt, Journal, attempts
+from safelaunch.colaunch.local import Local, Place
 from safelaunch.colaunch.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.pool import Gpus, Pool, Slots, by_topology, check_fits, default_slots
 from safelaunch.colaunch.resume import History, history, recovered, wait_for_remains
-from safelaunch.colaunch.runner import Place, Runner
+from safelaunch.colaunch.runner import Runner
 from safelaunch.colaunch.signals import Signals
+from safelaunch.colaunch.slurm.engine import SlurmEngine
 from safelaunch.colaunch.spec import Extra, Template, templates_of
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.errors import PresetError, SpecError, UsageError
 from safelaunch.launch import torchrun
-from safelaunch.launch.argv import split
+from safelaunch.launch.argv import CommandLine, split
 from safelaunch.launch.paths import seen_from_here, working_directory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
@@ -71,9 +73,12 @@ def main(argv: list[str]) -> int:
     templates = _templates(options, cwd)
     paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
     jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
+    if options.engine == "slurm":
+        check_jobs(jobs, "Slurm", environ)
+        return _on_slurm(options, jobs, paths, environ)
     blamed = partial(blamed_in, paths) if options.exclude_blamed else frozenset[str]
     pool = make_pool(jobs, options.slots, options.max_parallel, environ, blamed)
-    check_jobs(jobs, pool, environ)
+    check_jobs(jobs, pool.kind, environ)
     if options.dry_run:
         show("\n".join(describe(jobs, paths, pool)))
         return 0
@@ -81,6 +86,25 @@ def main(argv: list[str]) -> int:
         return _run(options, jobs, pool, paths, environ)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _on_slurm(options: Options, jobs: Sequence[Job], paths: SweepPaths, environ: dict[str, str]) -> int:
+    from safelaunch.cli import colaunch_slurm
+
+    if options.dry_run:
+        show("\n".join(colaunch_slurm.describe(jobs, paths)))
+        return 0
+    with suppress(KeyboardInterrupt):
+        colaunch_slurm.connect(environ)  # raises if there is none, before the sweep writes anything
+        journal = Journal(paths.journal)
+        known = _history(options, journal, jobs, paths)
+        sweep, site, before = colaunch_slurm.begin(options, jobs, paths, journal, known, environ)
+        with Signals() as signals, open_screen() as screen:
+            runner = Runner(sweep, SlurmEngine(sweep, site, screen.note, before), site.journal, paths, screen)
+            runner.run(signals)
+            problem = _write_summary(sweep, paths)
+        return _finish(sweep, paths, problem, runner.stopped_by)
+    return INTERRUPTED
 
 
 def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
@@ -130,7 +154,8 @@ def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, e
     sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
     say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
     with Signals() as signals, open_screen() as screen:
-        runner = Runner(sweep, Place(paths, pool, store_of(environ), journal, environ, program()), screen)
+        place = Place(paths, pool, store_of(environ), journal, environ, program())
+        runner = Runner(sweep, Local(sweep, place, screen.note), journal, paths, screen)
         runner.run(signals)
         problem = _write_summary(sweep, paths)  # before the last update: the terminal may have stopped reading
     return _finish(sweep, paths, problem, runner.stopped_by)
@@ -147,7 +172,13 @@ def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: Swe
         )
     if not found:
         return known
-    wait_for_remains(known.unfinished, paths, say)
+    with_slurm = [attempt.job for attempt in known.unfinished if attempt.handed]
+    if with_slurm and options.engine != "slurm":
+        raise UsageError(
+            f"jobs of this sweep may still be in Slurm: {', '.join(with_slurm[:5])}",
+            "use --engine slurm again, or choose another directory with --sweep-dir",
+        )
+    wait_for_remains([attempt for attempt in known.unfinished if not attempt.handed], paths, say)
     found = tuple(_with_word(attempt, journal, jobs, paths) for attempt in found)
     known = history(found, jobs)
     left = "running the others" if known.done < len(jobs) else "there is nothing left to run"
@@ -159,7 +190,7 @@ def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: Swe
 
 def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> Attempt:
     """The attempt with the outcome that its own safelaunch wrote down; adds it to the journal."""
-    ended = recovered(attempt, jobs, paths) if attempt.outcome is None else None
+    ended = recovered(attempt, jobs, paths) if attempt.outcome is None and not attempt.handed else None
     if ended is None:
         return attempt
     journal.ended(attempt.job, attempt.number, ended)
@@ -241,7 +272,7 @@ def blamed_in(paths: SweepPaths) -> frozenset[str]:
     return memory.within(read, frozenset[str]())
 
 
-def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> None:
+def check_jobs(jobs: Sequence[Job], kind: str, environ: Mapping[str, str]) -> None:
     """Raises SpecError for a job that safelaunch would reject, or whose working directory does not exist."""
     try:
         torch: torchrun.Torch | None = torchrun.find(environ)
@@ -253,30 +284,31 @@ def check_jobs(jobs: Sequence[Job], pool: Pool, environ: Mapping[str, str]) -> N
     seen: set[object] = set()
     for job in jobs:
         try:
-            _check(job.with_ports(range(20000, 20000 + job.ports)), pool, table, torch, environ, seen)
+            _check(job.with_ports(range(20000, 20000 + job.ports)), kind, table, torch, environ, seen)
         except UsageError as error:
             raise SpecError(f"{job.where}: job {job.name}: {error.message}", error.fix) from error
 
 
 def _check(
     job: Job,
-    pool: Pool,
+    kind: str,
     table: Mapping[str, bool],
     torch: torchrun.Torch | None,
     environ: Mapping[str, str],
     seen: set[object],
 ) -> None:
-    kind, words = ("exec", job.words[1:]) if job.words[0] == "exec" else ("run", job.words)
-    own = {option.flag: option.takes_value for option in options_of(kind)}
-    command = split(words, own, table if kind == "run" else {})
+    form, words = ("exec", job.words[1:]) if job.words[0] == "exec" else ("run", job.words)
+    own = {option.flag: option.takes_value for option in options_of(form)}
+    command = split(words, own, table if form == "run" else {})
     for flag, _ in command.own:
         if flag in OURS:
             raise UsageError(f"{flag} cannot be given here", OURS[flag])
-    if isinstance(table, torchrun.LazyOptions) and kind == "run":
+    if isinstance(table, torchrun.LazyOptions) and form == "run":
         understood(command, table)
     if not command.script:
         raise UsageError("the command names no script", "write the command as you would for safelaunch")
-    if pool.kind == "GPU" and "CUDA_VISIBLE_DEVICES" in dict(job.env):
+    _check_nodes(job, kind, command)
+    if kind in ("GPU", "Slurm") and "CUDA_VISIBLE_DEVICES" in dict(job.env):
         raise UsageError("env: CUDA_VISIBLE_DEVICES cannot be set here", OURS["--gpus"])
     if not Path(job.cwd).is_dir():
         raise UsageError(f"cwd: directory {job.cwd} does not exist", "it is relative to colaunch's working directory")
@@ -288,6 +320,21 @@ def _check(
         for name in ("gpus", "wait", "dry-run"):
             if settings.is_explicit(name):
                 raise UsageError(f"{name} is set ({settings.origin(name)})", OURS[f"--{name}"])
+
+
+# What makes one job of several nodes; the Slurm engine gives it.
+OF_SEVERAL_NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend", "--master-addr")
+
+
+def _check_nodes(job: Job, kind: str, command: CommandLine) -> None:
+    if job.nodes == 1:
+        return
+    if kind != "Slurm":
+        raise UsageError(f"nodes: {job.nodes} nodes, but this engine has one", "give --engine slurm")
+    given = [word.partition("=")[0].replace("_", "-") for word in command.torchrun]
+    for word in given:
+        if word in OF_SEVERAL_NODES:
+            raise UsageError(f"{word} cannot be given together with 'nodes'", "leave it out: colaunch gives it")
 
 
 REFRESH_S = 0.5

@@ -80,6 +80,7 @@ class Options:
     metrics: tuple[str, ...] = ()
     metric_file: str = ""
     dry_run: bool = False
+    engine: str = "local"
     exclude_blamed: bool = False
 
 
@@ -89,6 +90,11 @@ def parse(argv: list[str]) -> Options:
     command = tuple(argv[split + 1 :])
     words = parser().parse_args(argv[:split])
     _check_kind(words, command, has_command=split < len(argv))
+    if words.engine != "local" and (words.slots is not None or words.exclude_blamed):
+        raise UsageError(
+            "colaunch: --slots and --exclude-blamed work only on this node.",
+            f"Leave it out, or leave out --engine {words.engine}.",
+        )
     axes = tuple(parse_grid(word) for word in words.grid)
     names = [axis.name for axis in axes]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -112,6 +118,7 @@ def parse(argv: list[str]) -> Options:
         metrics=tuple(words.metric),
         metric_file=words.metric_file or "",
         dry_run=words.dry_run,
+        engine=words.engine,
         exclude_blamed=words.exclude_blamed,
     )
 
@@ -155,6 +162,12 @@ def parser() -> Parser:
     )
     add("--timeout", type=_number(parse_seconds), metavar="SECONDS", help="time limit for each job of a grid (90s, 2h)")
     add("--retries", type=_number(parse_count), metavar="N", help="run a failed job of a grid again, up to N times [0]")
+    add(
+        "--engine",
+        choices=("local", "slurm"),
+        default="local",
+        help="where the jobs run: here, or as jobs of Slurm [local]",
+    )
     add("--slots", type=_number(_positive), metavar="N", help="assign N shares of the CPU cores instead of GPUs")
     add("--max-parallel", type=_number(_positive), metavar="N", help="run at most N jobs at a time")
     add("--fail-fast", action="store_true", help="stop everything when a job fails")

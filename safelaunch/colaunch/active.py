@@ -180,8 +180,8 @@ def state_of(code: int, verdict: str, ended_by_us: State | None) -> State:
 
 
 def newest(bundles: Collection[str]) -> str:
-    """The path of the newest of these bundles, or empty. Their names contain the time."""
-    return max(bundles, key=lambda path: (_modified(path), path), default="")
+    """The path of the newest of these bundles, or empty. Of one job's nodes, one has the whole; it comes first."""
+    return max(bundles, key=lambda path: (_is_whole(path), _modified(path), path), default="")
 
 
 def verdict_of(bundle: str) -> tuple[str, str]:
@@ -193,6 +193,14 @@ def verdict_of(bundle: str) -> tuple[str, str]:
         return str(document["outcome"]), str(document.get("cause", ""))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "", ""
+
+
+def _is_whole(bundle: str) -> bool:
+    try:
+        place = json.loads((Path(bundle) / "verdict.json").read_bytes()).get("bundle")
+        return not isinstance(place, dict) or bool(place.get("whole", True))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _modified(path: str) -> int:

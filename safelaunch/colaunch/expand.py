@@ -110,6 +110,8 @@ def _job(template: Template, params: Params, name: str, places: Places) -> tuple
         retries=template.retries,
         metrics=template.metrics,
         metric_file=metric_file,
+        nodes=template.nodes,
+        batch=template.batch,
     )
     return job, tuple(Text(text.fill(values), text.where) for text in template.needs)
 

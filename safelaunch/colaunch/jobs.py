@@ -38,7 +38,8 @@ class Job:
     ``words``: the arguments of ``safelaunch``, without the name and bundle directory that colaunch adds. ``ports``: the
     number of ports that it gets at its start; until then, ``words`` and ``env`` contain marks for them. ``group``: the
     job's key in the specification, shared by all combinations of its matrix. ``needs``: names of jobs. ``cwd`` and
-    ``metric_file`` are absolute. ``where``: the ``file:line``, or word of the command line, that it comes from.
+    ``metric_file`` are absolute. ``nodes``: it runs on so many, with ``gpus`` on each. ``batch``: further words for
+    sbatch. ``where``: the ``file:line``, or word of the command line, that it comes from.
     """
 
     name: str
@@ -55,11 +56,14 @@ class Job:
     retries: int = 0
     metrics: tuple[str, ...] = ()
     metric_file: str = ""
+    nodes: int = 1
+    batch: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
         """A hash of the job's work: two jobs with equal fingerprints do the same work."""
-        text = json.dumps([self.words, sorted(self.env), self.cwd])
+        nodes = [self.nodes] if self.nodes > 1 else []
+        text = json.dumps([self.words, sorted(self.env), self.cwd, *nodes])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def with_ports(self, numbers: Sequence[object]) -> Job:
@@ -83,8 +87,8 @@ class Job:
 class Outcome:
     """How one attempt ended. ``exit_code``: as a shell shows it; ``last_step``: the last one that the watch saw.
 
-    ``gpus``: UUIDs; ``bundle``: its path; ``cause``: by its verdict, or what --check-every had found; empty if there
-    are none.
+    ``gpus``: UUIDs, or ``node:number``; ``bundle``: its path; ``cause``: by its verdict, what --check-every had found,
+    or the scheduler's word; empty if there are none.
     """
 
     state: State

@@ -4,9 +4,11 @@ It has one JSON document per line, is only appended to, and each line is on the 
 
     {"event": "begun", "pid": 4711, ...}                                           colaunch has been started
     {"event": "started", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "pid": ..., "start_ticks": ...}
+    {"event": "handed", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "batch": ..., "task": 0, "size": 4}
     {"event": "ended", "job": "lr-1e-3", "attempt": 1, "state": "succeeded", ...}
 
-"started" is written while the job's process still waits for its release, so the journal knows every job. An incomplete
+"started" is written while the job's process still waits for its release, so the journal knows every job; "handed", in
+its place, before a scheduler gets the job, which is found there by the name of its batch. An incomplete
 last line was never acted upon, and is cut off. ``--resume`` runs a job without an "ended" again, unless its safelaunch
 recorded a success: colaunch may be killed between a job's end and its record. The colaunch that runs the sweep locks
 the journal (flock).
@@ -29,6 +31,7 @@ from safelaunch.errors import UsageError
 from safelaunch.launch.process import ProcessId
 
 Record = Mapping[str, Any]
+NOBODY = ProcessId(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,19 @@ class Attempt:
     outcome: Outcome | None = None
     gpus: tuple[str, ...] = ()
     began_unix_s: float = 0.0
+    handed: tuple[Handed, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What a scheduler got: the name of the batch, which is unique, and the attempt's number in it.
+
+    After an unclear answer of the scheduler, an attempt is handed over again.
+    """
+
+    batch: str
+    task: int
+    size: int
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------
@@ -83,6 +99,10 @@ def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
                 gpus = tuple(str(gpu) for gpu in record.get("gpus", ()))
                 began_s = float(record.get("time_unix_s", 0.0))
                 found[key] = Attempt(*key, str(record["fingerprint"]), process, None, gpus, began_s)
+            elif record["event"] == "handed":
+                handed = Handed(str(record["batch"]), int(record["task"]), int(record["size"]))
+                earlier = found[key].handed if key in found else ()
+                found[key] = Attempt(*key, str(record["fingerprint"]), NOBODY, handed=(*earlier, handed))
             elif record["event"] == "ended" and key in found:
                 found[key] = replace(found[key], outcome=outcome_of(record))
         except (KeyError, TypeError, ValueError):
@@ -163,14 +183,28 @@ class Journal:
         """Whether some records are still to be written."""
         return bool(self._pending)
 
-    def begun(self, jobs: int) -> None:
-        """Records the start of colaunch. Raises OSError if it can't be written."""
-        self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1})
+    def begun(self, jobs: int, sweep_id: str = "") -> None:
+        """Records the start of colaunch. Raises OSError if it can't be written.
+
+        ``sweep_id``: what marks the jobs of this sweep in a scheduler.
+        """
+        known = {"sweep_id": sweep_id} if sweep_id else {}
+        self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1, **known})
 
     def started(self, job: Job, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
         """Records a job's start. Raises OSError if it can't be written: then the job must not start."""
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint, "gpus": list(gpus)}
         self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
+
+    def handed(self, batch: str, attempts: Sequence[tuple[Job, int]]) -> None:
+        """Records what a scheduler is about to get, all at once. Raises OSError if it can't be written."""
+        if not self.catch_up():
+            raise OSError(errno.EIO, "earlier records could not be written")
+        words = [
+            {"event": "handed", "job": job.name, "attempt": number, "fingerprint": job.fingerprint, "batch": batch}
+            for job, number in attempts
+        ]
+        self._append(b"".join(_line({**word, "task": i, "size": len(words)}) for i, word in enumerate(words)))
 
     def ended(self, name: str, attempt: int, outcome: Outcome) -> None:
         """Records a job's end. If it can't be written now, it is kept and written as soon as possible."""

@@ -28,6 +28,17 @@ class SweepPaths:
         return self.root / "summary.csv"
 
     @property
+    def batches(self) -> Path:
+        """The scripts that were handed to a scheduler, and what it said while it ran them."""
+        return self.root / "batches"
+
+    def batch_script(self, name: str) -> Path:
+        return self.batches / f"{name}.sbatch"
+
+    def batch_output(self, name: str) -> Path:
+        return self.batches / f"{name}.out"
+
+    @property
     def jobs(self) -> Path:
         return self.root / "jobs"
 

@@ -13,7 +13,7 @@
       include: [{lr: 1e-2, seed: 0}]
     jobs:                           # optional: several kinds of jobs, each with the matrix above or its own
       prepare: {command: --no-python bash prepare.sh, matrix: {}, gpus: 0}
-      train: {needs: prepare}
+      train: {needs: prepare, nodes: 2, slurm: {partition: gpu, time: 120}}   # with --engine slurm
 
 Scalars keep their text as written (``1e-3`` stays ``1e-3``), because they become words of a command line.
 """
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from safelaunch.colaunch.grid import Axis, Matrix, Selection, axis
 from safelaunch.colaunch.metrics import check_pattern
 from safelaunch.colaunch.placeholders import Text
+from safelaunch.colaunch.slurm import words as slurm_words
 from safelaunch.errors import SpecError, UsageError
 from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS
 from safelaunch.settings.values import parse_count, parse_run_name, parse_seconds
@@ -37,6 +38,7 @@ TOP = ("defaults", "matrix", "jobs")
 SHARED = (
     "command",
     "gpus",
+    "nodes",
     "ports",
     "preset",
     "env",
@@ -47,6 +49,7 @@ SHARED = (
     "cwd",
     "metric",
     "metric-file",
+    "slurm",
 )
 OF_A_JOB = (*SHARED, "name", "matrix")
 
@@ -109,6 +112,10 @@ def _merged(defaults: Mapping[str, Node], own: Mapping[str, Node]) -> dict[str, 
         variables = {key.text: (key, value) for node in (defaults["env"], own["env"]) for key, value in node.entries}
         mapping_entries(own["env"], "env")
         merged["env"] = Node(own["env"].where, "mapping", entries=tuple(variables.values()))
+    if "slurm" in defaults and "slurm" in own:
+        mapping_entries(own["slurm"], "slurm")
+        words = {key.text: (key, value) for node in (defaults["slurm"], own["slurm"]) for key, value in node.entries}
+        merged["slurm"] = Node(own["slurm"].where, "mapping", entries=tuple(words.values()))
     return merged
 
 
@@ -132,6 +139,8 @@ def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, 
         retries=_count(keys, "retries", 0),
         metrics=(*metrics, *extra.metrics),
         metric_file=extra.metric_file or _text(keys, "metric-file"),
+        nodes=_nodes(keys),
+        batch=_batch(keys["slurm"]) if "slurm" in keys else (),
     )
 
 
@@ -176,6 +185,24 @@ def _count(keys: Mapping[str, Node], name: str, default: int) -> int:
         return parse_count(_scalar(keys[name], name))
     except ValueError:
         raise SpecError(f"{keys[name].where}: {name}: {keys[name].text!r} is not a whole number") from None
+
+
+def _nodes(keys: Mapping[str, Node]) -> int:
+    nodes = _count(keys, "nodes", 1)
+    if nodes < 1:
+        raise SpecError(f"{keys['nodes'].where}: nodes: a job needs at least 1 node")
+    return nodes
+
+
+def _batch(node: Node) -> tuple[str, ...]:
+    """The words for sbatch of a job's ``slurm``."""
+    found: list[str] = []
+    for key, _, value in known_entries(node, slurm_words.KEYS, "slurm"):
+        if key != "sbatch":
+            found.append(slurm_words.key_word(key, Text(_scalar(value, key), value.where)))
+        elif value.kind != "list" or value.items:
+            found += slurm_words.checked([Text(item.text, item.where) for item in texts_of(value, "sbatch")])
+    return tuple(found)
 
 
 def _seconds(keys: Mapping[str, Node], name: str) -> float | None:
@@ -268,7 +295,8 @@ def _selections(node: Node, what: str) -> tuple[Selection, ...]:
 class Template:
     """One entry of ``jobs``, or the one job of a grid. ``group`` is its key, or empty.
 
-    ``options``: safelaunch's options before ``command``. ``needs``: names of groups or jobs.
+    ``options``: safelaunch's options before ``command``. ``needs``: names of groups or jobs. ``batch``: words for
+    sbatch.
     """
 
     group: str
@@ -286,6 +314,8 @@ class Template:
     retries: int = 0
     metrics: tuple[str, ...] = ()
     metric_file: Text | None = None
+    nodes: int = 1
+    batch: tuple[str, ...] = ()
 
     def working_texts(self) -> tuple[Text, ...]:
         """The texts in which a parameter makes a difference."""

@@ -56,7 +56,7 @@ def _entry(track: Track, outcome: Outcome | None) -> JobSummary:
     return JobSummary(
         name=track.job.name,
         params={name: shown[name] for name, _ in track.job.params},
-        state=track.state,
+        state=outcome.state if track.state == "running" and outcome is not None else track.state,
         exit_code=ended.exit_code,
         duration_s=ended.duration_s if outcome is not None else None,
         attempts=track.attempts,

@@ -5,25 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from safelaunch.colaunch.jobs import WORTH_ANOTHER_ATTEMPT, Job, Outcome, Track
+from safelaunch.colaunch.jobs import WORTH_ANOTHER_ATTEMPT, Job, Outcome, State, Track
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A job's history from earlier invocations: its attempts, and its outcome if it need not run again."""
+    """A job's history from earlier invocations: its attempts, and its outcome if it need not run again.
+
+    ``with_engine``: its last attempt is still with the engine.
+    """
 
     attempts: int = 0
     outcome: Outcome | None = None
+    with_engine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``capacity`` units, ``at_most`` jobs at a time; ``fail_fast``: the first job that fails stops the others."""
+    """``capacity`` units, ``at_most`` jobs at a time; ``fail_fast``: the first job that fails stops the others.
+
+    ``ahead``: the engine keeps the order of jobs that need each other, so they may be handed over before that.
+    """
 
     capacity: int
     at_most: int
     fail_fast: bool = False
     units: Mapping[str, int] = field(default_factory=dict)
+    ahead: bool = False
 
 
 class Sweep:
@@ -41,6 +49,8 @@ class Sweep:
             track.attempts = known.attempts
             if known.outcome is not None:
                 track.state, track.outcome = known.outcome.state, known.outcome
+            elif known.with_engine:
+                self._adopt(track)
         self._settle()
 
     @property
@@ -62,6 +72,17 @@ class Sweep:
         self._queue, self._next = self._next.queue, None
         track = self.tracks[job.name]
         track.state, track.attempts, track.tries = "running", track.attempts + 1, track.tries + 1
+        if self._rules.ahead:
+            self._settle()
+
+    def returned(self, name: str, state: State, why: str = "") -> None:
+        """Reports that a job that was handed over has not begun, and will not: it is ``waiting`` again, or final."""
+        track = self.tracks[name]
+        track.attempts, track.tries = track.attempts - 1, track.tries - 1
+        track.state, track.why = ("cancelled", self.stopped) if self.stopped else (state, why)
+        self._queue = end(self._queue, name)
+        self._queued.discard(name)
+        self._settle()
 
     def ended(self, name: str, outcome: Outcome) -> None:
         """Reports the end of an attempt: the job is done, or waits for its next attempt."""
@@ -86,6 +107,12 @@ class Sweep:
             if track.state == "waiting":
                 track.state, track.why = "cancelled", why
 
+    def _adopt(self, track: Track) -> None:
+        track.state, track.tries = "running", 1
+        self._queued.add(track.job.name)
+        running = Running(track.job.name, self._units(track.job))
+        self._queue = replace(self._queue, running=(*self._queue.running, running))
+
     def _units(self, job: Job) -> int:
         return self._rules.units.get(job.name, job.gpus)
 
@@ -100,13 +127,17 @@ class Sweep:
                 needs = [self.tracks[need] for need in track.job.needs]
                 lost = next((need for need in needs if need.is_final and need.state != "succeeded"), None)
                 if lost is not None:
-                    track.state, track.why, changed = "skipped", f"needs {lost.job.name}, which {_was(lost)}", True
-                elif all(need.state == "succeeded" for need in needs):
+                    track.state, track.why, changed = "skipped", f"needs {lost.job.name}, which {was(lost)}", True
+                elif all(need.state == "succeeded" or self._is_ahead(need) for need in needs):
                     self._queued.add(name)
                     self._queue = add(self._queue, name, self._units(track.job))
 
+    def _is_ahead(self, need: Track) -> bool:
+        """Whether the engine may wait for ``need``: the present attempt is its last."""
+        return self._rules.ahead and need.state == "running" and need.tries > need.job.retries
 
-def _was(track: Track) -> str:
+
+def was(track: Track) -> str:
     return {"hung": "hung", "failed": "failed", "timed-out": "timed out"}.get(track.state, f"was {track.state}")
 
 

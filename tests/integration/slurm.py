@@ -36,10 +36,15 @@ def why_not() -> str:
 
 
 class Cluster:
-    """``root``: a directory with a short path. As Slurm sorts the ``nodes``, the first has this machine's name."""
+    """``root``: a directory with a short path. As Slurm sorts the ``nodes``, the first has this machine's name.
 
-    def __init__(self, root: Path, nodes: int = 2) -> None:
+    ``gpus``: on each node, such as Slurm sees them: files. ``more``: lines of slurm.conf, which win.
+    """
+
+    def __init__(self, root: Path, nodes: int = 2, *, gpus: int = 0, more: Sequence[str] = ()) -> None:
         self.root = root
+        self.gpus = gpus
+        self.more = tuple(more)
         self.nodes = [socket.gethostname(), *(f"zz{number}" for number in range(2, nodes + 1))]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.conf = root / "slurm.conf"
@@ -67,7 +72,7 @@ class Cluster:
         self._begin(["munged", "-F", "-f", f"--key-file={key}", f"--socket={munge}", *places])
         self._until(munge.exists, "munged")
         self.conf.write_text(self._configuration(munge))
-        self._begin(["slurmctld", "-D", "-f", self.conf])
+        self._begin_controller()
         for node in self.nodes:
             self._begin(["slurmd", "-D", "-f", self.conf, "-N", node])
         self._until(self._is_idle, "every node to be idle")
@@ -103,11 +108,34 @@ class Cluster:
             "JobAcctGatherType=jobacct_gather/none",
             "AccountingStorageType=accounting_storage/none",
         ]
+        if self.gpus:
+            lines.append("GresTypes=gpu")
+            (root / "dev").mkdir()
+            for number in range(self.gpus):
+                os.mknod(root / "dev" / f"nvidia{number}", 0o20600, os.makedev(1, 3))
+            files = f"{root}/dev/nvidia[0-{self.gpus - 1}]"
+            (root / "gres.conf").write_text(f"NodeName={','.join(self.nodes)} Name=gpu File={files}\n")
+        given = {line.partition("=")[0] for line in self.more}
+        lines = [line for line in lines if line.partition("=")[0] not in given] + list(self.more)
         for node in self.nodes:
             place = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()}"
-            lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=500")
+            gres = f" Gres=gpu:{self.gpus}" if self.gpus else ""
+            lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=500{gres}")
         lines.append(f"PartitionName=main Nodes={','.join(self.nodes)} Default=YES State=UP")
         return "\n".join(lines) + "\n"
+
+    def _begin_controller(self) -> None:
+        self._begin(["slurmctld", "-D", "-f", self.conf])
+        self._controller = self._daemons[-1]
+
+    def stop_controller(self) -> None:
+        """As when it is being updated: jobs go on, and nobody answers."""
+        self._controller.terminate()
+        self._controller.wait(30)
+        self._daemons.remove(self._controller)
+
+    def start_controller(self) -> None:
+        self._begin_controller()
 
     def _begin(self, words: Sequence[str | Path]) -> None:
         name = os.fspath(words[0])
@@ -116,7 +144,8 @@ class Cluster:
 
     def _is_idle(self) -> bool:
         done = self.run(["sinfo", "--noheader", "--Node", "-o", "%T"], patience_s=10.0)
-        return done.stdout.split() == ["idle"] * len(self.nodes)
+        states = done.stdout.split()  # a line for each node and partition
+        return len(states) >= len(self.nodes) and set(states) == {"idle"}
 
     def _until(self, reached: object, what: str) -> None:
         assert callable(reached)

@@ -31,9 +31,9 @@ from safelaunch.cli.colaunch_rows import (
 )
 from safelaunch.colaunch import active, metrics, summary
 from safelaunch.colaunch.jobs import Job, Outcome, Track
+from safelaunch.colaunch.local import ranks, threads
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Gpus, Pool, Share, Slots, by_topology, check_fits, default_slots, share_out
-from safelaunch.colaunch.runner import ranks, threads
 from safelaunch.colaunch.steps import slowest, wrong_cause
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
@@ -397,7 +397,7 @@ def test_what_argparse_rejects(words: str, said: str) -> None:
 )
 def test_what_safelaunch_would_reject_is_said_before_anything_starts(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check_jobs([job("a", *words)], Slots(1, [0]), dict(os.environ))
+        check_jobs([job("a", *words)], "slot", dict(os.environ))
     assert caught.value.message.startswith("sweep.yaml:3: job a: ")
     assert said in str(caught.value)
 
@@ -405,10 +405,10 @@ def test_what_safelaunch_would_reject_is_said_before_anything_starts(words: tupl
 def test_what_the_environment_or_a_configuration_file_says_of_gpus_is_in_the_way(tmp_path: Path) -> None:
     one = job("a", cwd=str(tmp_path))
     with pytest.raises(UsageError, match=r"job a: gpus is set \(environment SAFELAUNCH_GPUS\)"):
-        check_jobs([one], Slots(1, [0]), {**os.environ, "SAFELAUNCH_GPUS": "1"})
+        check_jobs([one], "slot", {**os.environ, "SAFELAUNCH_GPUS": "1"})
     (tmp_path / "safelaunch.yaml").write_text("stall-timeout: 5m\ngpus: 1\n")
     with pytest.raises(UsageError, match=r"job a: gpus is set \(safelaunch.yaml:2\)"):
-        check_jobs([one], Slots(1, [0]), dict(os.environ))
+        check_jobs([one], "slot", dict(os.environ))
 
 
 def test_what_safelaunch_takes_passes_the_script_may_have_options_like_ours(tmp_path: Path) -> None:
@@ -416,16 +416,16 @@ def test_what_safelaunch_takes_passes_the_script_may_have_options_like_ours(tmp_
         job("a", "--stall-timeout", "9", "--nproc-per-node=2", "t.py", "--run-name", "x", cwd=str(tmp_path)),
         job("b", "exec", "--", "python", "t.py", "--gpus", "3", cwd=str(tmp_path)),
     ]
-    check_jobs(good, Slots(1, [0]), dict(os.environ))
+    check_jobs(good, "slot", dict(os.environ))
 
 
 def test_a_working_directory_that_is_not_there_and_gpus_set_by_hand(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="directory /nowhere does not exist"):
-        check_jobs([job(cwd="/nowhere")], Slots(1, [0]), dict(os.environ))
+        check_jobs([job(cwd="/nowhere")], "slot", dict(os.environ))
     by_hand = job(env=(("CUDA_VISIBLE_DEVICES", "0"),), cwd=str(tmp_path))
-    check_jobs([by_hand], Slots(1, [0]), dict(os.environ))
+    check_jobs([by_hand], "slot", dict(os.environ))
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES cannot be set here"):
-        check_jobs([by_hand], Gpus(NodeGpus({})), dict(os.environ))
+        check_jobs([by_hand], "GPU", dict(os.environ))
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

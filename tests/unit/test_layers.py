@@ -110,6 +110,7 @@ THIRD_PARTY = {
         "postmortem.*",
         "bundle.staging",
         "control.*",
+        "colaunch.slurm.claims",
         "supervise.contract",
         "supervise.incident",
         "supervise.live",

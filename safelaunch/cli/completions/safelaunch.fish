@@ -51,7 +51,7 @@ function _shtab_safelaunch_using
 end
 
 set -g _shtab_safelaunch_commands demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help
-set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
+set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --engine --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
 
 complete -c safelaunch -e
 complete -c safelaunch -f
@@ -166,6 +166,7 @@ complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l gpus-per-job -x 
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l ports-per-job -x -d 'ports for each job of a grid: {port}, {port2}'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l timeout -x -d 'time limit for each job of a grid (90s, 2h)'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l retries -x -d 'run a failed job of a grid again, up to N times [0]'
+complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l engine -xka "local slurm" -d 'where the jobs run: here, or as jobs of Slurm [local]'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l slots -x -d 'assign N shares of the CPU cores instead of GPUs'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l max-parallel -x -d 'run at most N jobs at a time'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l fail-fast -d 'stop everything when a job fails'

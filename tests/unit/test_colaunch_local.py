@@ -1,4 +1,4 @@
-"""The runner's loop with a shell in place of safelaunch: what it does when something cannot be had just now."""
+"""The local engine and the runner's loop, with a shell in place of safelaunch: also where something is missing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import stub
 from safelaunch.colaunch import spawn
 from safelaunch.colaunch.jobs import Job, port_marks
 from safelaunch.colaunch.journal import Journal, attempts, parse
+from safelaunch.colaunch.local import Local, Place
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Gpus, Share, Slots
-from safelaunch.colaunch.runner import Place, Runner
+from safelaunch.colaunch.runner import Runner
 from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.spawn import Command
 from safelaunch.colaunch.sweep import Rules, Sweep
@@ -59,10 +60,14 @@ class Scene:
         environ, program = dict(os.environ), ("/bin/sh", "-c", script)
         self.place = Place(self.paths, self.pool, self.store, self.journal, environ, program)
 
+    def runner(self, clock: Callable[[], float] = time.monotonic) -> Runner:
+        engine = Local(self.sweep, self.place, self.screen.note, clock)
+        return Runner(self.sweep, engine, self.journal, self.paths, self.screen, clock)
+
     def run(self) -> list[str]:
         """Runs it; returns the states."""
         with Signals() as signals:
-            Runner(self.sweep, self.place, self.screen).run(signals)
+            self.runner().run(signals)
         self.journal.close()
         return [track.state for track in self.sweep.tracks.values()]
 
@@ -276,7 +281,7 @@ def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node:
 
     scene.screen.show = show  # type: ignore[method-assign]
     with Signals() as signals:
-        Runner(scene.sweep, scene.place, scene.screen, lambda: time.monotonic() + late[0]).run(signals)
+        scene.runner(lambda: time.monotonic() + late[0]).run(signals)
     assert (track.state, late[0] >= 1000.0, store.waiting()) == ("succeeded", True, [])
     assert track.outcome is not None and track.outcome.duration_s < 60
     (waits,) = [note for note in scene.screen.notes if "waits" in note]

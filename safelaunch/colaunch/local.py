@@ -1,0 +1,306 @@
+"""The local engine: starts, reaps and stops jobs on this node, each on its own GPUs or CPU cores.
+
+It has one thread, because it forks, and because the kernel ends jobs with the thread that started them. It never waits
+for a job.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safelaunch.colaunch import spawn
+from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, so_far, view_of, view_without
+from safelaunch.colaunch.engine import Ended
+from safelaunch.colaunch.jobs import Job, Outcome
+from safelaunch.colaunch.journal import Journal
+from safelaunch.colaunch.paths import SweepPaths
+from safelaunch.colaunch.pool import Pool, Share
+from safelaunch.colaunch.steps import Steps
+from safelaunch.colaunch.sweep import Sweep
+from safelaunch.colaunch.view import JobView
+from safelaunch.control.discover import our_roots
+from safelaunch.errors import ResourceError, StoreError
+from safelaunch.launch import process
+from safelaunch.launch.process import ProcessId
+from safelaunch.leases import ports
+from safelaunch.leases.holder import ourselves
+from safelaunch.leases.store import Store
+
+TICK_S = 0.5
+BUSY_TICK_S = 0.1
+# torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
+STOP_PATIENCE_S = 45.0
+CANNOT_START = 127
+
+
+# Temporary failures: no room on the disk, no process available. The job is not to blame, and starts later.
+PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+class _Unrecorded(Exception):
+    """The journal can't record the start of a job, so it must not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and how a sweep runs. ``program``: the command that starts ``safelaunch``."""
+
+    paths: SweepPaths
+    pool: Pool
+    store: Store
+    journal: Journal
+    environ: Mapping[str, str]
+    program: Sequence[str]
+
+
+class Local:
+    """The engine that runs the jobs of ``sweep`` as children of this process. ``say`` shows a message."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        place: Place,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sweep = sweep
+        self._place = place
+        self._say = say
+        self._clock = clock
+        self._active: dict[str, Active] = {}
+        self._steps = Steps(our_roots, clock)
+        self._waiting = False
+        self._told = ""
+        self._not_started: list[Ended] = []
+
+    @property
+    def kind(self) -> str:
+        return self._place.pool.kind
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._active) + len(self._not_started)
+
+    @property
+    def tick_s(self) -> float:
+        busy = any(active.status is not None or active.asked_s for active in self._active.values())
+        return 0.0 if self._not_started else BUSY_TICK_S if busy else TICK_S
+
+    def log(self, name: str, attempt: int) -> Path:
+        return self._place.paths.log(name, attempt)
+
+    def close(self) -> None:
+        self._place.pool.leave()
+
+    # --- stopping ---------------------------------------------------------------------------------------------------
+
+    def cancel(self, *, kill: bool) -> None:
+        if not kill:
+            self._ask_to_end(patience=False)
+            return
+        for active in self._active.values():
+            self._kill(active)
+
+    def _ask_to_end(self, *, patience: bool = True) -> None:
+        """Asks all jobs to end. Without ``patience``, the user decides when that takes too long."""
+        for active in self._active.values():
+            if active.ended_by_us is None and active.status is None:
+                active.ended_by_us = "cancelled"
+                active.asked_s = self._clock() if patience else None
+                active.process.send(signal.SIGTERM)
+
+    def _kill(self, active: Active) -> None:
+        """Kills a job's supervisor. The guardian ends the rest, or we do after a while."""
+        active.ended_by_us = active.ended_by_us or "cancelled"
+        active.below = (*active.below, *process.descendants([active.process.pid]))
+        active.killed_s = self._clock()
+        active.process.send(signal.SIGKILL)
+
+    def _hurry(self) -> None:
+        """Ends jobs over their time limit, and kills those that don't end."""
+        now = self._clock()
+        if self._sweep.stopped:
+            self._ask_to_end()
+        for active in [active for active in self._active.values() if active.status is None]:
+            limit_s = active.job.timeout_s
+            if limit_s is not None and now - active.began_s > limit_s and active.ended_by_us is None:
+                active.ended_by_us, active.asked_s = "timed-out", now
+                active.process.send(signal.SIGTERM)
+            if active.asked_s is not None and now - active.asked_s > STOP_PATIENCE_S and active.killed_s is None:
+                self._kill(active)
+
+    # --- the end of a job -------------------------------------------------------------------------------------------
+
+    def poll(self) -> Iterator[Ended]:
+        while self._not_started:
+            yield self._not_started.pop()
+        now = self._clock()
+        for active in list(self._active.values()):
+            if active.status is None:
+                active.status, active.reaped_s = process.reap(active.process.pid), now
+            if active.status is not None and not lingers(active, now):
+                del self._active[active.job.name]
+                last_step, wrong = self._steps.last_of(active.process)
+                outcome = outcome_of(active, self._place.paths, last_step, self._say, wrong)
+                yield Ended(active.job, active.attempt, outcome)
+                self._place.pool.release(active.share)  # once its end has been recorded
+        self._hurry()
+
+    # --- the start of a job -----------------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        if not self._place.journal.catch_up():
+            self._complain(f"{self._place.journal.path} cannot be written")
+            return
+        try:
+            while (wanted := self._sweep.next()) is not None:  # otherwise nobody needs to know what is free
+                free = self._place.pool.free()
+                if free is None:
+                    return
+                job = self._sweep.next(free)
+                if job is None:
+                    self._wait_for_others(wanted)
+                    return
+                if not self._try_to_start(job):
+                    return
+            self._place.pool.leave()
+        except StoreError as error:
+            self._complain(str(error))
+
+    def _wait_for_others(self, job: Job) -> None:
+        """Queues the job that would start if others left room, and tells the user once who holds that room."""
+        others = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
+        if others and others != self._told:
+            self._told = others
+            self._say(f"{job.name} waits for {self._place.pool.kind}s that others hold:\n{others}")
+
+    def _try_to_start(self, job: Job) -> bool:
+        """Tries to start a job; returns False if it must be tried again."""
+        share = self._place.pool.take(job)
+        if share is None:
+            return False
+        if self._is_of_an_active_job(share):  # which has just ended: first its end is recorded, then the next start
+            self._place.pool.release(share)
+            return False
+        try:
+            self._launch(job, self._with_ports(job, share))
+        except ResourceError as error:
+            self._place.pool.release(share)
+            self._complain(f"{job.name}: {error}")
+            return False
+        except _Unrecorded as error:
+            self._place.pool.release(share)
+            self._complain(f"{self._place.journal.path} cannot be written: {error}")
+            return False
+        except OSError as error:
+            self._place.pool.release(share)
+            if error.errno in PASSING:
+                self._complain(f"{job.name}: {error.strerror}")
+                return False
+            self._say(f"{job.name} could not be started: {error.strerror or error}")
+            self._sweep.began(job)
+            attempt = self._sweep.tracks[job.name].attempts
+            self._not_started.append(Ended(job, attempt, Outcome("failed", CANNOT_START)))
+        return True
+
+    def _is_of_an_active_job(self, share: Share) -> bool:
+        return any(not set(share.gpus).isdisjoint(active.share.gpus) for active in self._active.values())
+
+    def _with_ports(self, job: Job, share: Share) -> Share:
+        """Adds leased ports to a share. Raises ResourceError if too few are free."""
+        if not job.ports:
+            return share
+        taken = ports.take(self._place.store, job.ports, ourselves(job.name, "safelaunch colaunch"))
+        share.lease.add(taken.lease)
+        return replace(share, ports=taken.numbers)
+
+    def _complain(self, why: str) -> None:
+        if not self._waiting:
+            self._waiting = True
+            self._say(f"no job can start now; colaunch keeps trying ({why})")
+
+    def _launch(self, job: Job, share: Share) -> None:
+        """Starts a job and hands its lease over: the job holds it from its first moment, even if we are killed."""
+        attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
+        paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+        def record(started: ProcessId) -> None:
+            try:
+                self._place.journal.started(job, attempt, started, share.gpus)
+            except OSError as error:
+                raise _Unrecorded(error.strerror or str(error)) from error
+
+        given = job.with_ports(share.ports)
+        variables, descriptors = share.lease.hand_over()
+        command = spawn.Command(
+            argv=(*self._place.program, *given.arguments(os.fspath(paths.bundles(job.name)))),
+            env={**self._environment(given, share), **variables},
+            cwd=job.cwd,
+            log=paths.log(job.name, attempt),
+            cores=share.cores,
+            exit_file=paths.exit_file(job.name, attempt),
+            keep=descriptors,
+        )
+        before = before_of(job, paths)
+        started = spawn.start(command, record)
+        share.lease.forget()
+        self._waiting = False
+        self._sweep.began(job)
+        now = self._clock()
+        self._active[job.name] = Active(
+            job, attempt, share, started, command.log, before, now, patterns=job.metrics, measured_s=now
+        )
+        self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
+
+    def _environment(self, job: Job, share: Share) -> dict[str, str]:
+        own = {**self._place.environ, **dict(job.env), **share.env}
+        if share.cores and "OMP_NUM_THREADS" not in own:
+            own["OMP_NUM_THREADS"] = str(threads(job.words, len(share.cores)))
+        return own
+
+    # --- what is seen of it -----------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        self._steps.look([active.process for active in self._active.values() if active.status is None])
+
+    def so_far(self) -> dict[str, Outcome]:
+        now = self._clock()
+        return {
+            name: so_far(active, self._steps.of(active.process), now)
+            for name, active in self._active.items()
+            if active.status is None
+        }
+
+    def view(self, name: str) -> JobView:
+        running, track = self._active.get(name), self._sweep.tracks[name]
+        if running is None:
+            return view_without(track)
+        return view_of(running, track, self._steps.of(running.process), self._clock())
+
+
+_RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?")
+
+
+def threads(words: Sequence[str], cores: int) -> int:
+    """OMP_NUM_THREADS for a job with command ``words`` on ``cores`` cores: an equal share per rank, at least 1."""
+    return max(1, cores // ranks(words))
+
+
+def ranks(words: Sequence[str]) -> int:
+    """The value of ``--nproc-per-node``; 1 if it is missing or not a number (``auto``, ``gpu``)."""
+    found = 1
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        match = _RANKS.fullmatch(word)
+        if match:
+            text = match[1] if match[1] is not None else following
+            found = int(text) if text.isdecimal() and int(text) else 1
+        elif not word.startswith("-") and word.endswith(".py"):
+            break  # what follows is the script's
+    return found

@@ -1,0 +1,149 @@
+"""The files by which an attempt is known to have begun and ended, whatever Slurm still knows of it.
+
+All are in the job's directory, which every node and the submitting host share:
+
+    attempt-1.claim   who runs the attempt: a link that only one task can make, so no attempt runs twice
+    attempt-1.end     how it ended
+    attempt-1.pace    its newest step
+    attempt-1.closed  colaunch has recorded its end: a task that Slurm requeues later must not begin
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from safelaunch.colaunch.steps import Pace
+
+T = TypeVar("T")
+LARGEST = 1 << 16
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Who runs an attempt. ``restart``: how often Slurm has requeued the job."""
+
+    job_id: str
+    restart: int
+    host: str
+    began_unix_s: float
+
+    def precedes(self, other: Claim) -> bool:
+        """Whether ``other`` is the same job of Slurm after a requeue."""
+        return self.job_id == other.job_id and self.restart < other.restart
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a task ended. ``told``: the word of Slurm when it sent SIGTERM (``TIMEOUT``, ``CANCELLED``), or empty.
+
+    ``over_limit``: it took longer than the job's ``timeout``. ``wrote_metrics``: its metric file is of this attempt.
+    ``wrong``: what --check-every had found.
+    """
+
+    job_id: str
+    restart: int
+    exit_code: int
+    duration_s: float
+    signalled: bool = False
+    told: str = ""
+    over_limit: bool = False
+    last_step: int | None = None
+    gpus: tuple[str, ...] = ()
+    bundle: str = ""
+    wrote_metrics: bool = False
+    wrong: str = ""
+
+    def again(self, restart: int) -> End:
+        """The same end, for the same job after a requeue that had nothing left to do."""
+        return msgspec.structs.replace(self, restart=restart)
+
+
+class AttemptFiles:
+    """The files of one attempt, next to its log."""
+
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self._stem = directory / f"attempt-{attempt}"
+
+    def _path(self, kind: str) -> Path:
+        return self._stem.with_name(f"{self._stem.name}.{kind}")
+
+    def claim(self, mine: Claim) -> Claim | None:
+        """Claims the attempt. Returns None if it is ours now, else the claim of another. Raises OSError."""
+        path, beside = self._path("claim"), self._beside("claim", mine)
+        try:
+            if _link(beside, path):
+                return None
+            other = self.claimed()
+            if other == mine:
+                return None  # the answer to the link was lost, and the file server saw it twice
+            if other is None or not other.precedes(mine):
+                return other or mine
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+        return None
+
+    def claimed(self) -> Claim | None:
+        return _read(self._path("claim"), Claim)
+
+    def leave(self, end: End) -> None:
+        """Writes how the attempt ended, whole or not at all. Raises OSError."""
+        self._beside("end", end).replace(self._path("end"))
+
+    def end(self) -> End | None:
+        return _read(self._path("end"), End)
+
+    def show(self, pace: Pace) -> None:
+        """Writes the newest step. Raises OSError."""
+        self._beside("pace", pace, sync=False).replace(self._path("pace"))
+
+    def pace(self) -> Pace:
+        return _read(self._path("pace"), Pace) or Pace()
+
+    def close(self) -> None:
+        """Notes that the attempt's end has been recorded. Raises OSError."""
+        self._path("closed").touch(mode=0o600)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._path("closed").exists()
+
+    def _beside(self, kind: str, record: object, *, sync: bool = True) -> Path:
+        """A new file with ``record``. Its name is that of one process on one host."""
+        path = self._path(f"{kind}.{os.uname().nodename}.{os.getpid()}")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, msgspec.json.encode(record) + b"\n")
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return path
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Gives a file a second name if nobody has it; a disk without links gets a copy. Returns whether it did."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        try:
+            with path.open("xb") as file:
+                file.write(source.read_bytes())
+        except FileExistsError:
+            return False
+    return True
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(LARGEST), type=kind)
+    except (OSError, msgspec.DecodeError, ValueError):
+        return None

@@ -1,0 +1,25 @@
+"""A sweep through a real Slurm. scripts/slurm_check.py has all rows; here is the one that says most."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import slurm
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("slurm"),
+    pytest.mark.skipif(bool(slurm.why_not()), reason=f"no Slurm of its own: {slurm.why_not()}"),
+]
+CHECK = Path(__file__).parents[2] / "scripts" / "slurm_check.py"
+
+
+def test_a_sweep_whose_colaunch_is_killed_right_after_sbatch() -> None:
+    """An array, a dependency, ``kill -9`` before the job's number is known, and ``--resume``: every job runs once."""
+    done = subprocess.run([sys.executable, CHECK, "--only", "kill_after"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kept" in done.stdout
