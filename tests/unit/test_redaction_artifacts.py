@@ -68,6 +68,8 @@ WRITERS = {
     "cli": "an exit code",
     "colaunch.summary": "parameters and metrics, cleaned one by one",
     "colaunch.journal": "names and outcomes of jobs",
+    "colaunch.slurm.claims": "ids and outcomes of jobs",
+    "colaunch.slurm.engine": "what a job runs with, in private files of the sweep",
     "supervise.consistency": "names of parameters, in the run directory",
     "launch.paths": "whose a run directory is",
     "launch.guardian": "pids for the guardian",
