@@ -19,7 +19,7 @@ COMMANDS = {
     "dump": "write a bundle of a live run, which continues",
     "record": "say where the time of a live run goes, by rank and line",
     "diagnose": "reach a verdict from a bundle or from dumps",
-    "reproduce": "write a small script that hangs in the same way, from a bundle or from dumps",
+    "reproduce": "write a small script that hangs in the same way",
     "doctor": "check whether safelaunch can watch jobs here",
     "gpus": "show this node's GPUs, and who leases or uses them",
     "completion": "print the completion script of a shell: bash, zsh or fish",

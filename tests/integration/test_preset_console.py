@@ -48,7 +48,7 @@ def test_a_ddp_job_trains_under_all_presets_at_once(tmp_path: Path) -> None:
     done = run(script, names, tmp_path)
     if done.returncode:
         broken = [name for name in names if run(script, [name], tmp_path).returncode]
-        pytest.fail(f"broken by {broken or 'all together'}: {done.stderr[-2000:]}")
+        pytest.fail(f"broken by {broken or 'all together'}: {done.stderr}")
     assert done.stdout.count("trained") == 2
 
 
