@@ -191,6 +191,9 @@ _OWN_LOCK = Advice(
     "Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.", only_if="own-lock"
 )
 
+_ANOTHER_GROUP = Advice(
+    "Look at how this line gets its group on the rank that took another one than before.", only_if="unusual-group"
+)
 _GROW = "Let segments grow, so that what torch holds fits together:"
 
 # Errors of NCCL, of the network under it, and of device meshes.
@@ -345,10 +348,11 @@ CAUSES: dict[str, Cause] = {
             " `new_group()`. On other groups torch warns, and makes no call.",
             only_if="wrong-group",
         ),
+        _ANOTHER_GROUP,
         Advice(
             "Look for a branch, an early `continue` or a caught exception before this collective, on the rank that did"
             " not come.",
-            unless=("wrong-group",),
+            unless=("wrong-group", "unusual-group"),
         ),
         Advice(
             "To see where that rank is, run the job under `safelaunch`: it takes the stacks of all ranks beside the"
@@ -372,10 +376,7 @@ CAUSES: dict[str, Cause] = {
         own=True,
     ),
     "group-order": _cause(
-        Advice(
-            "Look at how this line gets its group on the rank that took another one than before.",
-            only_if="unusual-group",
-        ),
+        _ANOTHER_GROUP,
         "Let all ranks enter their groups in one order, or overlap them with `async_op=True` and wait afterwards.",
         "A rank that leaves out its call in one group waits in the other like this, too: look for a branch around it.",
         "Create groups with `new_group()` on every rank, in the same order, also on ranks that are not members.",

@@ -65,17 +65,11 @@ class Graph:
     @cached_property
     def sinks(self) -> tuple[tuple[Node, ...], ...]:
         """The strongly connected sets of nodes that wait for nobody outside their set."""
-        return tuple(one for one in self._components if self._waits_only_for(frozenset(one), one))
+        return tuple(one for one in self._components() if self._waits_for_itself_alone(frozenset(one)))
 
-    def circles_beside(self, others: Iterable[Node]) -> tuple[tuple[Node, ...], ...]:
-        """The sets of several nodes that wait for each other, and for nobody else but some of ``others``."""
-        known = frozenset(others)
-        return tuple(one for one in self._components if len(one) > 1 and self._waits_only_for(known.union(one), one))
+    def _waits_for_itself_alone(self, nodes: frozenset[Node]) -> bool:
+        return all(nodes.issuperset(edge.on) for node in nodes for edge in self.edges.get(node, ()))
 
-    def _waits_only_for(self, allowed: frozenset[Node], nodes: Iterable[Node]) -> bool:
-        return all(allowed.issuperset(edge.on) for node in nodes for edge in self.edges.get(node, ()))
-
-    @cached_property
     def _components(self) -> list[tuple[Node, ...]]:
         """Strongly connected components (Tarjan, iterative: classes can be as many as ranks)."""
         index: dict[Node, int] = {}

@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from safelaunch.diagnose.findings import Finding, capital, ranks_word, waiting_culprit, waits_words
+from safelaunch.diagnose.causes import FAILURES
+from safelaunch.diagnose.doubts import Doubt
+from safelaunch.diagnose.findings import (
+    Finding,
+    Ruling,
+    capital,
+    condition_claims,
+    conditions,
+    ranks_word,
+    waiting_culprit,
+    waits_words,
+)
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.reading import frames as fr
@@ -68,22 +79,50 @@ def with_unusual_group(facts: Facts, finding: Finding) -> Finding:
     )
 
 
+def unusual_group(facts: Facts) -> Ruling:
+    """Ranks have ended, and a survivor's last call is in another group than all its earlier ones on that way.
+
+    Nobody meets it there, so its connections break once its peers end: that they end is no uneven loop.
+    """
+    ended = conditions(facts, "uneven-batches")
+    if not ended or conditions(facts, *FAILURES):
+        return ""
+    told = {rank: text for rank in facts.ranks if rank not in ended and (text := _unusual(facts, rank))}
+    if not told:
+        return ""
+    claims = (Claim(f"rank {rank}: its calls from that line, and their groups", _record(str(rank))) for rank in told)
+    return Finding(
+        "missing-from-collective",
+        (Doubt.HABIT_ALONE,),
+        f"{' '.join(told.values())} {capital(ranks_word(ended))} ended without such a call.",
+        tuple(waiting_culprit(facts.ranks[rank], text) for rank, text in told.items()),
+        (*claims, *condition_claims(ended)),
+        ruled_out=(f"{ranks_word(ended)} left a loop too early: nobody meets that call in any case",),
+        signs=frozenset({"unusual-group"}),
+    )
+
+
 def _record(rank: str) -> str:
     return f"ranks/{rank}/flight_recorder.json"
 
 
 def _unusual(facts: Facts, rank: int) -> str:
-    """``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``"""
+    """``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``
+
+    A call whose connection broke counts as completed: it is the newest one from the line of the exception.
+    """
     wait, record = facts.ranks[rank].wait, facts.alignment.records.get(rank)
-    if wait is None or wait.group is None or wait.frame is None or record is None:
+    if wait is None or wait.frame is None or record is None:
         return ""
-    of_line = [one for one in record.entries if facts.alignment.stack(rank, one).user_frame == wait.frame]
-    earlier = [one.group for one in of_line if one.completed]
-    if len(earlier) < _ENOUGH or len(set(earlier)) != 1 or wait.group in earlier:
+    calls = [(facts.alignment.stack(rank, one), one.group) for one in record.entries]
+    there = [(stack.user_frames, group) for stack, group in calls if stack.user_frame == wait.frame]
+    way, now = there[-1] if there else ((), "")
+    earlier = [group for frames, group in there[:-1] if frames == way]
+    if len(earlier) < _ENOUGH or len(set(earlier)) != 1 or now in earlier or wait.group not in (None, now):
         return ""
     return (
         f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(wait.frame)} in group '{earlier[0]}':"
-        f" with group '{wait.group}' it may have taken the wrong one."
+        f" with group '{now}' it may have taken the wrong one."
     )
 
 

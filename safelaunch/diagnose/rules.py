@@ -12,6 +12,7 @@ from typing import Literal
 
 from safelaunch.diagnose.causes import CAUSES, FAILURES
 from safelaunch.diagnose.findings import Finding, Ruling
+from safelaunch.diagnose.outsiders import unusual_group
 from safelaunch.diagnose.rank_state import RankFacts
 from safelaunch.diagnose.rules_aborted import aborted_by_a_peer, wrong_size_received
 from safelaunch.diagnose.rules_groups import groups_made_apart
@@ -140,6 +141,7 @@ RULES: tuple[Rule, ...] = (
     Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
     Rule(wrong_size_received, _MISMATCH, ("a crash",)),
     Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
+    Rule(unusual_group, ("missing-from-collective",), ("a crash",)),
     Rule(first_failure, _FAILED, witness="the rank"),
     Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),

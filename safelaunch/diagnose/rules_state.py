@@ -37,7 +37,6 @@ from safelaunch.diagnose.findings import (
 from safelaunch.diagnose.guarding import guard_of, is_scattered
 from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts
 from safelaunch.diagnose.standing import seconds_words, silent_s
-from safelaunch.diagnose.waits import Case, ranks_in
 from safelaunch.model import Claim
 
 CLOCKS_S = 2.0
@@ -69,14 +68,13 @@ def slow_not_stuck(facts: Facts) -> Ruling:
     return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
 
 
-def first_failure(facts: Case) -> Ruling:
+def first_failure(facts: Facts) -> Ruling:
     """The first rank to raise, exit or be killed on its own account; what failed later is a consequence.
 
     Errors that report a peer's death are no failures of their own (:mod:`.gone`). Times decide between the others:
     an exception's own clock, else the moment the launcher noticed. Ranks that failed alike (same exception at the
     same line, same status) are equally at fault, however far apart their clocks are. A clean exit is a failure only
-    where nothing else is: in a crash, the rank that left first made its peers lose their connections. It is none where
-    the others wait for each other.
+    where nothing else is: in a crash, the rank that left first made its peers lose their connections.
     """
     crash = facts.evidence.outcome == "crash"
     failed = conditions(facts, *FAILURES) or (conditions(facts, "uneven-batches") if crash else {})
@@ -84,9 +82,6 @@ def first_failure(facts: Case) -> Ruling:
         return "no rank failed on its own account" if crash else ""
     first = min((facts.ranks[r] for r in failed), key=lambda f: (failed_at(f.evidence), f.rank))
     main = failed[first.rank]
-    if main.cause == "uneven-batches" and (beside := facts.waits.circle_beside_ends):
-        text = f"{capital(ranks_word(failed))} ended first, but {ranks_do(ranks_in(beside), 'waits', 'wait')}"
-        return f"{text} for each other: they would wait as well if nobody had ended"
     named = {r: c for r, c in failed.items() if c is main or _alike(facts.ranks[r], c, first, main)}
     others = [r for r in facts.ranks if r not in named]
     later = [r for r in failed if r not in named]

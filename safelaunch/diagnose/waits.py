@@ -54,12 +54,11 @@ class Waiters:
 @dataclass(frozen=True)
 class Waits:
     """``classes``: by their nodes in the graph. ``held_by``: rank → whom it waits for outside of calls, where that is
-    not the rank itself. ``ended``: the ranks whose program came to its end."""
+    not the rank itself."""
 
     classes: Mapping[Key, Waiters]
     held_by: Mapping[int, Holder]
     graph: Graph
-    ended: frozenset[int] = frozenset()
 
     @cached_property
     def waiting(self) -> frozenset[int]:
@@ -75,18 +74,7 @@ class Waits:
         """The largest set of classes that wait for each other and for nobody else; empty where every wait ends at a
         rank of its own doing.
         """
-        return self._largest(self.graph.sinks) or self.circle_beside_ends
-
-    @cached_property
-    def circle_beside_ends(self) -> tuple[Waiters, ...]:
-        """The same of classes that wait for ranks which have ended, too.
-
-        Those who wait for each other would do so as well if nobody had ended.
-        """
-        return self._largest(self.graph.circles_beside(self.ended)) if self.ended else ()
-
-    def _largest(self, sets: Iterable[tuple[Node, ...]]) -> tuple[Waiters, ...]:
-        circles = map(self._classes, sets)
+        circles = [self._classes(sink) for sink in self.graph.sinks]
         return max(circles, key=lambda circle: sum(len(one.ranks) for one in circle), default=())
 
     def _classes(self, sink: tuple[Node, ...]) -> tuple[Waiters, ...]:
@@ -128,14 +116,7 @@ def waits_of(facts: Facts) -> Waits:
     classes = {key: _class_of(facts, tuple(ranks)) for key, ranks in members.items()}
     nodes: dict[int, Node] = {rank: key for key, one in classes.items() for rank in one.ranks}
     held_by = dict(_holders(facts, nodes))
-    graph = Graph((*_call_edges(classes, nodes), *_other_edges(facts, held_by)))
-    return Waits(classes, held_by, graph, frozenset(_ended(facts)))
-
-
-def _ended(facts: Facts) -> Iterator[int]:
-    for rank, one in facts.ranks.items():
-        if one.condition is not None and one.condition.cause == "uneven-batches" and one.evidence.exit is not None:
-            yield rank
+    return Waits(classes, held_by, Graph((*_call_edges(classes, nodes), *_other_edges(facts, held_by))))
 
 
 def _class_of(facts: Facts, members: tuple[RankFacts, ...]) -> Waiters:

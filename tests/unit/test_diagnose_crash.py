@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import C10D, SITE, at, behind, entry, in_c10d, in_user, job, past, rank, record, waiting
+from evidence import C10D, SITE, at, behind, calls, entry, in_c10d, in_user, job, past, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
@@ -497,3 +497,26 @@ def test_ranks_that_all_abort_over_a_dead_link_are_told_of_the_link() -> None:
     assert verdict.culprits == ()
     assert "10.5.0.34 did not answer before all retries were used up" in verdict.summary
     assert any("`ibstat`" in one for one in verdict.suggestions)
+
+
+@pytest.mark.parametrize(
+    ("mine", "cause", "culprits"),
+    [
+        ("0@41 1@41 1@41 0@41", "uneven-batches", [1]),
+        ("1@41 1@41 1@41 0@41", "missing-from-collective", [0]),
+        ("1@41 0@41", "uneven-batches", [1]),
+        ("1@41 1@41 1@41 1@41", "uneven-batches", [1]),
+    ],
+    ids=["it has been in both", "never before", "too few calls", "as ever"],
+)
+def test_peers_that_end_are_innocent_of_a_call_in_another_group(mine: str, cause: str, culprits: list[int]) -> None:
+    """Rank 1 has ended its program, so the connections of rank 0's call break: the record counts that as completed."""
+    lost = raised(0, "RuntimeError", RESET, 101.0, flight=record(*calls(mine), groups={"0": (0, 1), "1": (0,)}))
+    assert lost.exception is not None
+    error = replace(lost.exception, frames=(Frame(C10D, 3252, "all_reduce"), at(41), at(100, "<module>")))
+    verdict = diagnose(job(replace(lost, exception=error), ended(1, 0), outcome="crash"))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == (cause, culprits), verdict.summary
+    if culprits == [0]:
+        assert verdict.confidence == "medium"
+        assert "Rank 0 made its 3 earlier calls at train.py:41" in verdict.summary
+        assert "how this line gets its group" in verdict.suggestions[0]

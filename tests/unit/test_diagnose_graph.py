@@ -54,14 +54,6 @@ def test_every_wait_ends_somewhere_or_in_a_circle(edges: str, sinks: list[str]) 
     assert ["".join(sorted(map(str, sink))) for sink in graph(edges).sinks] == sinks
 
 
-@pytest.mark.parametrize(
-    ("edges", "circles"),
-    [("a>bx b>ax", ["ab"]), ("a>b b>a", ["ab"]), ("a>bx b>ay", []), ("a>x b>x", []), ("a>x", []), ("a>b b>ac", [])],
-)
-def test_circles_beside_some_that_nobody_has_to_wait_for(edges: str, circles: list[str]) -> None:
-    assert ["".join(sorted(map(str, circle))) for circle in graph(edges).circles_beside("x")] == circles
-
-
 @pytest.mark.parametrize(("edges", "path"), [("a>b b>c", "bc"), ("b>c", ""), ("a>b b>a", "ba"), ("a>cb", "c")])
 def test_a_walk_ends_where_nobody_waits_or_a_circle_closes(edges: str, path: str) -> None:
     assert "".join(str(edge.on[0]) for edge in graph(edges).path("a")) == path
