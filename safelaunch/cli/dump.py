@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ from safelaunch.system.printable import clean
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
 DUMP_DEADLINE_S = 150.0
 INTERRUPTED = 130
+T = TypeVar("T")
 
 
 def main(argv: list[str]) -> int:
@@ -68,11 +70,17 @@ def _dump(run: Run, bundle_dir: str | None) -> DumpAnswer:
     say(f"collecting evidence from {run.label}, which continues")
     request = Request("dump", os.fspath(working_directory() / bundle_dir) if bundle_dir else "")
     data = ask(RunPaths(run.found.directory).control, request, deadline_s=DUMP_DEADLINE_S)
+    return answer_of(run, data, DumpAnswer, "dump")
+
+
+def answer_of(run: Run, data: bytes, kind: type[T], command: str) -> T:
+    """What the run's supervisor has answered. Raises SafelaunchError if it is of another version."""
     try:
-        return msgspec.json.decode(data, type=DumpAnswer)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise SafelaunchError(
-            f"dump: {run.id} runs under another version of safelaunch: {error}.", "Use that version to dump it."
+            f"{command}: {run.id} runs under another version of safelaunch: {error}.",
+            f"Use that version to {command} it.",
         ) from error
 
 

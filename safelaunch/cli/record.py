@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.cli.dump import INTERRUPTED, choose
+from safelaunch.cli.dump import INTERRUPTED, answer_of, choose
 from safelaunch.cli.parsing import Parser
 from safelaunch.control.discover import Run, look, our_roots
 from safelaunch.control.protocol import RecordAnswer, Request, ask
@@ -97,12 +97,7 @@ def _record(run: Run, duration_s: float, ranks: str) -> RecordAnswer:
     say(f"sampling {run.label} for {duration_s:g} s; the job continues")
     control = RunPaths(run.found.directory).control
     data = ask(control, Request("record", duration_s=duration_s, ranks=ranks), deadline_s=duration_s + ANSWER_S)
-    try:
-        return msgspec.json.decode(data, type=RecordAnswer)
-    except msgspec.DecodeError as error:
-        raise SafelaunchError(
-            f"record: {run.id} runs under another version of safelaunch: {error}.", "Use that version to record it."
-        ) from error
+    return answer_of(run, data, RecordAnswer, "record")
 
 
 def _report(

@@ -37,13 +37,13 @@ PROGRAMS = Programs(("/venv/bin/python", "-P", "-m", "safelaunch"), ("/venv/bin/
 
 
 def job(name: str = "a", *command: str, **more: Any) -> Job:
-    return Job(name, command or ("--nproc-per-node=2", "train.py"), "s.yaml:1", cwd="/work/it's", **more)
+    return Job(name, command or ("--nproc-per-node=2", "train.py"), "s.yaml:1", cwd="/srv/it's", **more)
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------
 
 BATCHES = {
-    "one": (job(batch=("--partition=gpu", "--mem=32G"), gpus=2, timeout_s=7200.0, metric_file="/work/m.json"),),
+    "one": (job(batch=("--partition=gpu", "--mem=32G"), gpus=2, timeout_s=7200.0, metric_file="/srv/m.json"),),
     "array": (
         job("lr-1", "exec", "--", "python", "t.py", "--lr", "1", env=(("NAME", "it's $HOME"),), gpus=0),
         job("lr-2", "exec", "--", "python", "t.py", "--lr", "2", env=(("NAME", "`x`\n"),), gpus=0),

@@ -8,4 +8,4 @@
 #SBATCH --gres=gpu:8
 
 set -- srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 /venv/bin/python -P -m safelaunch --nnodes=2 '--rdzv-id=@{job-id}' --rdzv-backend=c10d '--rdzv-endpoint=@{first-host}:@{rdzv-port}' --run-name wide --bundle-dir /sweeps/s/jobs/wide/bundles --nproc-per-node=8 t.py '@{port-0}'
-exec /venv/bin/python -P -m the.task /sweeps/s/jobs/wide 1 --cwd '/work/it'"'"'s' --ports 1 -- "$@"
+exec /venv/bin/python -P -m the.task /sweeps/s/jobs/wide 1 --cwd '/srv/it'"'"'s' --ports 1 -- "$@"
