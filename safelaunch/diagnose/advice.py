@@ -15,7 +15,7 @@ from functools import cached_property
 from safelaunch.diagnose.causes import Advice, Sign, advice_for
 from safelaunch.diagnose.collectives import op_name
 from safelaunch.diagnose.doubts import confidence_of
-from safelaunch.diagnose.exits import aborted_in, failure_of_rank, has_lost_a_peer
+from safelaunch.diagnose.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.diagnose.findings import Finding
 from safelaunch.diagnose.rank_state import Facts, view_of
 from safelaunch.model import Frame, Launched, NextStep
@@ -154,6 +154,10 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "ranks-unseen": lambda scene: bool(scene.facts.unseen),
     "nodes-absent": lambda scene: not scene.facts.unseen and scene.facts.evidence.rendezvous is not None,
     "all-arrived": lambda scene: scene.whole and scene.waits and not scene.lost,
+    "all-in-init": lambda scene: {one.wait.kind for one in scene.facts.ranks.values() if one.wait} == {"init"},
+    "group-timeout": lambda scene: any(
+        one.exception is not None and is_timeout(one.exception) for one in scene.facts.evidence.ranks
+    ),
     "all-in-own-code": lambda scene: scene.whole and scene.somewhere and not scene.waits,
     "lost-connection": lambda scene: scene.lost and not scene.facts.evidence.stopped,
     "seen-apart": lambda scene: bool(scene.facts.evidence.stopped),
