@@ -191,6 +191,12 @@ _BUILD_LOCK = Advice(
     only_if="build-lock",
 )
 
+_HOST_MEMORY = Advice(
+    "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; or a higher"
+    " memory limit for the job (`ulimit -a`; `node/<host>/resources.json` shows it).",
+    only_if="out-of-memory",
+)
+
 _GROUP_TIMEOUT = Advice(
     "The process group's own time-out ended the job. If this line needs that long by right, raise it:"
     " `init_process_group(timeout=...)`, or `safelaunch --pg-timeout '2h!' ...` for one run of the unchanged script.",
@@ -385,6 +391,11 @@ CAUSES: dict[str, Cause] = {
             "Let all ranks agree before one ends: decide on one rank, `broadcast` the decision, and end everywhere or"
             " nowhere.",
             only_if="exit-called",
+        ),
+        Advice(
+            "A rank that skips a batch by what it has computed (`continue`, an early return) is through the loop"
+            " sooner, too: let all ranks skip it, or none.",
+            only_if="drawn",
         ),
         "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or a number of steps "
         "that an `all_reduce` (MIN) before the loop agrees upon.",
@@ -614,11 +625,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "rank-killed": _cause(
         *_COMMUNICATION,
-        Advice(
-            "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; "
-            "or a higher memory limit for the job (`node/<host>/resources.json` shows it).",
-            only_if="out-of-memory",
-        ),
+        _HOST_MEMORY,
         Advice(
             "Whoever sent the SIGKILL leaves no trace in the process: look at the scheduler's log, at limits of "
             "time or memory of the job, and at `node/<host>/kernel_log.txt`.",
@@ -655,6 +662,7 @@ CAUSES: dict[str, Cause] = {
             only_if="unused-parameters",
         ),
         *_COMMUNICATION,
+        _HOST_MEMORY,
         Advice(
             "Several ranks have memory on one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before"
             " anything is put on a device, and `map_location='cpu'` in `torch.load()`.",
