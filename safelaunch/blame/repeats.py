@@ -28,6 +28,7 @@ from safelaunch.model import BlamedRank, Incident, Unit, format_ranks
 
 FIRM = 0.1
 OF_RANK_0 = 0.25
+OF_ONE_EVENT_S = 180.0  # in which the nodes of a job write down whom they blame for it
 _Place = tuple[object, ...]
 
 
@@ -72,12 +73,36 @@ def repeats(incidents: Iterable[Incident], *, together: bool = False) -> tuple[R
     by_name: dict[str, list[Incident]] = {}
     for one in sorted(incidents, key=lambda incident: incident.unix_s):
         by_name.setdefault("" if together else one.run_name, []).append(one)
-    for several in by_name.values():
+    for all_of_name in by_name.values():
+        several = _events(all_of_name)
         gpus = _of_unit("gpu", several)
         explained = {one.id for repeat in gpus for one in repeat.incidents}
         hosts = _of_unit("host", several)
         found += [*gpus, *(one for one in hosts if not {incident.id for incident in one.incidents} <= explained)]
     return tuple(sorted(found, key=lambda one: one.unit == "host"))
+
+
+def _events(incidents: Iterable[Incident]) -> list[Incident]:
+    """One incident of each event: on several nodes each writes down its own. ``incidents``: the oldest first."""
+    found: list[tuple[Incident, set[str]]] = []  # with those who wrote it down
+    for one in incidents:
+        at = next(
+            (at for at, (other, by) in enumerate(found) if _is_same(other, one) and one.written_on not in by), None
+        )
+        if at is None:
+            found.append((one, {one.written_on}))
+        else:
+            other, by = found[at]
+            found[at] = (one if len(one.units) >= len(other.units) else other, {*by, one.written_on})
+    return [one for one, _ in found]
+
+
+def _is_same(earlier: Incident, later: Incident) -> bool:
+    return later.unix_s - earlier.unix_s < OF_ONE_EVENT_S and _named(earlier) == _named(later)
+
+
+def _named(one: Incident) -> tuple[object, ...]:
+    return one.cause, _whom(one), blamed("host", one)
 
 
 def suspected_gpus(incidents: Iterable[Incident], *, together: bool = False) -> frozenset[str]:

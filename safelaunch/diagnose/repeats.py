@@ -71,7 +71,7 @@ def with_repeats(verdict: Verdict, evidence: Evidence) -> Verdict:
 def incident_of(verdict: Verdict, evidence: Evidence) -> Incident | None:
     """What to remember of a verdict; None where it blames nobody, or nothing is to be remembered.
 
-    ``id``, ``bundle`` and ``written_on`` are for who writes it down.
+    ``id`` and ``bundle`` are for who writes it down.
     """
     known = evidence.remembered
     if known is None or verdict.outcome == "dump" or not (verdict.culprits or verdict.nodes_at_fault):
@@ -92,6 +92,7 @@ def incident_of(verdict: Verdict, evidence: Evidence) -> Incident | None:
         line_tells=verdict.cause not in _WHERE_IT_MET_IT,
         of_gpus=len({gpu for rank in evidence.ranks if (gpu := _gpu(rank, known))}),
         of_hosts=len(hosts - {""}),
+        written_on=known.host,
         host_ranks=verdict.nodes_at_fault[0].ranks[:_MOST_TEXT] if len(verdict.nodes_at_fault) == 1 else "",
     )
 

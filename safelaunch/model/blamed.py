@@ -22,7 +22,7 @@ class BlamedRank(msgspec.Struct, frozen=True, omit_defaults=True):
 class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whom one verdict blamed.
 
-    - ``id``: the same on all nodes of the job; ``bundle``: its path on ``written_on``
+    - ``id``: of the bundle; ``bundle``: its path on ``written_on``. Each node of a job writes down its own
     - ``units``: the kinds of hardware that may be behind this cause; empty where that can only be the script
     - ``line_tells``: the cause points at the line; else the line is only where the rank met its trouble
     - ``hosts``: the nodes that are blamed as a whole

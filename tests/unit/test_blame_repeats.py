@@ -133,6 +133,17 @@ def test_an_incident_that_blames_several_gpus_counts_for_none() -> None:
     assert not repeats([gpu(0, 41), several])
 
 
+def test_what_several_nodes_write_down_of_one_event_counts_once() -> None:
+    at = {"host_ranks": "8-15", "of": 3}
+    first = [host("a", unix_s=100.0 + n, written_on=node, **at) for n, node in enumerate("bc")]
+    assert not repeats(first)
+    again = [host("a", unix_s=130.0 + n, written_on=node, **at) for n, node in enumerate("cb")]
+    assert [one.times for one in repeats([*first, *again])] == [2], "anew, though soon after: they have written before"
+    halves = [host("a", 41, unix_s=100.0, written_on="b"), host("a", 41, unix_s=101.0, written_on="c", units=())]
+    other = host("a", 57, unix_s=900.0, written_on="b")
+    assert [one.incidents for one in repeats([*halves, other])] == [(halves[0], other)], "the one that tells more"
+
+
 def test_the_jobs_of_a_sweep_count_together() -> None:
     incidents = [gpu(3, 41, run_name="lr-1"), gpu(3, 57, run_name="lr-2"), gpu(5, 41, of=1)]
     assert suspected_gpus(incidents) == frozenset()
