@@ -119,3 +119,24 @@ def test_a_host_that_is_blamed_twice_is_named_for_the_scheduler(tmp_path: Path) 
     assert any("scontrol update nodename=node-b state=drain" in text for text in anew.pop().verdict["suggestions"])
     assert set((tmp_path / "first.told").read_text().splitlines()) == {" "}
     assert set((tmp_path / "second.told").read_text().splitlines()) == {"node-b 0.5000"}
+
+
+@pytest.mark.rare
+def test_after_a_crash_the_next_attempt_has_another_gpu(node: stub.Node, tmp_path: Path) -> None:
+    words = ["--nproc-per-node=2", "--exclude-blamed", "--max-restarts=2", PROGRAMS / "crashing_gpu.py"]
+    with Job(words, tmp_path, env={**node.environ, "SAFELAUNCH_NO_LEASE": None}) as job:
+        result = job.wait()
+    assert result.code == 0, result.stderr
+    assert result.stdout == f"finished with {stub.uuid(0)},{stub.uuid(2)}\n", result.stderr
+    assert [bundle.verdict["cause"] for bundle in result.bundles] == ["rank-exception"] * 2
+    assert not result.leftovers
+
+
+@pytest.mark.rare
+def test_without_another_gpu_the_ranks_keep_theirs(node: stub.Node, tmp_path: Path) -> None:
+    node.write(gpus=2)
+    words = ["--nproc-per-node=2", "--exclude-blamed", "--max-restarts=2", PROGRAMS / "crashing_gpu.py"]
+    with Job(words, tmp_path, env={**node.environ, "SAFELAUNCH_NO_LEASE": None}) as job:
+        result = job.wait()
+    assert result.stdout == f"finished with {stub.uuid(0)},{stub.uuid(1)}\n", result.stderr
+    assert f"the ranks keep GPU {stub.uuid(1)}: no other GPU that this job may have is free" in result.said
