@@ -599,7 +599,19 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
     summary.write(tracks(), SweepPaths(tmp_path))
     document = json.loads((tmp_path / "summary.json").read_text())
     assert list(document) == ["jobs"]
-    keys = ["name", "params", "state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "metrics"]
+    keys = [
+        "name",
+        "params",
+        "state",
+        "exit_code",
+        "duration_s",
+        "attempts",
+        "last_step",
+        "gpus",
+        "bundle",
+        "metrics",
+        "cause",
+    ]
     assert [list(entry) for entry in document["jobs"]] == [keys] * 3
     assert document["jobs"][0]["params"] == {"lr": "1e-3", "state": "x"}
     assert list(document["jobs"][1].values())[2:] == [
