@@ -453,7 +453,6 @@ CAUSES: dict[str, Cause] = {
         Advice(
             "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; `safelaunch "
             "--dry-run ...` shows what they are given.",
-            unless=("store-not-reached",),
         ),
     ),
     "data-loading": _cause(
