@@ -100,6 +100,7 @@ Sign = Literal[
     "apart-at-first",
     "apart-later",
     "one-apart",
+    "all-apart",
     "gpu-unsharded",
 ]
 
@@ -779,6 +780,11 @@ CAUSES: dict[str, Cause] = {
         _OTHER_NODES,
     ),
     "replicas-diverged": _cause(
+        Advice(
+            "Every rank differs from every other, so nothing averages the gradients: look for a `no_sync()` around every"
+            " backward pass (an accumulation that never ends), or a forward pass through `model.module`.",
+            only_if="all-apart",
+        ),
         Advice(
             "Look at what sets the parameters before the first step: a checkpoint that only some ranks load after DDP"
             " has wrapped the model, initialisation under a seed of each rank's own.",
