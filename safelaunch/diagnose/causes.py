@@ -281,6 +281,7 @@ _COMMUNICATION = (
 
 CAUSES: dict[str, Cause] = {
     "collective-mismatch": _cause(
+        _ANOTHER_GROUP,
         Advice(
             "If two threads call collectives at the same time: give each a group of its own (`new_group()`, on all"
             " ranks in one order), or let one thread make all calls.",
@@ -346,7 +347,7 @@ CAUSES: dict[str, Cause] = {
         Advice(
             "Give the call the same size and type on every rank: pad, or exchange the sizes first.",
             only_if="sizes-differ",
-            unless=_MODELS,
+            unless=(*_MODELS, "unusual-group"),
         ),
         Advice(
             "Look in the step for what skips the rest of it on one rank, as a `continue`, an early return or an"
@@ -781,8 +782,8 @@ CAUSES: dict[str, Cause] = {
     ),
     "replicas-diverged": _cause(
         Advice(
-            "Every rank differs from every other, so nothing averages the gradients: look for a `no_sync()` around every"
-            " backward pass (an accumulation that never ends), or a forward pass through `model.module`.",
+            "Every rank differs from every other, so nothing averages the gradients: look for a `no_sync()` around"
+            " every backward pass (an accumulation that never ends), or a forward pass through `model.module`.",
             only_if="all-apart",
         ),
         Advice(

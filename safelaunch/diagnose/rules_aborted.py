@@ -22,6 +22,7 @@ from safelaunch.diagnose.findings import (
     waiting_culprits,
     waits_words,
 )
+from safelaunch.diagnose.outsiders import unusual
 from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.rules_mismatch import of_record
 from safelaunch.model import Claim, Frame, RankEvidence
@@ -96,7 +97,8 @@ def wrong_size_received(facts: Facts) -> Ruling:
     """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
 
     gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
-    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one.
+    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one; where one of them is in
+    another group than in all its earlier calls from that line, it is.
     """
     aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
     others = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
@@ -108,6 +110,9 @@ def wrong_size_received(facts: Facts) -> Ruling:
     named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
     text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
+    astray = {rank: words for rank in others if (words := unusual(facts, rank))}
+    if len(astray) == 1:
+        return _in_another_group(facts, *astray.popitem(), list(sites), text)
     reason = "was aborted, as a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
@@ -118,4 +123,19 @@ def wrong_size_received(facts: Facts) -> Ruling:
         tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
         + wait_claims(facts, sorted(others)),
         signs=frozenset({"sizes-differ"}) if places.issuperset(sites.values()) else frozenset(),
+    )
+
+
+def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
+    """The call that did not fit came from the one rank that has left its habit."""
+    claims = [Claim(f"rank {rank}: its calls from that line, and their groups", f"ranks/{rank}/flight_recorder.json")]
+    claims += [Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted]
+    return Finding(
+        "collective-mismatch",
+        (Doubt.ABORTED_CALL_LOST,),
+        f"{words} {capital(text)}",
+        (waiting_culprit(facts.ranks[rank], words),),
+        (*claims, *wait_claims(facts, sorted(facts.ranks))),
+        held_up=tuple(aborted),
+        signs=frozenset({"unusual-group"}),
     )

@@ -252,6 +252,20 @@ def test_a_size_that_does_not_fit_where_the_survivors_agree() -> None:
     assert [c.rank for c in verdict.culprits] == [2]
 
 
+def test_what_did_not_fit_came_from_the_rank_that_took_another_group() -> None:
+    groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
+
+    def of(number: int, text: str, line: int) -> RankEvidence:
+        return rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=groups))
+
+    survivors = (of(0, "3@60x5 1@50*", 50), of(1, "4@60x5 4@60*", 60), of(3, "4@60x5 2@60*", 60))
+    verdict = diagnose(job(*survivors[:2], _aborted_at(2, 50), survivors[2], outcome="crash"))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
+    assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(3, 60)]
+    assert verdict.summary.startswith("Rank 3 made its 5 earlier calls at train.py:60 (train) in group '4': with group")
+    assert verdict.suggestions[0].startswith("Look at how this line gets its group")
+
+
 def test_the_condition_that_sent_an_aborted_rank_to_its_call() -> None:
     source = "def train():\n    if epoch % 2 == 1 and rank == 0:\n        evaluate()\n" + "    pass\n" * 60
     read = {at(3).file: source}.get
