@@ -72,10 +72,18 @@ def look_at(
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
+    else:
+        looks = replace(looks, targets=_as_known_now(looks.targets, targets))
     with _one_at_a_time:  # two py-spies on one process: the second is refused
         look = take(targets, deadline_s=deadline_s, earlier=earlier)
     entries = newest_entries(looks.targets) if collectives else {}
     return looks.plus(look, entries, resends=network and any(resends(each.pid) for each in looks.targets))
+
+
+def _as_known_now(before: Sequence[Target], now: Sequence[Target]) -> tuple[Target, ...]:
+    """A rank that had not imported torch at the first look may have its worker server by now."""
+    newest = {target.rank: target for target in (*before, *now)}
+    return tuple(newest[rank] for rank in sorted(newest))
 
 
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
