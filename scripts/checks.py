@@ -162,6 +162,18 @@ def read_reproductions(files: Sequence[Path]) -> Found:
     return Found(seen, ("", "seen"), ((what, seen), *((f"– {row['name']}", row["why_not"][:120]) for row in wrong)))
 
 
+def read_suspicions(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    script = [row for row in rows if row["found"] is None]
+    broken = [row for row in rows if row["found"] is not None]
+    table = [(row["case"], f"{row['suspected']:.1%}", f"{row['firmly']:.1%}", "") for row in script]
+    table += [(row["case"], f"{row['suspected']:.1%}", f"{row['firmly']:.1%}", f"{row['found']:.1%}") for row in broken]
+    worst = max(row["firmly"] for row in rows)
+    found = min(row["found"] for row in broken)
+    seen = f"innocent hardware firmly suspected in at most {worst:.1%} of histories, broken one found in {found:.1%}"
+    return Found(seen, ("who is at fault", "innocent suspected", "firmly", "broken one found"), tuple(table))
+
+
 def read_consistency(files: Sequence[Path]) -> Found:
     rows = json.loads(files[0].read_text())
     healthy = [row for row in rows if row["healthy"]]
@@ -357,6 +369,7 @@ CHECKS = {
         "tests/unit/synthetic.py",
         *_JOBS,
     ),
+    "suspicions": _script("scripts/suspicions.py", 4, read_suspicions),
     "consistency": _script("scripts/consistency.py", 12, read_consistency, *_JOBS),
     "consistency-cost": _script(
         "scripts/consistency.py", 4, read_consistency_cost, *_JOBS, words=("--cost", "--pairs", "12")
