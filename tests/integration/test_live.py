@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,27 @@ TWO = ["--nproc-per-node=2"]
 
 def asked(job: Job, *words: str, patience_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """``safelaunch WORDS`` by the same user, who has the job's XDG_RUNTIME_DIR."""
+    with asking(job, *words) as process:
+        out, err = process.communicate(timeout=patience_s)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@contextmanager
+def asking(job: Job, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """The same, while it runs; it is ended with the block."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SAFELAUNCH_")}
-    return subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", "safelaunch", *words],
         env={**environ, "XDG_RUNTIME_DIR": os.fspath(job.runtime)},
         cwd=job.scratch,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=patience_s,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def status(job: Job) -> dict[str, Any] | None:
