@@ -190,6 +190,23 @@ def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
         finish(job)
 
 
+def test_a_hang_during_a_recording_is_diagnosed_as_without(tmp_path: Path) -> None:
+    with live(tmp_path, "--stall-timeout=3", "--max-stall=120", how="later") as job:
+        until(job, lambda: steps(job), "steps in the status")
+        with asking(job, "record", str(job.process.pid), "--duration", "300") as record:
+            job.until(lambda: list(job.runtime.glob("**/record-*")), "the ranks to be sampled")
+            (tmp_path / "rest").touch()
+            result = job.wait()
+            said = record.communicate(timeout=60.0)[1]
+        assert record.returncode == 1 and "ended before it answered" in said, said
+        assert result.code == 124, result.stderr
+        assert not result.leftovers, "py-spy has ended with the job"
+        (bundle,) = result.bundles
+        assert bundle.problems() == [] and bundle.verdict["cause"] == "stuck-in-user-code"
+        (culprit,) = bundle.verdict["culprits"]
+        assert (culprit["rank"], culprit["frame"]["function"]) == (1, "rest_for_a_while")
+
+
 def test_a_stopped_supervisor_is_said_to_be_that_and_watches_on_to_the_end(tmp_path: Path) -> None:
     """Ctrl-Z and fg: CPython (3.11 at least) fills no siginfo in when the rest of the timeout is used up by a stop."""
     with live(tmp_path) as job:
