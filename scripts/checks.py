@@ -216,6 +216,18 @@ def _of_rows(files: Sequence[Path], what: str) -> Found:
     )))  # fmt: skip
 
 
+def read_slurm(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    ran = [row for row in rows if not row["promise"].startswith("not run")]
+    if not ran:
+        return Found(rows[0]["promise"], ("", "seen"), (("sweeps through Slurm", rows[0]["promise"]),))
+    seen = f"{sum(row['promise'] == 'kept' for row in ran)} of {len(ran)} kept"
+    what = "sweeps through a real Slurm: no job lost, none run twice, and told as it was"
+    return Found(seen, ("", "seen"), ((what, seen), *(
+        (f"– {row['name']}", row["promise"].split("\n")[0][:120]) for row in rows if row["promise"] != "kept"
+    )))  # fmt: skip
+
+
 def read_compat(files: Sequence[Path]) -> Found:
     outcomes = json.loads(files[0].read_text())
     rows = []
@@ -386,6 +398,13 @@ CHECKS = {
     "faults": _script("scripts/faults.py", 45, read_faults, "tests/faults", *_JOBS),
     "faults-nodes": _script(
         "scripts/faults.py", 60, read_node_faults, "tests/faults", *_JOBS, words=("--nodes", "--jobs", "3")
+    ),
+    "slurm": _script("scripts/slurm_check.py", 8, read_slurm, "tests/integration/slurm.py", "docs/slurm.md"),
+    "slurm-cost": Check(
+        ((PYTHON, "scripts/slurm_check.py", "--bench", "--json", "{out}"),),
+        read_bench,
+        ("scripts/slurm_check.py", "scripts/benchlib.py", "tests/integration/slurm.py"),
+        4,
     ),
     "attack": _script("scripts/attack.py", 60, read_attack, "tests/attacks", *_JOBS),
     "frameworks": Check(

@@ -27,7 +27,6 @@ from safelaunch.reading.frames import is_library
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
-NATIVE_DEADLINE_S = 20.0  # it reads the symbols of every loaded library
 
 
 class _SpyLocal(msgspec.Struct):
@@ -192,7 +191,6 @@ def stack_of(
     state: ProcessState | None = None,
     *,
     deadline_s: float = DEADLINE_S,
-    native: bool = False,
     py_spy: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result[StackSample]:
@@ -207,21 +205,38 @@ def stack_of(
         return Result(None, "py-spy dump --json", time.monotonic() - begin, missing=reason)
 
     try:
-        now = proc.read_quick(pid, clock=clock)
+        now = _alive(pid, state, clock)
     except CaptureError as error:
         return missing(error.message)
-    if state is not None and state.start_ticks != now.start_ticks:
-        return missing(f"process {pid} is gone, and another process has its pid")
-    if now.state in "ZX":
-        return missing(f"process {pid} is a zombie: it has ended, and only its exit status is left")
     why = why_nonblocking(now, state)
-    first = dump(pid, deadline_s=deadline_s, nonblocking=bool(why), native=native, py_spy=py_spy, clock=clock)
+    first = dump(pid, deadline_s=deadline_s, nonblocking=bool(why), py_spy=py_spy, clock=clock)
     if why or first.value is not None or first.kind != "timeout":
         return _noted(first, why, begin)
     second = dump(pid, deadline_s=deadline_s / 2, nonblocking=True, py_spy=py_spy, clock=clock)
     if second.value is None:
         return missing(f"{first.missing}; then {second.missing}")
     return _noted(second, first.missing, begin)
+
+
+def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s: float) -> Result[StackSample]:
+    """The stacks of ``pid`` with C frames, for which it is stopped; never raises. ``state`` as for :func:`stack_of`."""
+    try:
+        why = why_nonblocking(_alive(pid, state), state)
+    except CaptureError as error:
+        why = error.message
+    if why:
+        return Result(None, "py-spy dump --json --native", 0.0, missing=why)
+    return dump(pid, deadline_s=deadline_s, native=True)
+
+
+def _alive(pid: int, state: ProcessState | None, clock: Callable[[], float] = time.monotonic) -> ProcessState:
+    """The process now, the same as in ``state``; raises ``CaptureError``."""
+    now = proc.read_quick(pid, clock=clock)
+    if state is not None and state.start_ticks != now.start_ticks:
+        raise CaptureError(f"process {pid} is gone, and another process has its pid")
+    if now.state in "ZX":
+        raise CaptureError(f"process {pid} is a zombie: it has ended, and only its exit status is left")
+    return now
 
 
 def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> str:

@@ -79,16 +79,13 @@ class Resources:
     def exchange(self, gpu: str) -> tuple[str, str] | None:
         """Leases a free GPU in place of this one, which stays leased as well; returns it and its ranks' lock.
 
-        None if it is not ours, if the user has named the GPUs, or if no other is free.
+        None if the job has no lease of it. Raises ResourceError if the user has named the GPUs, or no other is free.
         """
         if self.lease is None or gpu not in self.lease.keys:
             return None
-        try:
-            taken = self.spare(frozenset({gpu}))
-        except StoreError:
-            return None
+        taken = self.spare(frozenset({gpu}))
         if taken is None:
-            return None
+            raise ResourceError("no other GPU that this job may have is free")
         ((uuid, lock),) = zip(taken.lease.keys, taken.lease.rank_files, strict=True)
         self.lease.add(taken.lease)
         return uuid, lock

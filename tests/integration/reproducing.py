@@ -16,7 +16,7 @@ from jobs import Job
 
 from safelaunch.capture import user_source
 from safelaunch.capture.flight_dump import to_json
-from safelaunch.model import Evidence, Verdict
+from safelaunch.model import Evidence
 from safelaunch.postmortem import locate
 from safelaunch.reproduce import Reproduction, Wish, reproduction_of
 
@@ -35,8 +35,14 @@ CLASSES = (
     "object-roots", "uneven-barrier", "uneven-thread", "swallowed", "swallowed-of-two", "swallowed-end", "polled-work",
     "symmetric", "asleep", "read-pipe", "lock-order", "busy-python", "stops-itself", "init-asleep", "loader-asleep",
 )  # fmt: skip
+# The job has made its calls within a moment. Only a rank that spins is never still; a job that starts is neither.
+OPTIONS = ("--stall-timeout=2", "--startup-timeout=3")
 LAYOUTS = ((2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2))
-VARIANTS = ("no stacks", "sends, no stacks", "window, no stacks")
+KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group", "retry", "members", "random")
+VARIANTS = ("sends, no stacks", "window, no stacks", "no stacks")
+
+
+Case = tuple[str, ...]  # a class of the zoo, or kind, variant and seed of a generated job
 
 
 @dataclass(frozen=True)
@@ -56,34 +62,39 @@ class Replay:
     in_part: str = ""
 
 
-def of_zoo(name: str, culprit: int, scratch: Path) -> tuple[Evidence, Verdict]:
+def of_zoo(name: str, culprit: int, scratch: Path) -> Evidence:
     """Runs a class of the zoo; returns what its bundle tells."""
     with zoo.start(zoo.BY_NAME[name], culprit, scratch) as job:
         result = job.wait()
-    return _read(result.bundle.path)
+    return locate.read(result.bundle.path).evidence
 
 
-def of_paper(
-    kind: str, layout: Sequence[int], variant: str, seed: int, scratch: Path
-) -> tuple[Evidence, Verdict] | None:
-    """Writes the dumps of a generated job; returns what they tell. None where the fault makes no difference."""
+def layout_of(case: Case) -> tuple[int, int, int]:
+    """Each kind and variant with another one. Sends need a pipeline."""
+    kind, variant, seed = case
+    number = VARIANTS.index(variant) + len(VARIANTS) * int(seed)
+    return (1, 2, 2) if "sends" in variant else LAYOUTS[(number + sum(map(ord, kind))) % len(LAYOUTS)]
+
+
+def on_paper(case: Case, layout: Sequence[int] = ()) -> Evidence | None:
+    """The evidence of a generated job. None where the fault makes no difference."""
     import synthetic
     import verdict_corpus
 
-    found = verdict_corpus.hanging(synthetic.Layout(*layout), kind, variant, random.Random(seed))
-    if found is None:
-        return None
-    for rank in found[1].ranks:
+    kind, variant, seed = case
+    layout = synthetic.Layout(*(layout or layout_of(case)))
+    found = verdict_corpus.hanging(layout, kind, variant, random.Random(int(seed)))
+    return found[1] if found is not None else None
+
+
+def of_dumps(case: Case, scratch: Path, layout: Sequence[int] = ()) -> Evidence:
+    """Writes the dumps of a generated job; returns what they tell."""
+    evidence = on_paper(case, layout)
+    assert evidence is not None
+    for rank in evidence.ranks:
         assert rank.flight_record is not None
         (scratch / f"dump_{rank.rank}.json").write_bytes(to_json(rank.flight_record))
-    return _read(scratch)
-
-
-def _read(path: Path) -> tuple[Evidence, Verdict]:
-    from safelaunch.diagnose import diagnose
-
-    evidence = locate.read(path).evidence
-    return evidence, diagnose(evidence, user_source.text)
+    return locate.read(scratch).evidence
 
 
 def replay(name: str, evidence: Evidence, scratch: Path, wish: Wish = Wish()) -> Replay:  # noqa: B008 - frozen
@@ -107,7 +118,8 @@ def _replay(name: str, evidence: Evidence, scratch: Path, wish: Wish) -> tuple[R
     made = reproduction_of(evidence, wish, user_source.text)
     script = scratch / "repro.py"
     script.write_text(made.text)
-    with Job(["--startup-timeout=3", "--max-stall=4", f"--nproc-per-node={made.world_size}", script], scratch) as job:
+    limit = "--max-stall=6" if "busy-loop" in made.text else "--max-stall=60"
+    with Job([*OPTIONS, limit, f"--nproc-per-node={made.world_size}", script], scratch) as job:
         result = job.wait()
     recorded = (made.cause, made.culprits)
     lines = made.text.count("\n")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import stub
 from jobs import PROGRAMS, Job, Result
 
 from safelaunch.system.pickles import load_pickle
@@ -21,8 +25,8 @@ def line_of(script: Path, mark: str) -> int:
     return next(n for n, text in enumerate(script.read_text().splitlines(), 1) if text.endswith(f"# {mark}"))
 
 
-def run(tmp_path: Path, *words: str | Path) -> Result:
-    with Job(words, tmp_path) as job:
+def run(tmp_path: Path, *words: str | Path, env: Mapping[str, str] | None = None) -> Result:
+    with Job(words, tmp_path, env=env) as job:
         return job.wait()
 
 
@@ -105,9 +109,18 @@ def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_pa
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--caught",), marks=pytest.mark.rare)])
-def test_a_gpu_that_is_out_of_memory(more: tuple[str, ...], tmp_path: Path) -> None:
-    """With a stand-in for CUDA's allocator. The snapshot is of the failed allocation, before anything is freed."""
-    result = run(tmp_path, "--preset=oom-debug", "--nproc-per-node=2", PROGRAMS / "shortage.py", *more)
+def test_a_gpu_that_is_out_of_memory(more: tuple[str, ...], node: stub.Node, tmp_path: Path) -> None:
+    """With stand-ins for CUDA's allocator and NVML. The snapshot is of the failed allocation, before any is freed."""
+    script = (PROGRAMS / "shortage.py", *more)
+    program = shutil.copy("/bin/sleep", tmp_path / "notebook")
+    with subprocess.Popen([program, "600"]) as other:
+        own = ("--preset=oom-debug", "--gpus=2", "--nproc-per-node=2")
+        result = run(tmp_path, *own, *script, f"--beside={other.pid}", env=node.environ)
+        other.kill()
+    said = f"Process {other.pid} (notebook), which is none of this job, has 9.0 GiB of the same GPU."
+    assert said in result.verdict["summary"]
+    assert said in " ".join(result.stderr.replace("safelaunch: ", " ").split())
+    assert any("`safelaunch gpus`" in one for one in result.verdict["suggestions"])
     assert (result.code, result.verdict["cause"], culprits(result)) == (1, "rank-exception", [1])
     assert "77.0 GiB in tensors and 1.0 GiB reserved and unused" in result.verdict["summary"]
     assert "60.0 GiB in 60 blocks, allocated at shortage.py:1 (fill)" in result.verdict["summary"]

@@ -226,6 +226,13 @@ CLAIM = Claim("12", 0, "n1", 1.0)
 END = End("12", 0, 0, 1.0)
 
 
+def replace_end(**more: Any) -> End:
+    return End(**{"job_id": "12", "restart": 0, "duration_s": 1.0, **more})
+
+
+SIGNALLED = replace_end(exit_code=143, signalled=True)
+
+
 def listed(state: str, job_id: str = "12", reason: str = "None") -> Listed:
     return Listed("a", 0, job_id, job_id, state, reason, "n1")
 
@@ -236,8 +243,11 @@ def listed(state: str, job_id: str = "12", reason: str = "None") -> Listed:
         ([listed("PENDING")], None, None, "queued"),
         ([listed("RUNNING")], None, None, "running"),
         ([listed("RUNNING")], CLAIM, None, "running"),
-        ([listed("COMPLETING")], CLAIM, END, "running"),
-        ([listed("PENDING", reason="BeginTime")], CLAIM, END, "queued"),  # preempted: it comes back
+        ([listed("RUNNING")], CLAIM, END, "ended"),  # Slurm has yet to hear of it
+        ([listed("RUNNING")], CLAIM, replace_end(exit_code=3), "ended"),
+        ([listed("COMPLETING")], CLAIM, SIGNALLED, "running"),
+        ([listed("PENDING", reason="BeginTime")], CLAIM, SIGNALLED, "queued"),  # preempted: it comes back
+        ([listed("PREEMPTED")], CLAIM, SIGNALLED, "ended"),
         ([listed("COMPLETED")], CLAIM, END, "ended"),
         ([], CLAIM, END, "ended"),  # Slurm has forgotten it
         ([], CLAIM, None, "unsettled"),
@@ -266,10 +276,6 @@ def ended(code: int | None, state: str = "", **more: Any) -> Standing:
     return Standing("ended", listed(state) if state else None, end)
 
 
-def replace_end(**more: Any) -> End:
-    return End(**{"job_id": "12", "restart": 0, "duration_s": 1.0, **more})
-
-
 @pytest.mark.parametrize(
     ("standing", "verdict", "expected"),
     [
@@ -288,7 +294,8 @@ def replace_end(**more: Any) -> End:
         (ended(None, "NODE_FAIL"), "", ("failed", "node failed")),
         (ended(None, "OUT_OF_MEMORY"), "", ("failed", "out of memory")),
         (ended(137, "OUT_OF_MEMORY"), "crash", ("failed", "out of memory")),
-        (ended(None, "FAILED"), "", ("failed", "never began")),
+        (ended(None, "FAILED"), "", ("failed", "")),
+        (ended(None, "COMPLETED"), "", ("succeeded", "")),  # its disk was read-only
         (ended(None), "", ("failed", "lost")),
     ],
 )
@@ -299,6 +306,11 @@ def test_what_an_end_means(standing: Standing, verdict: str, expected: tuple[str
 def test_what_we_cancelled_is_cancelled() -> None:
     assert state_of(ended(143, "CANCELLED", signalled=True), "", asked_by_us=True) == ("cancelled", "")
     assert state_of(ended(0, "COMPLETED"), "", asked_by_us=True) == ("succeeded", "")
+
+
+def test_a_job_whose_task_never_began() -> None:
+    never = state_of(ended(None, "FAILED"), "", asked_by_us=False, claimed=False)
+    assert never == ("failed", "never began")
 
 
 # --- the journal ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.colaunch.steps import Pace
+from safelaunch.colaunch.jobs import Pace
 
 T = TypeVar("T")
 LARGEST = 1 << 16

@@ -16,21 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from safelaunch.colaunch import metrics
-from safelaunch.colaunch.active import newest, verdict_of
+from safelaunch.colaunch.bundles import newest, verdict_of
 from safelaunch.colaunch.engine import Ended
-from safelaunch.colaunch.jobs import Job, Metric, Outcome, State
+from safelaunch.colaunch.jobs import Job, Metric, Outcome, Pace, State
 from safelaunch.colaunch.journal import Handed, Journal
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim
+from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
 from safelaunch.colaunch.slurm.judge import QUEUED, Listed, Standing, judge, spare, state_of
 from safelaunch.colaunch.slurm.queue import Slurm, SlurmError
 from safelaunch.colaunch.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
-from safelaunch.colaunch.steps import Pace
 from safelaunch.colaunch.sweep import Sweep, was
 from safelaunch.colaunch.view import JobView
 
-TICK_S, BUSY_TICK_S = 0.5, 0.05
+TICK_S, BUSY_TICK_S = 0.25, 0.05
 LOOK_EVERY_S, LOOK_AT_MOST_S = 1.0, 10.0
+# The files tell of begins and ends sooner than squeue, for this part of the time at most.
+FILES_EVERY_S, FILES_SHARE = 0.25, 0.05
 # A network disk may show a file of another node only after a while.
 SETTLE_S = 15.0
 FULL_PAUSE_S = 15.0
@@ -67,11 +68,19 @@ class Given:
     listed: tuple[Listed, ...] = ()
     standing: Standing = field(default_factory=lambda: Standing("queued"))
     claim: Claim | None = None
+    end: End | None = None
     pace: Pace = field(default_factory=Pace)
     began_s: float | None = None
     asked: bool = False
     killed: bool = False
     doubtful_s: float | None = None
+
+    def read(self) -> bool:
+        """Reads what the task has left; returns whether that is new."""
+        before = self.claim, self.end
+        self.claim = self.files.claimed()
+        self.end = self.files.end() if self.claim is not None else None
+        return (self.claim, self.end) != before
 
     @property
     def address(self) -> str:
@@ -103,6 +112,7 @@ class SlurmEngine:
         self._working: tuple[Future[Any], Callable[[Future[Any]], None]] | None = None
         self._fresh = False  # a listing has come in
         self._look_due_s, self._look_every_s = 0.0, LOOK_EVERY_S
+        self._files_due_s = 0.0
         self._full_until_s = 0.0
         self._kill = False
         self._told: set[str] = set()
@@ -287,7 +297,7 @@ class SlurmEngine:
                 continue
             own = [each for place in given.known_as for each in by_name.get(place, ())]
             if any(each.state not in QUEUED for each in own) or not own:
-                given.claim = given.files.claimed()
+                given.read()
             claimant = by_id.get(given.claim.job_id) if given.claim is not None else None
             if claimant is not None and claimant not in own:
                 own.append(claimant)
@@ -296,12 +306,26 @@ class SlurmEngine:
         self._look_every_s = LOOK_EVERY_S if changed else min(LOOK_AT_MOST_S, self._look_every_s * 1.25)
         self._look_due_s = self._clock() + self._look_every_s
 
+    def _read_files(self) -> None:
+        """Finds out what the tasks have left: a begin makes us look at Slurm, an end may need no look."""
+        began_s = self._clock()
+        if began_s < self._files_due_s:
+            return
+        for given in self._given.values():
+            if given.submitted and given.read():
+                self._fresh = True
+                if given.end is None:
+                    self._look_due_s, self._look_every_s = 0.0, LOOK_EVERY_S
+        now = self._clock()
+        self._files_due_s = now + max(FILES_EVERY_S, (now - began_s) / FILES_SHARE)
+
     # --- how they end -----------------------------------------------------------------------------------------------
 
     def poll(self) -> Iterator[Ended]:
         self._advance()
         if self._sweep.stopped:
             self._withdraw()
+        self._read_files()
         if not self._fresh:
             return
         self._fresh = False
@@ -343,8 +367,7 @@ class SlurmEngine:
     def _judge(self, given: Given) -> Outcome | None:
         """The outcome of an attempt that has ended; None while it goes on, or where it never began."""
         before = given.standing
-        end = given.files.end() if given.claim is not None else None
-        standing = given.standing = judge(given.listed, given.claim, end)
+        standing = given.standing = judge(given.listed, given.claim, given.end)
         if standing.stands in ("queued", "running"):
             given.doubtful_s = None
             if standing.stands == "running" and (given.began_s is None or before.stands == "queued"):
@@ -384,7 +407,7 @@ class SlurmEngine:
         found = [path for path in bundles if end is None and _modified_ns(path) >= since_ns]
         bundle = end.bundle if end is not None else newest(found)
         verdict, cause = verdict_of(bundle)
-        state, why = state_of(standing, verdict, asked_by_us=given.asked)
+        state, why = state_of(standing, verdict, asked_by_us=given.asked, claimed=claim is not None)
         elapsed_s = self._clock() - given.began_s if given.began_s is not None else 0.0
         return Outcome(
             state=state,
