@@ -599,19 +599,8 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
     summary.write(tracks(), SweepPaths(tmp_path))
     document = json.loads((tmp_path / "summary.json").read_text())
     assert list(document) == ["jobs"]
-    keys = [
-        "name",
-        "params",
-        "state",
-        "exit_code",
-        "duration_s",
-        "attempts",
-        "last_step",
-        "gpus",
-        "bundle",
-        "metrics",
-        "cause",
-    ]
+    keys = ["name", "params", "state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "metrics"]
+    keys += ["cause"]
     assert [list(entry) for entry in document["jobs"]] == [keys] * 3
     assert document["jobs"][0]["params"] == {"lr": "1e-3", "state": "x"}
     assert list(document["jobs"][1].values())[2:] == [
@@ -623,8 +612,9 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
         ["GPU-1", "GPU-2"],
         "/b/x",
         {"state": "odd"},
+        None,
     ]
-    assert list(document["jobs"][2].values())[2:] == ["skipped", None, None, 0, None, [], None, {}]
+    assert list(document["jobs"][2].values())[2:] == ["skipped", None, None, 0, None, [], None, {}, None]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.csv", "summary.json"]
 
 

@@ -287,10 +287,10 @@ class SlurmEngine:
     def _sort_in(self, listed: Iterable[Listed]) -> None:
         """Gives each attempt the jobs that were submitted for it, and sets the time of the next look."""
         by_name: dict[tuple[str, int], list[Listed]] = {}
-        by_id: dict[str, Listed] = {}
+        by_address: dict[str, Listed] = {}
         for each in listed:
             by_name.setdefault((each.name, each.task), []).append(each)
-            by_id.setdefault(each.job_id, each)
+            by_address.setdefault(each.address, each)
         changed = False
         for given in self._given.values():
             if not given.submitted:
@@ -298,9 +298,10 @@ class SlurmEngine:
             own = [each for place in given.known_as for each in by_name.get(place, ())]
             if any(each.state not in QUEUED for each in own) or not own:
                 given.read()
-            claimant = by_id.get(given.claim.job_id) if given.claim is not None else None
+            claimant = by_address.get(given.claim.place) if given.claim is not None else None
             if claimant is not None and claimant not in own:
                 own.append(claimant)
+            own = own or [each for each in given.listed if each.is_final]  # Slurm forgets them after a while
             changed |= tuple(own) != given.listed
             given.listed = tuple(own)
         self._look_every_s = LOOK_EVERY_S if changed else min(LOOK_AT_MOST_S, self._look_every_s * 1.25)
