@@ -21,6 +21,7 @@ from safelaunch.cli.colaunch_options import parse
 from safelaunch.cli.colaunch_rows import (
     COLUMNS,
     bundles,
+    cause,
     cells,
     choose,
     columns,
@@ -524,6 +525,11 @@ def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
     assert columns(rows, 10) == ("job", "state", "cause")
     quiet = cells(view("running", "job-with-a-name", on="0", elapsed_s=1.0), None)
     assert columns([quiet], 50) == ("job", "parameters", "state", "on", "elapsed"), "empty ones go first"
+
+
+def test_a_waiting_job_shows_why_the_scheduler_lets_it_wait() -> None:
+    assert cause(view("waiting", "j", cause="Resources")) == "Resources"
+    assert cause(view("waiting", "j")) == "-"
 
 
 def test_the_paths_of_bundles_stand_whole_below_the_table() -> None:
