@@ -56,8 +56,8 @@ def main() -> int:
     rows = list(found.values())
     same, said = (sum(not row["why_not"] and bool(row["in_part"]) is part for row in rows) for part in (False, True))
     print(
-        f"{same} of {len(rows)} lead to the same verdict, {said} hang at the same calls and say what gloo cannot show;"
-        f" {ran} run now, {len(cases) - len(rows)} left, {time.monotonic() - begin:.0f} s, commit {commit}"
+        f"{same} of {len(rows)} lead to the same verdict, {said} hang or abort at the same calls and say what gloo"
+        f" cannot show; {ran} run now, {len(cases) - len(rows)} left, {time.monotonic() - begin:.0f} s, commit {commit}"
     )
     return 0 if same + said == len(cases) else 1
 

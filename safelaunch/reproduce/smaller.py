@@ -215,7 +215,10 @@ _LARGER = (
     "The tensors whose sizes differ have {} times as many elements: gloo lets ranks pass an all_reduce of fewer"
     " elements than ranks."
 )
-_ABORTS = "The sizes of an all_reduce differ: there gloo aborts, where other backends hang."
+ABORTS = (
+    "The sizes of an all_reduce differ: there gloo aborts, where other backends hang. The records of aborted ranks are"
+    " lost, so a verdict on this script may name more of the ranks."
+)
 
 
 def with_sizes_that_gloo_checks(program: Program) -> Program:
@@ -229,7 +232,7 @@ def with_sizes_that_gloo_checks(program: Program) -> Program:
             continue
         times = len(program.members(group)) if min(sizes) < len(program.members(group)) else 1
         program = _with_larger(program, group, sizes, times)
-        program = replace(program, notes=(*program.notes, _ABORTS, *([_LARGER.format(times)] if times > 1 else [])))
+        program = replace(program, notes=(*program.notes, ABORTS, *([_LARGER.format(times)] if times > 1 else [])))
     return program
 
 

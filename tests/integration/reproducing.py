@@ -24,7 +24,7 @@ from safelaunch.reading.frames import basename
 from safelaunch.reproduce import Reproduction, Wish, reproduction_of
 from safelaunch.reproduce.program import RankProgram
 from safelaunch.reproduce.programs import program_of
-from safelaunch.reproduce.smaller import with_fewest_ranks
+from safelaunch.reproduce.smaller import ABORTS, with_fewest_ranks
 from safelaunch.reproduce.text import NO_SENDS
 
 # What makes a rank stand, by the cause of the replay, where it cannot be the recorded one.
@@ -37,9 +37,10 @@ STAND_INS = {
 }
 # The zoo's classes in which ranks wait for each other, and those in which one stands by itself, of each kind one.
 CLASSES = (
-    "all-gather", "barrier", "broadcast", "roots", "group-order", "left-out", "recv-recv", "tags", "no-send",
+    "all-gather", "barrier", "broadcast", "roots", "group-order", "left-out", "recv-recv", "tags", "no-send", "unused",
     "thread-behind", "thread-mismatch", "loop-barrier", "loop-break", "guard-tuple", "guard-return", "batch-ring",
     "object-roots", "uneven-barrier", "uneven-thread", "swallowed", "swallowed-of-two", "swallowed-end", "polled-work",
+    "flag", "unsent",
     "symmetric", "asleep", "read-pipe", "lock-order", "busy-python", "stops-itself", "init-asleep", "loader-asleep",
 )  # fmt: skip
 # The job has made its calls within a moment. Only a rank that spins is never still; a job that starts is neither.
@@ -48,7 +49,6 @@ LAYOUTS = ((2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2))
 KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group", "retry", "members", "random")
 VARIANTS = ("sends, no stacks", "window, no stacks", "no stacks")
 
-
 Case = tuple[str, ...]  # a class of the zoo, or kind, variant and seed of a generated job
 
 
@@ -56,8 +56,9 @@ Case = tuple[str, ...]  # a class of the zoo, or kind, variant and seed of a gen
 class Replay:
     """One reproduction. ``recorded`` and ``found``: cause and ranks at fault. ``why_not``: empty where they agree.
 
-    ``in_part``: the verdict differs, but each rank stands at the same call. More can't be asked of a script with sends,
-    as its head says: NCCL's records of them have decided, and gloo makes none.
+    ``in_part``: the verdict differs, but each rank stands at the same call, and the head of the script says why: with
+    sends, NCCL's records of them have decided, and gloo makes none; with sizes that differ, gloo aborts ranks, whose
+    records are lost.
     """
 
     name: str
@@ -137,9 +138,10 @@ def _replay(name: str, evidence: Evidence, scratch: Path, wish: Wish) -> tuple[R
     why = difference(made, verdict["outcome"], told.found)
     unseen = [text for text in verdict["missing"] if text.startswith(("no Flight", "no Python", "ranks not seen"))]
     why = why and " ".join([f"{why}: {verdict['summary']}", *(f"({text})" for text in unseen)])
-    if why and NO_SENDS in made.notes and (left := not_reached(evidence, wish, result.bundle.path)):
+    said = NO_SENDS in made.notes or (ABORTS in made.notes and set(made.culprits) <= set(told.found[1]))
+    if why and said and (left := not_reached(evidence, wish, result.bundle.path)):
         why += f" (not at their last call: ranks {left})"
-    elif why and NO_SENDS in made.notes:
+    elif why and said:
         return replace(told, in_part=why), not unseen
     return replace(told, why_not=why), not unseen
 
