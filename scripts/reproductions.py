@@ -40,8 +40,7 @@ def main() -> int:
     known = {} if words.again else _known(words.json, commit)
     print(f"{'case':<34}{'ranks':>5}{'lines':>6}  {'recorded':<36}{'replayed':<36}")
     begin, ran = time.monotonic(), 0
-    found = {name: known[name] for name in (", ".join(case) for case in cases) if name in known}
-    todo = [case for case in cases if ", ".join(case) not in found]
+    found, todo = {**known}, [case for case in cases if ", ".join(case) not in known]
     with ThreadPoolExecutor(words.jobs) as pool:
         futures = [pool.submit(_one, case, words, begin) for case in todo]
         for case, future in zip(todo, futures, strict=True):
@@ -53,7 +52,7 @@ def main() -> int:
             _show(row)
             if words.json:
                 _write(words.json, list(found.values()))
-    rows = list(found.values())
+    rows = [found[name] for name in (", ".join(case) for case in cases) if name in found]
     same, said = (sum(not row["why_not"] and bool(row["in_part"]) is part for row in rows) for part in (False, True))
     print(
         f"{same} of {len(rows)} lead to the same verdict, {said} hang or abort at the same calls and say what gloo"
