@@ -105,7 +105,7 @@ def _cases(words: argparse.Namespace) -> list[Case]:
         (kind, variant, str(seed))
         for variant in reproducing.VARIANTS
         for seed in range(words.seeds)
-        for kind in reproducing.KINDS
+        for kind in (*reproducing.KINDS, *(reproducing.THREADED if variant == "no stacks" else ()))
         if words.variant in variant
     ]
     found = [case for case in found if reproducing.on_paper(case) is not None]

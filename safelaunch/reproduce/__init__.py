@@ -1,6 +1,6 @@
 """Recorded calls → a small script that hangs in the same way. Pure.
 
-``recorded`` chooses the calls, ``programs`` makes a program of them, ``families`` and ``fold`` find what ranks and
+``recorded`` chooses the calls, ``programs`` makes a program of them, ``order`` lets these pass, ``families`` and ``fold`` find what ranks and
 rounds have in common, and ``text`` writes it down. ``smaller`` leaves out ranks and elements.
 """
 

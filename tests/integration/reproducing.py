@@ -47,6 +47,7 @@ CLASSES = (
 OPTIONS = ("--stall-timeout=2", "--startup-timeout=3")
 LAYOUTS = ((2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2))
 KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group", "retry", "members", "random")
+THREADED = ("side thread", "main thread")  # of no other variant
 VARIANTS = ("sends, no stacks", "window, no stacks", "no stacks")
 
 Case = tuple[str, ...]  # a class of the zoo, or kind, variant and seed of a generated job
