@@ -1,7 +1,8 @@
 """Recorded calls → a small script that hangs in the same way. Pure.
 
-``recorded`` chooses the calls, ``programs`` makes a program of them, ``order`` lets these pass, ``families`` and ``fold`` find what ranks and
-rounds have in common, and ``text`` writes it down. ``smaller`` leaves out ranks and elements.
+``recorded`` chooses the calls, ``programs`` makes a program of them, ``order`` finds which of them nobody can have
+waited for, ``families`` and ``fold`` find what ranks and rounds have in common, and ``text`` writes it down.
+``smaller`` leaves out ranks and elements.
 """
 
 from __future__ import annotations
