@@ -93,6 +93,10 @@ Sign = Literal[
     "nccl-ending",
     "socket",
     "nccl-system",
+    "port",
+    "host-name",
+    "open-files",
+    "peer-late",
     "gpu-fragmented",
     "gpu-shared",
     "gpu-of-two-ranks",
@@ -275,6 +279,27 @@ _COMMUNICATION = (
         "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`), and start as many"
         " ranks: `--nproc-per-node` times `--nnodes`.",
         only_if="mesh",
+    ),
+    Advice(
+        "See who has the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port 0 in"
+        " `--rdzv-endpoint`, takes a free one; a script should not choose a port of its own.",
+        only_if="port",
+    ),
+    Advice(
+        "Let every node resolve the name (`getent hosts NAME`), or give the address: `--rdzv-endpoint ADDRESS:PORT`,"
+        " `MASTER_ADDR`.",
+        only_if="host-name",
+    ),
+    Advice(
+        "Raise the limit of open files where the ranks start (`ulimit -n 65536`); `node/<host>/resources.json` has the"
+        " present one. DataLoader workers that share tensors by file descriptor use many:"
+        " `torch.multiprocessing.set_sharing_strategy('file_system')`.",
+        only_if="open-files",
+    ),
+    Advice(
+        "If a rank may take that long (a checkpoint, an evaluation on one rank, a first compilation), give the groups"
+        " more time: `--pg-timeout 2h`.",
+        only_if="peer-late",
     ),
     Advice("To have NCCL say which call failed", only_if="nccl-system", preset="nccl-debug"),
 )

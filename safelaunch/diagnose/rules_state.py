@@ -333,6 +333,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text += _who_would_set(facts, next(iter(own.values())))
     elif waits and not own:
         text = f"{capital(waits_words(facts, waits))}; every rank has arrived: no rank stands out."
+        text += _began_with(facts, [r for r in waits if facts.ranks[r].evidence.exception is not None])
     elif own:
         text = f"{summary_of(own, facts, waits)} The evidence does not single out a rank."
     elif cut:
@@ -363,10 +364,10 @@ def _who_would_set(facts: Facts, own: Condition) -> str:
 
 
 def _began_with(facts: Facts, lost: list[int]) -> str:
-    """The rank that reported it first, by its own clock, and what its error means."""
-    first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence))
-    told = failure_of_rank(facts.ranks[first].evidence)
-    return f" It began on rank {first}: {told.means}." if told is not None else ""
+    """The rank that reported it first, by its own clock, and what its error means, if more than that time was up."""
+    first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
+    told = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
+    return f" It began on rank {first}: {told.means}." if told is not None and told.kind != "peer-late" else ""
 
 
 def _seen_apart(facts: Facts, first: list[int], rest: list[int]) -> str:
