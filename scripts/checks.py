@@ -155,11 +155,24 @@ def read_first_word(files: Sequence[Path]) -> Found:
 
 def read_reproductions(files: Sequence[Path]) -> Found:
     rows = json.loads(files[0].read_text())
-    wrong = [row for row in rows if row["why_not"]]
-    in_part = sum(bool(row["in_part"]) for row in rows)
-    seen = f"{len(rows) - len(wrong) - in_part} of {len(rows)}" + (f", {in_part} in part" if in_part else "")
-    what = "scripts of `reproduce`, from bundles of the zoo and generated dumps: the same ranks and cause"
-    return Found(seen, ("", "seen"), ((what, seen), *((f"– {row['name']}", row["why_not"][:120]) for row in wrong)))
+    table, counts = [], []
+    for kind, words in (
+        ("zoo", "from bundles of the zoo"),
+        ("no stacks", "from generated dumps of NCCL form"),
+        ("window", "the same, rings wrapped"),
+        ("sends", "the same, with sends"),
+    ):
+        mine = [row for row in rows if [*row["case"].split(", ", 1), "zoo"][1].split(",")[0] == kind]
+        wrong = [row for row in mine if row["why_not"]]
+        said = sum(bool(row["in_part"]) and not row["why_not"] for row in mine)
+        seen = f"{len(mine) - len(wrong) - said} of {len(mine)}"
+        seen += f"; {said} at the same calls, with another verdict, as the head of the script says" if said else ""
+        table += [(f"scripts of `reproduce`, {words}: the same cause and ranks", seen)]
+        table += [(f"– {row['name']}", row["why_not"][:120]) for row in wrong]
+        counts.append((len(mine), said, len(wrong)))
+    total, said, wrong_of_all = (sum(numbers) for numbers in zip(*counts, strict=True))
+    result = f"{total - said - wrong_of_all} of {total} lead to the same verdict, {said} differ as said"
+    return Found(f"{result}, {wrong_of_all} differ", ("", "seen"), tuple(table))
 
 
 def read_suspicions(files: Sequence[Path]) -> Found:
