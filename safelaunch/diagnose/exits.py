@@ -316,7 +316,9 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         text = f"exited with code {code}{where}"
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims))
     text = f"has left the training loop: it exited cleanly (code 0{where})"
-    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims))
+    early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
+    signs: frozenset[Sign] = frozenset({"exit-called"}) if early else frozenset()
+    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims), signs=signs)
 
 
 def _abort_words(rank: RankEvidence) -> str:

@@ -72,6 +72,20 @@ def until(job: Job, reached: Callable[[], object], what: str) -> None:
     job.until(reached, what, every_s=0.5)
 
 
+def is_sampling(job: Job) -> bool:
+    """Whether the supervisor, not the one who asks it, has a py-spy that samples."""
+    children = Path(f"/proc/{job.process.pid}/task").glob("*/children")
+    pids = [pid for file in children for pid in file.read_text().split()]
+    return any(b"record" in command_of(pid).split(b"\0") for pid in pids)
+
+
+def command_of(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
 def live(scratch: Path, *words: str, how: str = "") -> Job:
     stop = scratch / "stop"
     program = [PROGRAMS / "live.py", f"--until={stop}", *([f"--how={how}"] if how else [])]
@@ -188,6 +202,25 @@ def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
         folder = Path(document["folder"])
         assert folder.name.endswith("-record") and (folder / "record.html").stat().st_size > 20_000
         finish(job)
+
+
+def test_a_hang_during_a_recording_is_diagnosed_as_without(tmp_path: Path) -> None:
+    with live(tmp_path, "--stall-timeout=3", "--max-stall=120", how="later") as job:
+        until(job, lambda: steps(job), "steps in the status")
+        with asking(job, "record", str(job.process.pid), "--duration", "300") as record:
+            job.until(
+                lambda: is_sampling(job), "py-spy to be a child of the supervisor, which Yama lets read its ranks"
+            )
+            (tmp_path / "rest").touch()
+            result = job.wait()
+            said = record.communicate(timeout=60.0)[1]
+        assert record.returncode == 1 and "ended before it answered" in said, said
+        assert result.code == 124, result.stderr
+        assert not result.leftovers, "py-spy has ended with the job"
+        (bundle,) = result.bundles
+        assert bundle.problems() == [] and bundle.verdict["cause"] == "stuck-in-user-code"
+        (culprit,) = bundle.verdict["culprits"]
+        assert (culprit["rank"], culprit["frame"]["function"]) == (1, "rest_for_a_while")
 
 
 def test_a_stopped_supervisor_is_said_to_be_that_and_watches_on_to_the_end(tmp_path: Path) -> None:
