@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.diagnose.causes import FAILURES
@@ -25,9 +25,12 @@ from safelaunch.diagnose.findings import (
 from safelaunch.diagnose.outsiders import unusual
 from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.rules_mismatch import of_record
-from safelaunch.model import Claim, Frame, RankEvidence
+from safelaunch.model import Claim, Collective, Frame, RankEvidence
+from safelaunch.model.entries import Entries
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
+
+_NEWEST = 64  # calls that a survivor may have made since
 
 
 def aborted_by_a_peer(facts: Facts) -> Ruling:
@@ -113,7 +116,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
     astray = {rank: words for rank in others if (words := unusual(facts, rank))}
     if len(astray) == 1:
         return _in_another_group(facts, *astray.popitem(), list(sites), text)
-    text += _sizes_that_met(facts, sorted(sites), sorted(others))
+    text += _sizes_that_met(facts, sites, sorted(others))
     reason = "was aborted, as a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
@@ -142,14 +145,23 @@ def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int
     )
 
 
-def _sizes_that_met(facts: Facts, aborted: Sequence[int], others: Iterable[int]) -> str:
+def _sizes_that_met(facts: Facts, sites: Mapping[int, Frame | None], others: Iterable[int]) -> str:
     """What the survivors passed in, by their records, and the bound that the abort itself gives for the rest."""
     sizes: dict[str, list[int]] = {}
     for rank in others:
-        for entry in facts.alignment.pending(rank)[-1:]:
+        entry = _last_at(facts, rank, set(sites.values()))
+        if entry is not None:
             sizes.setdefault(describe(entry), []).append(rank)
     if not sizes:
         return ""
-    told = "; ".join(f"{ranks_do(ranks, 'passes', 'pass')} {call}" for call, ranks in sizes.items())
-    whose = "the call" if len(aborted) == 1 else "one call"
-    return f" {capital(told)}; {whose} of {ranks_word(aborted)} has room for less than what reached it."
+    told = "; ".join(f"{ranks_word(ranks)} last passed {call}" for call, ranks in sizes.items())
+    whose = "the call" if len(sites) == 1 else "one call"
+    return f" {capital(told)} there; {whose} of {ranks_word(sorted(sites))} had room for less than what reached it."
+
+
+def _last_at(facts: Facts, rank: int, sites: Container[Frame | None]) -> Collective | None:
+    """The newest call on a survivor's record from one of these lines: a sender may have gone on since."""
+    record = facts.alignment.records.get(rank)
+    ring = Entries.of(record.entries) if record is not None else ()
+    newest = (ring[at] for at in reversed(range(max(0, len(ring) - _NEWEST), len(ring))))
+    return next((one for one in newest if facts.alignment.stack(rank, one).user_frame in sites), None)
