@@ -40,8 +40,7 @@ def main() -> int:
     known = {} if words.again else _known(words.json, commit)
     print(f"{'case':<34}{'ranks':>5}{'lines':>6}  {'recorded':<36}{'replayed':<36}")
     begin, ran = time.monotonic(), 0
-    found = {name: known[name] for name in (", ".join(case) for case in cases) if name in known}
-    todo = [case for case in cases if ", ".join(case) not in found]
+    found, todo = {**known}, [case for case in cases if ", ".join(case) not in known]
     with ThreadPoolExecutor(words.jobs) as pool:
         futures = [pool.submit(_one, case, words, begin) for case in todo]
         for case, future in zip(todo, futures, strict=True):
@@ -53,11 +52,11 @@ def main() -> int:
             _show(row)
             if words.json:
                 _write(words.json, list(found.values()))
-    rows = list(found.values())
+    rows = [found[name] for name in (", ".join(case) for case in cases) if name in found]
     same, said = (sum(not row["why_not"] and bool(row["in_part"]) is part for row in rows) for part in (False, True))
     print(
-        f"{same} of {len(rows)} lead to the same verdict, {said} hang at the same calls and say what gloo cannot show;"
-        f" {ran} run now, {len(cases) - len(rows)} left, {time.monotonic() - begin:.0f} s, commit {commit}"
+        f"{same} of {len(rows)} lead to the same verdict, {said} hang or abort at the same calls and say what gloo"
+        f" cannot show; {ran} run now, {len(cases) - len(rows)} left, {time.monotonic() - begin:.0f} s, commit {commit}"
     )
     return 0 if same + said == len(cases) else 1
 
@@ -106,7 +105,7 @@ def _cases(words: argparse.Namespace) -> list[Case]:
         (kind, variant, str(seed))
         for variant in reproducing.VARIANTS
         for seed in range(words.seeds)
-        for kind in reproducing.KINDS
+        for kind in (*reproducing.KINDS, *(reproducing.THREADED if variant == "no stacks" else ()))
         if words.variant in variant
     ]
     found = [case for case in found if reproducing.on_paper(case) is not None]

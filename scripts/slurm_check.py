@@ -155,7 +155,7 @@ class Row:
         (self.place / "go").touch()
         process = self.begin(*words) if words else self.process
         assert process is not None
-        return process.wait(150)
+        return process.wait(280)
 
     def all_once(self, *expected: str) -> None:
         """Every job has begun once and succeeded; nothing is left in the queue."""

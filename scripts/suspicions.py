@@ -5,7 +5,8 @@ python scripts/suspicions.py --count 10000 --json out.json
 A history is 2 to 10 incidents of causes that hardware could be behind. In the first rows the script is at fault each
 time; in the others a GPU or a node is, for a share of the incidents. Each incident is judged as a run judges it, with
 those before it. ``suspected``: histories in which innocent hardware (for the first rows, any) was called suspect at any
-time, of which ``may be`` says the weaker words. ``found``: histories that called the broken unit suspect.
+time, ``firmly``: not only in the weaker words, "may be". ``found``: histories that called the broken unit suspect,
+``after 2``, ``after 3``: of its own incidents at most.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def _row(case: Case, found: list[Outcome]) -> dict[str, object]:
         "suspected": share(one.suspected for one in found),
         "firmly": share(one.firmly for one in found),
         "found": share(one.after > 0 for one in found) if broken else None,
-        "after 2": share(one.after == 2 for one in found) if broken else None,
+        "after 2": share(0 < one.after <= 2 for one in found) if broken else None,
         "after 3": share(0 < one.after <= 3 for one in found) if broken else None,
     }
 

@@ -1,7 +1,9 @@
 """Reads the stacks of a process from outside, with py-spy (``py-spy dump --json``).
 
 py-spy stops its target with ptrace while it reads. On a stopped process that fails; on one in D state it never returns.
-So ``stack_of`` looks at the state first, gives every call a deadline, and falls back to ``--nonblocking``.
+A write to a full pipe or socket ends short when it is stopped, and Python without buffers (``python -u``, as torchrun
+starts ranks) drops the rest. So ``stack_of`` looks at the state first, gives every call a deadline, and falls back to
+``--nonblocking``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.reading.frames import is_library
+from safelaunch.reading.kernel import WRITES
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
@@ -240,7 +243,8 @@ def _alive(pid: int, state: ProcessState | None, clock: Callable[[], float] = ti
 
 
 def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> str:
-    """Why py-spy must not stop this process, or ``""``. D state counts when an earlier look saw it too."""
+    """Why py-spy must not stop this process, or ``""``. D state counts when an earlier look saw it too; the system call
+    is known from the earlier look alone."""
     if now.state in "Tt":
         return "the process is stopped"
     if now.frozen:
@@ -248,7 +252,11 @@ def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> st
     waiting = {t.tid for t in now.threads if t.state == "D"}
     if before is not None:
         waiting &= {t.tid for t in before.threads if t.state == "D"}
-    return f"thread {min(waiting)} is in uninterruptible sleep" if waiting else ""
+    if waiting:
+        return f"thread {min(waiting)} is in uninterruptible sleep"
+    asleep = {t.tid for t in now.threads if t.state == "S"}
+    writes = [t.tid for t in before.threads if t.tid in asleep and t.syscall_name in WRITES] if before else []
+    return f"thread {min(writes)} waits in a write, which a stop would cut short" if writes else ""
 
 
 def to_text(sample: StackSample | None, state: ProcessState | None = None, *, missing: str = "") -> str:

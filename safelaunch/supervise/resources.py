@@ -208,7 +208,7 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
     claim = Claim(store_of(environ), terms, _survey(found, environ))
     try:
         if settings.dry_run:
-            return _foreseen(plain, claim)
+            return _foreseen(plain, claim, avoid)
         taken = take(claim, Patience(settings.wait, settings.wait_timeout_s, say))
     except StoreError as error:
         if settings.gpus is not None or settings.wait:
@@ -272,13 +272,14 @@ def _about_blamed(wish: Wish, taken: tuple[Gpu, ...], avoid: frozenset[str]) -> 
     return notes
 
 
-def _foreseen(plain: Resources, claim: Claim) -> Resources:
+def _foreseen(plain: Resources, claim: Claim, avoid: frozenset[str]) -> Resources:
     """For --dry-run: the GPUs that a start would lease now."""
     wish = claim.terms.wish
     chosen = claim.foresee()
     if chosen is None:
         return replace(plain, note=f"not free now: this job needs {wish.count} of {len(wish.candidates)}")
     note = f"{_words(chosen, claim.survey.found)}, free now; leased when the job starts"
+    note = "; ".join([note, *_about_blamed(wish, chosen, avoid)])
     return replace(plain, visible_gpus=_visible(chosen, wish), note=note)
 
 

@@ -21,6 +21,7 @@ from safelaunch.cli.colaunch_options import parse
 from safelaunch.cli.colaunch_rows import (
     COLUMNS,
     bundles,
+    cause,
     cells,
     choose,
     columns,
@@ -528,6 +529,11 @@ def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
     assert columns([quiet], 50) == ("job", "parameters", "state", "on", "elapsed"), "empty ones go first"
 
 
+def test_a_waiting_job_shows_why_the_scheduler_lets_it_wait() -> None:
+    assert cause(view("waiting", "j", cause="Resources")) == "Resources"
+    assert cause(view("waiting", "j")) == "-"
+
+
 def test_the_paths_of_bundles_stand_whole_below_the_table() -> None:
     jobs = [view("hung", f"j{number}", outcome=HUNG) for number in range(9)]
     assert bundles(jobs[:1], 9, PurePath("/w")) == ["j0: collective-mismatch", f"  {HUNG.bundle.removeprefix('/w/')}"]
@@ -601,19 +607,8 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
     summary.write(tracks(), SweepPaths(tmp_path))
     document = json.loads((tmp_path / "summary.json").read_text())
     assert list(document) == ["jobs"]
-    keys = [
-        "name",
-        "params",
-        "state",
-        "exit_code",
-        "duration_s",
-        "attempts",
-        "last_step",
-        "gpus",
-        "bundle",
-        "metrics",
-        "cause",
-    ]
+    keys = ["name", "params", "state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "metrics"]
+    keys += ["cause"]
     assert [list(entry) for entry in document["jobs"]] == [keys] * 3
     assert document["jobs"][0]["params"] == {"lr": "1e-3", "state": "x"}
     assert list(document["jobs"][1].values())[2:] == [
@@ -625,8 +620,9 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
         ["GPU-1", "GPU-2"],
         "/b/x",
         {"state": "odd"},
+        None,
     ]
-    assert list(document["jobs"][2].values())[2:] == ["skipped", None, None, 0, None, [], None, {}]
+    assert list(document["jobs"][2].values())[2:] == ["skipped", None, None, 0, None, [], None, {}, None]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.csv", "summary.json"]
 
 

@@ -271,6 +271,15 @@ def test_spare_submissions_are_those_that_wait_for_nothing() -> None:
     assert spare([listed("PENDING", "13")], None) == []
 
 
+def test_a_task_of_an_array_has_a_number_of_its_own_only_once_it_runs() -> None:
+    """A listing from before its begin is no reason to cancel it."""
+    claim = Claim("14", 0, "n1", 1.0, "12_1")
+    waiting = Listed("a", 1, "12", "12_1", "PENDING")
+    assert spare([waiting], claim) == []
+    assert spare([waiting, Listed("b", 0, "15", "15", "PENDING")], claim) == [Listed("b", 0, "15", "15", "PENDING")]
+    assert judge([replace(waiting, job_id="14", state="RUNNING")], claim, None).stands == "running"
+
+
 def ended(code: int | None, state: str = "", **more: Any) -> Standing:
     end = None if code is None else replace_end(exit_code=code, **more)
     return Standing("ended", listed(state) if state else None, end)

@@ -1,6 +1,9 @@
-"""Which ranks get a look at their C frames: those of which Python's frames alone do not say what they wait for."""
+"""Looks at the ranks, and which of these get a look at their C frames too."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 from evidence import in_c10d, in_user, process
@@ -9,7 +12,7 @@ from safelaunch.capture import stacks
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, StackSample
-from safelaunch.supervise.looks import _is_unclear
+from safelaunch.supervise.looks import _is_unclear, look_at
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,13 @@ def test_c_frames_are_read_of_one_rank_of_each_stack_first(monkeypatch: pytest.M
     assert mains[1] is not None and mains[1].stack.note == "without the C frames: no answer in time"
     main, _ = evidence_of([last, found], 1)
     assert main is not None and len(main.stacks) == len(main.states) == 1
+
+
+def test_a_later_look_knows_what_the_ranks_have_by_then() -> None:
+    """A rank that still imports torch at the first look has no worker server yet, and is asked for its record later."""
+    before = Target(0, 0, os.getpid(), 0)
+    now = Target(0, 0, os.getpid(), 0, socket=Path("/rank0.sock"))
+    looks = look_at((before,), None)
+    looks = look_at((now, Target(1, 1, os.getpid(), 0)), looks)
+    assert [(target.rank, target.socket) for target in looks.targets] == [(0, now.socket), (1, None)]
+    assert look_at((), looks).targets == looks.targets  # one that has ended since is still asked what it left

@@ -36,6 +36,8 @@ FILES_EVERY_S, FILES_SHARE = 0.25, 0.05
 SETTLE_S = 15.0
 FULL_PAUSE_S = 15.0
 SHOW_EVERY_S = 2.0
+# What the metrics of running jobs may cost: the end of a few jobs' output at a time, each now and then.
+MEASURE_EVERY_S, MEASURE_AT_ONCE, NEWEST_BYTES, MEASURE_CPU_S = 5.0, 8, 64 << 10, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Given:
     claim: Claim | None = None
     end: End | None = None
     pace: Pace = field(default_factory=Pace)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    measured_s: float = 0.0
     began_s: float | None = None
     asked: bool = False
     killed: bool = False
@@ -287,10 +291,10 @@ class SlurmEngine:
     def _sort_in(self, listed: Iterable[Listed]) -> None:
         """Gives each attempt the jobs that were submitted for it, and sets the time of the next look."""
         by_name: dict[tuple[str, int], list[Listed]] = {}
-        by_id: dict[str, Listed] = {}
+        by_address: dict[str, Listed] = {}
         for each in listed:
             by_name.setdefault((each.name, each.task), []).append(each)
-            by_id.setdefault(each.job_id, each)
+            by_address.setdefault(each.address, each)
         changed = False
         for given in self._given.values():
             if not given.submitted:
@@ -298,9 +302,10 @@ class SlurmEngine:
             own = [each for place in given.known_as for each in by_name.get(place, ())]
             if any(each.state not in QUEUED for each in own) or not own:
                 given.read()
-            claimant = by_id.get(given.claim.job_id) if given.claim is not None else None
+            claimant = by_address.get(given.claim.place) if given.claim is not None else None
             if claimant is not None and claimant not in own:
                 own.append(claimant)
+            own = own or [each for each in given.listed if each.is_final]  # Slurm forgets them after a while
             changed |= tuple(own) != given.listed
             given.listed = tuple(own)
         self._look_every_s = LOOK_EVERY_S if changed else min(LOOK_AT_MOST_S, self._look_every_s * 1.25)
@@ -455,6 +460,13 @@ class SlurmEngine:
         for given in self._given.values():
             if given.standing.stands == "running":
                 given.pace = given.files.pace()
+        due = [each for each in self._given.values() if each.standing.stands == "running" and each.job.metrics]
+        due = [each for each in due if now - each.measured_s >= MEASURE_EVERY_S]
+        for given in sorted(due, key=lambda each: each.measured_s)[:MEASURE_AT_ONCE]:
+            given.measured_s = now
+            log = self.log(given.job.name, given.attempt)
+            found = metrics.from_log(log, given.job.metrics, lambda _: None, NEWEST_BYTES, MEASURE_CPU_S)
+            given.metrics = {**given.metrics, **found}
 
     def so_far(self) -> dict[str, Outcome]:
         return {name: self._so_far(given) for name, given in self._given.items()}
@@ -463,7 +475,7 @@ class SlurmEngine:
         if given.standing.stands == "queued" or given.began_s is None:
             return Outcome("waiting")
         elapsed_s = round(self._clock() - given.began_s, 3)
-        return Outcome("running", duration_s=elapsed_s, last_step=given.pace.step)
+        return Outcome("running", duration_s=elapsed_s, last_step=given.pace.step, metrics=given.metrics)
 
     def view(self, name: str) -> JobView:
         track, given = self._sweep.tracks[name], self._given.get(name)
@@ -471,9 +483,9 @@ class SlurmEngine:
             return JobView(track.job, track.state, track.attempts, track.why, outcome=track.outcome)
         listed, pace = given.standing.listed, given.pace
         if given.standing.stands == "queued" or given.began_s is None:
-            reason = listed.reason if listed is not None else ""
-            why = "stopping" if given.asked else f"queued ({reason})" if reason not in ("", "None") else "queued"
-            return JobView(track.job, "waiting", track.attempts, why, outcome=track.outcome)
+            reason = listed.reason if listed is not None and listed.reason != "None" else ""
+            why = "stopping" if given.asked else "queued"
+            return JobView(track.job, "waiting", track.attempts, why, outcome=track.outcome, cause=reason)
         return JobView(
             track.job,
             "running",
@@ -489,6 +501,7 @@ class SlurmEngine:
             quiet=pace.quiet,
             cause=pace.cause,
             wrong=pace.wrong,
+            metrics=given.metrics,
         )
 
 

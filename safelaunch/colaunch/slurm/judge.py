@@ -44,7 +44,8 @@ ASKED_TO_END = frozenset({"TIMEOUT", "DEADLINE", "CANCELLED", "PREEMPTED", "REVO
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A job, or one task of an array, as squeue lists it. ``job_id`` as in its SLURM_JOB_ID once it has begun.
+    """A job, or one task of an array, as squeue lists it. ``job_id`` as in its SLURM_JOB_ID once it has begun; the
+    waiting tasks of an array share one.
 
     ``address``: what scancel and a dependency call it.
     """
@@ -86,7 +87,7 @@ def judge(listed: Sequence[Listed], claim: Claim | None, end: End | None) -> Sta
     """
     if claim is None:
         return _unclaimed(listed)
-    owner = next((each for each in listed if each.job_id == claim.job_id), None)
+    owner = next((each for each in listed if each.address == claim.place), None)
     is_its = end is not None and (end.job_id, end.restart) == (claim.job_id, claim.restart)
     if is_its and end is not None and (end.exit_code == 0 or not end.signalled):
         return Standing("ended", owner, end)
@@ -112,7 +113,7 @@ def _unclaimed(listed: Sequence[Listed]) -> Standing:
 
 def spare(listed: Sequence[Listed], claim: Claim | None) -> list[Listed]:
     """The jobs that wait in the queue for an attempt that another one runs, or has run."""
-    return [each for each in listed if claim and each.job_id != claim.job_id and each.state in QUEUED]
+    return [each for each in listed if claim and each.address != claim.place and each.state in QUEUED]
 
 
 def state_of(standing: Standing, verdict: str, *, asked_by_us: bool, claimed: bool = True) -> tuple[State, str]:

@@ -90,7 +90,7 @@ class Task:
         for signum in SIGNALS:
             signal.signal(signum, self._on_signal)
         before = self._files.end()
-        other = self._files.claim(Claim(self._job_id, self._restart, socket.gethostname(), round(time.time(), 3)))
+        other = self._files.claim(self._claim())
         if other is not None:
             say(f"this job's work is done by job {other.job_id} of Slurm; this one ends")
             return EXIT_SPARE
@@ -112,6 +112,11 @@ class Task:
         is_new = self._metrics_stamp() != written
         self._leave(self._end(code, self._paths.bundles_of(self._words.directory.name) - known, wrote_metrics=is_new))
         return code
+
+    def _claim(self) -> Claim:
+        array, task = (self._environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+        address = f"{array}_{task}" if array and task else self._job_id
+        return Claim(self._job_id, self._restart, socket.gethostname(), round(time.time(), 3), address)
 
     def _metrics_stamp(self) -> object:
         if not self._words.metric_file:
