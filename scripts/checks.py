@@ -359,7 +359,7 @@ CHECKS = {
     "colaunch": _bench("colaunch", 1),
     "leases": _bench("leases", 1),
     "nodes": _bench("nodes", 4),
-    "record": _bench("record", 7),
+    "record": _bench("record", 12),
     "detect-nodes": _bench("detect_nodes", 6),
     "rhythm": _script("scripts/bench_rhythm.py", 1, read_rhythm, "tests/unit/histories.py"),
     "paper": Check(
