@@ -190,9 +190,11 @@ def test_a_sweep_leaves_out_the_gpu_that_its_jobs_blame(node: stub.Node, tmp_pat
         assert memory.add(paths.bundles(name), told, time.time()) == ""
     after = in_time(pool)
     assert after is not None and after.label == "1"
+    assert after.note == "not GPU 0, which earlier verdicts make suspect"
     pool.release(after)
     everything = in_time(pool, 8)
     assert everything is not None and everything.label == "0-7", "better a suspected GPU than none"
+    assert everything.note == "earlier verdicts make GPU 0 suspect, but not enough others are free"
     pool.release(everything)
 
 
