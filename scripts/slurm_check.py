@@ -403,6 +403,8 @@ def a_node_is_killed_and_requeue_is_off(row: Row) -> None:
 
 
 def two_nodes(row: Row, jobs: str, options: str = "") -> dict[str, dict[str, Any]]:
+    if not row.cluster.named:
+        raise NotHere("nodes cannot have names of their own here (unshare --uts --mount)")
     (row.place / "train.py").write_text(TRAIN)
     (row.place / "sweep.yaml").write_text(PAIR.replace("OPTIONS", options) + jobs)
     row.begin()
@@ -615,7 +617,7 @@ def cluster_of(nodes: int, gpus: int) -> Iterator[tuple[slurm.Cluster, Path]]:
     root = Path(tempfile.mkdtemp(prefix="sl-check-", dir="/tmp"))
     try:
         (root / "c").mkdir()
-        with slurm.Cluster(root / "c", nodes, gpus=gpus, more=MORE, named=True) as cluster:
+        with slurm.Cluster(root / "c", nodes, gpus=gpus, more=MORE, named=slurm.can_name()) as cluster:
             yield cluster, root
     finally:
         shutil.rmtree(root, ignore_errors=True)
