@@ -175,6 +175,18 @@ def read_reproductions(files: Sequence[Path]) -> Found:
     return Found(f"{result}, {wrong_of_all} differ", ("", "seen"), tuple(table))
 
 
+def read_suspicions(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    script = [row for row in rows if row["found"] is None]
+    broken = [row for row in rows if row["found"] is not None]
+    table = [(row["case"], f"{row['suspected']:.1%}", f"{row['firmly']:.1%}", "") for row in script]
+    table += [(row["case"], f"{row['suspected']:.1%}", f"{row['firmly']:.1%}", f"{row['found']:.1%}") for row in broken]
+    worst = max(row["firmly"] for row in rows)
+    found = min(row["found"] for row in broken)
+    seen = f"innocent hardware firmly suspected in at most {worst:.1%} of histories, broken one found in {found:.1%}"
+    return Found(seen, ("who is at fault", "innocent suspected", "firmly", "broken one found"), tuple(table))
+
+
 def read_consistency(files: Sequence[Path]) -> Found:
     rows = json.loads(files[0].read_text())
     healthy = [row for row in rows if row["healthy"]]
@@ -226,6 +238,18 @@ def _of_rows(files: Sequence[Path], what: str) -> Found:
     what += f" ({len(rows) - len(ran)} rows cannot run here)" if len(ran) < len(rows) else ""
     return Found(seen, ("", "seen"), ((what, seen), *(
         (f"– {row['fault']}, {row['moment']}, {row['job or node']}", row["promise"]) for row in broken
+    )))  # fmt: skip
+
+
+def read_slurm(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    ran = [row for row in rows if not row["promise"].startswith("not run")]
+    if not ran:
+        return Found(rows[0]["promise"], ("", "seen"), (("sweeps through Slurm", rows[0]["promise"]),))
+    seen = f"{sum(row['promise'] == 'kept' for row in ran)} of {len(ran)} kept"
+    what = "sweeps through a real Slurm: no job lost, none run twice, and told as it was"
+    return Found(seen, ("", "seen"), ((what, seen), *(
+        (f"– {row['name']}", row["promise"].split("\n")[0][:120]) for row in rows if row["promise"] != "kept"
     )))  # fmt: skip
 
 
@@ -358,6 +382,7 @@ CHECKS = {
         "tests/unit/synthetic.py",
         *_JOBS,
     ),
+    "suspicions": _script("scripts/suspicions.py", 4, read_suspicions),
     "consistency": _script("scripts/consistency.py", 12, read_consistency, *_JOBS),
     "consistency-cost": _script(
         "scripts/consistency.py", 4, read_consistency_cost, *_JOBS, words=("--cost", "--pairs", "12")
@@ -399,6 +424,13 @@ CHECKS = {
     "faults": _script("scripts/faults.py", 45, read_faults, "tests/faults", *_JOBS),
     "faults-nodes": _script(
         "scripts/faults.py", 60, read_node_faults, "tests/faults", *_JOBS, words=("--nodes", "--jobs", "3")
+    ),
+    "slurm": _script("scripts/slurm_check.py", 8, read_slurm, "tests/integration/slurm.py", "docs/slurm.md"),
+    "slurm-cost": Check(
+        ((PYTHON, "scripts/slurm_check.py", "--bench", "--json", "{out}"),),
+        read_bench,
+        ("scripts/slurm_check.py", "scripts/benchlib.py", "tests/integration/slurm.py"),
+        4,
     ),
     "attack": _script("scripts/attack.py", 60, read_attack, "tests/attacks", *_JOBS),
     "frameworks": Check(

@@ -1,11 +1,12 @@
 """Runs healthy programs and planted faults under ``--check-every``, and prints what was found of each.
 
-    python scripts/consistency.py [--only NAME,NAME] [--json FILE]
+    python scripts/consistency.py [--only NAME,NAME] [--part 1/4] [--jobs 2] [--record FILE] [--json FILE]
     python scripts/consistency.py --cost [--pairs 12] [--json FILE]
 
 Every row is a real job of ``replicas.py`` or ``replicas_more.py`` in ``tests/integration/programs``. Its steps are
 checked three by three, so a fault in step 7 shows at step 9. Where it says so, it runs on two nodes: two supervisors on
-this host. ``--cost`` measures instead what the checks add to a small training on this machine's CPU: runs of the same
+this host. ``--record`` keeps each row as it comes; the next run on the same commit makes only the rows that are not
+right there, so that parts and interrupted runs add up to one table. ``--cost`` measures instead what the checks add to a small training on this machine's CPU: runs of the same
 steps with and without them, in turn, by the ratios of neighbours.
 """
 
@@ -20,12 +21,16 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import checks
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "tests" / "integration" / "programs"
 EVERY = 3
+LONGEST_S = 120.0
 LINE = r"wrong result: (.+)|(internal error.*|nothing inconsistent.*|the consistency checks.*)"
 
 
@@ -124,8 +129,8 @@ class Row:
     said: tuple[str, ...]
 
 
-def run(case: Case, steps: int = 60) -> tuple[int, list[str]]:
-    """The exit code of a job and its lines about wrong results."""
+def run(case: Case, steps: int = 60) -> Row:
+    """Runs one program. A job that does not end is ended here, and its row is wrong."""
     program = PROGRAMS / ("replicas_more.py" if case.more else "replicas.py")
     meet = [f"--nnodes={case.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}"]
     command = [sys.executable, "-m", "safelaunch", "--check-every", str(EVERY), *(meet if case.nodes > 1 else ())]
@@ -137,11 +142,21 @@ def run(case: Case, steps: int = 60) -> tuple[int, list[str]]:
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(case.nodes)
     ]
-    said = [node.communicate(timeout=300)[0] for node in nodes]
-    if any(node.returncode for node in nodes):
+    said = [_output(node) for node in nodes]
+    code = max(abs(node.returncode) for node in nodes)
+    if code:
         print(*said, file=sys.stderr)
-    lines = [a or b for text in said for a, b in re.findall(LINE, text)]
-    return max(node.returncode for node in nodes), list(dict.fromkeys(lines))
+    lines = list(dict.fromkeys(a or b for text in said for a, b in re.findall(LINE, text)))
+    right = not code and (_says(case, lines) if case.expected else _is_quiet(lines))
+    return Row(case.name, case.ranks, case.about, not case.expected, right, tuple(lines))
+
+
+def _output(node: subprocess.Popen[str]) -> str:
+    try:
+        return node.communicate(timeout=LONGEST_S)[0]
+    except subprocess.TimeoutExpired:
+        node.terminate()  # the supervisor ends its job
+        return node.communicate()[0]
 
 
 def _free_port() -> int:
@@ -150,18 +165,47 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def table(only: set[str]) -> list[Row]:
-    """Runs the programs and prints a row for each."""
+def table(cases: Sequence[Case], jobs: int, record: Path | None) -> list[Row]:
+    """Runs the programs that ``record`` doesn't have as right, and prints a row for each."""
     print("| program | ranks | right | what safelaunch said |\n|---|---|---|---|")
-    rows = []
-    for case in (*HEALTHY, *FAULTS):
-        if not only or case.kind in only:
-            code, lines = run(case)
-            right = not code and (_says(case, lines) if case.expected else _is_quiet(lines))
-            rows.append(Row(case.name, case.ranks, case.about, not case.expected, right, tuple(lines)))
-            told = "<br>".join(lines) or "-"
-            print(f"| {case.name} | {case.ranks} | {'yes' if right else '**no**'} | {told} |", flush=True)
+    commit = checks.commit_of(checks.CHECKS["consistency"])
+    known = _recorded(record, commit)
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {case: pool.submit(run, case) for case in cases if (case.name, case.about) not in known}
+        rows = []
+        for case in cases:
+            row = waiting[case].result() if case in waiting else known[case.name, case.about]
+            rows.append(row)
+            print(
+                f"| {row.name} | {row.ranks} | {'yes' if row.right else '**no**'} | {'<br>'.join(row.said)} |",
+                flush=True,
+            )
+            if record is not None and case in waiting:
+                with record.open("a") as file:
+                    file.write(json.dumps({"commit": commit, **asdict(row)}) + "\n")
     return rows
+
+
+def _recorded(record: Path | None, commit: str) -> dict[tuple[str, str], Row]:
+    """The rows of ``record`` that are right and of this commit. Those of uncommitted changes never count."""
+    if record is None or not record.exists() or commit.endswith("+changes"):
+        return {}
+    found = [json.loads(line) for line in record.read_text().splitlines()]
+    rows = [Row(**{k: v for k, v in one.items() if k != "commit"}) for one in found if one["commit"] == commit]
+    return {(row.name, row.about): row for row in rows if row.right}
+
+
+def _chosen(only: str, part: str) -> list[Case]:
+    names = set(filter(None, only.split(",")))
+    number, _, of = part.partition("/")
+    cases = [case for case in (*HEALTHY, *FAULTS) if not names or case.kind in names]
+    return cases[int(number) - 1 :: int(of or 1)]
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    healthy, faults = [row for row in rows if row.healthy], [row for row in rows if not row.healthy]
+    alarms, right = sum(not row.right for row in healthy), sum(row.right for row in faults)
+    return f"{alarms} alarms of {len(healthy)} healthy programs; {right} of {len(faults)} faults found"
 
 
 def _says(case: Case, lines: Sequence[str]) -> bool:
@@ -201,11 +245,16 @@ def main() -> int:
     """Parses the arguments; exits with 1 if a row is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="programs, with commas between")
+    parser.add_argument("--part", default="1/1", metavar="N/M", help="one of M parts of the rows")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent jobs [2]")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="keep the rows in FILE, and run only the others")
     parser.add_argument("--cost", action="store_true", help="measure the cost instead")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to FILE")
     words = parser.parse_args()
-    rows = [] if words.cost else table(set(filter(None, words.only.split(","))))
+    rows = [] if words.cost else table(_chosen(words.only, words.part), words.jobs, words.record)
+    if rows:
+        print(_summary(rows))
     found = cost(words.pairs) if words.cost else [asdict(row) for row in rows]
     if words.json:
         words.json.write_text(json.dumps(found))

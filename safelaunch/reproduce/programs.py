@@ -9,9 +9,10 @@ from itertools import groupby
 
 from safelaunch.diagnose.collectives import elements, number_of, op_name
 from safelaunch.diagnose.comparable import Block
+from safelaunch.diagnose.findings import ranks_word
 from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.transfers import is_root
-from safelaunch.model import UNKNOWN_SIZES, Collective, format_ranks
+from safelaunch.model import UNKNOWN_SIZES, Collective
 from safelaunch.reproduce.gloo import FUNCTIONS
 from safelaunch.reproduce.order import passable
 from safelaunch.reproduce.program import OBJECTS, ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram, Side
@@ -100,11 +101,11 @@ class _Reader:
     def _say_what_is_missing(self) -> None:
         unseen = self._facts.unseen
         if unseen:
-            self._note(f"Not seen: ranks {format_ranks(set(unseen))}. They make the calls that their peers completed.")
+            self._note(f"Not seen: {ranks_word(unseen)}. There, the script makes the calls that the peers completed.")
         without = set(self._facts.ranks) - set(self._facts.alignment.records)
         if without:
             self._note(
-                f"No recorded calls: ranks {format_ranks(without)}. They make the calls that their peers completed."
+                f"No recorded calls: {ranks_word(without)}. There, the script makes the calls that the peers completed."
             )
 
     # --- a rank -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from safelaunch.capture.flight_recorder import newest_entry
-from safelaunch.capture.look import Look, RankLook, Target, take
+from safelaunch.capture.look import Look, RankLook, Target, take, with_c_frames
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.parallel import gather
 from safelaunch.capture.proc import times_scheduled
@@ -21,7 +21,7 @@ from safelaunch.capture.sockets import resends
 from safelaunch.watch.stall import Movement
 
 LOOK_DEADLINE_S = 6.0
-NATIVE_DEADLINE_S = 8.0  # a build for CUDA has a few times the symbols
+NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes, on a disk that many read
 ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
 
@@ -131,7 +131,8 @@ def native_where_it_tells(looks: Looks) -> Looks:
     unclear = [target for target in looks.targets if _is_unclear(last.ranks.get(target.rank))]
     if not unclear:
         return looks
-    native = take(unclear, deadline_s=NATIVE_DEADLINE_S, earlier=last, native=True)
+    with _one_at_a_time:
+        native = with_c_frames(unclear, last, deadline_s=NATIVE_DEADLINE_S)
     return replace(looks, taken=(*looks.taken, native))
 
 
