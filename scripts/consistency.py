@@ -6,8 +6,9 @@
 Every row is a real job of ``replicas.py`` or ``replicas_more.py`` in ``tests/integration/programs``. Its steps are
 checked three by three, so a fault in step 7 shows at step 9. Where it says so, it runs on two nodes: two supervisors on
 this host. ``--record`` keeps each row as it comes; the next run on the same commit makes only the rows that are not
-right there, so that parts and interrupted runs add up to one table. ``--cost`` measures instead what the checks add to a small training on this machine's CPU: runs of the same
-steps with and without them, in turn, by the ratios of neighbours.
+right there, so that parts and interrupted runs add up to one table. ``--cost`` measures instead what the checks add to
+a small training on this machine's CPU: runs of the same steps with and without them, in turn, by the ratios of
+neighbours.
 """
 
 from __future__ import annotations

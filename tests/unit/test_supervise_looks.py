@@ -33,16 +33,6 @@ def test_a_futex_below_the_users_line_is_unclear(frames: tuple[Frame, ...], kern
     assert _is_unclear(look) is unclear
 
 
-def test_a_later_look_knows_what_the_ranks_have_by_then() -> None:
-    """A rank that still imports torch at the first look has no worker server yet, and is asked for its record later."""
-    before = Target(0, 0, os.getpid(), 0)
-    now = Target(0, 0, os.getpid(), 0, socket=Path("/rank0.sock"))
-    looks = look_at((before,), None)
-    looks = look_at((now, Target(1, 1, os.getpid(), 0)), looks)
-    assert [(target.rank, target.socket) for target in looks.targets] == [(0, now.socket), (1, None)]
-    assert look_at((), looks).targets == looks.targets  # one that has ended since is still asked what it left
-
-
 def looked_at(number: int, line: int) -> RankLook:
     one = process(10 + number, in_user(line), "futex")
     return RankLook(number, ProcessLook(one.states[-1].pid, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
@@ -73,3 +63,13 @@ def test_c_frames_are_read_of_one_rank_of_each_stack_first(monkeypatch: pytest.M
     assert mains[1] is not None and mains[1].stack.note == "without the C frames: no answer in time"
     main, _ = evidence_of([last, found], 1)
     assert main is not None and len(main.stacks) == len(main.states) == 1
+
+
+def test_a_later_look_knows_what_the_ranks_have_by_then() -> None:
+    """A rank that still imports torch at the first look has no worker server yet, and is asked for its record later."""
+    before = Target(0, 0, os.getpid(), 0)
+    now = Target(0, 0, os.getpid(), 0, socket=Path("/rank0.sock"))
+    looks = look_at((before,), None)
+    looks = look_at((now, Target(1, 1, os.getpid(), 0)), looks)
+    assert [(target.rank, target.socket) for target in looks.targets] == [(0, now.socket), (1, None)]
+    assert look_at((), looks).targets == looks.targets  # one that has ended since is still asked what it left
