@@ -136,10 +136,10 @@ def test_interrupted_it_goes_on_with_the_check_that_was_cut_short(
     known = {"a": check("a"), "b": check("b"), "c": check("c")}
     real = verify.run
 
-    def interrupted(name: str, *rest: Any) -> Record:
+    def interrupted(name: str, *rest: Any, **named: Any) -> Record:
         if name == "b":
             raise KeyboardInterrupt
-        return real(name, *rest)
+        return real(name, *rest, **named)
 
     monkeypatch.setattr(verify, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
