@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -327,7 +327,7 @@ class Check:
     """One long check. ``commands`` run in order, each with ``{out}`` replaced by the file for its results.
 
     ``inputs``: the files that it measures with, besides the product. A change of one makes a record outdated.
-    ``minutes``: duration on 2 cores.
+    ``minutes``: duration on 2 cores. ``resumes``: it keeps the rows of its commit that an interrupted run has left.
     """
 
     commands: tuple[tuple[str, ...], ...]
@@ -335,6 +335,7 @@ class Check:
     inputs: tuple[str, ...]
     minutes: int
     env: dict[str, str] = field(default_factory=dict)
+    resumes: bool = False
 
 
 def _bench(name: str, minutes: int, *arguments: tuple[str, ...]) -> Check:
@@ -373,14 +374,17 @@ CHECKS = {
     "zoo-nodes": _script(
         "scripts/zoo.py", 30, read_zoo, "tests/integration/zoo.py", "tests/faults", *_JOBS, words=("--nodes", "2")
     ),
-    "reproductions": _script(
-        "scripts/reproductions.py",
-        30,
-        read_reproductions,
-        "tests/integration/reproducing.py",
-        "tests/integration/zoo.py",
-        "tests/unit/synthetic.py",
-        *_JOBS,
+    "reproductions": replace(
+        _script(
+            "scripts/reproductions.py",
+            30,
+            read_reproductions,
+            "tests/integration/reproducing.py",
+            "tests/integration/zoo.py",
+            "tests/unit/synthetic.py",
+            *_JOBS,
+        ),
+        resumes=True,
     ),
     "suspicions": _script("scripts/suspicions.py", 4, read_suspicions),
     "consistency": _script("scripts/consistency.py", 12, read_consistency, *_JOBS),
