@@ -35,10 +35,12 @@ class Comparison:
 
     @property
     def told(self) -> str:
-        """What was compared, in a clause."""
-        count = len(self._replicas)
-        what = f"{count} tensors known to be replicated" if count else "no tensor is known to be replicated"
-        return f"{self._checks} checks, {what}"
+        """What was compared, in a clause; empty if no step was checked."""
+        if not self._checks:
+            return ""
+        count, checks = len(self._replicas), self._checks
+        tensors = f"{count} tensor{'s'[: count != 1]}" if count else "no tensor"
+        return f"{checks} check{'s'[: checks != 1]}, {tensors} known to be replicated"
 
     def add(self, checks: Iterable[Check]) -> None:
         """Adds what one rank has computed."""
