@@ -1,6 +1,6 @@
 """Measures what `--check-every` adds to a small training on one CPU core: blocks of steps with and without, in turns.
 
-    python scripts/bench_checks.py [--runs 5] [--rounds 60] [--json FILE]
+    python scripts/bench_checks.py [--runs 5] [--rounds 100] [--json FILE]
 
 One process trains three copies of a model in turns, ten steps of each at a time. One copy is checked; the others have
 no hook of the checks, neither at their optimizer nor at a gradient. So each round of blocks tells what the hooks cost
@@ -185,7 +185,7 @@ def _supervisor(place: Path, every: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="processes that train [5]")
-    parser.add_argument("--rounds", type=int, default=150, help="rounds of four blocks of ten steps in each [150]")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of four blocks of ten steps in each [100]")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs for the supervisor's cost [3]")
     return run_bench("bench_checks", parser, measure)
 

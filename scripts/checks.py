@@ -155,11 +155,36 @@ def read_first_word(files: Sequence[Path]) -> Found:
 
 def read_reproductions(files: Sequence[Path]) -> Found:
     rows = json.loads(files[0].read_text())
-    wrong = [row for row in rows if row["why_not"]]
-    in_part = sum(bool(row["in_part"]) for row in rows)
-    seen = f"{len(rows) - len(wrong) - in_part} of {len(rows)}" + (f", {in_part} in part" if in_part else "")
-    what = "scripts of `reproduce`, from bundles of the zoo and generated dumps: the same ranks and cause"
-    return Found(seen, ("", "seen"), ((what, seen), *((f"– {row['name']}", row["why_not"][:120]) for row in wrong)))
+    table, counts = [], []
+    for kind, words in (
+        ("zoo", "from bundles of the zoo"),
+        ("no stacks", "from generated dumps of NCCL form"),
+        ("window", "the same, rings wrapped"),
+        ("sends", "the same, with sends"),
+    ):
+        mine = [row for row in rows if [*row["case"].split(", ", 1), "zoo"][1].split(",")[0] == kind]
+        wrong = [row for row in mine if row["why_not"]]
+        said = sum(bool(row["in_part"]) and not row["why_not"] for row in mine)
+        seen = f"{len(mine) - len(wrong) - said} of {len(mine)}"
+        seen += f"; {said} at the same calls, with another verdict, as the head of the script says" if said else ""
+        table += [(f"scripts of `reproduce`, {words}: the same cause and ranks", seen)]
+        table += [(f"– {row['name']}", row["why_not"][:120]) for row in wrong]
+        counts.append((len(mine), said, len(wrong)))
+    total, said, wrong_of_all = (sum(numbers) for numbers in zip(*counts, strict=True))
+    result = f"{total - said - wrong_of_all} of {total} lead to the same verdict, {said} differ as said"
+    return Found(f"{result}, {wrong_of_all} differ", ("", "seen"), tuple(table))
+
+
+def read_suspicions(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    script = [row for row in rows if row["found"] is None]
+    broken = [row for row in rows if row["found"] is not None]
+    table = [(row["case"], f"{row['suspected']:.1%}", f"{row['firmly']:.1%}", "") for row in script]
+    table += [(row["case"], f"{row['suspected']:.1%}", f"{row['firmly']:.1%}", f"{row['found']:.1%}") for row in broken]
+    worst = max(row["firmly"] for row in rows)
+    found = min(row["found"] for row in broken)
+    seen = f"innocent hardware firmly suspected in at most {worst:.1%} of histories, broken one found in {found:.1%}"
+    return Found(seen, ("who is at fault", "innocent suspected", "firmly", "broken one found"), tuple(table))
 
 
 def read_consistency(files: Sequence[Path]) -> Found:
@@ -206,6 +231,18 @@ def _of_rows(files: Sequence[Path], what: str) -> Found:
     what += f" ({len(rows) - len(ran)} rows cannot run here)" if len(ran) < len(rows) else ""
     return Found(seen, ("", "seen"), ((what, seen), *(
         (f"– {row['fault']}, {row['moment']}, {row['job or node']}", row["promise"]) for row in broken
+    )))  # fmt: skip
+
+
+def read_slurm(files: Sequence[Path]) -> Found:
+    rows = json.loads(files[0].read_text())
+    ran = [row for row in rows if not row["promise"].startswith("not run")]
+    if not ran:
+        return Found(rows[0]["promise"], ("", "seen"), (("sweeps through Slurm", rows[0]["promise"]),))
+    seen = f"{sum(row['promise'] == 'kept' for row in ran)} of {len(ran)} kept"
+    what = "sweeps through a real Slurm: no job lost, none run twice, and told as it was"
+    return Found(seen, ("", "seen"), ((what, seen), *(
+        (f"– {row['name']}", row["promise"].split("\n")[0][:120]) for row in rows if row["promise"] != "kept"
     )))  # fmt: skip
 
 
@@ -338,10 +375,11 @@ CHECKS = {
         "tests/unit/synthetic.py",
         *_JOBS,
     ),
+    "suspicions": _script("scripts/suspicions.py", 4, read_suspicions),
     "consistency": _script(
         "scripts/consistency.py", 8, read_consistency, *_JOBS, words=("--record", "build/verify/consistency.rows")
     ),
-    "consistency-cost": _bench("checks", 4),
+    "consistency-cost": _bench("checks", 5),
     "first-word": _script(
         "scripts/zoo.py", 30, read_first_word, "tests/integration/zoo.py", *_JOBS, words=("--first-word", "--jobs", "3")
     ),
@@ -379,6 +417,13 @@ CHECKS = {
     "faults": _script("scripts/faults.py", 45, read_faults, "tests/faults", *_JOBS),
     "faults-nodes": _script(
         "scripts/faults.py", 60, read_node_faults, "tests/faults", *_JOBS, words=("--nodes", "--jobs", "3")
+    ),
+    "slurm": _script("scripts/slurm_check.py", 8, read_slurm, "tests/integration/slurm.py", "docs/slurm.md"),
+    "slurm-cost": Check(
+        ((PYTHON, "scripts/slurm_check.py", "--bench", "--json", "{out}"),),
+        read_bench,
+        ("scripts/slurm_check.py", "scripts/benchlib.py", "tests/integration/slurm.py"),
+        4,
     ),
     "attack": _script("scripts/attack.py", 60, read_attack, "tests/attacks", *_JOBS),
     "frameworks": Check(

@@ -7,6 +7,9 @@ well. Programs that the process executes do not inherit it.
 from __future__ import annotations
 
 import os
+from time import monotonic, sleep
+
+from . import layout
 
 _held: list[int] = []
 _TRIES = 50
@@ -25,11 +28,16 @@ def hold(paths: str) -> None:
             descriptors.protect(fd)
 
 
-def exchange(path: str) -> None:
+def exchange(run_dir: str, supervisor_pid: int) -> None:
     """Gives this rank other GPUs than those that were leased at the start, as the supervisor has written down.
 
+    torchrun starts ranks anew at once after a crash, so wait for the verdict on it if that may bring an exchange.
     Nothing has asked CUDA for its devices yet.
     """
+    deadline = monotonic() + layout.EXCHANGE_S
+    pending, path = os.path.join(run_dir, layout.GPUS_PENDING), os.path.join(run_dir, layout.GPUS)
+    while os.path.exists(pending) and monotonic() < deadline and os.path.exists(f"/proc/{supervisor_pid}"):
+        sleep(0.02)
     if not os.path.exists(path):
         return
     with open(path, encoding="ascii") as file:

@@ -97,6 +97,7 @@ def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
             "SAFELAUNCH_RUN_NAME": run_name,
             "SAFELAUNCH_SUSPECT_GPU": next((one.name for one in suspects if one.unit == "gpu"), ""),
             "SAFELAUNCH_SUSPECT_HOST": next((one.host for one in suspects), ""),
+            "SAFELAUNCH_SUSPECT_CHANCE": next((f"{one.chance:.4f}" for one in suspects), ""),
         }
     )
 

@@ -6,10 +6,12 @@ Two looks some seconds apart show what moves; both stay in the bundle.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -17,8 +19,10 @@ from safelaunch.errors import CaptureError
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample
 
 from . import filelocks, other_ends, proc, stacks
-from .parallel import gather
+from .parallel import gather, late
 from .result import Result, within
+
+T = TypeVar("T")
 
 LOCK_DEADLINE_S = 0.5
 MAX_CHILDREN = 48  # per rank: a loader's worker pool is smaller, and the look must stay short
@@ -85,7 +89,7 @@ class Look:
     ranks: dict[int, RankLook] = field(default_factory=dict)
 
 
-def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None = None, native: bool = False) -> Look:
+def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None = None) -> Look:
     """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; never raises.
 
     ``earlier`` shows which D states last, so that py-spy does not wait for those.
@@ -95,7 +99,7 @@ def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None =
     before = _states(earlier)
 
     def one(target: Target) -> RankLook:
-        return _rank(target, table, before, deadline_s if native else min(deadline_s, stacks.DEADLINE_S), native)
+        return _rank(target, table, before, min(deadline_s, stacks.DEADLINE_S))
 
     results = gather([lambda target=target: one(target) for target in targets], deadline_s=deadline_s)  # type: ignore[misc]
     ranks = {
@@ -103,6 +107,55 @@ def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None =
     }
     ranks = _with_ends(ranks, table)
     return Look(begin, time.monotonic(), ranks)
+
+
+def with_c_frames(targets: Sequence[Target], last: Look, *, deadline_s: float) -> Look:
+    """The ``last`` look once more, with the C frames of the main processes of ``targets``; never raises.
+
+    Takes at most ``deadline_s`` seconds. One rank of each Python stack is read first, for where many wait alike, one
+    tells of all. A rank that is not read in time keeps what it has, with a note.
+    """
+    begin = time.monotonic()
+    ordered = _one_of_each_stack_first(targets, last)
+
+    def one(target: Target) -> RankLook:
+        return _with_c_frames(last.ranks[target.rank], begin + deadline_s - time.monotonic())
+
+    results = gather([lambda target=target: one(target) for target in ordered], deadline_s=deadline_s, workers=4)  # type: ignore[misc]
+    read = {
+        target.rank: result or _noting(last.ranks[target.rank], late(deadline_s))
+        for target, result in zip(ordered, results, strict=True)
+    }
+    return Look(begin, time.monotonic(), read)
+
+
+def _one_of_each_stack_first(targets: Sequence[Target], last: Look) -> list[Target]:
+    seen: Counter[object] = Counter()
+
+    def alike(target: Target) -> int:
+        main = last.ranks[target.rank].main
+        thread = main.stack.value.main_thread if main is not None and main.stack.value is not None else None
+        key = tuple((frame.file, frame.line) for frame in thread.frames) if thread is not None else None
+        seen[key] += 1
+        return seen[key]
+
+    return sorted(targets, key=alike)
+
+
+def _with_c_frames(rank: RankLook, deadline_s: float) -> RankLook:
+    if rank.main is None or deadline_s <= 0:
+        return _noting(rank, "not read: others took all the time")
+    stack = stacks.with_c_frames_of(rank.main.pid, rank.main.state, deadline_s=deadline_s)
+    if stack.value is None:
+        return _noting(rank, stack.missing)
+    return replace(rank, main=replace(rank.main, stack=stack))
+
+
+def _noting(rank: RankLook, why: str) -> RankLook:
+    if rank.main is None:
+        return rank
+    said = "; ".join(filter(None, (rank.main.stack.note, f"without the C frames: {why}")))
+    return replace(rank, main=replace(rank.main, stack=replace(rank.main.stack, note=said)))
 
 
 def _with_ends(ranks: dict[int, RankLook], table: Iterable[int]) -> dict[int, RankLook]:
@@ -136,26 +189,25 @@ def _rank(
     table: dict[int, tuple[int, int]],
     before: dict[int, ProcessState],
     deadline_s: float,
-    native: bool,
 ) -> RankLook:
-    main = _process(target.pid, before, deadline_s, native)
+    main = _process(target.pid, before, deadline_s)
     if main.state is not None and main.state.start_ticks != target.start_ticks:
         main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
     below = proc.process_tree(target.pid, table)[:MAX_CHILDREN]
     looks = gather(
-        [lambda pid=pid: _process(pid, before, deadline_s, False) for pid, _ in below],  # type: ignore[misc]
+        [lambda pid=pid: _process(pid, before, deadline_s) for pid, _ in below],  # type: ignore[misc]
         deadline_s=2 * deadline_s,
         workers=4,
     )
     return RankLook(target.rank, main, tuple(look for look in looks if look is not None and look.state is not None))
 
 
-def _process(pid: int, before: dict[int, ProcessState], deadline_s: float, native: bool) -> ProcessLook:
+def _process(pid: int, before: dict[int, ProcessState], deadline_s: float) -> ProcessLook:
     try:
         state = proc.read_process(pid)
     except CaptureError as error:
         return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
-    stack = stacks.stack_of(pid, before.get(pid, state), deadline_s=deadline_s, native=native)
+    stack = stacks.stack_of(pid, before.get(pid, state), deadline_s=deadline_s)
     return ProcessLook(pid, _with_polled_lock(state, stack), stack, proc.files_to_read(state))
 
 
@@ -184,8 +236,13 @@ def evidence_of(looks: Sequence[Look], rank: int) -> tuple[ProcessEvidence | Non
 
 
 def _merge(looks: Sequence[ProcessLook], role: str) -> ProcessEvidence | None:
-    states = tuple(look.state for look in looks if look.state is not None)
-    samples = tuple(look.stack.value for look in looks if look.stack.value is not None)
+    states = _once_each(look.state for look in looks if look.state is not None)
+    samples = _once_each(look.stack.value for look in looks if look.stack.value is not None)
     if not states and not samples:
         return None
     return ProcessEvidence(role or proc.role_of(states[-1] if states else None, samples), states, samples)
+
+
+def _once_each(values: Iterable[T]) -> tuple[T, ...]:
+    """Without the repetitions of a look for C frames, which has what it has not read anew from the look before."""
+    return tuple(value for value, _ in groupby(values))

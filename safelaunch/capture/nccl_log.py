@@ -22,8 +22,9 @@ _WARNING = re.compile(
 
 
 def path_of(pattern: str, host: str, pid: int) -> Path:
-    """The file of a process: NCCL replaces ``%h`` by the host and ``%p`` by the pid."""
-    return Path(pattern.replace("%h", host).replace("%p", str(pid)))
+    """The file of a process: NCCL replaces ``%h`` by the host's name up to its first dot, and ``%p`` by the pid."""
+    values = {"%h": host.partition(".")[0], "%p": str(pid), "%%": "%"}
+    return Path(re.sub("%[hp%]", lambda found: values[found[0]], pattern))
 
 
 def parse(text: str) -> dict[int, tuple[str, ...]]:

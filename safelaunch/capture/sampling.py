@@ -105,8 +105,8 @@ def sample(
         paths = {(number, name): Path(scratch) / f"{number}-{name}" for number, name in jobs}
         try:
             spy = stacks.find_py_spy(py_spy)
-            words = [_words(spy, processes[at].pid, name, paths[at, name], duration_s, rate_hz) for at, name in jobs]
-            outputs = command.run_together(words, Path(scratch), deadline_s=duration_s + PATIENCE_S, stop=stop)
+            argvs = [argv(spy, processes[at].pid, name, paths[at, name], duration_s, rate_hz) for at, name in jobs]
+            outputs = command.run_together(argvs, Path(scratch), deadline_s=duration_s + PATIENCE_S, stop=stop)
         except (CaptureError, OSError) as error:
             return [ProcessRecord(process.pid, process.role, problem=_why(error)) for process in processes]
         told = dict(zip(jobs, outputs, strict=True))
@@ -130,7 +130,8 @@ def _why(error: CaptureError | OSError) -> str:
     return f"py-spy record: {error.strerror or error}"
 
 
-def _words(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: int) -> list[str]:
+def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: int) -> list[str]:
+    """The command line of one pass."""
     words = [spy, "record", "--pid", str(pid), "--output", os.fspath(path), "--threads", "--full-filenames"]
     return [
         *words,

@@ -1,7 +1,9 @@
 """Reads the stacks of a process from outside, with py-spy (``py-spy dump --json``).
 
 py-spy stops its target with ptrace while it reads. On a stopped process that fails; on one in D state it never returns.
-So ``stack_of`` looks at the state first, gives every call a deadline, and falls back to ``--nonblocking``.
+A write to a full pipe or socket ends short when it is stopped, and Python without buffers (``python -u``, as torchrun
+starts ranks) drops the rest. So ``stack_of`` looks at the state first, gives every call a deadline, and falls back to
+``--nonblocking``.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.reading.frames import is_library
+from safelaunch.reading.kernel import WRITES
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
-NATIVE_DEADLINE_S = 20.0  # it reads the symbols of every loaded library
 
 
 class _SpyLocal(msgspec.Struct):
@@ -192,7 +194,6 @@ def stack_of(
     state: ProcessState | None = None,
     *,
     deadline_s: float = DEADLINE_S,
-    native: bool = False,
     py_spy: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result[StackSample]:
@@ -207,15 +208,11 @@ def stack_of(
         return Result(None, "py-spy dump --json", time.monotonic() - begin, missing=reason)
 
     try:
-        now = proc.read_quick(pid, clock=clock)
+        now = _alive(pid, state, clock)
     except CaptureError as error:
         return missing(error.message)
-    if state is not None and state.start_ticks != now.start_ticks:
-        return missing(f"process {pid} is gone, and another process has its pid")
-    if now.state in "ZX":
-        return missing(f"process {pid} is a zombie: it has ended, and only its exit status is left")
     why = why_nonblocking(now, state)
-    first = dump(pid, deadline_s=deadline_s, nonblocking=bool(why), native=native, py_spy=py_spy, clock=clock)
+    first = dump(pid, deadline_s=deadline_s, nonblocking=bool(why), py_spy=py_spy, clock=clock)
     if why or first.value is not None or first.kind != "timeout":
         return _noted(first, why, begin)
     second = dump(pid, deadline_s=deadline_s / 2, nonblocking=True, py_spy=py_spy, clock=clock)
@@ -224,8 +221,30 @@ def stack_of(
     return _noted(second, first.missing, begin)
 
 
+def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s: float) -> Result[StackSample]:
+    """The stacks of ``pid`` with C frames, for which it is stopped; never raises. ``state`` as for :func:`stack_of`."""
+    try:
+        why = why_nonblocking(_alive(pid, state), state)
+    except CaptureError as error:
+        why = error.message
+    if why:
+        return Result(None, "py-spy dump --json --native", 0.0, missing=why)
+    return dump(pid, deadline_s=deadline_s, native=True)
+
+
+def _alive(pid: int, state: ProcessState | None, clock: Callable[[], float] = time.monotonic) -> ProcessState:
+    """The process now, the same as in ``state``; raises ``CaptureError``."""
+    now = proc.read_quick(pid, clock=clock)
+    if state is not None and state.start_ticks != now.start_ticks:
+        raise CaptureError(f"process {pid} is gone, and another process has its pid")
+    if now.state in "ZX":
+        raise CaptureError(f"process {pid} is a zombie: it has ended, and only its exit status is left")
+    return now
+
+
 def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> str:
-    """Why py-spy must not stop this process, or ``""``. D state counts when an earlier look saw it too."""
+    """Why py-spy must not stop this process, or ``""``. D state counts when an earlier look saw it too; the system call
+    is known from the earlier look alone."""
     if now.state in "Tt":
         return "the process is stopped"
     if now.frozen:
@@ -233,7 +252,11 @@ def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> st
     waiting = {t.tid for t in now.threads if t.state == "D"}
     if before is not None:
         waiting &= {t.tid for t in before.threads if t.state == "D"}
-    return f"thread {min(waiting)} is in uninterruptible sleep" if waiting else ""
+    if waiting:
+        return f"thread {min(waiting)} is in uninterruptible sleep"
+    asleep = {t.tid for t in now.threads if t.state == "S"}
+    writes = [t.tid for t in before.threads if t.tid in asleep and t.syscall_name in WRITES] if before else []
+    return f"thread {min(writes)} waits in a write, which a stop would cut short" if writes else ""
 
 
 def to_text(sample: StackSample | None, state: ProcessState | None = None, *, missing: str = "") -> str:

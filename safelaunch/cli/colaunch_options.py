@@ -20,7 +20,8 @@ T = TypeVar("T")
 USAGE = """safelaunch colaunch SPEC.yaml [options]
        safelaunch colaunch --grid NAME=VALUES ... [options] -- [safelaunch and torchrun options] script.py [args]"""
 DESCRIPTION = """\
-Runs many jobs on this node, each on its own GPUs (on a node without GPUs: its own CPU cores), as many at a time as fit.
+Runs many jobs on this node, each on its own GPUs (on a node without GPUs: its own CPU cores), as many at a time as fit;
+with --engine slurm, as jobs of Slurm.
 Each job is an ordinary safelaunch run: watched, with a bundle if it hangs or crashes. A job that fails does not disturb
 the others."""
 EPILOG = """\
@@ -47,6 +48,7 @@ the same sweep as a file, which has more keys
     train: {needs: prepare}      # runs after all of prepare has succeeded; else it is skipped
   more keys of a job: name (with placeholders), cwd, metric-file, and ports. 'ports: 2' leases two ports for the job;
   use them as {port} and {port2} in its command and env
+  with --engine slurm also: nodes, and slurm: {partition, account, qos, time, sbatch: [--cpus-per-task=8]}
 
 placeholders, in command, env, cwd, needs, name and metric-file: {PARAMETER}; {name}, {job_dir} and {sweep_dir} are
 the job's name, its directory and the sweep's. In command and env, {port}, {port2}, ... are the job's ports. For braces,
@@ -56,8 +58,8 @@ the sweep directory: journal.jsonl (read by --resume), summary.json, summary.csv
 attempt-1.log (the job's output) and bundles/.
 
 Ctrl-C once: colaunch starts no more jobs, and asks running jobs to end. Twice: it kills them. If colaunch itself is
-killed, its jobs end too; --resume runs the jobs that have not succeeded. Exit code: 0 if every job succeeded, 1 if not,
-2 for an error in the sweep (nothing started), 128+N if signal N stopped it.
+killed, its jobs end too (those in Slurm go on); --resume runs the jobs that have not succeeded. Exit code: 0 if every
+job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 128+N if signal N stopped it.
 """
 
 

@@ -94,6 +94,8 @@ def cause(job: JobView) -> str:
     """
     if job.state == "running":
         return f"{clean(job.cause)}?" if job.cause else clean(job.wrong) or "-"
+    if job.state == "waiting" and job.cause:
+        return clean(job.cause)
     return clean(job.outcome.cause) if job.outcome is not None and job.outcome.cause else "-"
 
 

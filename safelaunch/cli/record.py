@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shutil
 import sys
@@ -154,11 +155,22 @@ def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str,
     try:
         for name, text in files.items():
             (staged / name).write_text(text, encoding="utf-8", errors="backslashreplace")
-        staged.rename(target)
+        return _published(staged, target)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise SafelaunchError(f"record: {target} cannot be written: {error.strerror or error}.") from error
-    return target
+
+
+def _published(staged: Path, target: Path) -> Path:
+    """Two who ask at once share the samples, and each get a folder."""
+    for number in range(1, 100):
+        name = target if number == 1 else target.with_name(f"{target.name}-{number}")
+        try:
+            return staged.rename(name)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    raise FileExistsError(errno.EEXIST, "there are too many folders of this name")
 
 
 def _as_json(recorded: Any) -> dict[str, object]:

@@ -182,7 +182,8 @@ class Session:
         self.looks_around = False
         self.asks: Question | None = None
         self._around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
-        self._asked = 0  # the number of the dump that this node asks for
+        self._asked = 0  # the number of the question that this node asks
+        self._asking: Question | None = None  # that question
         self._answers: dict[int, list[bytes]] = {}
         self._questions: dict[int, Question] = {}
         self._dumped = (0, -1)
@@ -301,13 +302,15 @@ class Session:
 
     def _ask(self) -> None:
         """Asks, or asks no longer, for what this node wants of all: the question is there before anybody is asked."""
-        if self.asks is not None and not self._asked:
-            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
-            place = f"q/{self._asked}"
-            self._write(place, self._codec.encode(place, self.asks))
-        elif self.asks is None and self._asked:
+        asks = self.asks
+        if self._asked and asks is not self._asking:  # one question may follow another within a round
             self._store.delete(f"{self._prefix}/q/{self._asked}", deadline_s=ANSWER_S)
             self._asked = 0
+        if asks is not None and not self._asked:
+            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
+            self._asking = asks
+            place = f"q/{self._asked}"
+            self._write(place, self._codec.encode(place, asks))
 
     def _hear_questions(self, page: Page) -> dict[int, Question]:
         """What others want to know, by the number under which they do. One that says nothing wants the evidence."""

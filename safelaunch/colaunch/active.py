@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safelaunch.colaunch import metrics, spawn
-from safelaunch.colaunch.jobs import Job, Metric, Outcome, State, Track
+from safelaunch.colaunch.bundles import newest, verdict_of
+from safelaunch.colaunch.jobs import Job, Metric, Outcome, Pace, State, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Share
-from safelaunch.colaunch.steps import Pace
 from safelaunch.colaunch.view import JobView
 from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG
 from safelaunch.launch.process import ProcessId
@@ -177,34 +176,3 @@ def state_of(code: int, verdict: str, ended_by_us: State | None) -> State:
     if verdict in ("hang", "crash"):
         return "hung" if verdict == "hang" and code in (EXIT_HUNG, EXIT_GAVE_UP) else "failed"
     return "hung" if code == EXIT_HUNG else "failed"
-
-
-def newest(bundles: Collection[str]) -> str:
-    """The path of the newest of these bundles, or empty. Of one job's nodes, one has the whole; it comes first."""
-    return max(bundles, key=lambda path: (_is_whole(path), _modified(path), path), default="")
-
-
-def verdict_of(bundle: str) -> tuple[str, str]:
-    """``hang``, ``crash`` or ``dump``, and the cause; both empty without a bundle or a readable verdict."""
-    if not bundle:
-        return "", ""
-    try:
-        document = json.loads((Path(bundle) / "verdict.json").read_bytes())
-        return str(document["outcome"]), str(document.get("cause", ""))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "", ""
-
-
-def _is_whole(bundle: str) -> bool:
-    try:
-        place = json.loads((Path(bundle) / "verdict.json").read_bytes()).get("bundle")
-        return not isinstance(place, dict) or bool(place.get("whole", True))
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _modified(path: str) -> int:
-    try:
-        return Path(path).stat().st_mtime_ns
-    except OSError:
-        return 0

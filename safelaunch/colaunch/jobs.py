@@ -101,6 +101,23 @@ class Outcome:
     cause: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A job's step and rate; None if unknown. ``master_port``: according to its ranks.
+
+    ``age_s``: since the newest step of any rank; ``quiet``: that is far longer than usual, and no rank has said that it
+    would be. ``cause``: what an early look at it suggests. ``wrong``: what --check-every has found.
+    """
+
+    step: int | None = None
+    steps_per_s: float | None = None
+    master_port: str = ""
+    age_s: float | None = None
+    quiet: bool = False
+    cause: str = ""
+    wrong: str = ""
+
+
 @dataclass(slots=True)
 class Track:
     """One job's way through the sweep. ``attempts`` includes those of earlier invocations; ``tries`` does not."""
@@ -115,3 +132,24 @@ class Track:
     @property
     def is_final(self) -> bool:
         return self.state in FINAL
+
+
+_RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?")
+
+
+def threads(words: Sequence[str], cores: int) -> int:
+    """OMP_NUM_THREADS for a job with command ``words`` on ``cores`` cores: an equal share per rank, at least 1."""
+    return max(1, cores // ranks(words))
+
+
+def ranks(words: Sequence[str]) -> int:
+    """The value of ``--nproc-per-node``; 1 if it is missing or not a number (``auto``, ``gpu``)."""
+    found = 1
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        match = _RANKS.fullmatch(word)
+        if match:
+            text = match[1] if match[1] is not None else following
+            found = int(text) if text.isdecimal() and int(text) else 1
+        elif not word.startswith("-") and word.endswith(".py"):
+            break  # what follows is the script's
+    return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from safelaunch.colaunch import spawn
 from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, so_far, view_of, view_without
 from safelaunch.colaunch.engine import Ended
-from safelaunch.colaunch.jobs import Job, Outcome
+from safelaunch.colaunch.jobs import Job, Outcome, threads
 from safelaunch.colaunch.journal import Journal
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool, Share
@@ -257,7 +256,8 @@ class Local:
         self._active[job.name] = Active(
             job, attempt, share, started, command.log, before, now, patterns=job.metrics, measured_s=now
         )
-        self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
+        note = f" ({share.note})" if share.note else ""
+        self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}{note}")
 
     def _environment(self, job: Job, share: Share) -> dict[str, str]:
         own = {**self._place.environ, **dict(job.env), **share.env}
@@ -283,24 +283,3 @@ class Local:
         if running is None:
             return view_without(track)
         return view_of(running, track, self._steps.of(running.process), self._clock())
-
-
-_RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?")
-
-
-def threads(words: Sequence[str], cores: int) -> int:
-    """OMP_NUM_THREADS for a job with command ``words`` on ``cores`` cores: an equal share per rank, at least 1."""
-    return max(1, cores // ranks(words))
-
-
-def ranks(words: Sequence[str]) -> int:
-    """The value of ``--nproc-per-node``; 1 if it is missing or not a number (``auto``, ``gpu``)."""
-    found = 1
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        match = _RANKS.fullmatch(word)
-        if match:
-            text = match[1] if match[1] is not None else following
-            found = int(text) if text.isdecimal() and int(text) else 1
-        elif not word.startswith("-") and word.endswith(".py"):
-            break  # what follows is the script's
-    return found

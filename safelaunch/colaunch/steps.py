@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from safelaunch.colaunch.jobs import Pace
 from safelaunch.control import discover
 from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId
@@ -21,23 +22,6 @@ from safelaunch.watch.quiet import is_quiet
 
 LOOK_EVERY_S = 0.25
 RATE_OVER_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """A job's step and rate; None if unknown. ``master_port``: according to its ranks.
-
-    ``age_s``: since the newest step of any rank; ``quiet``: that is far longer than usual, and no rank has said that it
-    would be. ``cause``: what an early look at it suggests. ``wrong``: what --check-every has found.
-    """
-
-    step: int | None = None
-    steps_per_s: float | None = None
-    master_port: str = ""
-    age_s: float | None = None
-    quiet: bool = False
-    cause: str = ""
-    wrong: str = ""
 
 
 @dataclass(slots=True)

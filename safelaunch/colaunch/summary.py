@@ -17,12 +17,13 @@ from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.redaction.redact import redact_env
 
 NOBODY: Mapping[str, Outcome] = {}
-FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle")
+FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "cause")
 
 
 class JobSummary(msgspec.Struct, frozen=True):
     """One job of a sweep. ``exit_code`` as a shell shows it; ``gpus`` are UUIDs; ``bundle`` is the newest one's path.
 
+    ``cause``: by its verdict, or the scheduler's word (``time limit``, ``node failed``).
     What is not known, or not yet, is null.
     """
 
@@ -36,6 +37,7 @@ class JobSummary(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...]
     bundle: str | None
     metrics: dict[str, Metric]
+    cause: str | None = None
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -64,6 +66,7 @@ def _entry(track: Track, outcome: Outcome | None) -> JobSummary:
         gpus=tuple(ended.gpus),
         bundle=ended.bundle or None,
         metrics=dict(ended.metrics),
+        cause=ended.cause or None,
     )
 
 

@@ -14,8 +14,8 @@ class JobView:
     """One job at one moment. ``on``: its GPUs or slots; ``outcome``: of its last attempt that ended.
 
     ``ports``: the ranks' master port, then the leased ones. ``age_s``: since its newest step; ``quiet``: that is far
-    longer than usual; ``cause``: what an early look suggests. ``wrong``: what --check-every has found.
-    ``metrics``: the newest ones of a running job.
+    longer than usual; ``cause``: what an early look suggests, or why a scheduler lets it wait. ``wrong``: what
+    --check-every has found. ``metrics``: the newest ones of a running job.
     """
 
     job: Job

@@ -15,10 +15,10 @@ from functools import cached_property
 from safelaunch.diagnose.causes import Advice, Sign, advice_for
 from safelaunch.diagnose.collectives import op_name
 from safelaunch.diagnose.doubts import confidence_of
-from safelaunch.diagnose.exits import aborted_in, failure_of_rank, has_lost_a_peer
+from safelaunch.diagnose.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.diagnose.findings import Finding
 from safelaunch.diagnose.rank_state import Facts, view_of
-from safelaunch.model import Frame, Launched, NextStep
+from safelaunch.model import Frame, Launched, NextStep, RankException
 from safelaunch.model.entries import Entries
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
@@ -29,6 +29,9 @@ _TRAINING: frozenset[calls.Purpose] = frozenset(
 )
 _UNUSED = re.compile("expected to have finished reduction in the prior iteration", re.IGNORECASE)
 _GPU_MEMORY = re.compile("(?:cuda|hip) out of memory", re.IGNORECASE)
+_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE
+)
 _GPU_ASSERT = re.compile("device-side assert|illegal memory access|cudaErrorAssert", re.IGNORECASE)
 
 
@@ -100,10 +103,14 @@ class Scene:
         return list(dict.fromkeys(kind.op for record in records for kind in Entries.of(record.entries).used().values()))
 
     @property
-    def messages(self) -> list[str]:
-        """Of the exceptions of ranks at fault."""
+    def raised(self) -> list[RankException]:
+        """The exceptions of ranks at fault."""
         raised = (self.facts.ranks[rank].evidence.exception for rank in self.named)
-        return [one.message for one in raised if one is not None]
+        return [one for one in raised if one is not None]
+
+    @property
+    def messages(self) -> list[str]:
+        return [one.message for one in self.raised]
 
     @property
     def failures(self) -> set[Sign]:
@@ -154,6 +161,10 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "ranks-unseen": lambda scene: bool(scene.facts.unseen),
     "nodes-absent": lambda scene: not scene.facts.unseen and scene.facts.evidence.rendezvous is not None,
     "all-arrived": lambda scene: scene.whole and scene.waits and not scene.lost,
+    "all-in-init": lambda scene: {one.wait.kind for one in scene.facts.ranks.values() if one.wait} == {"init"},
+    "group-timeout": lambda scene: any(
+        one.exception is not None and is_timeout(one.exception) for one in scene.facts.evidence.ranks
+    ),
     "all-in-own-code": lambda scene: scene.whole and scene.somewhere and not scene.waits,
     "lost-connection": lambda scene: scene.lost and not scene.facts.evidence.stopped,
     "seen-apart": lambda scene: bool(scene.facts.evidence.stopped),
@@ -166,6 +177,9 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "unused-parameters": _says(_UNUSED),
     "gpu-memory": _says(_GPU_MEMORY),
     "gpu-assert": _says(_GPU_ASSERT),
+    "out-of-memory": lambda scene: any(
+        one.type == "MemoryError" or _HOST_MEMORY.search(one.message) for one in scene.raised
+    ),
     "all-alike": lambda scene: len(scene.named) > 1 and scene.named == scene.facts.world,
     "not-all-alike": lambda scene: len(scene.named) == 1 or scene.named != scene.facts.world,
     "foreign-dumps": lambda scene: scene.facts.evidence.launched is None and _without_stack(scene),

@@ -53,6 +53,10 @@ Sign = Literal[
     "pool",
     "connection",
     "store-key",
+    "store-not-reached",
+    "all-in-init",
+    "exit-called",
+    "group-timeout",
     "outlives",
     "receives",
     "may-send",
@@ -89,6 +93,10 @@ Sign = Literal[
     "nccl-ending",
     "socket",
     "nccl-system",
+    "port",
+    "host-name",
+    "open-files",
+    "peer-late",
     "gpu-fragmented",
     "gpu-shared",
     "gpu-of-two-ranks",
@@ -187,6 +195,24 @@ _BUILD_LOCK = Advice(
     only_if="build-lock",
 )
 
+_HOST_MEMORY = Advice(
+    "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; or a higher"
+    " memory limit for the job (`ulimit -a`; `node/<host>/resources.json` shows it).",
+    only_if="out-of-memory",
+)
+
+_GROUP_TIMEOUT = Advice(
+    "The process group's own time-out ended the job. If this line needs that long by right, raise it:"
+    " `init_process_group(timeout=...)`, or `safelaunch --pg-timeout '2h!' ...` for one run of the unchanged script.",
+    only_if="group-timeout",
+)
+
+_STORE_KEY = Advice(
+    "Find who is to set this key, and under which condition: it has to be set on every path. Give the wait a time"
+    " limit: `store.wait([key], timedelta(seconds=60))`.",
+    only_if="store-key",
+)
+
 _OWN_LOCK = Advice(
     "Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.", only_if="own-lock"
 )
@@ -252,6 +278,27 @@ _COMMUNICATION = (
         "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`), and start as many"
         " ranks: `--nproc-per-node` times `--nnodes`.",
         only_if="mesh",
+    ),
+    Advice(
+        "See who has the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port 0 in"
+        " `--rdzv-endpoint`, takes a free one; a script should not choose a port of its own.",
+        only_if="port",
+    ),
+    Advice(
+        "Let every node resolve the name (`getent hosts NAME`), or give the address: `--rdzv-endpoint ADDRESS:PORT`,"
+        " `MASTER_ADDR`.",
+        only_if="host-name",
+    ),
+    Advice(
+        "Raise the limit of open files where the ranks start (`ulimit -n 65536`); `node/<host>/resources.json` has the"
+        " present one. DataLoader workers that share tensors by file descriptor use many:"
+        " `torch.multiprocessing.set_sharing_strategy('file_system')`.",
+        only_if="open-files",
+    ),
+    Advice(
+        "If a rank may take that long (a checkpoint, an evaluation on one rank, a first compilation), give the groups"
+        " more time: `--pg-timeout 2h`.",
+        only_if="peer-late",
     ),
     Advice("To have NCCL say which call failed", only_if="nccl-system", preset="nccl-debug"),
 )
@@ -365,6 +412,16 @@ CAUSES: dict[str, Cause] = {
         of_node="perhaps",
     ),
     "uneven-batches": _cause(
+        Advice(
+            "Let all ranks agree before one ends: decide on one rank, `broadcast` the decision, and end everywhere or"
+            " nowhere.",
+            only_if="exit-called",
+        ),
+        Advice(
+            "A rank that skips a batch by what it has computed (`continue`, an early return) is through the loop"
+            " sooner, too: let all ranks skip it, or none.",
+            only_if="drawn",
+        ),
         "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or a number of steps "
         "that an `all_reduce` (MIN) before the loop agrees upon.",
         Advice(
@@ -372,7 +429,7 @@ CAUSES: dict[str, Cause] = {
             " collectives; other collectives in the loop still wait for them.",
             only_if="ddp",
         ),
-        "Take early-stopping decisions on one rank and broadcast them.",
+        Advice("Take early-stopping decisions on one rank and broadcast them.", unless=("exit-called",)),
         own=True,
     ),
     "group-order": _cause(
@@ -407,10 +464,22 @@ CAUSES: dict[str, Cause] = {
             "If nodes only come late, let torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
             only_if="nodes-absent",
         ),
-        "Let every rank reach `init_process_group` before slow or rank-dependent work (downloads, unpacking, "
-        "licence checks); do that work after it and end it with a barrier.",
-        "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; `safelaunch "
-        "--dry-run ...` shows what they are given.",
+        Advice(
+            "Print `MASTER_ADDR` and `MASTER_PORT` (or the `init_method`) right before this line on every rank: the"
+            " script may have changed what torchrun gave it (`node/<host>/env.json`). Then see whether that address"
+            " answers: `nc -vz HOST PORT` on the rank's node.",
+            only_if="store-not-reached",
+        ),
+        Advice(
+            "Let every rank reach `init_process_group` before slow or rank-dependent work (downloads, unpacking, "
+            "licence checks); do that work after it and end it with a barrier.",
+            unless=("store-not-reached",),
+        ),
+        Advice(
+            "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; `safelaunch "
+            "--dry-run ...` shows what they are given.",
+            unless=("store-not-reached",),
+        ),
     ),
     "data-loading": _cause(
         _OWN_LOCK,
@@ -453,11 +522,7 @@ CAUSES: dict[str, Cause] = {
             " job a file or cache of its own; and give the lock a timeout.",
             only_if="foreign-lock",
         ),
-        Advice(
-            "Find who is to set this key, and under which condition: it has to be set on every path. Give the wait a"
-            " time limit: `store.wait([key], timedelta(seconds=60))`.",
-            only_if="store-key",
-        ),
+        _STORE_KEY,
         "Give the call a timeout, and do rank-dependent I/O outside the training loop.",
         Advice(
             "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch"
@@ -512,6 +577,7 @@ CAUSES: dict[str, Cause] = {
         of_node="perhaps",
     ),
     "busy-loop": _cause(
+        _GROUP_TIMEOUT,
         "Bound the loop at this line, and check its exit condition on this rank.",
         "If it is honest work (an evaluation, a checkpoint), let the peers know: `safelaunch.phase('eval')` around "
         "it, or a longer `--max-stall`.",
@@ -520,6 +586,7 @@ CAUSES: dict[str, Cause] = {
         worker=1,
     ),
     "stuck-in-user-code": _cause(
+        _GROUP_TIMEOUT,
         *_CIRCLES,
         Advice(
             "Bound the loop that polls and raise when its time is up; better, let whoever makes what it looks for tell"
@@ -583,11 +650,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "rank-killed": _cause(
         *_COMMUNICATION,
-        Advice(
-            "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; "
-            "or a higher memory limit for the job (`node/<host>/resources.json` shows it).",
-            only_if="out-of-memory",
-        ),
+        _HOST_MEMORY,
         Advice(
             "Whoever sent the SIGKILL leaves no trace in the process: look at the scheduler's log, at limits of "
             "time or memory of the job, and at `node/<host>/kernel_log.txt`.",
@@ -624,6 +687,7 @@ CAUSES: dict[str, Cause] = {
             only_if="unused-parameters",
         ),
         *_COMMUNICATION,
+        _HOST_MEMORY,
         Advice(
             "Several ranks have memory on one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before"
             " anything is put on a device, and `map_location='cpu'` in `torch.load()`.",
@@ -711,6 +775,7 @@ CAUSES: dict[str, Cause] = {
             "A broadcast or reduce whose src or dst differs between ranks looks like this, too, and no backend "
             "records it: print it on every rank.",
             only_if="all-arrived",
+            unless=("all-in-init",),
         ),
         Advice("To see what the transport does", only_if="all-arrived", unless=("gloo",), preset="nccl-debug"),
         Advice(
@@ -729,11 +794,12 @@ CAUSES: dict[str, Cause] = {
             only_if="seen-apart",
         ),
         _BUILD_LOCK,
+        _STORE_KEY,
         Advice(
             "No rank waits for another one: what they wait for is outside the job. Look at the line that each rank is "
             "at, and give such a call a timeout.",
             only_if="all-in-own-code",
-            unless=("no-stacks", "foreign-dumps", "build-lock"),
+            unless=("no-stacks", "foreign-dumps", "build-lock", "store-key"),
         ),
         Advice(_NO_STACKS, only_if="no-stacks"),
         _OTHER_NODES,

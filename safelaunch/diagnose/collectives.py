@@ -194,6 +194,11 @@ class Alignment:
         }
 
     @cached_property
+    def has_collectives(self) -> bool:
+        """Some rank has recorded a collective. Older torch lets nobody outside see gloo's."""
+        return any(self._windows.values())
+
+    @cached_property
     def has_threads(self) -> bool:
         """Some rank has recorded calls of several threads."""
         return any(_has_threads(Entries.of(record.entries)) for record in self.records.values())

@@ -28,9 +28,19 @@ _CONSEQUENCE = re.compile(
     r"|timed out waiting|timed out after|wait timeout|watchdog caught collective"
     r"|\btimeout\b.*(?:recv|send|rank|store|barrier)"
     r"|rank \d+ (?:successfully reached|failed to (?:pass|reach|reply))|ranks? .* failed to pass"
-    r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv",
+    r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv"
+    r"|application timeout caused pair closure|connectfullmesh failed|socket timeout|connection abort",
     re.IGNORECASE | re.DOTALL,
 )
+# How c10d, gloo and NCCL word it where a RuntimeError has no line of torch on its stack, as that of `work.wait()`.
+_THEIR_WORDS = re.compile(
+    r"gloo|nccl|c10d|tcpstore|watchdog|monitoredbarrier|store->get|timed out waiting \d+ ?ms for (?:send|recv)"
+    r"|caused pair closure|by peer \[[0-9a-f.:]+\]:\d+|another rank"
+    r"|\A(?:connection (?:reset|closed) by peer|broken pipe|socket timeout)\b",
+    re.IGNORECASE,
+)
+# Parts of torch that read files or the network, and are no communication between ranks.
+_NO_COMMUNICATION = ("/torch/utils/data/", "/torch/hub.py", "/torch/serialization.py", "/torch/utils/tensorboard/")
 _TIMEOUT = re.compile(r"timed? ?out|failed to pass monitoredbarrier|timeout", re.IGNORECASE)
 _WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated", re.IGNORECASE)
 _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
@@ -43,24 +53,35 @@ def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool
     connection reset on its own account.
     """
     kind = exception.type.rsplit(".", 1)[-1]
-    inner = [f for f in exception.frames[:6] if "/torch/" in fr.normal(f.file)]
-    if kind in ("DistStoreError", "DistNetworkError"):
-        return True
+    inner = _in_communication(exception)
     told = failure_of(exception)
     logged = _logged(log) if told is not None and told.general else None
     if told is not None and (logged[1] if logged is not None else told).own:
         return False
-    if kind not in _DIST_TYPES and not inner and kind not in ("RuntimeError", "DistError"):
+    if kind in ("DistStoreError", "DistNetworkError"):
+        return True
+    named = kind in (*_DIST_TYPES, "DistError") or (kind == "RuntimeError" and _THEIR_WORDS.search(exception.message))
+    if not named and not inner:
         return False
     if kind in ("ConnectionResetError", "BrokenPipeError") and not inner:
         return False
     return _CONSEQUENCE.search(exception.message) is not None
 
 
+def _in_communication(exception: RankException) -> bool:
+    """Its innermost frames are torch's, and none is of a part that reads data."""
+    files = [fr.normal(frame.file) for frame in exception.frames[:6]]
+    return any("/torch/" in file for file in files) and not any(
+        part in fr.normal(frame.file) for frame in exception.frames for part in _NO_COMMUNICATION
+    )
+
+
 def failure_of(exception: RankException) -> failures.Failure | None:
     """What an error that came out of torch's communication or of a device mesh means."""
     inside = any("/torch/distributed/" in fr.normal(frame.file) for frame in exception.frames)
-    named = exception.type.rsplit(".", 1)[-1] in _DIST_TYPES or "nccl" in exception.message.lower()
+    kind = exception.type.rsplit(".", 1)[-1]
+    theirs = kind in (*_DIST_TYPES, "RuntimeError") and _THEIR_WORDS.search(exception.message) is not None
+    named = theirs or kind in _DIST_TYPES[:3]
     found = failures.failure(exception.message)
     return found if found is not None and (inside or named or found.kind == "mesh") else None
 
@@ -295,7 +316,9 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         text = f"exited with code {code}{where}"
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims))
     text = f"has left the training loop: it exited cleanly (code 0{where})"
-    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims))
+    early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
+    signs: frozenset[Sign] = frozenset({"exit-called"}) if early else frozenset()
+    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims), signs=signs)
 
 
 def _abort_words(rank: RankEvidence) -> str:

@@ -32,7 +32,7 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
         return finding
     stacks = finding.calls or _where_they_wait(facts, finding)
     named = frozenset(one.rank for one in finding.culprits)
-    found = partings(facts, stacks, named)
+    found = [one for one in partings(facts, stacks, named) if not _is_of_a_transfer(facts, one)]
     if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
         finding = replace(finding, cause="collective-mismatch")  # they are there by this, not as a loop has ended
     told = [one for one in found if one.kept][:_MOST]
@@ -48,6 +48,12 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
     )
 
 
+def _is_of_a_transfer(facts: Facts, one: Parting) -> bool:
+    """Nobody expects the other end of a send or receive at the same line."""
+    waits = (facts.ranks[rank].wait for rank in one.ranks)
+    return all(wait is not None and wait.kind == "p2p" and wait.frame == one.call for wait in waits)
+
+
 def _signs(facts: Facts, found: Iterable[Parting], named: frozenset[int]) -> frozenset[Sign]:
     """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts."""
     signs = {_sign(facts, one, named) for one in found}
@@ -58,6 +64,8 @@ def _sign(facts: Facts, one: Parting, named: frozenset[int]) -> Sign:
     """Whether those at fault came to the call by the condition, or were kept from it: where both sides are named, the
     fewer ones did what they should not.
     """
+    if not one.kept and one.guard.by_data:
+        return "drawn"
     came, kept = named & set(one.ranks), named - set(one.ranks)
     if came and kept:
         admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]

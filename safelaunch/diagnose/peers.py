@@ -79,7 +79,7 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
         return _with_arguments(found, view, alignment)
     if pending and view.device:  # spinning, it may be, on what the device does not finish
         return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
-    return _quiet_wait(view, pending)
+    return _quiet_wait(view, pending, alignment)
 
 
 def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
@@ -110,7 +110,7 @@ def begins_at(stack: fr.Stack) -> Place | None:
     return (frames[-1].file, fr.short(frames[-1].function)) if frames else None
 
 
-def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
+def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> PeerWait | None:
     """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
     wait = view.wait
     native = calls.native_wait(view.process.stacks, view.os_tid)
@@ -122,7 +122,8 @@ def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
         return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, seen), view)
     if pending and view.poll is not None and view.poll.of == "work":
         return _from_entry(view.rank, pending[0], view)
-    if not native and wait.kind == "lock" and not view.stack.called and (_batch(view) or _awaits_a_work(view, pending)):
+    posted = not view.stack.called and _batch(view)
+    if not native and wait.kind == "lock" and (posted or _awaits_a_work(view, pending, alignment)):
         return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
     if not pending and wait.kind == "lock" and _backward_without_a_record(view):
         return _of_backward(view)
@@ -133,13 +134,14 @@ def _quiet_wait(view: View, pending: list[Collective]) -> PeerWait | None:
     return None
 
 
-def _awaits_a_work(view: View, pending: list[Collective]) -> bool:
-    """Where its line calls ``wait()`` and rests in it without a Python frame, that is c10d's, of a send or receive:
-    collectives are recorded, and those of the standard library have frames."""
-    record = view.rank.flight_record
-    if pending or record is None or not record.entries or view.read_source is None or view.user_frame is None:
+def _awaits_a_work(view: View, pending: list[Collective], alignment: Alignment) -> bool:
+    """Where its line, or one of torch.distributed's, calls ``wait()`` and rests in it without a Python frame, that is
+    c10d's, of a send or receive: collectives are recorded, and those of the standard library have frames."""
+    recorded = view.rank.flight_record is not None and alignment.has_collectives
+    if pending or not recorded or view.read_source is None:
         return False
-    return calls_method(view.user_frame, "wait", view.read_source)
+    inner = view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
+    return inner is not None and calls_method(inner, "wait", view.read_source)
 
 
 def _backward_without_a_record(view: View) -> bool:

@@ -14,7 +14,7 @@ from signal import SIGBUS, SIGFPE, SIGILL, SIGSEGV
 
 import msgspec
 
-from safelaunch.blame.repeats import Repeat, place_words, repeats
+from safelaunch.blame.repeats import FIRM, Repeat, place_words, repeats
 from safelaunch.diagnose.advice import again
 from safelaunch.model import (
     BlamedBefore,
@@ -71,7 +71,7 @@ def with_repeats(verdict: Verdict, evidence: Evidence) -> Verdict:
 def incident_of(verdict: Verdict, evidence: Evidence) -> Incident | None:
     """What to remember of a verdict; None where it blames nobody, or nothing is to be remembered.
 
-    ``id``, ``bundle`` and ``written_on`` are for who writes it down.
+    ``id`` and ``bundle`` are for who writes it down.
     """
     known = evidence.remembered
     if known is None or verdict.outcome == "dump" or not (verdict.culprits or verdict.nodes_at_fault):
@@ -92,6 +92,8 @@ def incident_of(verdict: Verdict, evidence: Evidence) -> Incident | None:
         line_tells=verdict.cause not in _WHERE_IT_MET_IT,
         of_gpus=len({gpu for rank in evidence.ranks if (gpu := _gpu(rank, known))}),
         of_hosts=len(hosts - {""}),
+        written_on=known.host,
+        host_ranks=verdict.nodes_at_fault[0].ranks[:_MOST_TEXT] if len(verdict.nodes_at_fault) == 1 else "",
     )
 
 
@@ -132,20 +134,25 @@ def _suspect(repeat: Repeat, now: Incident) -> Suspect:
     earlier = [one for one in reversed(repeat.incidents) if one is not now]
     what = f"GPU {repeat.name}" if repeat.unit == "gpu" else f"Host {repeat.name}"
     where = f" of {repeat.host}" if repeat.unit == "gpu" and repeat.host else ""
-    kind = "GPUs" if repeat.unit == "gpu" else "hosts"
-    words = (
-        f"{what}{where} is blamed for the {_nth(repeat.times)} time{_under(repeat)}. Among {repeat.of} {kind}, chance"
-        f" alone does that in at most {_odds(repeat.chance)}: suspect the hardware.{_or_the_rank(repeat)}"
-    )
+    again = f"{what}{where} is blamed for the {_nth(repeat.times)} time{_under(repeat)}."
     return Suspect(
         unit=repeat.unit,
         name=repeat.name,
         host=repeat.host,
         times=repeat.times,
         chance=round(repeat.chance, 4),
-        words=words,
+        words=f"{again} {_weight(repeat)}{_or_the_rank(repeat)}",
         before=tuple(_before(one, repeat) for one in earlier[:_MOST_BEFORE]),
     )
+
+
+def _weight(repeat: Repeat) -> str:
+    kind, odds = "GPUs" if repeat.unit == "gpu" else "hosts", _odds(repeat.chance)
+    if repeat.is_firm:
+        return f"Among {repeat.of} {kind}, chance alone does that in at most {odds}: suspect the hardware."
+    if repeat.of_rank_0:
+        return "That may be the hardware, or what the script does on rank 0 alone."
+    return f"That may be the hardware; among {repeat.of} {kind}, chance alone does it in {odds}."
 
 
 def _under(repeat: Repeat) -> str:
@@ -174,9 +181,10 @@ def _advice(one: Suspect) -> tuple[str, ...]:
             f"Look for Xid and ECC errors of that GPU (`nvidia-smi -q -i {one.name}`, and the kernel's log), and have"
             " it tested (`dcgmi diag -r 3`).",
         )
+    when = "" if one.chance <= FIRM else "If that happens again, "
     return (
-        f"Keep jobs off the suspected host until it is checked: `scontrol update nodename={quote(one.name)} state=drain"
-        " reason=...`, `kubectl cordon`.",
+        f"{when}{'k' if when else 'K'}eep jobs off the suspected host until it is checked:"
+        f" `scontrol update nodename={quote(one.name)} state=drain reason=...`, `kubectl cordon`.",
     )
 
 

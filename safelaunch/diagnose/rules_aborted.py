@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from safelaunch.diagnose.causes import FAILURES
-from safelaunch.diagnose.collectives import Mismatch, vote
+from safelaunch.diagnose.collectives import Mismatch, describe, vote
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.exits import aborted_in, failed_at, is_aborted
 from safelaunch.diagnose.findings import (
@@ -108,6 +108,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
     named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
     text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
+    text += _sizes_that_met(facts, sorted(sites), sorted(others))
     reason = "was aborted, as a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
@@ -119,3 +120,16 @@ def wrong_size_received(facts: Facts) -> Ruling:
         + wait_claims(facts, sorted(others)),
         signs=frozenset({"sizes-differ"}) if places.issuperset(sites.values()) else frozenset(),
     )
+
+
+def _sizes_that_met(facts: Facts, aborted: Sequence[int], others: Iterable[int]) -> str:
+    """What the survivors passed in, by their records, and the bound that the abort itself gives for the rest."""
+    sizes: dict[str, list[int]] = {}
+    for rank in others:
+        for entry in facts.alignment.pending(rank)[-1:]:
+            sizes.setdefault(describe(entry), []).append(rank)
+    if not sizes:
+        return ""
+    told = "; ".join(f"{ranks_do(ranks, 'passes', 'pass')} {call}" for call, ranks in sizes.items())
+    whose = "the call" if len(aborted) == 1 else "one call"
+    return f" {capital(told)}; {whose} of {ranks_word(aborted)} has room for less than what reached it."

@@ -237,7 +237,7 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
 
 
 def _signs(meeting: Meeting, left: LeftLoop | None) -> frozenset[Sign]:
-    if left is not None and left.cut_short:
+    if left is not None and (left.cut_short or (left.of_a_step and meeting.odd == left.ahead)):
         return frozenset({"left-out"})
     return frozenset({"sizes-differ"}) if meeting.sizes_differ else frozenset()
 

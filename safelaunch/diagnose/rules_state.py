@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from safelaunch.diagnose.causes import FAILURES
-from safelaunch.diagnose.conditions import Condition
+from safelaunch.diagnose.causes import FAILURES, Sign
+from safelaunch.diagnose.conditions import Condition, View
 from safelaunch.diagnose.doubts import Doubt, those
 from safelaunch.diagnose.exits import (
     failed_at,
@@ -35,9 +35,12 @@ from safelaunch.diagnose.findings import (
     waits_words,
 )
 from safelaunch.diagnose.guarding import guard_of, is_scattered
-from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts
+from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts, view_of
 from safelaunch.diagnose.standing import seconds_words, silent_s
 from safelaunch.model import Claim
+from safelaunch.reading import frames as fr
+from safelaunch.reading.guards import way_to
+from safelaunch.reading.kernel import kind_of, thread_samples
 
 CLOCKS_S = 2.0
 
@@ -170,7 +173,7 @@ def stopped_ranks(facts: Facts) -> Ruling:
 
 
 def init_not_joined(facts: Facts) -> Ruling:
-    """Ranks wait in ``init_process_group`` for ranks that never reached it.
+    """Ranks wait in ``init_process_group`` for ranks that never reached it, or that do not reach its store.
 
     Where an absent rank is instead comes from its own stack and goes into the reason. Ranks that were not seen at all
     are listed, not blamed: they may be on another node whose evidence is not here.
@@ -186,12 +189,59 @@ def init_not_joined(facts: Facts) -> Ruling:
         and (f.wait is None or f.wait.kind != "init")
         and not facts.may_wait_elsewhere(r)
     }
+    if not absent and not facts.unseen and (found := _store_not_reached(facts, inside)) is not None:
+        return found
     if not absent and not facts.unseen:
         return f"{capital(ranks_do(inside, 'waits', 'wait'))} in init_process_group, and no rank is absent from it"
     named = {r: replace(c, reason=f"never reached init_process_group: it {c.reason}") for r, c in absent.items()}
     waits = capital(waits_words(facts, inside))
     text = "" if named else f"{waits}, and {unseen_words(facts)} at all: it may never have started."
     return blame(facts, "init-not-joined", those({Doubt.UNSEEN_RANKS: bool(facts.unseen)}), named, inside, summary=text)
+
+
+def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
+    """Ranks that try again and again to connect to the store, by which the ranks find each other: they have another
+    address than who hosts it, or no way there.
+
+    They are named where they are fewer, or where a peer is past that point, so that there is a store to reach.
+    """
+    views = {rank: view for rank in inside if (view := view_of(facts.ranks[rank].evidence)) is not None}
+    astray = [rank for rank, view in views.items() if _connects_again(view)]
+    if not astray:
+        return None
+    rest = [rank for rank in inside if rank not in astray]
+    there = [rank for rank in rest if rank in views and not _makes_store(views[rank])]
+    reason = "tries again and again to connect to the store of init_process_group"
+    frames = {rank: facts.ranks[rank].frame for rank in astray}
+    named = {
+        rank: Condition("init-not-joined", f"{reason}{fr.at(frame)}", frame, doubts=(Doubt.STATE_INFERRED,))
+        for rank, frame in frames.items()
+    }
+    signs: frozenset[Sign] = frozenset({"store-not-reached"})
+    if there or 2 * len(astray) < len(inside):
+        found = blame(facts, "init-not-joined", (Doubt.STATE_INFERRED,), named, rest)
+        return replace(found, signs=signs)
+    others = f", and {waits_words(facts, rest)}" if rest else ""
+    text = f"{capital(each_of(astray))} {reason}{fr.at(frames[astray[0]])}: nothing answers at its address{others}."
+    doubts = (Doubt.STATE_INFERRED, *those({Doubt.EITHER_SIDE: bool(rest)}))
+    return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), signs=signs)
+
+
+def _makes_store(view: View) -> bool:
+    return bool(view.stack.called) and fr.short(view.stack.called[0].function) == "_create_c10d_store"
+
+
+_NAP_S = 0.05  # who hosts the store looks for the others every 10 ms; who does not reach it waits longer to try again
+
+
+def _connects_again(view: View) -> bool:
+    """It sleeps between two attempts to connect to the store, or an attempt gets no answer."""
+    return _makes_store(view) and any(
+        "(syn_sent)" in thread.fd_target
+        or thread.syscall_name == "connect"
+        or (kind_of(thread) == "sleep" and thread.ends_s is not None and thread.ends_s - at_s > _NAP_S)
+        for at_s, thread in thread_samples(view.process)
+    )
 
 
 def left_by_all(facts: Facts) -> Ruling:
@@ -268,8 +318,10 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text += f" {capital(unseen_words(facts))} and may be what keeps {who} there."
     elif alike and own:
         text = f"{summary_of(own, facts, [])} All are at the same place: no rank stands out."
+        text += _who_would_set(facts, next(iter(own.values())))
     elif waits and not own:
         text = f"{capital(waits_words(facts, waits))}; every rank has arrived: no rank stands out."
+        text += _began_with(facts, [r for r in waits if facts.ranks[r].evidence.exception is not None])
     elif own:
         text = f"{summary_of(own, facts, waits)} The evidence does not single out a rank."
     elif cut:
@@ -286,14 +338,24 @@ def nobody_stands_out(facts: Facts) -> Finding:
         Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
         Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
     }
-    return Finding("no-rank-stands-out", those(doubts), text, claims=claims)
+    keys: frozenset[Sign] = frozenset({"store-key"}) if alike and all(one.key for one in own.values()) else frozenset()
+    return Finding("no-rank-stands-out", those(doubts), text, claims=claims, signs=keys)
+
+
+def _who_would_set(facts: Facts, own: Condition) -> str:
+    """Of a key of the store that all ranks wait for: the line that sets it, and what it stands behind."""
+    for line in own.key.set_at if own.key is not None else ():
+        behind = [f"`{step.guard.words}`" for step in way_to(line, facts.read_source) if not step.loop]
+        under = f", under {' and '.join(behind)}" if behind else ""
+        return f" Nobody has set it: {fr.place(line)} does{under}."
+    return ""
 
 
 def _began_with(facts: Facts, lost: list[int]) -> str:
-    """The rank that reported it first, by its own clock, and what its error means."""
-    first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence))
-    told = failure_of_rank(facts.ranks[first].evidence)
-    return f" It began on rank {first}: {told.means}." if told is not None else ""
+    """The rank that reported it first, by its own clock, and what its error means, if more than that time was up."""
+    first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
+    told = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
+    return f" It began on rank {first}: {told.means}." if told is not None and told.kind != "peer-late" else ""
 
 
 def _seen_apart(facts: Facts, first: list[int], rest: list[int]) -> str:

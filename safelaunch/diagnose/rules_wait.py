@@ -365,10 +365,11 @@ def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> R
     named = {holder.rank: replace(own, reason=f"{own.reason}, {why}")}
     told = {rank: _told(case, rank, by) for rank, by in held_by.items()}
     waiters = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    text = summary_of(named, case, waiters)
     return Finding(
         own.cause,
         _doubts(case, (own, *told.values())),
-        summary_of(named, case, waiters),
+        f"{text} {capital(holder.words)}." if holder.kind == "key" else text,
         (culprit(case.ranks[holder.rank], named[holder.rank]),),
         condition_claims(named) + condition_claims(told) + wait_claims(case, waiters),
         held_up=tuple(held_by),

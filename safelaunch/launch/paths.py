@@ -63,6 +63,11 @@ class RunPaths:
         return self.root / layout.GPUS
 
     @property
+    def gpus_pending(self) -> Path:
+        """There while that may yet change."""
+        return self.root / layout.GPUS_PENDING
+
+    @property
     def pages(self) -> Path:
         return self.root / "pages"
 

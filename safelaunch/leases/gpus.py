@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from safelaunch.errors import InterruptedWait, ResourceError
-from safelaunch.leases.choose import Pool, Wish, pool_of
+from safelaunch.leases.choose import Gpu, Pool, Wish, is_avoided, pool_of
 from safelaunch.leases.claims import MOST_UNLEASED_BYTES, Claim, Survey, Taken, Terms, refusal, table, what
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.inventory import Asking, inventory
@@ -108,6 +108,10 @@ class NodeGpus:
         """``count`` GPUs near each other for the job ``name``; None if they are not available."""
         self._claim.terms = self._terms(count, name)
         return self._claim.advance()
+
+    def suspected(self) -> tuple[Gpu, ...]:
+        """The GPUs that the last request was to leave out where there are enough others."""
+        return tuple(gpu for gpu in self.pool.gpus if is_avoided(gpu, self._claim.terms.avoid))
 
     def queue(self, count: int, name: str, ours: Collection[int]) -> str:
         """Joins the queue, or keeps its place, until GPUs are taken.

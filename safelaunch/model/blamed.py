@@ -22,11 +22,12 @@ class BlamedRank(msgspec.Struct, frozen=True, omit_defaults=True):
 class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whom one verdict blamed.
 
-    - ``id``: the same on all nodes of the job; ``bundle``: its path on ``written_on``
+    - ``id``: of the bundle; ``bundle``: its path on ``written_on``. Each node of a job writes down its own
     - ``units``: the kinds of hardware that may be behind this cause; empty where that can only be the script
     - ``line_tells``: the cause points at the line; else the line is only where the rank met its trouble
     - ``hosts``: the nodes that are blamed as a whole
     - ``of_gpus``, ``of_hosts``: how many of them the job had, and could so have been blamed; 0: not known
+    - ``host_ranks``: those of the node that is blamed as a whole, as ranges; empty where not known, or of several
     """
 
     id: str
@@ -43,6 +44,7 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     of_hosts: int = 0
     bundle: str = ""
     written_on: str = ""
+    host_ranks: str = ""
 
 
 class Remembered(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,6 +1,7 @@
 """Two recordings of one job: what takes longer now, by line.
 
 Where both marked steps, in seconds of a step, so that one place that grew does not make all others look smaller.
+Of the ranks that arrive last, if some do: a step takes as long as theirs, and the others only wait more.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from safelaunch.model import Frame
+from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
 from safelaunch.profiling.shares import Place, RankTime, frame_of, mean, place_share, times_of
+from safelaunch.profiling.verdict import split
 from safelaunch.reading.frames import basename
 
 LEAST = 0.05  # of the earlier time of a step
@@ -34,11 +36,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``before_s``, ``now_s``: a step's seconds; 0.0 if not known, then changes are of shares. The largest first."""
+    """``before_s``, ``now_s``: a step's seconds; 0.0 if not known, then changes are of shares. The largest first.
+
+    ``ranks``: those that arrive last, of which the changes are; empty: of all.
+    """
 
     before_s: float
     now_s: float
     changes: tuple[Change, ...]
+    ranks: tuple[int, ...] = ()
 
     @property
     def by_step(self) -> bool:
@@ -56,14 +62,22 @@ class Comparison:
             words = "The recordings have no steps to compare by"
         grown = [one for one in self.changes if one.more > 0]
         if not grown:
-            return f"{words}; no line takes noticeably longer."
-        return f"{words}; what grew most: {where(grown[0])}, {self.amount(grown[0].more)} more."
+            return f"{words}; no line takes noticeably longer{self.on}."
+        return f"{words}; what grew most{self.on}: {where(grown[0])}, {self.amount(grown[0].more)} more."
+
+    @property
+    def on(self) -> str:
+        """The ranks in words, if not all."""
+        return f" on {'rank' if len(self.ranks) == 1 else 'ranks'} {format_ranks(self.ranks)}" if self.ranks else ""
+
+
+LOADING = {"DataLoader": "waiting for data", "dataset": "loading data"}
 
 
 def where(change: Change) -> str:
     one = change.place
     line = f" at {basename(change.frame.file)}:{change.frame.line}" if change.frame is not None else ""
-    what = one.what or one.kind
+    what = LOADING.get(one.what) or one.what or one.kind
     return f"{'waiting in ' if one.waits else ''}{what}{line}{f' ({one.function})' if one.function else ''}"
 
 
@@ -72,6 +86,10 @@ def compare(earlier: Recording, now: Recording) -> Comparison:
     step_s, was_s = _step_s(now, times), _step_s(earlier, before)
     if not (step_s and was_s):
         step_s = was_s = 0.0
+    groups = split(times)
+    ranks = tuple(one.rank for one in groups[0]) if groups is not None else ()
+    if ranks:
+        times, before = _of(times, ranks), _of(before, ranks) or before
     theirs = {_key(place): place for one in before for place in one.places}
     ours = {_key(place): place for one in times for place in one.places}
     changes = []
@@ -88,7 +106,11 @@ def compare(earlier: Recording, now: Recording) -> Comparison:
             frame = frame_of(times if mine is not None else before, place)
             changes.append(Change(place, frame, was * was_scale, share * scale))
     changes.sort(key=lambda one: -one.more)
-    return Comparison(was_s, step_s, tuple(changes))
+    return Comparison(was_s, step_s, tuple(changes), ranks)
+
+
+def _of(times: Sequence[RankTime], ranks: tuple[int, ...]) -> list[RankTime]:
+    return [one for one in times if one.rank in ranks]
 
 
 def _key(place: Place) -> tuple[str, str, str, str, bool]:

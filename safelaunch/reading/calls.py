@@ -129,6 +129,12 @@ def in_torch(stack: Stack) -> bool:
     return bool(inner) and "/torch/" in normal(inner[0].file) and not loader_wait(stack)
 
 
+def in_distributed(stack: Stack) -> Frame | None:
+    """The innermost frame, if it is of torch.distributed: a pipeline's schedule, say."""
+    inner = stack.called
+    return inner[0] if inner and "/torch/distributed/" in normal(inner[0].file) else None
+
+
 def in_backward(stack: Stack) -> bool:
     """The thread is in C++ under ``backward()``: in no hook of Python's."""
     inner = stack.called

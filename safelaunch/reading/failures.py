@@ -12,7 +12,7 @@ from typing import Literal
 
 Kind = Literal[
     "nccl-cuda", "nccl-memory", "nccl-shm", "nccl-limit", "infiniband", "interface", "one-gpu", "mesh", "nccl-versions",
-    "nccl-sizes", "nccl-ending", "socket", "nccl-system",
+    "nccl-sizes", "nccl-ending", "socket", "nccl-system", "port", "host-name", "open-files", "peer-late",
 ]  # fmt: skip
 
 
@@ -116,10 +116,29 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         "the InfiniBand driver refused {call}",
     ),
     (
+        "open-files",
+        True,
+        r"too many open files",
+        "the process has as many open files as its limit allows",
+    ),
+    (
+        "port",
+        True,
+        r"address already in use|eaddrinuse|failed to listen on any local network address",
+        "another process has the port on which it is to listen",
+    ),
+    (
+        "host-name",
+        True,
+        r"gai error|name or service not known|temporary failure in name resolution"
+        r"|network addresses of \([^)]*\) cannot be retrieved",
+        "the name of a host could not be resolved on its node",
+    ),
+    (
         "interface",
         True,
         r"no socket interface found|no usable (?:listening )?interface|no interface found in the same subnet"
-        r"|unable to find interface",
+        r"|unable to find (?:interface|address for)",
         "no network interface fits the job's settings",
     ),
     (
@@ -136,15 +155,47 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         "two ranks meet in one transfer with different sizes: those of the call, or NCCL's settings, differ",
     ),
     (
+        "peer-late",
+        False,
+        r"timed out waiting (?P<ms>\d+) ?ms for (?P<way>send|recv) operation",
+        "a peer did not come to this {way} within the group's time-out of {ms} ms",
+    ),
+    (
+        "peer-late",
+        False,
+        r"application timeout caused pair closure",
+        "the group's time-out ended another call over the same connection before",
+    ),
+    (
+        "peer-late",
+        False,
+        r"timed out after \d+ seconds waiting for clients\. (?P<here>\d+)/(?P<all>\d+) clients joined",
+        "{here} of {all} processes came to the store",
+    ),
+    (
+        "peer-late",
+        False,
+        r"store->get\('[^']*'\) got (?:error|exception): (?:socket timeout|(?:wait )?timeout)"
+        r"|wait timeout after \d+ ?ms, keys",
+        "a peer did not leave in the store what this rank waits for",
+    ),
+    (
+        "peer-late",
+        False,
+        r"watchdog caught collective operation timeout",
+        "a collective was not over within the group's time-out",
+    ),
+    (
         "socket",
         False,
-        r"(?:connect|socket)[^\n]*(?:no route to host|network is unreachable|connection refused|timed out)",
+        r"connectfullmesh failed|software caused connection abort"
+        r"|(?:connect|socket)[^\n]*(?:no route to host|network is unreachable|connection refused|timed out)",
         "a peer could not be reached over the network",
     ),
     (
         "socket",
         False,
-        r"connection (?:was )?(?:closed|reset) by (?:remote )?peer"
+        r"connection (?:was )?(?:closed|reset) by (?:remote )?peer|failed to recv, got 0 bytes|broken pipe"
         r"|remote process exited or there was a network error",
         "a peer ended, or the network cut the connection to it",
     ),
@@ -166,6 +217,18 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         False,
         r"unhandled system error|ncclsystemerror",
         f"a system call of NCCL failed, of its network, its memory or a device; {_IN_THE_LOG}",
+    ),
+    (
+        "nccl-system",
+        True,
+        r"nccl error[^\n]*internal error[^\n]*\nncclinternalerror[^\n]*(?:\nlast error:)?\s*\Z",
+        f"a check inside NCCL failed, up to NCCL 2.18 also when a connection was lost; {_IN_THE_LOG}",
+    ),
+    (
+        "mesh",
+        True,
+        r"the new group's rank should be within",
+        "a process group is to have ranks that the job does not have",
     ),
 )
 

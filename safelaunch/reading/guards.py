@@ -63,6 +63,12 @@ class Guard:
         """``if rank == 0 (train.py:14)``."""
         return f"{self.text} ({basename(self.file)}:{self.line})"
 
+    @property
+    def by_data(self) -> bool:
+        """Ranks may part here by what they have computed or drawn, and not by their number: that is only where their
+        data begins, as in ``loss < best`` of a loss whose generator has the rank as its seed."""
+        return self.test is not None and not _names_the_rank(self.test, self.names, _MOST_STEPS)
+
     def admits(self, one: Whereabouts) -> bool | None:
         """Whether this rank comes past it; None where the condition asks for more than the rank."""
         if self.test is None:
@@ -266,6 +272,27 @@ def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int 
         if steps and word in names and asks_for_the_rank(names[word], names, steps - 1):
             return True
     return False
+
+
+_CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
+
+
+def _names_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int) -> bool:
+    """Whether the rank stands in the condition itself, or in what its names stand for as it is. What a function has
+    made of the rank is no rank."""
+    words = list(_words(test))
+    if any(_OF_THE_RANK.search(word) for word in words):
+        return True
+    values = (names[word] for word in words if steps and word in names)
+    return any(_names_the_rank(plain, names, steps - 1) for value in values if (plain := _plain(value)) is not None)
+
+
+def _plain(value: ast.expr) -> ast.expr | None:
+    """The expression, unless it is computed from arguments: then the function alone, whose name may have the rank."""
+    calls = [one for one in ast.walk(value) if isinstance(one, ast.Call) and (one.args or one.keywords)]
+    if all(_CASTS.intersection(names_in(one.func)) for one in calls):
+        return value
+    return value.func if isinstance(value, ast.Call) and not isinstance(value.func, ast.Call) else None
 
 
 def _words(node: ast.AST) -> Iterator[str]:

@@ -31,7 +31,7 @@ _WCHAN: tuple[tuple[str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _LOCKS = frozenset({"flock", "fcntl"})
-_WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
+WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 
 BUSY_SHARE = 0.2  # of a core, over the time between the samples; cores may be shared, waits use under 0.02
 
@@ -65,7 +65,7 @@ class KernelWait:
 
     @property
     def writes(self) -> bool:
-        return self.call in _WRITES
+        return self.call in WRITES
 
     @property
     def busy(self) -> bool:

@@ -1,7 +1,8 @@
 """Recorded calls → a small script that hangs in the same way. Pure.
 
-``recorded`` chooses the calls, ``programs`` makes a program of them, ``families`` and ``fold`` find what ranks and
-rounds have in common, and ``text`` writes it down. ``smaller`` leaves out ranks and elements.
+``recorded`` chooses the calls, ``programs`` makes a program of them, ``order`` finds which of them nobody can have
+waited for, ``families`` and ``fold`` find what ranks and rounds have in common, and ``text`` writes it down.
+``smaller`` leaves out ranks and elements.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from safelaunch.reproduce.places import records_tell
 from safelaunch.reproduce.program import Program
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.recorded import Extent
-from safelaunch.reproduce.smaller import is_large, with_fewest_ranks, with_small_tensors
+from safelaunch.reproduce.smaller import is_large, with_fewest_ranks, with_sizes_that_gloo_checks, with_small_tensors
 from safelaunch.reproduce.text import Head, script
 
 __all__ = ["Extent", "Reproduction", "Wish", "reproduction_of"]
@@ -65,6 +66,7 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
         program = replace(program, notes=(*program.notes, _TOO_LARGE))
     if wish.shrink or is_large(program):
         program = with_small_tensors(program)
+    program = with_sizes_that_gloo_checks(program)
     culprits = tuple(one.rank for one in verdict.culprits)
     written = script(program, _head(verdict, kept, wish), culprits if verdict.cause == "uneven-batches" else ())
     return Reproduction(

@@ -9,12 +9,14 @@ from itertools import groupby
 
 from safelaunch.diagnose.collectives import elements, number_of, op_name
 from safelaunch.diagnose.comparable import Block
+from safelaunch.diagnose.findings import ranks_word
 from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.transfers import is_root
-from safelaunch.model import UNKNOWN_SIZES, Collective, format_ranks
+from safelaunch.model import UNKNOWN_SIZES, Collective
 from safelaunch.reproduce.gloo import FUNCTIONS
+from safelaunch.reproduce.order import passable
 from safelaunch.reproduce.program import OBJECTS, ROOTED, TRANSFERS, WORLD, Call, End, Program, RankProgram, Side
-from safelaunch.reproduce.recorded import Extent, Recorded, recorded
+from safelaunch.reproduce.recorded import Extent, Meeting, Recorded, recorded
 from safelaunch.reproduce.threads import SideThread, threads_of
 
 _SCALAR = ((1,),)
@@ -68,10 +70,18 @@ class _Reader:
 
     def program(self) -> Program:
         ranks = {rank: self._rank(rank) for rank in range(self._world)}
+        waited_for, keys = ranks, {rank: self._keys(rank, one) for rank, one in ranks.items()}
+        ranks = passable(waited_for, keys)
+        if ranks != waited_for:
+            self._note("Some calls that are over are not waited for: made one after the other, they would hang.")
         used = {call.group for one in ranks.values() for call in one.all_calls} - {WORLD}
         groups = {name: tuple(sorted(self._facts.alignment.ranks_of(name))) for name in sorted(used)}
         self._say_what_is_missing()
         return Program(ranks, groups, (*self._notes, *self._roots.notes()))
+
+    def _keys(self, rank: int, one: RankProgram) -> list[list[Meeting]]:
+        met = {each.entry.record_id: each.key for each in self._calls.get(rank, ())}
+        return [[met[entry.record_id] for entry in entries if entry.record_id in met] for entries in one.entries]
 
     @property
     def _world(self) -> int:
@@ -91,11 +101,11 @@ class _Reader:
     def _say_what_is_missing(self) -> None:
         unseen = self._facts.unseen
         if unseen:
-            self._note(f"Not seen: ranks {format_ranks(set(unseen))}. They make the calls that their peers completed.")
+            self._note(f"Not seen: {ranks_word(unseen)}. There, the script makes the calls that the peers completed.")
         without = set(self._facts.ranks) - set(self._facts.alignment.records)
         if without:
             self._note(
-                f"No recorded calls: ranks {format_ranks(without)}. They make the calls that their peers completed."
+                f"No recorded calls: {ranks_word(without)}. There, the script makes the calls that the peers completed."
             )
 
     # --- a rank -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The same hang with fewer ranks, and with smaller tensors."""
+"""The same hang with fewer ranks, and with smaller tensors; where gloo would not hang, with larger ones."""
 
 from __future__ import annotations
 
@@ -207,6 +207,48 @@ def with_small_tensors(program: Program) -> Program:
 
 
 _DIVIDED = frozenset({"reduce_scatter_tensor", "all_to_all"})
+
+
+# --- larger tensors ---------------------------------------------------------------------------------------------------
+
+_LARGER = (
+    "The tensors whose sizes differ have {} times as many elements: gloo lets ranks pass an all_reduce of fewer"
+    " elements than ranks."
+)
+ABORTS = (
+    "The sizes of an all_reduce differ: there gloo aborts, where other backends hang. The records of aborted ranks are"
+    " lost, so a verdict on this script may name more of the ranks."
+)
+
+
+def with_sizes_that_gloo_checks(program: Program) -> Program:
+    """A rank that waits in an ``all_reduce`` of fewer elements than there are ranks may come back from it with gloo,
+    however many its peers give: it exchanges nothing with some of them.
+    """
+    for group in {call.group for call in _every(program)}:
+        last = [one.calls[-1] for one in program.ranks.values() if one.calls and one.end.kind == "waits"]
+        sizes = {prod(call.sizes[0]) for call in last if (call.op, call.group, len(call.sizes)) == (_SUMS, group, 1)}
+        if len(sizes) < 2:
+            continue
+        times = len(program.members(group)) if min(sizes) < len(program.members(group)) else 1
+        program = _with_larger(program, group, sizes, times)
+        program = replace(program, notes=(*program.notes, ABORTS, *([_LARGER.format(times)] if times > 1 else [])))
+    return program
+
+
+_SUMS = "all_reduce"
+
+
+def _with_larger(program: Program, group: str, sizes: Collection[int], times: int) -> Program:
+    def larger(call: Call) -> Call:
+        same = (call.op, call.group, len(call.sizes)) == (_SUMS, group, 1) and prod(call.sizes[0]) in sizes
+        return replace(call, sizes=((prod(call.sizes[0]) * times,),)) if same and times > 1 else call
+
+    ranks = {rank: replace(one, calls=tuple(map(larger, one.calls))) for rank, one in program.ranks.items()}
+    return replace(program, ranks=ranks)
+
+
+# --- all calls --------------------------------------------------------------------------------------------------------
 
 
 def _numbers(program: Program) -> set[int]:

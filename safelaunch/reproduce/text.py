@@ -114,7 +114,7 @@ def _of_type(name: str, stand_in: str) -> str:
     return f"gloo has no {name[:40]}: {stand_in} stands for it."
 
 
-_NO_SENDS = (
+NO_SENDS = (
     "The calls are made, but gloo records no send and no receive: a verdict on this script may give the cause another"
     " name, or name more or fewer ranks."
 )
@@ -125,7 +125,7 @@ def _not_the_same(program: Program) -> Iterator[str]:
         if one.end.kind == "stands" and one.end.cause not in _STANDS:
             yield f"Rank {rank} {one.end.words} ({one.end.cause}): here it is asleep."
     if any(entry.is_p2p for one in program.ranks.values() for left in one.entries for entry in left):
-        yield _NO_SENDS
+        yield NO_SENDS
 
 
 def _imports(body: Sequence[str]) -> list[str]:

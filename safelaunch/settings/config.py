@@ -78,6 +78,7 @@ HOOK_ENV = tuple(
         "USUAL_S",
         "SUSPECT_GPU",
         "SUSPECT_HOST",
+        "SUSPECT_CHANCE",
     ]
 )
 NOT_OPTIONS = INTERNAL_ENV | {*HOOK_ENV, *PLACES_ENV}

@@ -245,7 +245,8 @@ _BUNDLES = (
         parse_command,
         "a command",
         "Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, "
-        "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS, _RUN_NAME, _SUSPECT_GPU and _SUSPECT_HOST.",
+        "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS, _RUN_NAME, _SUSPECT_GPU, _SUSPECT_HOST and "
+        "_SUSPECT_CHANCE.",
         _RUNS,
     ),
     Option(

@@ -6,7 +6,6 @@ A run of fewer ranks or with another batch is another experiment, and nothing el
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +17,13 @@ from safelaunch.model import format_ranks
 from safelaunch.roster.progress import Noted, read_contract
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
+from safelaunch.system.private_file import PrivateFile
 from safelaunch.system.task import Task
 
 MOST_NAMES = 256
 MAX_BYTES = 256 << 10
 PATIENCE_S = 10.0  # from the first rank's first step to the last one's
 DEADLINE_S = 5.0  # of the bundle directory's disk
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Contract(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -112,9 +111,11 @@ class Contracts:
 
     def _compare(self, now: Contract) -> Task[str]:
         def work() -> str:
-            before = remembered(self._bundle_dir).get(self._name)
-            if self._remembers or self._bundle_dir.is_dir():
-                remember(self._bundle_dir, self._name, now)
+            if not self._remembers and not self._bundle_dir.is_dir():
+                return ""
+            before, whole = remember(self._bundle_dir, self._name, now)
+            if not whole:
+                return f"{path_in(self._bundle_dir)} was damaged: what earlier runs computed with is forgotten"
             text = changes(before, now) if before is not None else ""
             return f"since the last run of the name {self._name}: {text}" if text else ""
 
@@ -135,31 +136,34 @@ class _File(msgspec.Struct):
     runs: dict[str, Contract] = msgspec.field(default_factory=dict)
 
 
+_Run = tuple[str, Contract]
+
+
 def path_in(directory: Path) -> Path:
     """Hidden, so that nothing takes it for a bundle; with the user's number, as people share a directory."""
     return directory / f".safelaunch-runs-{os.geteuid()}.json"
 
 
-def remembered(directory: Path) -> dict[str, Contract]:
-    """Name of a run → its newest contract; nothing where the file is missing, damaged or not ours."""
-    try:
-        with open(os.open(path_in(directory), os.O_RDONLY | _FLAGS), "rb") as file:
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-                return {}
-            return msgspec.json.decode(file.read(MAX_BYTES), type=_File).runs
-    except (OSError, msgspec.DecodeError, RecursionError):
-        return {}
+def remember(directory: Path, name: str, now: Contract) -> tuple[Contract | None, bool]:
+    """Replaces the note of ``name``. Returns the note before, and whether the file was whole. Raises OSError."""
+    before: list[Contract] = []
 
+    def change(runs: tuple[_Run, ...]) -> tuple[_Run, ...]:
+        before.extend(one for known, one in runs if known == name)
+        return (*(run for run in runs if run[0] != name), (name, now))
 
-def remember(directory: Path, name: str, now: Contract) -> None:
-    """Replaces the note of ``name``, and drops the oldest of too many. Of two runs at a time, one note may be lost."""
-    runs = {**remembered(directory), name: now}
-    newest = sorted(runs.items(), key=lambda item: item[1].unix_s)[-MOST_NAMES:]
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = path_in(directory)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)  # of a process that was killed
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(_File(dict(newest))))
-    partial.rename(path)
+    whole = _file(directory).update(change)
+    return (before[-1] if before else None), whole
+
+
+def _file(directory: Path) -> PrivateFile[_Run]:
+    return PrivateFile(path_in(directory), _decode, _encode, MOST_NAMES, MAX_BYTES)
+
+
+def _decode(data: bytes) -> tuple[_Run, ...]:
+    return tuple(msgspec.json.decode(data, type=_File).runs.items())
+
+
+def _encode(runs: tuple[_Run, ...]) -> bytes:
+    return msgspec.json.encode(_File(dict(runs)))

@@ -26,8 +26,16 @@ def job_of(evidence: Evidence, shape: dict[str, int]) -> dict[str, object]:
         "devices": {str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
         "computes_on": {str(rank.rank): rank.device for rank in evidence.ranks if rank.device is not None},
         "batch": {str(rank.rank): rank.batch for rank in evidence.ranks if rank.batch is not None},
+        "global_batch_if_data_parallel": _global_batch(evidence),
         "batches": {str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
     }
+
+
+def _global_batch(evidence: Evidence) -> int | None:
+    """The samples of a step, where all ranks were seen with one batch: each rank's own, if all are data-parallel."""
+    batches = [rank.batch for rank in evidence.ranks]
+    alike = len(batches) == evidence.world_size and len(set(batches)) == 1
+    return batches[0] * evidence.world_size if alike and batches[0] is not None else None
 
 
 def _groups(evidence: Evidence) -> dict[str, dict[str, str]]:

@@ -50,7 +50,7 @@ from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.rhythm import Threshold
 
-EVIDENCE_DEADLINE_S = 20.0  # of ranks and node, which have shorter ones of their own
+EVIDENCE_DEADLINE_S = 22.0  # of ranks and node, which have shorter ones of their own
 
 Exits = Callable[[], Mapping[int, RankExit]]
 """The ranks that have ended so far, and how."""

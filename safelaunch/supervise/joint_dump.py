@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.evidence import Shared, condensed, merged, received
 from safelaunch.cluster.messages import MOST_RANKS, BadMessage, Page, Question, node_count, packed, share_of, unpacked
+from safelaunch.cluster.session import Answers
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.model.recording import Recording, bounded, check
 from safelaunch.redaction.evidence import without_secrets
@@ -39,8 +40,7 @@ class JointDump:
     @contextmanager
     def asking(self, question: Question | None = None) -> Iterator[bool]:
         """Asks all nodes for their evidence, or what the question says, now. False: there is nobody to ask."""
-        page = self._page()
-        if self._channel is None or page is None or page.nodes < 2:
+        if self._channel is None or not self.of_several:
             yield False
             return
         with self._one_at_a_time:
@@ -57,39 +57,64 @@ class JointDump:
         everything, others, _ = whole_of(own, self._answers(), self._about.host)
         return everything, others
 
-    def recorded(self) -> tuple[list[Recording], list[str]]:
-        """What the other nodes have sampled, and what could not be read of it; waits for it ``DUMP_S`` at most."""
+    def recorded(self, stop: threading.Event) -> tuple[list[Recording], list[str]]:
+        """What the other nodes have sampled, and what could not be read of it; waits for it ``DUMP_S`` at most.
+
+        ``stop``: waits no longer.
+        """
         found: list[Recording] = []
         notes: list[str] = []
-        for slot, chunks in sorted(self._answers().items()):
+        for slot, chunks in sorted(self._answers(stop).items()):
             try:
                 found.append(recording_of(chunks))
             except BadMessage as error:
                 notes.append(f"what a node has sampled could not be read (slot {slot}: {error})")
         return found, notes
 
-    def _answers(self) -> Mapping[int, list[bytes]]:
+    def _answers(self, stop: threading.Event | None = None) -> Mapping[int, list[bytes]]:
         assert self._channel is not None
-        until = time.monotonic() + DUMP_S
+        stop, until = stop or threading.Event(), time.monotonic() + DUMP_S
         while (seen := self._channel.seen).page is not None and time.monotonic() < until:
-            if seen.answers is not None and seen.answers.complete:
+            if (answers := self._own(seen.answers)) is not None and answers.complete:
+                return answers.evidence
+            if stop.wait(0.05):
                 break
-            time.sleep(0.05)
-        return seen.answers.evidence if seen.answers is not None else {}
+        answers = self._own(self._channel.seen.answers)
+        return answers.evidence if answers is not None else {}
+
+    def _own(self, answers: Answers | None) -> Answers | None:
+        """Those to the present question; the channel may still have those to the last one."""
+        return answers if answers is not None and answers.number not in self._known else None
+
+    @property
+    def of_several(self) -> bool:
+        """Whether there are other nodes, all of which take part in one dump or recording at a time."""
+        page = self._page()
+        return self._channel is not None and page is not None and page.nodes > 1
+
+    @property
+    def presses(self) -> bool:
+        """Whether another node asks for a dump that this one has not taken part in yet."""
+        return any(question.kind == "dump" for question in self._new().values())
 
     def wanted(self, now: float) -> tuple[int, Question] | None:
-        """What another node asks for, and this one has not taken part in, and its number."""
-        if self._channel is None or now < self._next_s or (page := self._page()) is None:
+        """What another node asks for, and this one has not taken part in, and its number. Dumps come first."""
+        new = self._new() if now >= self._next_s else {}
+        if not new:
             return None
-        answers = self._channel.seen.answers
-        known = self._known | ({answers.number} if answers is not None else set())
-        questions = self._channel.seen.questions
-        number = next((number for number in page.dumps if number not in known and number in questions), None)
-        if number is None:
-            return None
+        number = min(new, key=lambda one: (new[one].kind != "dump", one))
         self._known.add(number)
         self._next_s = now + DUMP_EVERY_S
-        return number, questions[number]
+        return number, new[number]
+
+    def _new(self) -> dict[int, Question]:
+        """What other nodes ask for, and this one has not taken part in."""
+        page = self._page() if self._channel is not None else None
+        if self._channel is None or page is None:
+            return {}
+        answers, questions = self._channel.seen.answers, self._channel.seen.questions
+        known = self._known | ({answers.number} if answers is not None else set())
+        return {number: questions[number] for number in page.dumps if number not in known and number in questions}
 
     @property
     def _share(self) -> int:

@@ -159,6 +159,8 @@ class Live:
 
     def _queued(self, bundle_dir: Path) -> _Dump:
         """Queues a bundle. A request for the place that is being written to shares that bundle; others wait."""
+        if self._together.dump.of_several:
+            self._recordings.give_way()
         dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
         if dump is None:
             dump = _Dump(bundle_dir, [])
@@ -203,13 +205,18 @@ class Live:
 
     def _take_for_another(self, now: float) -> None:
         """Takes evidence at the same time as the node that asks for it, which writes the bundle."""
-        if self._for_another is not None and self._for_another.done:
-            self._for_another = None
-        wanted = self._together.dump.wanted(now) if self._for_another is None else None
-        if wanted is not None:
-            number, question = wanted
-            take = self._recordings.hand_in if question.kind == "record" else self._hand_in
-            self._for_another = Task("for another node", lambda: take(number, question))
+        if self._together.dump.presses:
+            self._recordings.give_way()
+        if self._for_another is not None and not self._for_another.done:
+            return
+        self._for_another = None
+        if (wanted := self._together.dump.wanted(now)) is None:
+            return
+        number, question = wanted
+        if question.kind == "record":
+            self._for_another = self._recordings.for_another(number, question)
+        else:
+            self._for_another = Task("for another node", lambda: self._hand_in(number, question))
 
     def _hand_in(self, number: int, question: Question) -> None:
         found = self._evidence(self._about)

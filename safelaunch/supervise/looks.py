@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from safelaunch.capture.flight_recorder import newest_entry
-from safelaunch.capture.look import Look, RankLook, Target, take
+from safelaunch.capture.look import Look, RankLook, Target, take, with_c_frames
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.parallel import gather
 from safelaunch.capture.proc import times_scheduled
@@ -21,7 +21,7 @@ from safelaunch.capture.sockets import resends
 from safelaunch.watch.stall import Movement
 
 LOOK_DEADLINE_S = 6.0
-NATIVE_DEADLINE_S = 8.0  # a build for CUDA has a few times the symbols
+NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes, on a disk that many read
 ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
 
@@ -72,10 +72,18 @@ def look_at(
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
+    else:
+        looks = replace(looks, targets=_as_known_now(looks.targets, targets))
     with _one_at_a_time:  # two py-spies on one process: the second is refused
         look = take(targets, deadline_s=deadline_s, earlier=earlier)
     entries = newest_entries(looks.targets) if collectives else {}
     return looks.plus(look, entries, resends=network and any(resends(each.pid) for each in looks.targets))
+
+
+def _as_known_now(before: Sequence[Target], now: Sequence[Target]) -> tuple[Target, ...]:
+    """A rank that had not imported torch at the first look may have its worker server by now."""
+    newest = {target.rank: target for target in (*before, *now)}
+    return tuple(newest[rank] for rank in sorted(newest))
 
 
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
@@ -123,7 +131,8 @@ def native_where_it_tells(looks: Looks) -> Looks:
     unclear = [target for target in looks.targets if _is_unclear(last.ranks.get(target.rank))]
     if not unclear:
         return looks
-    native = take(unclear, deadline_s=NATIVE_DEADLINE_S, earlier=last, native=True)
+    with _one_at_a_time:
+        native = with_c_frames(unclear, last, deadline_s=NATIVE_DEADLINE_S)
     return replace(looks, taken=(*looks.taken, native))
 
 

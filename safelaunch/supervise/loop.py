@@ -33,7 +33,7 @@ from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
-from safelaunch.supervise.exchange import Exchange, give_others
+from safelaunch.supervise.exchange import Exchange, GpuExchange
 from safelaunch.supervise.incident import Report
 from safelaunch.supervise.interrupt import Interrupt
 from safelaunch.supervise.launch_info import circumstances
@@ -163,7 +163,7 @@ class Supervisor:
         self._has_ended = False
         self.shown: Report | None = None  # the newest report
         self._touch = touch
-        self._exchange = exchange
+        self._gpus = GpuExchange(job.run, exchange, wanted=settings.exclude_blamed)
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
     def run(self) -> int:
@@ -254,6 +254,8 @@ class Supervisor:
             if event.event == "started":
                 self._restarting = -1
             if self._is_a_crash(event):
+                if event.event == "failing":
+                    self._gpus.expect()
                 self._crash.on_agent(event)
             if event.event == "raised":
                 self._raised = event
@@ -381,10 +383,12 @@ class Supervisor:
         if self._crash.begun and self._stall.looking:
             self._stall.abandon()
         if report is None:
+            if not self._crash.unfinished:
+                self._gpus.drop()
             return
         self._show(report)
-        if self._on_stall_is("restart") and self._agent_lives() and self._give_up_or_go_on(report):
-            Task("other GPUs", lambda: self._give_other_gpus(report))
+        if self._agent_lives() and (not self._on_stall_is("restart") or self._give_up_or_go_on(report)):
+            Task("other GPUs", lambda: self._gpus.decide(report.verdict.suspected))
 
     def _on_stall(self, glance: Glance, now: float) -> None:
         report = self._stall.advance(glance, now)
@@ -423,15 +427,10 @@ class Supervisor:
         self._restarting = self._watch.roster.attempt
 
         def end() -> None:
-            self._give_other_gpus(report)
+            self._gpus.decide(report.verdict.suspected)
             self._processes.end_ranks()
 
         Task("end ranks", end)
-
-    def _give_other_gpus(self, report: Report) -> None:
-        """To ranks that are started from now on."""
-        if self._job.plan.settings.exclude_blamed and self._job.run is not None:
-            give_others(report.verdict.suspected, self._exchange, self._job.run.gpus)
 
     def _on_stall_is(self, policy: str) -> bool:
         return self._job.plan.settings.on_stall == policy

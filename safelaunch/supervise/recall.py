@@ -58,9 +58,10 @@ def remember(verdict: Verdict, evidence: Evidence, about: Circumstances, inciden
         return
     told = msgspec.structs.replace(one, id=incident_id, bundle=os.fspath(bundle), written_on=about.host)
     told = without_secrets(told, about.redactor)
-    problem = memory.within(lambda: _add(about.bundle_dir, told), "the disk does not answer")
+    silent = "whom this verdict blames could not be remembered: the disk does not answer"
+    problem = memory.within(lambda: _add(about.bundle_dir, told), silent)
     if problem:
-        say(f"whom this verdict blames could not be remembered: {problem}")
+        say(problem)
 
 
 def _add(directory: Path, incident: Incident) -> str:

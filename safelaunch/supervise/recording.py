@@ -29,6 +29,11 @@ from safelaunch.supervise.watch import Watch
 from safelaunch.system.task import Task
 
 LONGEST_S = 300.0
+GAVE_WAY = "a bundle of this run was asked for meanwhile; record again when it is there"
+
+
+class GaveWay(Exception):
+    """A dump of all nodes was asked for: it does not wait for a recording."""
 
 
 @dataclass
@@ -46,13 +51,14 @@ class Recordings:
     about: Circumstances
     joint: JointDump
     command: tuple[str, ...] = ()
-    stop: threading.Event = field(default_factory=threading.Event)
     _asked: _Asked | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)  # of the samples that are being taken
 
     def ask(self, request: Request, client: Client) -> None:
         """Begins a recording, or joins the one that is the same; another one is refused meanwhile."""
         if self._asked is None:
-            self._asked = _Asked(request, [], Task("record", lambda: self._everywhere(request)))
+            stop = self._stop
+            self._asked = _Asked(request, [], Task("record", lambda: self._everywhere(request, stop)))
         elif self._asked.request != request:
             client.answer(RecordAnswer(problem="another recording of this run is under way"))
             return
@@ -69,6 +75,8 @@ class Recordings:
         asked, self._asked = self._asked, None
         try:
             answer = RecordAnswer(asked.working.result(), os.fspath(self.about.bundle_dir))
+        except GaveWay:
+            answer = RecordAnswer(problem=GAVE_WAY)
         except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
             answer = RecordAnswer(problem=self.about.redactor.text(f"{type(error).__name__}: {error}"))
         for client in asked.clients:
@@ -76,27 +84,40 @@ class Recordings:
 
     def finish(self) -> None:
         """The job is being stopped: gives up what needs its ranks."""
-        self.stop.set()
+        self._stop.set()
         if self._asked is not None:
             for client in self._asked.clients:
                 client.answer(RecordAnswer(problem="the job is being stopped"))
             self._asked = None
 
-    def hand_in(self, number: int, question: Question) -> None:
-        """This node's samples, for another one that asks for them."""
-        self.joint.hand_in_recording(number, self._here(question))
+    def give_way(self) -> None:
+        """A dump of all nodes is asked for: gives up the samples that are being taken, here and for other nodes."""
+        self._stop.set()
+        self._stop = threading.Event()
 
-    def _everywhere(self, request: Request) -> Recording:
-        """The samples of all nodes."""
+    def for_another(self, number: int, question: Question) -> Task[None]:
+        """Takes this node's samples, for another one that asks for them."""
+        stop = self._stop
+        return Task("record for another node", lambda: self._hand_in(number, question, stop))
+
+    def _hand_in(self, number: int, question: Question, stop: threading.Event) -> None:
+        recording = self._here(question, stop)
+        if not stop.is_set():
+            self.joint.hand_in_recording(number, recording)
+
+    def _everywhere(self, request: Request, stop: threading.Event) -> Recording:
+        """The samples of all nodes. Raises GaveWay."""
         question = Question("record", min(max(request.duration_s, 1.0), LONGEST_S), request.ranks[:4096])
         with self.joint.asking(question) as asked:
-            own = self._here(question)
-            others, notes = self.joint.recorded() if asked else ([], [])
+            own = self._here(question, stop)
+            others, notes = self.joint.recorded(stop) if asked else ([], [])
+        if stop.is_set():
+            raise GaveWay
         whole = merged([own, *others]) if others else own
         whole = msgspec.structs.replace(whole, notes=[*whole.notes, *notes])
         return bounded(_with_unseen(whole, ranks_in(question.ranks)), _fits)
 
-    def _here(self, question: Question) -> Recording:
+    def _here(self, question: Question, stop: threading.Event) -> Recording:
         """The samples of this node's ranks, without secrets."""
         wanted = set(ranks_in(question.ranks))
         targets = [one for one in self.watch.targets() if not wanted or one.rank in wanted]
@@ -113,7 +134,7 @@ class Recordings:
             self.about.run_dir,
             duration_s=question.duration_s,
             rate_hz=rate_hz,
-            stop=self.stop,
+            stop=stop,
         )
         after, elapsed_s = self._steps(), time.monotonic() - begin_s
         by_pid = {one.pid: one for one in records}

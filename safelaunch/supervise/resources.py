@@ -79,16 +79,13 @@ class Resources:
     def exchange(self, gpu: str) -> tuple[str, str] | None:
         """Leases a free GPU in place of this one, which stays leased as well; returns it and its ranks' lock.
 
-        None if it is not ours, if the user has named the GPUs, or if no other is free.
+        None if the job has no lease of it. Raises ResourceError if the user has named the GPUs, or no other is free.
         """
         if self.lease is None or gpu not in self.lease.keys:
             return None
-        try:
-            taken = self.spare(frozenset({gpu}))
-        except StoreError:
-            return None
+        taken = self.spare(frozenset({gpu}))
         if taken is None:
-            return None
+            raise ResourceError("no other GPU that this job may have is free")
         ((uuid, lock),) = zip(taken.lease.keys, taken.lease.rank_files, strict=True)
         self.lease.add(taken.lease)
         return uuid, lock
@@ -211,7 +208,7 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
     claim = Claim(store_of(environ), terms, _survey(found, environ))
     try:
         if settings.dry_run:
-            return _foreseen(plain, claim)
+            return _foreseen(plain, claim, avoid)
         taken = take(claim, Patience(settings.wait, settings.wait_timeout_s, say))
     except StoreError as error:
         if settings.gpus is not None or settings.wait:
@@ -275,13 +272,14 @@ def _about_blamed(wish: Wish, taken: tuple[Gpu, ...], avoid: frozenset[str]) -> 
     return notes
 
 
-def _foreseen(plain: Resources, claim: Claim) -> Resources:
+def _foreseen(plain: Resources, claim: Claim, avoid: frozenset[str]) -> Resources:
     """For --dry-run: the GPUs that a start would lease now."""
     wish = claim.terms.wish
     chosen = claim.foresee()
     if chosen is None:
         return replace(plain, note=f"not free now: this job needs {wish.count} of {len(wish.candidates)}")
     note = f"{_words(chosen, claim.survey.found)}, free now; leased when the job starts"
+    note = "; ".join([note, *_about_blamed(wish, chosen, avoid)])
     return replace(plain, visible_gpus=_visible(chosen, wish), note=note)
 
 

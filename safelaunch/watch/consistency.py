@@ -18,6 +18,7 @@ FEWEST_LOSSES = 20
 FAR_LOSS = 2.0  # times the median of the others, and beyond everything they saw
 
 Side = tuple[int, ...]
+_FEW_NAMES = 3
 
 
 class Comparison:
@@ -32,15 +33,21 @@ class Comparison:
         self._said: set[str] = set()
         self._checks = 0
         self._replicas: set[str] = set()
+        self._others: dict[str, None] = {}  # not known to be replicas, in the optimizer's order
 
     @property
     def told(self) -> str:
-        """What was compared, in a clause; empty if no step was checked."""
+        """What was compared, and what was not, so that nobody takes that for checked; empty without a check."""
         if not self._checks:
             return ""
-        count, checks = len(self._replicas), self._checks
-        tensors = f"{count} tensor{'s'[: count != 1]}" if count else "no tensor"
-        return f"{checks} check{'s'[: checks != 1]}, {tensors} known to be replicated"
+        count, checks = len(self._replicas), f"{self._checks} check{'s'[: self._checks != 1]}"
+        others = [name for name in self._others if name not in self._replicas]
+        if not count:
+            by_hand = "safelaunch.probes.check_consistent() compares what you know to be equal"
+            return f"{checks}, but none of replicas: no tensor is known to be replicated ({by_hand})"
+        text = f"{checks}, {count} tensor{'s'[: count != 1]} known to be replicated"
+        verb = "is" if len(others) == 1 else "are"
+        return f"{text}; {len(others)} more {verb} not compared: {_some(others)}" if others else text
 
     def add(self, checks: Iterable[Check]) -> None:
         """Adds what one rank has computed."""
@@ -86,7 +93,9 @@ class Comparison:
         result = []
         self._checks += 1
         about = next(iter(checks.values())).about
-        self._replicas.update(name for name, group in about.tensors if set(about.groups[group]) & set(checks))
+        replicas = {name for name, group in about.tensors if set(about.groups[group]) & set(checks)}
+        self._replicas |= replicas
+        self._others.update(dict.fromkeys(name for name, _ in about.tensors if name not in replicas))
         not_finite = _not_finite(position, self._finite.get(key, 0), checks, unix_s)
         if not_finite is not None:
             result.append(not_finite)
@@ -118,6 +127,10 @@ class Comparison:
                 )
                 return [Inconsistency("loss", unix_s, step=step, ranks=(rank,), words=words)]
         return []
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_FEW_NAMES]) + (", ..." if len(names) > _FEW_NAMES else "")
 
 
 def _between(step: int, since: int) -> str:

@@ -26,7 +26,8 @@ class TwoNodes:
     agents meet; ``file``: in a file, so that the supervisors have no store in which to talk. ``exec``: the same, and
     safelaunch knows nothing of torchrun. ``task``: no torchrun; each node is a task of one rank, as srun starts them.
     ``etcd``: in the etcd at ``endpoint``.
-    ``late``: the second one is not started.
+    ``late``: the second one is not started. ``hosts``: names for the two, in UTS namespaces (needs root).
+    ``bundle_dir``: of both, as on a shared disk.
     """
 
     def __init__(
@@ -40,8 +41,11 @@ class TwoNodes:
         over: Literal["c10d", "static", "file", "exec", "task", "etcd"] = "c10d",
         endpoint: str = "",
         late: bool = False,
+        hosts: tuple[str, ...] = (),
+        bundle_dir: Path | None = None,
     ) -> None:
         self.scratch = scratch
+        self._hosts, self._bundle_dir = hosts, bundle_dir
         self._nnodes, self._over, self._port, self._endpoint = nnodes, over, free_port(), endpoint
         self._own = own
         self._ranks, self._words = ranks, list(words)
@@ -65,13 +69,15 @@ class TwoNodes:
             words = ["exec", *self._own, "--", sys.executable, *script]
         else:
             words = [*self._own, *torchrun, *script]
-        job = Job(words, place, env=env)
+        interpreter = named(self._hosts[number]) if self._hosts else ()
+        job = Job(words, place, env=env, bundle_dir=self._bundle_dir, interpreter=interpreter)
         self.jobs.append(job)
         return job
 
     def _meet(self, number: int) -> list[str]:
         if self._over == "static":
-            return [f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={self._port}"]
+            where = ["--master-addr=127.0.0.1", f"--master-port={self._port}", "--local-addr=127.0.0.1"]
+            return [f"--node-rank={number}", *where]
         if self._over == "etcd":
             return ["--rdzv-backend=etcd-v2", f"--rdzv-endpoint={self._endpoint}", "--local-addr=127.0.0.1"]
         if self._over in ("file", "exec"):
@@ -102,6 +108,12 @@ class TwoNodes:
         want = sum(self._ranks)
         first.until(lambda: len(first.ranks()) + len(second.ranks()) == want, "all ranks")
         return (first, second) if rank in first.ranks() else (second, first)
+
+
+def named(host: str) -> tuple[str, ...]:
+    """An interpreter with safelaunch whose host has another name."""
+    under = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host)
+    return (*under, sys.executable, "-m", "safelaunch")
 
 
 APART = PROGRAMS / "apart.py"

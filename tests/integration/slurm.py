@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from nodes import free_port, free_range
@@ -38,14 +40,19 @@ def why_not() -> str:
 class Cluster:
     """``root``: a directory with a short path. As Slurm sorts the ``nodes``, the first has this machine's name.
 
-    ``gpus``: on each node, such as Slurm sees them: files. ``more``: lines of slurm.conf, which win.
+    ``gpus``: on each node, such as Slurm sees them: files. ``more``: lines of slurm.conf, which win. ``named``: what
+    runs on a node sees the node's name as its host's.
     """
 
-    def __init__(self, root: Path, nodes: int = 2, *, gpus: int = 0, more: Sequence[str] = ()) -> None:
+    def __init__(
+        self, root: Path, nodes: int = 2, *, gpus: int = 0, more: Sequence[str] = (), named: bool = False
+    ) -> None:
         self.root = root
         self.gpus = gpus
         self.more = tuple(more)
         self.nodes = [socket.gethostname(), *(f"zz{number}" for number in range(2, nodes + 1))]
+        self.named = named
+        self._slurmds: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.conf = root / "slurm.conf"
         self.env = {"SLURM_CONF": os.fspath(self.conf)}
@@ -74,7 +81,7 @@ class Cluster:
         self.conf.write_text(self._configuration(munge))
         self._begin_controller()
         for node in self.nodes:
-            self._begin(["slurmd", "-D", "-f", self.conf, "-N", node])
+            self.start_node(node)
         self._until(self._is_idle, "every node to be idle")
 
     def _configuration(self, munge: Path) -> str:
@@ -137,6 +144,32 @@ class Cluster:
     def start_controller(self) -> None:
         self._begin_controller()
 
+    def start_node(self, node: str) -> None:
+        """Starts a node's slurmd."""
+        words: list[str | Path] = ["slurmd", "-D", "-f", self.conf, "-N", node]
+        if self.named:
+            hosts = self.root / "hosts"
+            hosts.write_text(Path("/etc/hosts").read_text() + f"127.0.0.1 {' '.join(self.nodes)}\n")
+            inside = f'mount --bind {hosts} /etc/hosts && hostname {node} && exec "$@"'
+            words = ["unshare", "--uts", "--mount", "sh", "-c", inside, "-", *words]
+        self._begin(words)
+        self._slurmds[node] = self._daemons[-1]
+
+    def kill_node(self, node: str) -> None:
+        """As when a node loses its power: SIGKILL for slurmd and all that it has started, before any can tell."""
+        slurmd = self._slurmds.pop(node)
+        self._daemons.remove(slurmd)
+        slurmd.kill()
+        slurmd.wait()
+        log, job = f"{self.root}/slurmd.{node}.log", (f"SLURMD_NODENAME={node}", f"SLURM_CONF={self.conf}")
+        while found := [each for each in _processes() if _is_step(each, log)] or [
+            each for each in _processes() if _has(each, job)
+        ]:
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
     def _begin(self, words: Sequence[str | Path]) -> None:
         name = os.fspath(words[0])
         with (self.root / f"{name}.out").open("ab") as out:
@@ -191,6 +224,31 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def _processes() -> list[int]:
+    return [
+        int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal() and int(entry.name) != os.getpid()
+    ]
+
+
+def _is_step(pid: int, log: str) -> bool:
+    """Whether a process is a slurmstepd of the slurmd with this log."""
+    place = Path(f"/proc/{pid}")
+    try:
+        if not place.joinpath("comm").read_text().startswith("slurmstepd"):
+            return False
+        return any(os.readlink(link) == log for link in place.joinpath("fd").iterdir())  # noqa: PTH115
+    except OSError:
+        return False
+
+
+def _has(pid: int, variables: Sequence[str]) -> bool:
+    try:
+        found = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return all(each.encode() in found for each in variables)
 
 
 def _first_job() -> int:

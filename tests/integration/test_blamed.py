@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import stub
 from jobs import PROGRAMS, Job, Result
+from nodes import TwoNodes
 
 pytestmark = pytest.mark.torch
 
@@ -83,3 +85,58 @@ def test_ranks_that_are_started_anew_get_another_gpu(node: stub.Node, tmp_path: 
         [stub.uuid(1)],
     ]
     assert not result.leftovers
+
+
+def crash_on_a_host(scratch: Path, where: str) -> tuple[Result, Result]:
+    """A job of two nodes, whose rank 1 on ``node-b`` dies of SIGSEGV; both keep their bundles on one disk."""
+    place, shared = scratch / where, scratch / "bundles"
+    place.mkdir()
+    shared.mkdir(exist_ok=True)
+    own = ["--on-bundle", f'echo "$SAFELAUNCH_SUSPECT_HOST $SAFELAUNCH_SUSPECT_CHANCE" >> {scratch}/{where}.told']
+    program = [PROGRAMS / "faulty_host.py", where]
+    with TwoNodes(
+        place, own, program, ranks=(1, 1), over="static", hosts=("node-a", "node-b"), bundle_dir=shared
+    ) as nodes:
+        first, second = (job.wait() for job in nodes.jobs)
+    return first, second
+
+
+@pytest.mark.rare
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="naming a host needs root and unshare")
+def test_a_host_that_is_blamed_twice_is_named_for_the_scheduler(tmp_path: Path) -> None:
+    first = crash_on_a_host(tmp_path, "first")
+    assert [one.code for one in first] == [1, 1], first[0].stderr + first[1].stderr
+    known = set(first[0].bundles)
+    assert {one.verdict["cause"] for one in known} == {"rank-killed"}
+    assert not any("suspects" in one.verdict for one in known)
+    second = crash_on_a_host(tmp_path, "second")
+    anew = set(second[0].bundles) - known
+    suspects = [one.verdict["suspects"] for one in anew]
+    assert suspects and all(one == suspects[0] for one in suspects), "one job, one verdict"
+    (suspect,) = suspects[0]
+    assert (suspect["unit"], suspect["name"], suspect["times"], suspect["chance"]) == ("host", "node-b", 2, 0.5)
+    assert "may be the hardware" in suspect["words"]
+    assert any("scontrol update nodename=node-b state=drain" in text for text in anew.pop().verdict["suggestions"])
+    assert set((tmp_path / "first.told").read_text().splitlines()) == {" "}
+    assert set((tmp_path / "second.told").read_text().splitlines()) == {"node-b 0.5000"}
+
+
+@pytest.mark.rare
+def test_after_a_crash_the_next_attempt_has_another_gpu(node: stub.Node, tmp_path: Path) -> None:
+    words = ["--nproc-per-node=2", "--exclude-blamed", "--max-restarts=2", PROGRAMS / "crashing_gpu.py"]
+    with Job(words, tmp_path, env={**node.environ, "SAFELAUNCH_NO_LEASE": None}) as job:
+        result = job.wait()
+    assert result.code == 0, result.stderr
+    assert result.stdout == f"finished with {stub.uuid(0)},{stub.uuid(2)}\n", result.stderr
+    assert [bundle.verdict["cause"] for bundle in result.bundles] == ["rank-exception"] * 2
+    assert not result.leftovers
+
+
+@pytest.mark.rare
+def test_without_another_gpu_the_ranks_keep_theirs(node: stub.Node, tmp_path: Path) -> None:
+    node.write(gpus=2)
+    words = ["--nproc-per-node=2", "--exclude-blamed", "--max-restarts=2", PROGRAMS / "crashing_gpu.py"]
+    with Job(words, tmp_path, env={**node.environ, "SAFELAUNCH_NO_LEASE": None}) as job:
+        result = job.wait()
+    assert result.stdout == f"finished with {stub.uuid(0)},{stub.uuid(1)}\n", result.stderr
+    assert f"the ranks keep GPU {stub.uuid(1)}: no other GPU that this job may have is free" in result.said

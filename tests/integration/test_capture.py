@@ -355,7 +355,7 @@ def test_native_code_that_holds_the_gil(start: Start) -> None:
     main = result.value.main_thread
     assert main is not None
     assert (main.owns_gil, main.active) == (True, False)
-    native = stack_of(program.pid, native=True)
+    native = stacks.with_c_frames_of(program.pid, deadline_s=PATIENCE_S)
     assert "sleep" in functions(native)
     assert native.value is not None
     assert native.value.native

@@ -12,7 +12,7 @@ import pytest
 from jobs import Bundle, Job
 from nodes import APART, TwoNodes
 from test_cluster import QUICK, TRAINING, training
-from test_live import asked
+from test_live import asked, asking
 
 pytestmark = pytest.mark.torch
 
@@ -23,6 +23,11 @@ def nodes_by(job: Job) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     mine = [run for run in json.loads(done.stdout) if run["supervisor_pid"] == job.process.pid]
     return mine[0].get("nodes", []) if mine else []
+
+
+def is_sampled(job: Job) -> bool:
+    """Whether py-spy samples this node's ranks."""
+    return bool(list(job.runtime.glob("**/record-*")))
 
 
 def test_status_shows_all_nodes_on_each(tmp_path: Path) -> None:
@@ -72,6 +77,14 @@ def test_dump_has_every_rank_and_the_job_goes_on(tmp_path: Path, rank: int) -> N
         assert bundle.verdict["outcome"] == "dump"
         assert bundle.verdict["bundle"]["whole"] is True
         assert other.bundles() == ()
+        with asking(other, "record", str(other.process.pid), "--duration", "300", "--json") as cut:
+            job.until(lambda: is_sampled(job) and is_sampled(other), "both nodes to be sampled")
+            done = asked(job, "dump", str(job.process.pid), patience_s=150.0)
+            assert done.returncode == 0, done.stderr
+            bundle = Bundle(Path(done.stdout.strip()))
+            assert {path.name for path in (bundle.path / "ranks").iterdir()} == {"0", "1", "2", "3"}, "no wait of 300 s"
+            said = cut.communicate(timeout=60.0)[1]
+        assert cut.returncode == 1 and "a bundle of this run was asked for" in said, said
         recorded = asked(job, "record", str(job.process.pid), "--duration", "2", "--json", patience_s=150.0)
         assert recorded.returncode == 0, recorded.stderr
         document = json.loads(recorded.stdout)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import stub
 from jobs import PROGRAMS, Job, Result
 
 from safelaunch.system.pickles import load_pickle
@@ -21,14 +26,17 @@ def line_of(script: Path, mark: str) -> int:
     return next(n for n, text in enumerate(script.read_text().splitlines(), 1) if text.endswith(f"# {mark}"))
 
 
-def run(tmp_path: Path, *words: str | Path) -> Result:
-    with Job(words, tmp_path) as job:
+def run(tmp_path: Path, *words: str | Path, env: Mapping[str, str] | None = None) -> Result:
+    with Job(words, tmp_path, env=env) as job:
         return job.wait()
 
 
-def crash(tmp_path: Path, ranks: int, how: str, culprit: int, script: Path = CRASHING) -> Result:
+def crash(
+    tmp_path: Path, ranks: int, how: str, culprit: int, script: Path = CRASHING, env: Mapping[str, str] | None = None
+) -> Result:
     """Runs a crash to its end; its bundle is sound and nothing is left."""
-    result = run(tmp_path, f"--nproc-per-node={ranks}", script, "--how", how, "--culprit", str(culprit))
+    words = (f"--nproc-per-node={ranks}", script, "--how", how, "--culprit", str(culprit))
+    result = run(tmp_path, *words, env=env)
     assert result.code == 1, result.stderr  # torchrun's own
     assert result.leftovers == ()
     assert result.bundle.path.name.endswith("-crash")
@@ -44,7 +52,8 @@ def culprits(result: Result) -> list[int]:
 
 @pytest.mark.parametrize("culprit", [0, *(pytest.param(rank, marks=pytest.mark.rare) for rank in (1, 2))])
 def test_an_exception_on_one_rank(culprit: int, tmp_path: Path) -> None:
-    result = crash(tmp_path, 3, "exception", culprit)
+    own = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": f"{tmp_path}/my_nccl.%h.%p", "SAFELAUNCH_PRESET": "hang-debug"}
+    result = crash(tmp_path, 3, "exception", culprit, env=own)
     verdict = result.verdict
     assert (verdict["cause"], verdict["confidence"], culprits(result)) == ("rank-exception", "high", [culprit])
     frame = verdict["culprits"][0]["frame"]
@@ -58,6 +67,11 @@ def test_an_exception_on_one_rank(culprit: int, tmp_path: Path) -> None:
         assert "Thread" in result.bundle.text(f"ranks/{peer}/stack.txt")
     assert result.bundle.json(f"ranks/{culprit}/exception.json")["type"] == "ValueError"
     assert f"rank      : {culprit} (local_rank: {culprit})" in result.stderr  # torchrun's own account is there
+    (log,) = result.bundle.path.glob("node/*/my_nccl.*")  # the user's variables hold, and their file is collected
+    assert log.name == f"my_nccl.{socket.gethostname().partition('.')[0]}.{verdict['culprits'][0]['pid']}"
+    environment = result.bundle.json(f"node/{verdict['culprits'][0]['host']}/env.json")
+    assert {name: environment[name] for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")}.items() <= own.items()
+    assert "Connection closed by b" in result.bundle.json(f"ranks/{culprit}/rank.json")["nccl_log"]["warnings"][0]
 
 
 @pytest.mark.quick
@@ -97,7 +111,16 @@ def test_a_clean_early_exit_names_who_left_early(culprit: int, tmp_path: Path) -
 
 
 def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_path: Path) -> None:
+    """On a mesh of two dimensions, which manifest and reports show with its groups."""
     result = crash(tmp_path, 4, "size", 2)
+    told = result.bundle.json("manifest.json")["job"]
+    assert (told["world_size"], told["mesh"]) == (4, {"dp": 2, "tp": 2})
+    groups = sorted(
+        (one["called"], one["ranks"]) for one in told["groups"].values() if one["called"].startswith("mesh_")
+    )
+    assert groups == [("mesh_dp", "0,2"), ("mesh_dp", "1,3"), ("mesh_tp", "0-1"), ("mesh_tp", "2-3")]
+    assert "The job: 4 ranks = dp 2 x tp 2" in result.bundle.text("report.md")
+    assert "4 ranks = dp 2 x tp 2" in result.bundle.text("report.html")
     aborted = [n for n in (0, 1, 3) if "Aborted" in (result.bundle.path / f"ranks/{n}/fault.txt").read_text()]
     assert (result.verdict["cause"], result.verdict["confidence"]) == ("collective-mismatch", "medium")
     assert culprits(result) == [2] and aborted
@@ -105,9 +128,18 @@ def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_pa
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--caught",), marks=pytest.mark.rare)])
-def test_a_gpu_that_is_out_of_memory(more: tuple[str, ...], tmp_path: Path) -> None:
-    """With a stand-in for CUDA's allocator. The snapshot is of the failed allocation, before anything is freed."""
-    result = run(tmp_path, "--preset=oom-debug", "--nproc-per-node=2", PROGRAMS / "shortage.py", *more)
+def test_a_gpu_that_is_out_of_memory(more: tuple[str, ...], node: stub.Node, tmp_path: Path) -> None:
+    """With stand-ins for CUDA's allocator and NVML. The snapshot is of the failed allocation, before any is freed."""
+    script = (PROGRAMS / "shortage.py", *more)
+    program = shutil.copy("/bin/sleep", tmp_path / "notebook")
+    with subprocess.Popen([program, "600"]) as other:
+        own = ("--preset=oom-debug", "--gpus=2", "--nproc-per-node=2")
+        result = run(tmp_path, *own, *script, f"--beside={other.pid}", env=node.environ)
+        other.kill()
+    said = f"Process {other.pid} (notebook), which is none of this job, has 9.0 GiB of the same GPU."
+    assert said in result.verdict["summary"]
+    assert said in " ".join(result.stderr.replace("safelaunch: ", " ").split())
+    assert any("`safelaunch gpus`" in one for one in result.verdict["suggestions"])
     assert (result.code, result.verdict["cause"], culprits(result)) == (1, "rank-exception", [1])
     assert "77.0 GiB in tensors and 1.0 GiB reserved and unused" in result.verdict["summary"]
     assert "60.0 GiB in 60 blocks, allocated at shortage.py:1 (fill)" in result.verdict["summary"]

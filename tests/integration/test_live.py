@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,27 @@ TWO = ["--nproc-per-node=2"]
 
 def asked(job: Job, *words: str, patience_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """``safelaunch WORDS`` by the same user, who has the job's XDG_RUNTIME_DIR."""
+    with asking(job, *words) as process:
+        out, err = process.communicate(timeout=patience_s)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@contextmanager
+def asking(job: Job, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """The same, while it runs; it is ended with the block."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SAFELAUNCH_")}
-    return subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", "safelaunch", *words],
         env={**environ, "XDG_RUNTIME_DIR": os.fspath(job.runtime)},
         cwd=job.scratch,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=patience_s,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def status(job: Job) -> dict[str, Any] | None:
@@ -57,6 +70,20 @@ def steps(job: Job) -> list[int]:
 def until(job: Job, reached: Callable[[], object], what: str) -> None:
     """For questions that start a process each: not without a pause, on cores that the job needs."""
     job.until(reached, what, every_s=0.5)
+
+
+def is_sampling(job: Job) -> bool:
+    """Whether the supervisor, not the one who asks it, has a py-spy that samples."""
+    children = Path(f"/proc/{job.process.pid}/task").glob("*/children")
+    pids = [pid for file in children for pid in file.read_text().split()]
+    return any(b"record" in command_of(pid).split(b"\0") for pid in pids)
+
+
+def command_of(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def live(scratch: Path, *words: str, how: str = "") -> Job:
@@ -175,6 +202,25 @@ def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
         folder = Path(document["folder"])
         assert folder.name.endswith("-record") and (folder / "record.html").stat().st_size > 20_000
         finish(job)
+
+
+def test_a_hang_during_a_recording_is_diagnosed_as_without(tmp_path: Path) -> None:
+    with live(tmp_path, "--stall-timeout=3", "--max-stall=120", how="later") as job:
+        until(job, lambda: steps(job), "steps in the status")
+        with asking(job, "record", str(job.process.pid), "--duration", "300") as record:
+            job.until(
+                lambda: is_sampling(job), "py-spy to be a child of the supervisor, which Yama lets read its ranks"
+            )
+            (tmp_path / "rest").touch()
+            result = job.wait()
+            said = record.communicate(timeout=60.0)[1]
+        assert record.returncode == 1 and "ended before it answered" in said, said
+        assert result.code == 124, result.stderr
+        assert not result.leftovers, "py-spy has ended with the job"
+        (bundle,) = result.bundles
+        assert bundle.problems() == [] and bundle.verdict["cause"] == "stuck-in-user-code"
+        (culprit,) = bundle.verdict["culprits"]
+        assert (culprit["rank"], culprit["frame"]["function"]) == (1, "rest_for_a_while")
 
 
 def test_a_stopped_supervisor_is_said_to_be_that_and_watches_on_to_the_end(tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ def test_dumps_of_nccl_lead_to_a_script_that_hangs_alike(
 ) -> None:
     source = tmp_path / "dumps"
     source.mkdir()
-    told = reproducing.of_paper(kind, layout, "no stacks", 0, source)
-    assert told is not None
-    found = reproducing.replay(kind, told[0], tmp_path)
+    evidence = reproducing.of_dumps((kind, "no stacks", "0"), source, layout)
+    found = reproducing.replay(kind, evidence, tmp_path)
     assert not found.why_not
 
 
@@ -43,6 +42,6 @@ def test_a_bundle_leads_to_a_script_that_hangs_alike(name: str, tmp_path: Path) 
     source, replayed = tmp_path / "source", tmp_path / "replayed"
     source.mkdir()
     replayed.mkdir()
-    evidence, _ = reproducing.of_zoo(name, 1, source)
+    evidence = reproducing.of_zoo(name, 1, source)
     found = reproducing.replay(name, evidence, replayed, Wish(fewest=True, shrink=True))
     assert not found.why_not

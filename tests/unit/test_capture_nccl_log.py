@@ -38,6 +38,7 @@ def test_of_very_many_the_first_and_the_last_are_kept() -> None:
 
 def test_a_file_holds_what_its_name_says_or_several_processes(tmp_path: Path) -> None:
     assert path_of("/logs/%h.%p.txt", "node1", 71) == Path("/logs/node1.71.txt")
+    assert path_of("%h-100%%-%p.%x", "node1.cluster.example.com", 71) == Path("node1-100%-71.%x")
     one = tmp_path / "nccl.node1.71.log"
     one.write_text(LOG)
     found = logs_of([one, tmp_path / "missing"], "node/node1", [71, 73])

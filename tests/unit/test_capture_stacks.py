@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from safelaunch.capture import stacks, tracing
+from safelaunch.capture import proc, stacks, tracing
 from safelaunch.errors import CaptureError
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 
@@ -53,8 +56,8 @@ def test_parse_rejects_anything_else(data: bytes) -> None:
         stacks.parse(data, pid=10, at_s=0.0, how="py-spy")
 
 
-def state(letter: str = "S", *, frozen: bool = False, worker: str = "S") -> ProcessState:
-    threads = (ThreadState(10, "python", letter), ThreadState(11, "python", worker))
+def state(letter: str = "S", *, frozen: bool = False, worker: str = "S", call: str = "") -> ProcessState:
+    threads = (ThreadState(10, "python", letter, syscall_name=call), ThreadState(11, "python", worker))
     return ProcessState(10, 1, 5, 0.0, "python", ("python", "t.py"), letter, threads, frozen=frozen)
 
 
@@ -69,11 +72,34 @@ def state(letter: str = "S", *, frozen: bool = False, worker: str = "S") -> Proc
         (state("D"), None, "thread 10 is in uninterruptible sleep"),
         (state("D"), state("D"), "thread 10 is in uninterruptible sleep"),
         (state("D"), state("S"), ""),  # a short wait for a disk, most likely
+        (state("S"), state("S", call="write"), "thread 10 waits in a write, which a stop would cut short"),
+        (state("R"), state("S", call="write"), ""),  # the write is over
+        (state("S"), state("S", call="read"), ""),
         (state("S", worker="D"), state("S", worker="D"), "thread 11 is in uninterruptible sleep"),
     ],
 )
 def test_when_the_target_must_not_be_stopped(now: ProcessState, before: ProcessState | None, why: str) -> None:
     assert stacks.why_nonblocking(now, before) == why
+
+
+def test_a_look_does_not_cut_a_write_short() -> None:
+    """Python without buffers takes a short write for a whole one: what the reader gets would end in the middle."""
+    code = "import sys; sys.stdout.write('x' * 300_000)"
+    with subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        try:
+            before = wait_for_write(writer.pid)
+            found = stacks.stack_of(writer.pid, state=before, deadline_s=20)
+            assert "write" in (found.note or "") and found.value is not None
+            assert len(writer.stdout.read()) == 300_000
+        finally:
+            writer.kill()
+
+
+def wait_for_write(pid: int) -> ProcessState:
+    while (state := proc.read_process(pid)).threads[0].syscall_name != "write" or state.state != "S":
+        time.sleep(0.02)
+    return state
 
 
 def test_text_of_a_sample() -> None:

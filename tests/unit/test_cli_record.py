@@ -52,6 +52,15 @@ def test_programs_read_the_verdict(answer: list[RecordAnswer], capfd: pytest.Cap
     assert [one["rank"] for one in document["ranks"]] == [0, 1]
 
 
+def test_two_who_ask_at_once_each_get_a_folder(
+    answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert [main(["record"]), main(["record"])] == [0, 0]
+    first, second = capfd.readouterr().out.split()
+    assert second == f"{first}-2"
+    assert len(list((tmp_path / "bundles").iterdir())) == 2, "nothing unfinished is left"
+
+
 def test_where_no_rank_could_be_sampled_nothing_is_written(
     answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

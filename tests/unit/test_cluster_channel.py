@@ -115,6 +115,12 @@ def test_a_dump_that_one_node_asks_all_others_for(join: Callable[..., Channel]) 
         assert sorted(asks.seen.answers.evidence.values()) == sorted([one.node.host.encode(), b"x"] for one in others)
         asks.ask_all(None)
         until(lambda: not any(one.seen.page and one.seen.page.dumps for one in nodes), "the end")
+    asks, number = nodes[0], nodes[2].seen.answers.number if nodes[2].seen.answers else 0
+    for _ in range(2):  # one question after the other, without a round in which nothing is asked
+        asks.ask_all(Question())
+        until(lambda: asks.seen.answers and asks.seen.answers.number > number, "a number of its own")  # noqa: B023
+        assert asks.seen.answers is not None
+        number = asks.seen.answers.number
 
 
 def test_the_leader_has_the_checks_of_all_and_all_have_what_it_finds(join: Callable[..., Channel]) -> None:

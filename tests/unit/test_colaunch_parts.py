@@ -21,6 +21,7 @@ from safelaunch.cli.colaunch_options import parse
 from safelaunch.cli.colaunch_rows import (
     COLUMNS,
     bundles,
+    cause,
     cells,
     choose,
     columns,
@@ -30,8 +31,8 @@ from safelaunch.cli.colaunch_rows import (
     time_left_s,
 )
 from safelaunch.colaunch import active, metrics, summary
-from safelaunch.colaunch.jobs import Job, Outcome, Track
-from safelaunch.colaunch.local import ranks, threads
+from safelaunch.colaunch.bundles import newest, verdict_of
+from safelaunch.colaunch.jobs import Job, Outcome, Track, ranks, threads
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Gpus, Pool, Share, Slots, by_topology, check_fits, default_slots, share_out
 from safelaunch.colaunch.steps import slowest, wrong_cause
@@ -189,9 +190,11 @@ def test_a_sweep_leaves_out_the_gpu_that_its_jobs_blame(node: stub.Node, tmp_pat
         assert memory.add(paths.bundles(name), told, time.time()) == ""
     after = in_time(pool)
     assert after is not None and after.label == "1"
+    assert after.note == "not GPU 0, which earlier verdicts make suspect"
     pool.release(after)
     everything = in_time(pool, 8)
     assert everything is not None and everything.label == "0-7", "better a suspected GPU than none"
+    assert everything.note == "earlier verdicts make GPU 0 suspect, but not enough others are free"
     pool.release(everything)
 
 
@@ -310,10 +313,10 @@ def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None
     found = paths.bundles_of("a")
     assert {Path(path).name for path in found} == {"a-20260101T000000Z-crash", "a-20260102T000000Z-hang"}
     before = {path for path in found if "crash" in path}
-    assert Path(active.newest(found - before)).name == "a-20260102T000000Z-hang"
-    assert active.verdict_of(active.newest(found - before))[0] == "hang"
+    assert Path(newest(found - before)).name == "a-20260102T000000Z-hang"
+    assert verdict_of(newest(found - before))[0] == "hang"
     nothing = ("", "")
-    assert (active.newest(set()), active.verdict_of(""), active.verdict_of(str(tmp_path))) == ("", nothing, nothing)
+    assert (newest(set()), verdict_of(""), verdict_of(str(tmp_path))) == ("", nothing, nothing)
     assert paths.bundles_of("nobody") == set()
 
 
@@ -526,6 +529,11 @@ def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
     assert columns([quiet], 50) == ("job", "parameters", "state", "on", "elapsed"), "empty ones go first"
 
 
+def test_a_waiting_job_shows_why_the_scheduler_lets_it_wait() -> None:
+    assert cause(view("waiting", "j", cause="Resources")) == "Resources"
+    assert cause(view("waiting", "j")) == "-"
+
+
 def test_the_paths_of_bundles_stand_whole_below_the_table() -> None:
     jobs = [view("hung", f"j{number}", outcome=HUNG) for number in range(9)]
     assert bundles(jobs[:1], 9, PurePath("/w")) == ["j0: collective-mismatch", f"  {HUNG.bundle.removeprefix('/w/')}"]
@@ -600,6 +608,7 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "summary.json").read_text())
     assert list(document) == ["jobs"]
     keys = ["name", "params", "state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "metrics"]
+    keys += ["cause"]
     assert [list(entry) for entry in document["jobs"]] == [keys] * 3
     assert document["jobs"][0]["params"] == {"lr": "1e-3", "state": "x"}
     assert list(document["jobs"][1].values())[2:] == [
@@ -611,8 +620,9 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
         ["GPU-1", "GPU-2"],
         "/b/x",
         {"state": "odd"},
+        None,
     ]
-    assert list(document["jobs"][2].values())[2:] == ["skipped", None, None, 0, None, [], None, {}]
+    assert list(document["jobs"][2].values())[2:] == ["skipped", None, None, 0, None, [], None, {}, None]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.csv", "summary.json"]
 
 

@@ -226,6 +226,13 @@ CLAIM = Claim("12", 0, "n1", 1.0)
 END = End("12", 0, 0, 1.0)
 
 
+def replace_end(**more: Any) -> End:
+    return End(**{"job_id": "12", "restart": 0, "duration_s": 1.0, **more})
+
+
+SIGNALLED = replace_end(exit_code=143, signalled=True)
+
+
 def listed(state: str, job_id: str = "12", reason: str = "None") -> Listed:
     return Listed("a", 0, job_id, job_id, state, reason, "n1")
 
@@ -236,8 +243,11 @@ def listed(state: str, job_id: str = "12", reason: str = "None") -> Listed:
         ([listed("PENDING")], None, None, "queued"),
         ([listed("RUNNING")], None, None, "running"),
         ([listed("RUNNING")], CLAIM, None, "running"),
-        ([listed("COMPLETING")], CLAIM, END, "running"),
-        ([listed("PENDING", reason="BeginTime")], CLAIM, END, "queued"),  # preempted: it comes back
+        ([listed("RUNNING")], CLAIM, END, "ended"),  # Slurm has yet to hear of it
+        ([listed("RUNNING")], CLAIM, replace_end(exit_code=3), "ended"),
+        ([listed("COMPLETING")], CLAIM, SIGNALLED, "running"),
+        ([listed("PENDING", reason="BeginTime")], CLAIM, SIGNALLED, "queued"),  # preempted: it comes back
+        ([listed("PREEMPTED")], CLAIM, SIGNALLED, "ended"),
         ([listed("COMPLETED")], CLAIM, END, "ended"),
         ([], CLAIM, END, "ended"),  # Slurm has forgotten it
         ([], CLAIM, None, "unsettled"),
@@ -261,13 +271,18 @@ def test_spare_submissions_are_those_that_wait_for_nothing() -> None:
     assert spare([listed("PENDING", "13")], None) == []
 
 
+def test_a_task_of_an_array_has_a_number_of_its_own_only_once_it_runs() -> None:
+    """A listing from before its begin is no reason to cancel it."""
+    claim = Claim("14", 0, "n1", 1.0, "12_1")
+    waiting = Listed("a", 1, "12", "12_1", "PENDING")
+    assert spare([waiting], claim) == []
+    assert spare([waiting, Listed("b", 0, "15", "15", "PENDING")], claim) == [Listed("b", 0, "15", "15", "PENDING")]
+    assert judge([replace(waiting, job_id="14", state="RUNNING")], claim, None).stands == "running"
+
+
 def ended(code: int | None, state: str = "", **more: Any) -> Standing:
     end = None if code is None else replace_end(exit_code=code, **more)
     return Standing("ended", listed(state) if state else None, end)
-
-
-def replace_end(**more: Any) -> End:
-    return End(**{"job_id": "12", "restart": 0, "duration_s": 1.0, **more})
 
 
 @pytest.mark.parametrize(
@@ -288,7 +303,8 @@ def replace_end(**more: Any) -> End:
         (ended(None, "NODE_FAIL"), "", ("failed", "node failed")),
         (ended(None, "OUT_OF_MEMORY"), "", ("failed", "out of memory")),
         (ended(137, "OUT_OF_MEMORY"), "crash", ("failed", "out of memory")),
-        (ended(None, "FAILED"), "", ("failed", "never began")),
+        (ended(None, "FAILED"), "", ("failed", "")),
+        (ended(None, "COMPLETED"), "", ("succeeded", "")),  # its disk was read-only
         (ended(None), "", ("failed", "lost")),
     ],
 )
@@ -299,6 +315,11 @@ def test_what_an_end_means(standing: Standing, verdict: str, expected: tuple[str
 def test_what_we_cancelled_is_cancelled() -> None:
     assert state_of(ended(143, "CANCELLED", signalled=True), "", asked_by_us=True) == ("cancelled", "")
     assert state_of(ended(0, "COMPLETED"), "", asked_by_us=True) == ("succeeded", "")
+
+
+def test_a_job_whose_task_never_began() -> None:
+    never = state_of(ended(None, "FAILED"), "", asked_by_us=False, claimed=False)
+    assert never == ("failed", "never began")
 
 
 # --- the journal ------------------------------------------------------------------------------------------------------

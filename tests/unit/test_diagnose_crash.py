@@ -240,6 +240,8 @@ def test_a_size_that_does_not_fit_names_both_calls() -> None:
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(0, 9), (1, 50)]
     assert "Rank 0 was aborted in a call at train.py:9 (train), as a peer sent more than it expected" in verdict.summary
+    met = "Rank 1 passes all_reduce of float32[16]; the call of rank 0 has room for less than what reached it."
+    assert met in verdict.summary
     lost = RankException("RuntimeError", "Connection closed by peer", 5.0, (at(50), at(60, "<module>")), "Traceback")
     thrown_out = rank(2, seen=False, more={"exception": lost, "exit": RankExit(1, 101.0)})
     alone = diagnose(job(aborted_in_a_thread(0), _at_six(1, (16,)), thrown_out, outcome="crash"))

@@ -43,6 +43,32 @@ def test_a_condition_that_asks_for_more_than_the_rank_is_evidence_alone() -> Non
     assert "mesh" not in verdict.summary
 
 
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ("g = seeded(rank)\nloss = f(g)\nif loss < best:\n    gather()\n", "Let all ranks decide alike"),
+        ("main = is_main_process(group)\nif main and late:\n    gather()\n", "Gate the side effect"),
+        ("if int(os.environ['RANK']) % pick() == 0:\n    gather()\n", "Gate the side effect"),
+    ],
+)
+def test_a_condition_on_data_is_no_condition_on_the_rank(source: str, advice: str) -> None:
+    """The rank may be the seed of what decides: advice on who logs would be beside the point."""
+    lines = source.count("\n")
+    verdict = verdict_of("\n" * (2 - lines) + source, 3, world=4, odd=39 + lines)
+    assert [c.rank for c in verdict.culprits] == [3]
+    assert verdict.suggestions[0].startswith(advice)
+
+
+def test_nobody_expects_the_other_end_of_a_receive_at_its_line() -> None:
+    frames = (Frame(C10D, 2600, "recv"), at(41), Frame(SCRIPT, 60, "<module>"))
+    text = "\n" * 39 + "if rank > 0:\n    recv()\n"
+    receives = rank(1, frames, "poll", flight=record(*past(3)))
+    evidence = job(waiting(0), receives, waiting(2))
+    verdict = diagnose(evidence, lambda path: text)
+    assert verdict.cause == "collective-mismatch" and "recv" in verdict.summary
+    assert "keeps" not in verdict.summary
+
+
 def test_an_early_way_out_keeps_a_rank_from_its_peers_call() -> None:
     source = "for x in loader:\n    gather()\n    if rank == 3:\n        continue\n" + "    step()\n" * 10
     verdict = verdict_of(source, 3, world=4)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from evidence import calls, entry, in_c10d, in_user, job, past, rank, record, waiting
+from evidence import SITE, calls, entry, in_c10d, in_user, job, past, rank, record, waiting
 
 from safelaunch.diagnose import diagnose
 from safelaunch.model import CallArguments, Collective, Frame, GilTest, Posted, RankEvidence, Verdict
@@ -196,3 +196,18 @@ def test_advice_on_a_circle_fits_its_sends_and_receives() -> None:
     send = diagnose(job(sends(0, 1), sends(1, 0))).suggestions
     assert "count the sends and receives" in receive[0] and not any("even ranks" in one for one in receive)
     assert "even ranks" in send[0] and not any("count the sends" in one for one in send)
+
+
+SCHEDULE = Frame(f"{SITE}/torch/distributed/pipelining/schedules.py", 683, "_wait_batch_p2p")
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"), [("    w.wait()", "collective-mismatch"), ("    lock.take()", "stuck-in-user-code")]
+)
+def test_a_wait_of_torchs_own_schedule_without_c_frames(line: str, cause: str) -> None:
+    """The line there says that a wait is called, and collectives would have been recorded."""
+    sources = {SCHEDULE.file: "\n" * 681 + f"for w in work:\n{line}\n"}
+    one = rank(1, (SCHEDULE, *in_user(33)), "futex", flight=record())
+    verdict = diagnose(job(waiting(0), one, waiting(2)), sources.get)
+    assert verdict.cause == cause, verdict.summary
+    assert ("a send or receive at train.py:33" in verdict.summary) == (cause == "collective-mismatch")

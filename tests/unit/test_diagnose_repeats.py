@@ -65,9 +65,8 @@ def test_the_same_gpu_at_another_line() -> None:
     assert (suspect.unit, suspect.name, suspect.host, suspect.times) == ("gpu", "GPU-1", "node1", 2)
     assert suspect.chance == 0.25
     assert suspect.words == (
-        "GPU GPU-1 of node1 is blamed for the second time, each time at another line. Among 4 GPUs, chance alone does"
-        " that in at most 1 of 4 cases: suspect the hardware. If the trouble follows rank 1 to another GPU, it is the"
-        " script."
+        "GPU GPU-1 of node1 is blamed for the second time, each time at another line. That may be the hardware; among 4"
+        " GPUs, chance alone does it in 1 of 4 cases. If the trouble follows rank 1 to another GPU, it is the script."
     )
     (before,) = suspect.before
     assert (before.bundle, before.host) == ("/b/train-1", "node1")
@@ -88,7 +87,17 @@ def test_the_next_command_leaves_the_gpu_out() -> None:
 def test_the_same_gpu_under_another_rank() -> None:
     earlier = blamed(stuck(41, culprit=2, gpu="GPU-1"))
     (suspect,) = diagnose(stuck(41, incidents=(earlier,))).suspected
-    assert suspect.words.startswith("GPU GPU-1 of node1 is blamed for the second time, as ranks 1-2. Among 3 GPUs,")
+    assert suspect.words.startswith("GPU GPU-1 of node1 is blamed for the second time, as ranks 1-2. That may be")
+
+
+def test_the_words_are_as_firm_as_the_case() -> None:
+    several = tuple(blamed(stuck(line), line) for line in (41, 43))
+    (suspect,) = diagnose(stuck(57, incidents=several)).suspected
+    assert "the third time, each time at another line. Among 4 GPUs, chance alone does that in at most 1 of 16" in (
+        suspect.words
+    )
+    rank_0 = diagnose(stuck(57, culprit=0, incidents=(blamed(stuck(41, culprit=0)),)))
+    assert "may be the hardware, or what the script does on rank 0 alone" in rank_0.suspected[0].words
 
 
 @pytest.mark.parametrize(
@@ -194,5 +203,8 @@ def test_a_node_that_is_lost_again() -> None:
     earlier = structs.replace(first, id="1", unix_s=NOW - 60)
     again = _lost("b", earlier)[0]
     assert [(one.unit, one.host, one.chance) for one in again.suspected] == [("host", "b", 0.5)]
-    assert "scontrol update nodename=b state=drain" in again.suggestions[0]
+    advice = again.suggestions[0]
+    assert advice.startswith("If that happens again, keep jobs off") and "nodename=b state=drain" in advice
+    third = _lost("b", earlier, *(structs.replace(earlier, id=str(n)) for n in range(2, 6)))[0]
+    assert third.suggestions[0].startswith("Keep jobs off the suspected host")
     assert _lost("c", earlier)[0].suspected == ()

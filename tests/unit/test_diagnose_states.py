@@ -368,6 +368,45 @@ def test_ranks_unseen_at_init_are_listed_not_blamed() -> None:
     assert any("1,3" in text for text in verdict.missing)
 
 
+def making_store(number: int, *, again_in_s: float = 3.0) -> RankEvidence:
+    """A rank that sleeps between two attempts to reach the store of init_process_group."""
+    store = Frame(f"{SITE}/torch/distributed/rendezvous.py", 190, "_create_c10d_store")
+    one = rank(number, (store, *in_init()[1:]), "sleep", step=None)
+    assert one.main is not None
+    states = tuple(
+        structs.replace(
+            state, threads=(structs.replace(state.threads[0], ends_s=state.at_s + again_in_s), *state.threads[1:])
+        )
+        for state in one.main.states
+    )
+    return structs.replace(one, main=structs.replace(one.main, states=states))
+
+
+def test_ranks_that_do_not_reach_the_store() -> None:
+    past = [rank(n, in_init(), "poll", step=None) for n in (0, 2)]
+    verdict = diagnose(job(past[0], making_store(1), past[1]))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("init-not-joined", [1])
+    assert "Rank 1 tries again and again to connect to the store" in verdict.summary
+    assert len(verdict.suggestions) == 1 and "MASTER_ADDR" in verdict.suggestions[0]
+    nobody = diagnose(job(*(making_store(n) for n in range(3))))
+    assert (nobody.cause, nobody.culprits) == ("init-not-joined", ())
+    assert "nothing answers at its address" in nobody.summary
+
+
+def test_who_hosts_the_store_and_naps_until_all_have_come_is_not_astray() -> None:
+    hosts = making_store(0, again_in_s=0.01)
+    verdict = diagnose(job(hosts, making_store(1), making_store(2)))
+    assert (verdict.cause, verdict.culprits) == ("init-not-joined", ()), "either side may have the wrong address"
+    assert "Each of ranks 1-2 tries again" in verdict.summary
+    assert "again and again" not in diagnose(job(hosts, rank(1, in_init(), "poll", step=None))).summary
+
+
+def test_ranks_that_have_all_come_to_init_are_told_nothing_of_broadcasts() -> None:
+    verdict = diagnose(job(*(rank(n, in_init(), "poll", step=None) for n in range(3))))
+    assert verdict.cause == "no-rank-stands-out"
+    assert not any("src or dst" in text for text in verdict.suggestions)
+
+
 def test_a_later_group_is_not_init() -> None:
     frames = (*in_init()[:1], *(Frame(f.file, f.line, "new_group") for f in in_init()[1:2]), *in_user(40))
     peers = [rank(n, frames, "poll", flight=behind()) for n in (0, 1)]
@@ -563,6 +602,19 @@ def share(store, step, resumed):
     verdict = diagnose(asleep, lambda path: source)
     assert [one.rank for one in verdict.culprits] == [0]
     assert "the one to set the key of the store that ranks 1-2 wait for" in verdict.summary
+
+
+def test_a_key_of_the_store_that_all_ranks_wait_for() -> None:
+    source = "def wait():\n    if rank == 0 and names:\n        store.set('names', '1')\n    store.wait(['names'])\n"
+    everyone = job(*(at_store(number, 4) for number in range(3)))
+    verdict = diagnose(everyone, lambda path: source)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("blocking-io", [0])
+    assert "Rank 0 alone sets it, at train.py:3, behind `if rank == 0 and names (train.py:2)`." in verdict.summary
+    verdict = diagnose(everyone, lambda path: source.replace("rank == 0 and ", ""))
+    assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
+    assert "Nobody has set it: train.py:3 does, under `if names (train.py:2)`." in verdict.summary
+    assert verdict.suggestions[0].startswith("Find who is to set this key")
+    assert not any("outside the job" in text for text in verdict.suggestions)
 
 
 def test_a_thread_that_keeps_a_rank_from_its_end() -> None:

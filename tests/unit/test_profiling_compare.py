@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recordings import AUGMENT, BACKWARD, FORWARD, recording
+from recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recording
 
 from safelaunch.profiling.compare import compare
 
@@ -17,6 +17,17 @@ def test_what_grew_is_told_by_the_seconds_of_a_step() -> None:
     assert found.text == (
         "A step takes 200.0 ms (was 100.0 ms); what grew most: script at data.py:12 (augment), 100.0 ms more."
     )
+
+
+def test_where_a_rank_is_late_its_own_lines_are_compared() -> None:
+    """Else each of the others would wait longer by as much, and they are more."""
+    late = {FORWARD: 0.25, BACKWARD: 0.25, AUGMENT: 0.5}
+    others = {FORWARD: 0.25, BACKWARD: 0.25, ALL_REDUCE: 0.5}
+    now = recording(others, late, others, others, steps=50)
+    before = recording(*[{FORWARD: 0.5, BACKWARD: 0.5}] * 4, steps=100)
+    found = compare(before, now)
+    assert found.text.endswith("what grew most on rank 1: script at data.py:12 (augment), 100.0 ms more.")
+    assert [one.place.function for one in found.changes] == ["augment"]
 
 
 def test_without_steps_shares_are_compared() -> None:

@@ -191,6 +191,18 @@ def figure(name: str, values: list[float], target: str = "", unit: str = "", met
     return {"name": name, "values": values, "unit": unit, "target": target, "note": "", "met": met}
 
 
+def test_rows_of_slurm_and_a_machine_without_it(tmp_path: Path) -> None:
+    rows = [{"name": name, "seconds": 1.0, "promise": promise} for name, promise in (
+        ("healthy", "kept"), ("a node is killed", "BROKEN lost\nlogs"), ("read-only", "not run: no chattr"),
+    )]  # fmt: skip
+    told = found("slurm", tmp_path, rows)
+    assert told.result == "1 of 2 kept"
+    assert told.rows[1:] == (("– a node is killed", "BROKEN lost"), ("– read-only", "not run: no chattr"))
+    absent = found("slurm", tmp_path, [{"name": "all rows", "seconds": 0.0, "promise": "not run: no slurmctld"}])
+    assert absent.result == "not run: no slurmctld"
+    assert found("slurm-cost", tmp_path, {"figures": []}).result == "0 of 0 aims met"
+
+
 def test_benchmarks_show_what_has_an_aim_and_what_stands_beneath_it(tmp_path: Path) -> None:
     one = {"figures": [
         figure("CPU", [0.5, 0.3, 0.4], "<= 0.5", "%", True), figure("  of that, ours", [0.1], "", "%"),

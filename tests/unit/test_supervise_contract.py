@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from safelaunch.beacon import contract as beacon_contract
 from safelaunch.beacon import layout
 from safelaunch.roster.progress import Noted, read_contract
 from safelaunch.supervise import contract
-from safelaunch.supervise.contract import Contract, changes, elsewhere, path_in, remember, remembered
+from safelaunch.supervise.contract import Contract, changes, elsewhere, path_in, remember
 
 
 @pytest.mark.parametrize(
@@ -49,34 +49,25 @@ def test_ranks_on_another_device_than_their_own_are_named() -> None:
     assert text.startswith("ranks 9-10 compute on cuda:0, which is not the device of the rank's LOCAL_RANK")
 
 
-def test_the_note_is_private_bounded_and_kept_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def names_in(directory: Path) -> list[str]:
+    return list(json.loads(path_in(directory).read_bytes())["runs"])
+
+
+def test_the_note_is_kept_by_name_and_the_one_before_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "MOST_NAMES", 3)
     directory = tmp_path / "bundles"
     for number in range(5):
-        remember(directory, f"run{number}", Contract(number, None, float(number)))
-    assert {name: one.world_size for name, one in remembered(directory).items()} == {"run2": 2, "run3": 3, "run4": 4}
+        assert remember(directory, f"run{number}", Contract(number)) == (None, True)
+    assert remember(directory, "run3", Contract(7, 32)) == (Contract(3), True)
+    assert names_in(directory) == ["run2", "run4", "run3"]
     assert path_in(directory).stat().st_mode & 0o777 == 0o600
-    assert list(directory.iterdir()) == [path_in(directory)]
 
 
-@pytest.mark.parametrize("kind", ["damaged", "link", "fifo", "directory", "foreign"])
-def test_what_is_no_note_of_ours_is_not_read(kind: str, tmp_path: Path) -> None:
-    path, good = path_in(tmp_path), tmp_path / "good"
+def test_a_damaged_note_starts_anew_and_that_is_told(tmp_path: Path) -> None:
     remember(tmp_path, "run", Contract(2))
-    path.rename(good)
-    make = {
-        "damaged": lambda: path.write_bytes(b'{"runs":{"run":{"world_size":'),
-        "link": lambda: path.symlink_to(good),
-        "fifo": lambda: os.mkfifo(path),
-        "directory": path.mkdir,
-        "foreign": lambda: good.rename(path),
-    }
-    make[kind]()
-    if kind == "foreign":
-        if os.geteuid():
-            pytest.skip("only root can give a file away")
-        os.chown(path, 12345, -1)
-    assert remembered(tmp_path) == {}
+    path_in(tmp_path).write_bytes(b'{"runs":{"run":{"world_size":')
+    assert remember(tmp_path, "run", Contract(4)) == (None, False)
+    assert remember(tmp_path, "run", Contract(8)) == (Contract(4), True)
 
 
 def test_what_a_rank_notes_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

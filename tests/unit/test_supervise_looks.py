@@ -1,14 +1,18 @@
-"""Which ranks get a look at their C frames: those of which Python's frames alone do not say what they wait for."""
+"""Looks at the ranks, and which of these get a look at their C frames too."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 from evidence import in_c10d, in_user, process
 
-from safelaunch.capture.look import ProcessLook, RankLook
+from safelaunch.capture import stacks
+from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
-from safelaunch.model import Frame
-from safelaunch.supervise.looks import _is_unclear
+from safelaunch.model import Frame, StackSample
+from safelaunch.supervise.looks import _is_unclear, look_at
 
 
 @pytest.mark.parametrize(
@@ -27,3 +31,45 @@ def test_a_futex_below_the_users_line_is_unclear(frames: tuple[Frame, ...], kern
     one = process(10, frames, kernel)
     look = RankLook(0, ProcessLook(10, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
     assert _is_unclear(look) is unclear
+
+
+def looked_at(number: int, line: int) -> RankLook:
+    one = process(10 + number, in_user(line), "futex")
+    return RankLook(number, ProcessLook(one.states[-1].pid, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
+
+
+def test_c_frames_are_read_of_one_rank_of_each_stack_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the time ends before all are read, the others keep their stacks, with a note."""
+    lines = {0: 7, 1: 7, 2: 7, 3: 7, 4: 9, 5: 7}
+    last = Look(0.0, 1.0, {number: looked_at(number, line) for number, line in lines.items()})
+    asked: list[int] = []
+
+    def answers(pid: int, state: object = None, *, deadline_s: float) -> Result[StackSample]:
+        asked.append(pid - 10)
+        if pid in (10, 14):
+            return Result(
+                process(pid, in_user(1), "futex", native=(Frame("libtorch.so", 0, "c10d::wait"),)).stacks[-1], "", 0.1
+            )
+        return Result(None, "py-spy", deadline_s, missing="no answer in time", kind="timeout")
+
+    monkeypatch.setattr(stacks, "with_c_frames_of", answers)
+    targets = [Target(number, number, 10 + number, 1) for number in lines]
+    found = with_c_frames(targets, last, deadline_s=60.0)
+    assert set(asked[:2]) == {0, 4}
+    assert set(asked) == set(lines)
+    mains = {number: found.ranks[number].main for number in lines}
+    natives = {number for number, main in mains.items() if main and main.stack.value and main.stack.value.native}
+    assert natives == {0, 4}
+    assert mains[1] is not None and mains[1].stack.note == "without the C frames: no answer in time"
+    main, _ = evidence_of([last, found], 1)
+    assert main is not None and len(main.stacks) == len(main.states) == 1
+
+
+def test_a_later_look_knows_what_the_ranks_have_by_then() -> None:
+    """A rank that still imports torch at the first look has no worker server yet, and is asked for its record later."""
+    before = Target(0, 0, os.getpid(), 0)
+    now = Target(0, 0, os.getpid(), 0, socket=Path("/rank0.sock"))
+    looks = look_at((before,), None)
+    looks = look_at((now, Target(1, 1, os.getpid(), 0)), looks)
+    assert [(target.rank, target.socket) for target in looks.targets] == [(0, now.socket), (1, None)]
+    assert look_at((), looks).targets == looks.targets  # one that has ended since is still asked what it left

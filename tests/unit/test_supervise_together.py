@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any, ClassVar
 
 import pytest
@@ -286,6 +287,25 @@ def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Togethe
     assert channel.dumps == [3]
 
 
+def test_a_dump_comes_before_a_recording(node: Together, channel: Channel) -> None:
+    dump, recording = Question(), Question("record", 10.0)
+    channel.say(page={"dumps": (3, 4)}, questions={3: recording, 4: dump})
+    assert node.dump.presses
+    assert [node.dump.wanted(100.0), node.dump.presses] == [(4, dump), False]
+    assert [node.dump.wanted(110.0), node.dump.presses] == [(3, recording), False]
+
+
+def test_the_answers_to_an_earlier_question_are_not_those_to_the_next(node: Together, channel: Channel) -> None:
+    old = Answers(1, True, {2: condensed(half(2, 3))})
+    with node.dump.asking():
+        channel.say(answers=old)
+        assert len(node.dump.collected(half(0, 1))[1]) == 2
+    with node.dump.asking(Question("record", 10.0)):
+        stop = Event()
+        stop.set()
+        assert node.dump.recorded(stop) == ([], []), "the channel still has the last question's"
+
+
 def test_a_recording_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
     handed_in: list[list[bytes]] = []
     channel.hand_in_dump = lambda number, chunks: handed_in.append(chunks)  # type: ignore[method-assign]
@@ -293,7 +313,7 @@ def test_a_recording_has_what_all_have_handed_in(node: Together, channel: Channe
     node.dump.hand_in_recording(5, theirs)
     with node.dump.asking(Question("record", 10.0)):
         channel.say(answers=Answers(6, True, {2: handed_in[0], 3: [b"garbage"], 4: packed(b"\x81") or []}))
-        found, notes = node.dump.recorded()
+        found, notes = node.dump.recorded(Event())
     assert found == [theirs]
     assert len(notes) == 2 and "could not be read" in notes[0]
 

@@ -110,3 +110,23 @@ def test_a_loss_far_above_all_others_or_not_finite() -> None:
     assert not found(*(check(rank, 3, losses=(0.5, 1.5) * 10 if rank == 1 else usual) for rank in range(3)))
     (one,) = found(*(check(rank, 3, losses=(1.0, math.nan if rank == 2 else 1.0)) for rank in range(3)))
     assert (one.ranks, one.step) == ((2,), 4)
+
+
+def told(*groups: tuple[int, ...]) -> str:
+    """What is said at the end of a job whose tensors have these replicas."""
+    comparison = Comparison()
+    for rank in (0, 1):
+        about = About(
+            "parameters of SGD", "parameters", 3, rank, groups, tuple((f"{n}.w", n) for n in range(len(groups)))
+        )
+        numbers = (FINE,) * len(groups)
+        comparison.add([Check(rank, about, 3, (1,) * len(groups), numbers, numbers, ((3, FINE),), ())])
+    comparison.found((0, 1), 0.0, last=True)
+    return comparison.told
+
+
+def test_what_was_not_compared_is_said() -> None:
+    assert told((0, 1)) == "1 checks, 1 tensors known to be replicated"
+    assert told((0, 1), ()).endswith("1 tensors known to be replicated; 1 more is not compared: 1.w")
+    assert told((0, 1), (), (), (), ()).endswith("; 4 more are not compared: 1.w, 2.w, 3.w, ...")
+    assert "no tensor is known to be replicated (safelaunch.probes.check_consistent()" in told((), ())

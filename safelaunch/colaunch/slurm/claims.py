@@ -17,19 +17,27 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.colaunch.steps import Pace
+from safelaunch.colaunch.jobs import Pace
 
 T = TypeVar("T")
 LARGEST = 1 << 16
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Who runs an attempt. ``restart``: how often Slurm has requeued the job."""
+    """Who runs an attempt. ``restart``: how often Slurm has requeued the job.
+
+    ``address``: what scancel calls it. A task of an array gets a number of its own, its ``job_id``, only as it begins.
+    """
 
     job_id: str
     restart: int
     host: str
     began_unix_s: float
+    address: str = ""
+
+    @property
+    def place(self) -> str:
+        return self.address or self.job_id
 
     def precedes(self, other: Claim) -> bool:
         """Whether ``other`` is the same job of Slurm after a requeue."""

@@ -16,25 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from safelaunch.colaunch import metrics
-from safelaunch.colaunch.active import newest, verdict_of
+from safelaunch.colaunch.bundles import newest, verdict_of
 from safelaunch.colaunch.engine import Ended
-from safelaunch.colaunch.jobs import Job, Metric, Outcome, State
+from safelaunch.colaunch.jobs import Job, Metric, Outcome, Pace, State
 from safelaunch.colaunch.journal import Handed, Journal
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim
+from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
 from safelaunch.colaunch.slurm.judge import QUEUED, Listed, Standing, judge, spare, state_of
 from safelaunch.colaunch.slurm.queue import Slurm, SlurmError
 from safelaunch.colaunch.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
-from safelaunch.colaunch.steps import Pace
 from safelaunch.colaunch.sweep import Sweep, was
 from safelaunch.colaunch.view import JobView
 
-TICK_S, BUSY_TICK_S = 0.5, 0.05
+TICK_S, BUSY_TICK_S = 0.25, 0.05
 LOOK_EVERY_S, LOOK_AT_MOST_S = 1.0, 10.0
+# The files tell of begins and ends sooner than squeue, for this part of the time at most.
+FILES_EVERY_S, FILES_SHARE = 0.25, 0.05
 # A network disk may show a file of another node only after a while.
 SETTLE_S = 15.0
 FULL_PAUSE_S = 15.0
 SHOW_EVERY_S = 2.0
+# What the metrics of running jobs may cost: the end of a few jobs' output at a time, each now and then.
+MEASURE_EVERY_S, MEASURE_AT_ONCE, NEWEST_BYTES, MEASURE_CPU_S = 5.0, 8, 64 << 10, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,21 @@ class Given:
     listed: tuple[Listed, ...] = ()
     standing: Standing = field(default_factory=lambda: Standing("queued"))
     claim: Claim | None = None
+    end: End | None = None
     pace: Pace = field(default_factory=Pace)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    measured_s: float = 0.0
     began_s: float | None = None
     asked: bool = False
     killed: bool = False
     doubtful_s: float | None = None
+
+    def read(self) -> bool:
+        """Reads what the task has left; returns whether that is new."""
+        before = self.claim, self.end
+        self.claim = self.files.claimed()
+        self.end = self.files.end() if self.claim is not None else None
+        return (self.claim, self.end) != before
 
     @property
     def address(self) -> str:
@@ -103,6 +116,7 @@ class SlurmEngine:
         self._working: tuple[Future[Any], Callable[[Future[Any]], None]] | None = None
         self._fresh = False  # a listing has come in
         self._look_due_s, self._look_every_s = 0.0, LOOK_EVERY_S
+        self._files_due_s = 0.0
         self._full_until_s = 0.0
         self._kill = False
         self._told: set[str] = set()
@@ -277,24 +291,38 @@ class SlurmEngine:
     def _sort_in(self, listed: Iterable[Listed]) -> None:
         """Gives each attempt the jobs that were submitted for it, and sets the time of the next look."""
         by_name: dict[tuple[str, int], list[Listed]] = {}
-        by_id: dict[str, Listed] = {}
+        by_address: dict[str, Listed] = {}
         for each in listed:
             by_name.setdefault((each.name, each.task), []).append(each)
-            by_id.setdefault(each.job_id, each)
+            by_address.setdefault(each.address, each)
         changed = False
         for given in self._given.values():
             if not given.submitted:
                 continue
             own = [each for place in given.known_as for each in by_name.get(place, ())]
             if any(each.state not in QUEUED for each in own) or not own:
-                given.claim = given.files.claimed()
-            claimant = by_id.get(given.claim.job_id) if given.claim is not None else None
+                given.read()
+            claimant = by_address.get(given.claim.place) if given.claim is not None else None
             if claimant is not None and claimant not in own:
                 own.append(claimant)
+            own = own or [each for each in given.listed if each.is_final]  # Slurm forgets them after a while
             changed |= tuple(own) != given.listed
             given.listed = tuple(own)
         self._look_every_s = LOOK_EVERY_S if changed else min(LOOK_AT_MOST_S, self._look_every_s * 1.25)
         self._look_due_s = self._clock() + self._look_every_s
+
+    def _read_files(self) -> None:
+        """Finds out what the tasks have left: a begin makes us look at Slurm, an end may need no look."""
+        began_s = self._clock()
+        if began_s < self._files_due_s:
+            return
+        for given in self._given.values():
+            if given.submitted and given.read():
+                self._fresh = True
+                if given.end is None:
+                    self._look_due_s, self._look_every_s = 0.0, LOOK_EVERY_S
+        now = self._clock()
+        self._files_due_s = now + max(FILES_EVERY_S, (now - began_s) / FILES_SHARE)
 
     # --- how they end -----------------------------------------------------------------------------------------------
 
@@ -302,6 +330,7 @@ class SlurmEngine:
         self._advance()
         if self._sweep.stopped:
             self._withdraw()
+        self._read_files()
         if not self._fresh:
             return
         self._fresh = False
@@ -343,8 +372,7 @@ class SlurmEngine:
     def _judge(self, given: Given) -> Outcome | None:
         """The outcome of an attempt that has ended; None while it goes on, or where it never began."""
         before = given.standing
-        end = given.files.end() if given.claim is not None else None
-        standing = given.standing = judge(given.listed, given.claim, end)
+        standing = given.standing = judge(given.listed, given.claim, given.end)
         if standing.stands in ("queued", "running"):
             given.doubtful_s = None
             if standing.stands == "running" and (given.began_s is None or before.stands == "queued"):
@@ -384,7 +412,7 @@ class SlurmEngine:
         found = [path for path in bundles if end is None and _modified_ns(path) >= since_ns]
         bundle = end.bundle if end is not None else newest(found)
         verdict, cause = verdict_of(bundle)
-        state, why = state_of(standing, verdict, asked_by_us=given.asked)
+        state, why = state_of(standing, verdict, asked_by_us=given.asked, claimed=claim is not None)
         elapsed_s = self._clock() - given.began_s if given.began_s is not None else 0.0
         return Outcome(
             state=state,
@@ -432,6 +460,13 @@ class SlurmEngine:
         for given in self._given.values():
             if given.standing.stands == "running":
                 given.pace = given.files.pace()
+        due = [each for each in self._given.values() if each.standing.stands == "running" and each.job.metrics]
+        due = [each for each in due if now - each.measured_s >= MEASURE_EVERY_S]
+        for given in sorted(due, key=lambda each: each.measured_s)[:MEASURE_AT_ONCE]:
+            given.measured_s = now
+            log = self.log(given.job.name, given.attempt)
+            found = metrics.from_log(log, given.job.metrics, lambda _: None, NEWEST_BYTES, MEASURE_CPU_S)
+            given.metrics = {**given.metrics, **found}
 
     def so_far(self) -> dict[str, Outcome]:
         return {name: self._so_far(given) for name, given in self._given.items()}
@@ -440,7 +475,7 @@ class SlurmEngine:
         if given.standing.stands == "queued" or given.began_s is None:
             return Outcome("waiting")
         elapsed_s = round(self._clock() - given.began_s, 3)
-        return Outcome("running", duration_s=elapsed_s, last_step=given.pace.step)
+        return Outcome("running", duration_s=elapsed_s, last_step=given.pace.step, metrics=given.metrics)
 
     def view(self, name: str) -> JobView:
         track, given = self._sweep.tracks[name], self._given.get(name)
@@ -448,9 +483,9 @@ class SlurmEngine:
             return JobView(track.job, track.state, track.attempts, track.why, outcome=track.outcome)
         listed, pace = given.standing.listed, given.pace
         if given.standing.stands == "queued" or given.began_s is None:
-            reason = listed.reason if listed is not None else ""
-            why = "stopping" if given.asked else f"queued ({reason})" if reason not in ("", "None") else "queued"
-            return JobView(track.job, "waiting", track.attempts, why, outcome=track.outcome)
+            reason = listed.reason if listed is not None and listed.reason != "None" else ""
+            why = "stopping" if given.asked else "queued"
+            return JobView(track.job, "waiting", track.attempts, why, outcome=track.outcome, cause=reason)
         return JobView(
             track.job,
             "running",
@@ -466,6 +501,7 @@ class SlurmEngine:
             quiet=pace.quiet,
             cause=pace.cause,
             wrong=pace.wrong,
+            metrics=given.metrics,
         )
 
 

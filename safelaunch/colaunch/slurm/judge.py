@@ -44,7 +44,8 @@ ASKED_TO_END = frozenset({"TIMEOUT", "DEADLINE", "CANCELLED", "PREEMPTED", "REVO
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A job, or one task of an array, as squeue lists it. ``job_id`` as in its SLURM_JOB_ID once it has begun.
+    """A job, or one task of an array, as squeue lists it. ``job_id`` as in its SLURM_JOB_ID once it has begun; the
+    waiting tasks of an array share one.
 
     ``address``: what scancel and a dependency call it.
     """
@@ -79,13 +80,20 @@ class Standing:
 
 
 def judge(listed: Sequence[Listed], claim: Claim | None, end: End | None) -> Standing:
-    """``listed``: the jobs of Slurm that were submitted for this attempt; more than one after a double submission."""
+    """``listed``: the jobs of Slurm that were submitted for this attempt; more than one after a double submission.
+
+    A success, or an end that no signal brought about, stands, whatever Slurm still thinks of the job. After a signal,
+    the job may come back: Slurm's word counts.
+    """
     if claim is None:
         return _unclaimed(listed)
-    owner = next((each for each in listed if each.job_id == claim.job_id), None)
+    owner = next((each for each in listed if each.address == claim.place), None)
+    is_its = end is not None and (end.job_id, end.restart) == (claim.job_id, claim.restart)
+    if is_its and end is not None and (end.exit_code == 0 or not end.signalled):
+        return Standing("ended", owner, end)
     if owner is not None and not owner.is_final:
         return Standing("queued" if owner.state in QUEUED else "running", owner)
-    if end is not None and (end.job_id, end.restart) == (claim.job_id, claim.restart):
+    if is_its:
         return Standing("ended", owner, end)
     return Standing("unsettled", owner)
 
@@ -105,11 +113,14 @@ def _unclaimed(listed: Sequence[Listed]) -> Standing:
 
 def spare(listed: Sequence[Listed], claim: Claim | None) -> list[Listed]:
     """The jobs that wait in the queue for an attempt that another one runs, or has run."""
-    return [each for each in listed if claim and each.job_id != claim.job_id and each.state in QUEUED]
+    return [each for each in listed if claim and each.address != claim.place and each.state in QUEUED]
 
 
-def state_of(standing: Standing, verdict: str, *, asked_by_us: bool) -> tuple[State, str]:
-    """The state and cause of an attempt that ended. ``verdict``: the outcome in its bundle, empty without one."""
+def state_of(standing: Standing, verdict: str, *, asked_by_us: bool, claimed: bool = True) -> tuple[State, str]:
+    """The state and cause of an attempt that ended. ``verdict``: the outcome in its bundle, empty without one.
+
+    ``claimed``: its task had begun.
+    """
     end = standing.end
     if end is not None and end.exit_code == 0:
         return "succeeded", ""
@@ -125,7 +136,11 @@ def state_of(standing: Standing, verdict: str, *, asked_by_us: bool) -> tuple[St
         return MEANINGS[word]
     if end is not None:
         return "failed", ""
-    return "failed", "never began" if standing.listed is not None else "lost"
+    if standing.listed is None:
+        return "failed", "lost"
+    if standing.listed.state == "COMPLETED":
+        return "succeeded", ""  # by Slurm's word: the job could not write its end down
+    return "failed", "" if claimed else "never began"
 
 
 def _word(standing: Standing) -> str:

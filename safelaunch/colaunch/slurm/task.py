@@ -16,28 +16,30 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from safelaunch.colaunch import metrics
-from safelaunch.colaunch.active import newest
-from safelaunch.colaunch.local import ranks
+from safelaunch.colaunch.bundles import newest
+from safelaunch.colaunch.jobs import Pace, threads
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
-from safelaunch.colaunch.steps import Pace, Steps
-from safelaunch.control import discover
 from safelaunch.errors import SafelaunchError
 from safelaunch.launch.process import ProcessId, identify
-from safelaunch.leases import ports
-from safelaunch.leases.holder import ourselves
-from safelaunch.leases.store import store_of
 from safelaunch.system.console import say
+
+# Every job pays for what is imported here before its own safelaunch starts; the rest is imported where it is used.
+if TYPE_CHECKING:
+    from safelaunch.colaunch.steps import Steps
 
 EXIT_SPARE = 75  # not 0: a job that needs this one must not begin because of a task that did nothing
 CANNOT_START = 127
 TICK_S = 0.25
-LOOK_EVERY_S = 1.0
+LOOK_FIRST_S, LOOK_EVERY_S = 3.0, 1.0
 PACE_EVERY_S = 5.0
+SIGNAL_COMES_S = 0.5  # Slurm signals every process of a job, and the job may end before we hear of it
 KILL_AFTER_S = 45.0  # torchrun may take 30 s
 ASK_S = 5.0
+# How long the disk may refuse the end; after that only Slurm knows it.
+LEAVE_FOR_S, LEAVE_EVERY_S = 60.0, 2.0
 # They stand in the command, and are filled in here: only the job knows them.
 FIRST_HOST, RENDEZVOUS_PORT, JOB_ID = "@{first-host}", "@{rdzv-port}", "@{job-id}"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -75,7 +77,7 @@ class Task:
         self._files = AttemptFiles(words.directory, words.attempt)
         self._job_id = environ["SLURM_JOB_ID"]
         self._restart = int(environ.get("SLURM_RESTART_COUNT") or 0)
-        self._steps = Steps(discover.our_roots, time.monotonic)
+        self._steps: Steps | None = None
         self._signalled = False
         self._told = ""
         self._over_limit = False
@@ -88,7 +90,7 @@ class Task:
         for signum in SIGNALS:
             signal.signal(signum, self._on_signal)
         before = self._files.end()
-        other = self._files.claim(Claim(self._job_id, self._restart, socket.gethostname(), round(time.time(), 3)))
+        other = self._files.claim(self._claim())
         if other is not None:
             say(f"this job's work is done by job {other.job_id} of Slurm; this one ends")
             return EXIT_SPARE
@@ -101,15 +103,38 @@ class Task:
             return before.exit_code
         self._to_log()
         known = self._paths.bundles_of(self._words.directory.name)
-        written = metrics.stamp(Path(self._words.metric_file))
+        written = self._metrics_stamp()
         code = self._work()
+        if code and not self._signalled:
+            time.sleep(SIGNAL_COMES_S)
         if self._signalled and not self._told:
             self._told = self._reason()  # the job ended as soon as it was asked to
-        is_new = metrics.stamp(Path(self._words.metric_file)) != written
-        self._files.leave(
-            self._end(code, self._paths.bundles_of(self._words.directory.name) - known, wrote_metrics=is_new)
-        )
+        is_new = self._metrics_stamp() != written
+        self._leave(self._end(code, self._paths.bundles_of(self._words.directory.name) - known, wrote_metrics=is_new))
         return code
+
+    def _claim(self) -> Claim:
+        array, task = (self._environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+        address = f"{array}_{task}" if array and task else self._job_id
+        return Claim(self._job_id, self._restart, socket.gethostname(), round(time.time(), 3), address)
+
+    def _metrics_stamp(self) -> object:
+        if not self._words.metric_file:
+            return None
+        from safelaunch.colaunch import metrics
+
+        return metrics.stamp(Path(self._words.metric_file))
+
+    def _leave(self, end: End) -> None:
+        """Writes the end, once the disk takes it."""
+        deadline_s = time.monotonic() + LEAVE_FOR_S
+        while True:
+            try:
+                return self._files.leave(end)
+            except OSError as error:
+                if time.monotonic() > deadline_s:
+                    return say(f"how the job ended cannot be written down: {error}")
+            time.sleep(LEAVE_EVERY_S)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signalled = True
@@ -146,6 +171,10 @@ class Task:
             values[FIRST_HOST] = hosts[0] if hosts else socket.gethostname()
             wanted += 1
         if wanted:
+            from safelaunch.leases import ports
+            from safelaunch.leases.holder import ourselves
+            from safelaunch.leases.store import store_of
+
             self._lease = ports.take(store_of(self._environ), wanted, ourselves(self._words.directory.name, "colaunch"))
             numbers = [str(number) for number in self._lease.numbers]
             values |= {port_token(index): number for index, number in enumerate(numbers[: self._words.ports])}
@@ -156,7 +185,7 @@ class Task:
         env = dict(self._environ)
         cores = env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_ON_NODE", "")
         if "OMP_NUM_THREADS" not in env and cores.isdecimal():
-            env["OMP_NUM_THREADS"] = str(max(1, int(cores) // ranks(self._words.command)))
+            env["OMP_NUM_THREADS"] = str(threads(self._words.command, int(cores)))
         if "SLURM_CPUS_PER_TASK" in env:
             env.setdefault("SRUN_CPUS_PER_TASK", env["SLURM_CPUS_PER_TASK"])  # srun no longer takes it over by itself
         return env
@@ -164,7 +193,7 @@ class Task:
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         process = identify(child.pid)
         asked_s: float | None = None
-        looked_s, shown_s = self._began_s, 0.0
+        looked_s, shown_s = self._began_s + LOOK_FIRST_S - LOOK_EVERY_S, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
                 code = child.wait(TICK_S)
@@ -172,7 +201,8 @@ class Task:
             now = time.monotonic()
             if self._signalled and not self._told:
                 self._told = self._reason()
-                self._files.leave(self._end(128 + signal.SIGTERM))  # Slurm may kill us before the job has ended
+                with suppress(OSError):
+                    self._files.leave(self._end(128 + signal.SIGTERM))  # Slurm may kill us before the job has ended
             limit_s = self._words.timeout
             if limit_s is not None and now - self._began_s > limit_s and asked_s is None:
                 self._over_limit, asked_s = True, now
@@ -187,10 +217,7 @@ class Task:
     def _look(self, child: ProcessId, now: float, shown_s: float) -> float:
         """Follows the job's steps, and leaves the newest one for colaunch now and then; returns when it last did."""
         self._supervisor = self._supervisor or self._found(child)
-        if self._supervisor is None:
-            return shown_s
-        self._steps.look([self._supervisor])
-        pace = self._steps.of(self._supervisor)
+        pace = self._pace()
         if pace.step is None or now - shown_s < PACE_EVERY_S:
             return shown_s
         self._files.show(pace)
@@ -200,6 +227,8 @@ class Task:
         """The safelaunch of this node: the child itself, or a task that srun has started here."""
         if Path(self._words.command[0]).name != "srun":
             return child
+        from safelaunch.control import discover
+
         mark = f"SLURM_JOB_ID={self._job_id}".encode()
         for found in discover.find(discover.our_roots()):
             if found.supervisor is None:
@@ -211,11 +240,20 @@ class Task:
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
+    def _pace(self) -> Pace:
+        if self._supervisor is None:
+            return Pace()
+        if self._steps is None:
+            from safelaunch.colaunch.steps import Steps
+            from safelaunch.control import discover
+
+            self._steps = Steps(discover.our_roots, time.monotonic)
+        self._steps.look([self._supervisor])
+        return self._steps.of(self._supervisor)
+
     def _last_pace(self) -> Pace:
         with suppress(Exception):
-            if self._supervisor is not None:
-                self._steps.look([self._supervisor])
-                return self._steps.of(self._supervisor)
+            return self._pace()
         return Pace()
 
     def _reason(self) -> str:

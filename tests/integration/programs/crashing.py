@@ -13,7 +13,17 @@ parser.add_argument("--attempts", type=int, default=1_000_000, help="number of a
 options = parser.parse_args()
 
 
+def warn_as_nccl() -> None:
+    """Writes a warning where NCCL would: to the user's own file."""
+    host, pid = os.uname().nodename.partition(".")[0], os.getpid()
+    name = os.environ["NCCL_DEBUG_FILE"].replace("%h", host).replace("%p", str(pid))
+    with open(name, "w") as log:
+        log.write(f"{host}:{pid}:{pid} [0] misc/socket.cc:46 NCCL WARN socketProgress: Connection closed by b<5>\n")
+
+
 def validate(loss: torch.Tensor) -> None:
+    if "NCCL_DEBUG_FILE" in os.environ:
+        warn_as_nccl()
     if loss.isfinite():
         raise ValueError("loss 3.2 is above the limit")  # FAILS: exception
 
@@ -55,6 +65,8 @@ def batches(job: Training):
 def main() -> None:
     fails = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < options.attempts
     with Training(options) as job:
+        if options.how == "size":
+            dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for step, batch in batches(job):
             loss = job.train(batch)
             if not fails or step != options.after or (job.rank != options.culprit and options.how != "size"):

@@ -1,4 +1,7 @@
-"""Ranks that mark their own steps, for a while or forever. ``--how sleep``: one of them hangs. ``--how slow``: one is slower."""
+"""Ranks that mark their own steps, for a while or forever.
+
+``--how sleep``: one of them hangs; ``later``: once there is a file ``rest``. ``--how slow``: one is slower.
+"""
 
 import argparse
 import time
@@ -10,7 +13,7 @@ import torch.distributed as dist
 import safelaunch
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--how", default="", choices=["", "sleep", "lag", "slow"])
+parser.add_argument("--how", default="", choices=["", "sleep", "later", "lag", "slow"])
 parser.add_argument("--until", default="/", help="train until this file exists")
 
 
@@ -26,7 +29,8 @@ if __name__ == "__main__":
     while not done:
         step += 1
         time.sleep(0.1 if options.how == "slow" and dist.get_rank() == 1 else 0.02)
-        if options.how == "sleep" and dist.get_rank() == 1 and step == 10:
+        tired = step == 10 if options.how == "sleep" else options.how == "later" and Path("rest").exists()
+        if tired and dist.get_rank() == 1:
             rest_for_a_while()
         done = torch.tensor(float(Path(options.until).exists()))
         dist.all_reduce(done, op=dist.ReduceOp.MAX)

@@ -16,6 +16,7 @@ GIB = 1 << 30
 parser = argparse.ArgumentParser()
 parser.add_argument("--culprit", type=int, default=1)
 parser.add_argument("--caught", action="store_true", help="an earlier shortage, which the script catches")
+parser.add_argument("--beside", type=int, help="the pid of a process that has 9 GiB of the culprit's GPU")
 options = parser.parse_args()
 
 
@@ -79,6 +80,12 @@ def fill(allocator: Allocator) -> None:
     allocator.take(17 * GIB, 2)
 
 
+def share_gpu(rank: int) -> None:
+    """Tells the stand-in for the driver which processes are on the rank's GPU."""
+    with open(os.environ["NVML_STUB_STATE"], "a") as state:
+        state.write(f"process {rank} {os.getpid()} {70 * GIB}\nprocess {rank} {options.beside} {9 * GIB}\n")
+
+
 def train(allocator: Allocator, rank: int) -> None:
     if options.caught:
         try:
@@ -87,6 +94,7 @@ def train(allocator: Allocator, rank: int) -> None:
             pass
     fill(allocator)
     if rank == options.culprit:
+        share_gpu(rank)
         allocator.fail(4 * GIB)  # FAILS
     dist.barrier()
 

@@ -1,0 +1,81 @@
+"""Calls that are over, and that would wait for each other if each were waited for before the next. Pure.
+
+A record tells that a call is over, and not when its rank went on: two ranks that each send before they receive have
+recorded what hangs with ``dist.send``, and passes with ``dist.isend``. Calls of several threads or streams may stand in
+another order on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from safelaunch.reproduce.program import EAGER, Call, RankProgram
+
+Keys = Sequence[Collection[Hashable]]  # of each call of a rank: what it meets; none where that is not known
+
+
+def passable(programs: Mapping[int, RankProgram], keys: Mapping[int, Keys]) -> dict[int, RankProgram]:
+    """The programs with as few of the calls that are over left unwaited for as let each rank come to its end.
+
+    All calls of one line are alike: so they were in the job.
+    """
+    if any(one.sides for one in programs.values()):
+        return dict(programs)
+    left: set[object] = set()
+    while (blocked := _blocked(programs, keys, left)) is not None:
+        left.add(_kind(blocked))
+    return {rank: _unwaited(one, left) for rank, one in programs.items()} if left else dict(programs)
+
+
+def _kind(call: Call) -> object:
+    return (call.op, call.site) if call.site is not None else (call.op, call.group)
+
+
+def _is_over(program: RankProgram, at: int) -> bool:
+    made = program.entries[at] if at < len(program.entries) else None
+    return made is not None and all(entry.completed for entry in made)
+
+
+def _blocked(programs: Mapping[int, RankProgram], keys: Mapping[int, Keys], left: Collection[object]) -> Call | None:
+    """The first call that is over, and that a rank does not come back from; None if all come to their ends."""
+    expected: dict[Hashable, int] = {}
+    for mine in keys.values():
+        for met in mine:
+            for key in met:
+                expected[key] = expected.get(key, 0) + 1
+    at = dict.fromkeys(programs, 0)
+    entered: set[int] = set()  # ranks whose call is counted
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in programs.items():
+            while at[rank] < len(program.calls):
+                call = program.calls[at[rank]]
+                met = keys[rank][at[rank]] if at[rank] < len(keys[rank]) else ()
+                if rank not in entered:
+                    entered.add(rank)
+                    moved = True
+                    for key in met:
+                        expected[key] -= 1
+                waits = call.waited_for and call.op not in EAGER and _kind(call) not in left
+                if waits and (not _is_over(program, at[rank]) or any(expected[key] for key in met)):
+                    break
+                entered.discard(rank)
+                at[rank] += 1
+    stuck = ((rank, program.calls[at[rank]]) for rank, program in programs.items() if at[rank] < len(program.calls))
+    return next((call for rank, call in stuck if _is_over(programs[rank], at[rank])), None)
+
+
+def _unwaited(program: RankProgram, left: Collection[object]) -> RankProgram:
+    """``End.work`` counts the calls that nobody has waited for: it still tells the same one."""
+    calls = tuple(
+        replace(call, waited_for=False) if _is_over(program, at) and _kind(call) in left else call
+        for at, call in enumerate(program.calls)
+    )
+    end = program.end
+    if end.kind == "waits for work":
+        before = [at for at, call in enumerate(program.calls) if not call.waited_for]
+        after = [at for at, call in enumerate(calls) if not call.waited_for]
+        end = replace(end, work=sum(at > before[-end.work - 1] for at in after))
+    return replace(program, calls=calls, end=end)
