@@ -1,7 +1,7 @@
 """Looks at a distributed model from inside the script. Each probe returns a record, and prints a table once.
 
-Rank 0 prints it, or the first rank of the ``group``. ``check_consistent``, ``memory`` and ``rank_print`` gather from all
-ranks of the group, so all of them must call it. Without ``torch.distributed``, this process is rank 0 of 1.
+Rank 0 prints it, or the first rank of the ``group``. ``check_consistent``, ``memory`` and ``rank_print`` gather from
+all ranks of the group, so all of them must call it. Without ``torch.distributed``, this process is rank 0 of 1.
 """
 
 from __future__ import annotations
