@@ -200,13 +200,6 @@ def read_consistency(files: Sequence[Path]) -> Found:
     return Found(seen, ("`--check-every 3`", "seen"), tuple(table))
 
 
-def read_consistency_cost(files: Sequence[Path]) -> Found:
-    found = json.loads(files[0].read_text())
-    seen = f"{found['middle']:+.2%} (quartiles {found['low']:+.2%} to {found['high']:+.2%}, {found['pairs']} pairs)"
-    what = f"CPU time that `--check-every 100` adds to steps of {found['step_ms']:.1f} ms on one core"
-    return Found(seen, ("", "seen"), ((what, seen),))
-
-
 def read_soak(files: Sequence[Path]) -> Found:
     rows = [row for file in files for row in json.loads(file.read_text())]
     table, parts = [], []
@@ -387,10 +380,10 @@ CHECKS = {
         resumes=True,
     ),
     "suspicions": _script("scripts/suspicions.py", 4, read_suspicions),
-    "consistency": _script("scripts/consistency.py", 12, read_consistency, *_JOBS),
-    "consistency-cost": _script(
-        "scripts/consistency.py", 4, read_consistency_cost, *_JOBS, words=("--cost", "--pairs", "12")
+    "consistency": _script(
+        "scripts/consistency.py", 8, read_consistency, *_JOBS, words=("--record", "build/verify/consistency.rows")
     ),
+    "consistency-cost": _bench("checks", 5),
     "first-word": _script(
         "scripts/zoo.py", 30, read_first_word, "tests/integration/zoo.py", *_JOBS, words=("--first-word", "--jobs", "3")
     ),
