@@ -20,15 +20,31 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain, compress, count
 from operator import itemgetter, ne
 from typing import Any
 
 from msgspec import structs
 
+from safelaunch.capture.flight_values import (
+    FITS,
+    KEYS,
+    LISTS,
+    MAX_ITEMS,
+    MAX_LEAVES,
+    MEND,
+    SCALARS,
+    STATES,
+    frames_of,
+    integer,
+    is_number,
+    sizes_of,
+    text_of,
+    types_of,
+)
 from safelaunch.errors import CaptureError
-from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, Frame, GroupStatus
+from safelaunch.model import Collective, FlightRecord, Frame, GroupStatus
 from safelaunch.model.entries import Entries, Kinds, Same, packed, positions
 from safelaunch.system.pickles import load_pickle
 
@@ -39,15 +55,10 @@ MAX_DUMP_BYTES = 256 << 20
 MAX_ENTRIES = 200_000
 MAX_RANKS = 65_536
 _MAX_GROUPS = 16_384  # of one rank
-_MAX_ITEMS = 4096  # tensors of one collective, frames of one stack
-_MAX_LEAVES = 1 << 16  # texts and numbers of one entry
 _MAX_LOOKED_AT = 1 << 25  # tensors, sizes and frames of one dump
-_MAX_TEXT = 4096
 _MAX_COUNT = 1 << 48  # of sequence numbers
-_SCALARS = frozenset({str, int, bool, type(None)})
 _LISTS_OR_NONE = frozenset({list, tuple, type(None)})
 _NUMBERS_OR_NONE = frozenset({int, type(None)})
-_LISTS = frozenset({list, tuple})
 _TEXTS_OR_NONE = frozenset({str, type(None)})
 
 
@@ -136,12 +147,12 @@ def record_of(dump: object, shared: Shared | None = None) -> FlightRecord:
         damaged.add("entries")
     decoder = _Decoder(entries, shared, damaged)
     return FlightRecord(
-        version=_str(dump.get("version")),
+        version=text_of(dump.get("version")),
         entries=_without_doubles(decoder.entries(), damaged),
         groups=_groups(dump.get("pg_config"), shared.ranks, damaged),
         status=_status(dump.get("pg_status"), decoder.names_by_id, damaged),
         damaged=tuple(sorted(damaged)),
-        library=_str(dump.get("nccl_version")) or _str(dump.get("comm_lib_version")),  # the name since torch 2.9
+        library=text_of(dump.get("nccl_version")) or text_of(dump.get("comm_lib_version")),  # the name since torch 2.9
     )
 
 
@@ -155,15 +166,9 @@ def _without_doubles(entries: Entries, damaged: set[str]) -> Entries:
     return Entries.of(entries[at] for at in sorted(first.values()))
 
 
-# What makes a kind of entry: all that is no number of its own.
-_KEYS = (
-    "state", "retired", "profiling_name", "process_group", "pg_id", "is_p2p", "timeout_ms",
-    "input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "frames",
-)  # fmt: skip
 _NUMBERS = (
     "collective_seq_id", "p2p_seq_id", "record_id", "time_created_ns", "time_discovered_started_ns", "thread_id",
 )  # fmt: skip
-_STATES = ("scheduled", "started", "completed")
 _CALLED_BEFORE = {"collective_seq_id": "seq_id", "record_id": "id"}  # up to version 2.2
 _Row = tuple[Any, ...]
 
@@ -185,11 +190,11 @@ class _Decoder:
         self._damaged = damaged
         self._looked_at = 0
         columns = _columns_of(entries)
-        self._columns = columns[: len(_KEYS)]
-        groups = columns[_KEYS.index("process_group")]
-        if not _LISTS.issuperset(map(type, groups)):  # some entries have no name: read all names first
-            self.names_by_id.update(_names(groups, columns[_KEYS.index("pg_id")]))
-        self._values = dict(zip(_NUMBERS, columns[len(_KEYS) :], strict=True))
+        self._columns = columns[: len(KEYS)]
+        groups = columns[KEYS.index("process_group")]
+        if not LISTS.issuperset(map(type, groups)):  # some entries have no name: read all names first
+            self.names_by_id.update(_names(groups, columns[KEYS.index("pg_id")]))
+        self._values = dict(zip(_NUMBERS, columns[len(KEYS) :], strict=True))
         self._rows: list[_Row] = []
         self._numbers: list[int] = []  # of the rows: the kind, among those that all records share
         self._found: dict[Hashable, int] = {}
@@ -258,7 +263,7 @@ class _Decoder:
     def _mended(self, row: _Row) -> _Row:
         """The row, with each value that c10d does not write as unknown; adds their names to ``damaged``."""
         mended = []
-        for name, value, mend in zip(_KEYS, row, _MEND, strict=True):
+        for name, value, mend in zip(KEYS, row, MEND, strict=True):
             plain, is_whole = mend(value)
             mended.append(plain)
             if not is_whole:
@@ -268,27 +273,27 @@ class _Decoder:
     def _kind(self, row: _Row) -> Collective:
         state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
         # An entry without a group name belongs to the group that other entries with its number name.
-        pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(_str(pg_id), pg_id), "")
-        if pair is group and pair and (name := _str(pair[0])):
-            self.names_by_id[_str(pg_id)] = name
-        self._damaged.update(name for name, value, fits in zip(_KEYS, row, _FITS, strict=True) if not fits(value))
-        state, op, retired = _str(state), _str(op) if isinstance(op, str) else "", retired is True
-        watched = op.startswith(_WITH_EVENTS) and state in _STATES
-        decoded = _frames(frames)
+        pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(text_of(pg_id), pg_id), "")
+        if pair is group and pair and (name := text_of(pair[0])):
+            self.names_by_id[text_of(pg_id)] = name
+        self._damaged.update(name for name, value, fits in zip(KEYS, row, FITS, strict=True) if not fits(value))
+        state, op, retired = text_of(state), text_of(op) if isinstance(op, str) else "", retired is True
+        watched = op.startswith(_WITH_EVENTS) and state in STATES
+        decoded = frames_of(frames)
         return Collective(
-            group=_str(pair[0]) if pair else "",
+            group=text_of(pair[0]) if pair else "",
             seq=0,
             op=op,
             completed=state == "completed" or (retired and not watched),
             state=state,
-            description=_str(pair[1]) if len(pair) > 1 else "",
+            description=text_of(pair[1]) if len(pair) > 1 else "",
             is_p2p=is_p2p is True,
-            input_sizes=_sizes(in_sizes),
-            input_dtypes=_types(in_types),
-            output_sizes=_sizes(out_sizes),
-            output_dtypes=_types(out_types),
+            input_sizes=sizes_of(in_sizes),
+            input_dtypes=types_of(in_types),
+            output_sizes=sizes_of(out_sizes),
+            output_dtypes=types_of(out_types),
             started=True if state in ("started", "completed") else None,
-            timeout_ms=_int(timeout_ms),
+            timeout_ms=integer(timeout_ms),
             frames=self._shared.frames.setdefault(decoded, decoded),
         )
 
@@ -301,7 +306,7 @@ class _Decoder:
         seen = self._values["time_discovered_started_ns"]
         if not _NUMBERS_OR_NONE.issuperset(map(type, seen)):
             self._damaged.add("time_discovered_started_ns")
-        if not any(_int(value) > 0 for value in seen if value):
+        if not any(integer(value) > 0 for value in seen if value):
             return None
         kinds = self._shared.kinds
         begun, waiting = {}, {}
@@ -315,7 +320,7 @@ class _Decoder:
             return None
         made = array("I", map(self._numbers.__getitem__, row_of))
         for position in positions(row_of, begun):
-            made[position] = (begun if _int(seen[position]) > 0 else waiting)[row_of[position]]
+            made[position] = (begun if integer(seen[position]) > 0 else waiting)[row_of[position]]
         return made
 
     def _counts(self, name: str) -> Sequence[int]:
@@ -350,9 +355,9 @@ class _Decoder:
             former = _CALLED_BEFORE.get(name, name)
             pairs = zip(values, self._entries, strict=True)
             values = tuple(entry.get(former) if value is None else value for value, entry in pairs)
-            if not all(map(_is_number, values)):
+            if not all(map(is_number, values)):
                 self._damaged.add(name)
-            return [_int(value) for value in values]
+            return [integer(value) for value in values]
 
 
 def _thread(text: str) -> int | None:
@@ -361,11 +366,11 @@ def _thread(text: str) -> int | None:
 
 
 def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
-    """The values under ``_KEYS`` and ``_NUMBERS``, entry by entry; None where an entry lacks one."""
+    """The values under ``KEYS`` and ``_NUMBERS``, entry by entry; None where an entry lacks one."""
     if not entries:
-        return [()] * (len(_KEYS) + len(_NUMBERS))
+        return [()] * (len(KEYS) + len(_NUMBERS))
     own = {key: key for key in entries[0] if type(key) is str}  # the dump's own objects: identical ones are equal
-    keys = [own.get(key, key) for key in (*_KEYS, *_NUMBERS)]
+    keys = [own.get(key, key) for key in (*KEYS, *_NUMBERS)]
     try:
         return list(zip(*map(itemgetter(*keys), entries), strict=True))
     except KeyError:  # another version, or not from c10d
@@ -376,8 +381,8 @@ def _names(groups: Sequence[object], ids: Sequence[object]) -> dict[str, str]:
     """pg_id → group name, according to the entries."""
     found = {}
     for group, number in zip(groups, ids, strict=True):
-        if isinstance(group, (list, tuple)) and group and (name := _str(group[0])):
-            found[_str(number)] = name
+        if isinstance(group, (list, tuple)) and group and (name := text_of(group[0])):
+            found[text_of(number)] = name
     return found
 
 
@@ -392,108 +397,17 @@ def _key_of(row: _Row) -> tuple[_Row, _Row, _Row] | None:
         return None
     group, in_types, out_types, in_sizes, out_sizes, frames = (value or () for value in lists)
     sizes = (*in_sizes, *out_sizes)
-    if len(sizes) > _MAX_ITEMS or len(frames) > _MAX_ITEMS or not _LISTS.issuperset(map(type, sizes)):
+    if len(sizes) > MAX_ITEMS or len(frames) > MAX_ITEMS or not LISTS.issuperset(map(type, sizes)):
         return None
     shape = (row[3] is None, *map(len, (group, in_types, out_types, in_sizes)), *map(len, sizes))
-    if sum(shape) > _MAX_LEAVES:
+    if sum(shape) > MAX_LEAVES:
         return None
     numbers = chain.from_iterable(sizes)
     leaves = (state, retired, op, pg_id, is_p2p, timeout_ms, *group, *in_types, *out_types, *numbers)
-    return (leaves, shape, tuple(map(id, frames))) if _SCALARS.issuperset(map(type, leaves)) else None
+    return (leaves, shape, tuple(map(id, frames))) if SCALARS.issuperset(map(type, leaves)) else None
 
 
-# --- values that c10d does not write ----------------------------------------------------------------------------------
-
-
-def _scalar(value: object) -> tuple[object, bool]:
-    """The value and True, or None and False, like the other checks."""
-    plain = type(value) in _SCALARS
-    return (value if plain else None), plain
-
-
-def _list_of(value: object) -> tuple[object, bool]:
-    if value is None:
-        return None, True
-    if type(value) not in _LISTS:
-        return None, False
-    items = _items(value)
-    mended = [item if type(item) in _SCALARS else None for item in items]
-    return mended, len(items) == len(value) and all(type(item) in _SCALARS for item in items)  # type: ignore[arg-type]
-
-
-def _list_of_frames(value: object) -> tuple[object, bool]:
-    if value is None:
-        return None, True
-    items = _items(value)
-    return items, type(value) in _LISTS and len(items) == len(value)  # type: ignore[arg-type]
-
-
-def _list_of_sizes(value: object) -> tuple[object, bool]:
-    if value is None:
-        return None, True
-    whole = isinstance(value, (list, tuple)) and len(value) <= _MAX_ITEMS and all(map(_is_size, value))
-    whole = whole and sum(map(len, _items(value))) < _MAX_LEAVES // 4
-    return (value if whole else UNKNOWN_SIZES), whole
-
-
-def _is_size(size: object) -> bool:
-    return isinstance(size, (list, tuple)) and len(size) <= _MAX_ITEMS and {int}.issuperset(map(type, size))
-
-
-def _is_text(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_state(value: object) -> bool:
-    return value is None or (isinstance(value, str) and value in _STATES)
-
-
-def _is_flag(value: object) -> bool:
-    return value is None or value is True or value is False or (type(value) is int and value in (0, 1))
-
-
-def _is_number(value: object) -> bool:
-    return value is None or (_int(value, -2) != -2 and type(value) is not bool)
-
-
-def _is_id(value: object) -> bool:
-    return value is None or _str(value) != ""
-
-
-def _is_group(value: object) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and {str}.issuperset(map(type, value)))
-
-
-def _is_sizes(value: object) -> bool:
-    return _sizes(value) is not UNKNOWN_SIZES
-
-
-def _is_types(value: object) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and {str}.issuperset(map(type, value)))
-
-
-def _is_stack(value: object) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and all(map(_is_frame, value)))
-
-
-def _is_frame(frame: object) -> bool:
-    if not isinstance(frame, dict):
-        return False
-    return _is_text(frame.get("filename")) and _is_text(frame.get("name")) and _is_number(frame.get("line"))
-
-
-# In the order of _KEYS: what makes a value safe to handle, and whether it says what it should.
-_MEND: tuple[Callable[[Any], tuple[object, bool]], ...] = (
-    _scalar, _scalar, _scalar, _list_of, _scalar, _scalar, _scalar,
-    _list_of_sizes, _list_of, _list_of_sizes, _list_of, _list_of_frames,
-)  # fmt: skip
-_FITS: tuple[Callable[[Any], bool], ...] = (
-    _is_state, _is_flag, _is_text, _is_group, _is_id, _is_flag, _is_number,
-    _is_sizes, _is_types, _is_sizes, _is_types, _is_stack,
-)  # fmt: skip
-
-
-# --- groups, and single values ----------------------------------------------------------------------------------------
+# --- groups -----------------------------------------------------------------------------------------------------------
 
 
 def _groups(config: object, known: dict[str, tuple[int, ...]], damaged: set[str]) -> dict[str, tuple[int, ...]]:
@@ -513,7 +427,7 @@ def _groups(config: object, known: dict[str, tuple[int, ...]], damaged: set[str]
         elif isinstance(ranks, str):
             known[ranks] = members
         if members:
-            groups[_str(key)] = members
+            groups[text_of(key)] = members
     return groups
 
 
@@ -544,58 +458,15 @@ def _status(status: object, names: dict[str, str], damaged: set[str]) -> dict[st
     for key, value in list(status.items())[:_MAX_GROUPS] if isinstance(status, dict) else ():
         if not isinstance(value, dict):
             damaged.add("pg_status")
-        elif _str(key) in names:
+        elif text_of(key) in names:
             numbers = [value.get(f"last_{what}_collective") for what in ("enqueued", "started", "completed")]
-            if not all(-1 <= _int(number, -1) < _MAX_COUNT and _is_number(number) for number in numbers):
+            if not all(-1 <= integer(number, -1) < _MAX_COUNT and is_number(number) for number in numbers):
                 damaged.add("pg_status")
                 continue
-            found[names[_str(key)]] = GroupStatus(*(_int(number, -1) for number in numbers))
+            found[names[text_of(key)]] = GroupStatus(*(integer(number, -1) for number in numbers))
     if not _is_table(status, _MAX_GROUPS):
         damaged.add("pg_status")
     return found
-
-
-def _frames(frames: object) -> tuple[Frame, ...]:
-    return tuple(
-        Frame(_str(frame.get("filename")), _int(frame.get("line")), _str(frame.get("name")))
-        for frame in _items(frames)
-        if isinstance(frame, dict)
-    )
-
-
-def _sizes(sizes: object) -> tuple[tuple[int, ...], ...]:
-    """Sizes. Anything but a list of lists of counts is unknown, not empty: it must not be compared."""
-    if sizes is None:
-        return ()
-    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (list, tuple)) for size in sizes):
-        return UNKNOWN_SIZES
-    read = tuple(tuple(_int(n, -1) for n in _items(size)) for size in _items(sizes))
-    return UNKNOWN_SIZES if any(n < 0 for size in read for n in size) else read
-
-
-def _types(values: object) -> tuple[str, ...]:
-    """Data types; ``""`` for an unknown one."""
-    return tuple(_str(value) if isinstance(value, str) else "" for value in _items(values))
-
-
-def _items(value: object) -> list[Any]:
-    return list(value[:_MAX_ITEMS]) if isinstance(value, (list, tuple)) else []
-
-
-def _int(value: object, default: int = 0) -> int:
-    if type(value) is int:
-        return value if -(1 << 63) <= value < 1 << 63 else default
-    if isinstance(value, str) and len(value) < 20 and value.removeprefix("-").isascii():
-        return int(value) if value.removeprefix("-").isdigit() else default
-    return default
-
-
-def _str(value: object) -> str:
-    """A text of bounded length that is valid UTF-8; ``""`` for anything else."""
-    if not isinstance(value, str):
-        return str(value) if type(value) is int and -(1 << 63) <= value < 1 << 63 else ""
-    text = value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT]
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _marks(dump: dict[Any, Any]) -> bool:

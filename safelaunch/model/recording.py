@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from safelaunch.model.evidence import Frame
+from safelaunch.model.processes import Frame
 
 MOST_RANKS = 65_536
 

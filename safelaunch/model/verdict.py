@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from safelaunch.model.blamed import Unit
-from safelaunch.model.evidence import Frame, Outcome, Record
+from safelaunch.model.evidence import Outcome
+from safelaunch.model.processes import Frame, Record
 
 
 class Artifact(Record, frozen=True):

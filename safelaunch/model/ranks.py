@@ -1,0 +1,336 @@
+"""The records of one rank: what its Flight Recorder, its beacon and its end tell, and all evidence of it.
+
+Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from safelaunch.model.processes import Frame, ProcessEvidence, Record
+
+# --- Flight Recorder --------------------------------------------------------------------------------------------------
+
+
+UNKNOWN_SIZES = ((-1,),)  # stands for sizes that the record does not give in readable form
+
+
+class Collective(Record, frozen=True):
+    """One Flight Recorder entry.
+
+    - ``group``: the process group's name as the entry gives it (``"0"``, ...)
+    - ``seq``: the group's collective sequence number; ``p2p_seq`` is the one for sends and receives
+    - ``op``: the operation with its backend prefix (``gloo:all_reduce``)
+    - sizes: as recorded, outermost tensor list first
+    - ``completed``: ``state == "completed"``, or ``retired`` if the backend asks no device. An NCCL entry that is
+      retired without being completed has timed out.
+    - ``created_ns``: CLOCK_REALTIME
+    - ``frames``: innermost first, empty in dumps without stacks
+    - ``timeout_ms``: 0 = unknown
+    - ``thread``: who called, as ``Thread.ident``; 0 = unknown
+    """
+
+    group: str
+    seq: int
+    op: str
+    completed: bool
+    state: str = ""
+    description: str = ""
+    is_p2p: bool = False
+    p2p_seq: int = 0
+    record_id: int = 0
+    input_sizes: tuple[tuple[int, ...], ...] = ()
+    input_dtypes: tuple[str, ...] = ()
+    output_sizes: tuple[tuple[int, ...], ...] = ()
+    output_dtypes: tuple[str, ...] = ()
+    created_ns: int = 0
+    started: bool | None = None
+    timeout_ms: int = 0
+    frames: tuple[Frame, ...] = ()
+    thread: int = 0
+
+
+class GroupStatus(Record, frozen=True):
+    """Last sequence numbers of one process group on one rank. -1: the backend does not report it."""
+
+    last_enqueued: int = -1
+    last_started: int = -1
+    last_completed: int = -1
+
+
+class FlightRecord(Record, frozen=True):
+    """One rank's Flight Recorder. ``groups`` maps a group's name to its global ranks if the dump lists them.
+
+    ``entries`` is oldest first: a tuple or a :class:`~safelaunch.model.entries.Entries`. ``damaged`` names the fields
+    in which the dump holds values that no torch writes. Those fields keep their defaults. ``library``: the version of
+    NCCL, as NCCL gives it.
+    """
+
+    version: str
+    entries: Sequence[Collective] = ()
+    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    status: dict[str, GroupStatus] = msgspec.field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
+    library: str = ""
+
+
+# --- a rank -----------------------------------------------------------------------------------------------------------
+
+
+class Progress(Record, frozen=True):
+    """A rank's progress page. ``*_ns`` are CLOCK_MONOTONIC of its host; 0 = never.
+
+    ``step``: the user's own count if the script calls ``safelaunch.step()``, else the highest count over optimizers.
+    None before the first step. ``state``: ``started`` | ``torch`` (imported) | ``exception`` | ``exited``.
+    ``returned_ns``: its function returned, and the process lives on to hand over the result (``safelaunch.launch``).
+    ``history``: some of its steps as the supervisor saw them, oldest first: when each was marked, and its number.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    attempt: int
+    pid: int
+    start_ticks: int
+    state: str
+    step: int | None = None
+    optimizer_steps: tuple[int, ...] = ()
+    claimed_ns: int = 0
+    first_step_ns: int = 0
+    last_step_ns: int = 0
+    phase: str = ""
+    phase_since_ns: int = 0
+    phase_timeout_s: float = 0.0
+    paused: bool = False
+    exception_ns: int = 0
+    exit_ns: int = 0
+    returned_ns: int = 0
+    history: tuple[tuple[int, int], ...] = ()
+
+    def mean_step_s(self, steps: int) -> float:
+        """The seconds of each of the first ``steps`` but the very first, with which the clock begins."""
+        return (self.last_step_ns - self.first_step_ns) / 1e9 / max(1, steps - 1)
+
+
+class RankException(Record, frozen=True):
+    """The first uncaught exception of a rank, recorded by its beacon.
+
+    ``time_unix_s`` is CLOCK_REALTIME. ``frames`` is innermost first. ``text`` is the traceback as printed.
+    """
+
+    type: str
+    message: str
+    time_unix_s: float
+    frames: tuple[Frame, ...] = ()
+    text: str = ""
+
+
+class CaughtException(Record, frozen=True):
+    """An exception that the user's own code caught. ``message`` is empty unless its first argument is a string.
+
+    ``raised``: the innermost user frame of its traceback. ``caught``: the handler's line.
+    """
+
+    type: str
+    message: str
+    time_unix_s: float
+    raised: Frame
+    caught: Frame
+
+
+class FatalError(Record, frozen=True):
+    """What faulthandler wrote at a fatal signal. ``message``: its name for the signal (``Segmentation fault``).
+
+    ``frames``, innermost first, belong to the thread that received the signal, or to the main thread if that one runs
+    no Python. ``threads``: those of all threads that run Python.
+    """
+
+    message: str
+    frames: tuple[Frame, ...] = ()
+    threads: tuple[tuple[Frame, ...], ...] = ()
+
+
+class ExitCall(Record, frozen=True):
+    """The last call of ``sys.exit`` or ``os._exit`` (``function``). ``frames``: the caller's, innermost first."""
+
+    function: str
+    code: int
+    frames: tuple[Frame, ...] = ()
+
+
+class MemoryKills(Record, frozen=True):
+    """Signs that the kernel's out-of-memory killer was active while the job ran.
+
+    ``kernel_line``: the line of the kernel log that names this process, if any. ``cgroup``, ``node``: how many
+    processes it killed in the job's control group and on this node. None: the kernel does not count.
+    """
+
+    kernel_line: str = ""
+    cgroup: int | None = None
+    node: int | None = None
+
+
+class RankExit(Record, frozen=True):
+    """How a rank's process ended, from the torchrun agent that reaped it.
+
+    ``returncode`` follows ``subprocess``: a negative value is a signal number. ``before_close``: the process ended
+    before the agent began to stop the others, so the agent did not cause it. ``time_unix_s``: when the agent noticed.
+    """
+
+    returncode: int
+    time_unix_s: float
+    before_close: bool = True
+
+
+class Allocations(Record, frozen=True):
+    """Live blocks of the memory of a GPU: ``count`` of them, ``size`` bytes together, allocated at one place.
+
+    ``frames`` is innermost first; empty if no history was kept: then they are blocks of one size.
+    """
+
+    size: int
+    count: int
+    frames: tuple[Frame, ...] = ()
+
+
+class DeviceMemory(Record, frozen=True):
+    """Where the memory of a GPU was when a rank ran out of it, in bytes; None: not known.
+
+    - ``device``: the rank's own number of the GPU
+    - ``asked``, ``total``, ``free``: of the allocation that failed
+    - ``allocated``: in tensors, ``peak`` at most; ``reserved``: by torch, and ``largest_free`` the largest piece of it
+      without a tensor; ``retries``: how often torch had to give its cached memory back to go on
+    - ``largest``: the largest live block; ``blocks``: by place, the largest first
+    - ``sharded``: of models that are sharded in part, this rank's shards; ``whole``: their parameters that it holds
+      whole, the largest of which are ``whole_names``; None for other models
+    - ``at_allocation``: taken where the allocation failed, not when the exception had ended the script
+    - ``snapshot``: the allocator's own was written, too
+    """
+
+    device: int = -1
+    asked: int | None = None
+    total: int | None = None
+    free: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+    retries: int | None = None
+    largest: int | None = None
+    largest_free: int | None = None
+    blocks: tuple[Allocations, ...] = ()
+    sharded: int | None = None
+    whole: int | None = None
+    whole_names: tuple[str, ...] = ()
+    at_allocation: bool = False
+    snapshot: bool = False
+
+
+class HandledException(Record, frozen=True):
+    """An exception that a thread is handling: it is in an ``except`` or a ``finally``. ``thread``: ``Thread.ident``.
+
+    ``message`` is empty unless its first argument is a string. ``frames`` is innermost first.
+    """
+
+    thread: int
+    type: str
+    message: str = ""
+    frames: tuple[Frame, ...] = ()
+
+
+class Posted(Record, frozen=True):
+    """A send to ``peer``, or a receive from it, of the batch (``P2POp``) that a thread is at.
+
+    ``thread``: Python's own number of it.
+    """
+
+    thread: int
+    sends: bool
+    peer: int
+    tag: int = 0
+
+
+class NcclLog(Record, frozen=True):
+    """What NCCL warned of in a process, oldest first. ``file``: where the bundle has its log."""
+
+    file: str
+    warnings: tuple[str, ...] = ()
+
+
+class GilTest(Record, frozen=True):
+    """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
+
+    None: not sent, or the server was not up. ``ping`` True and ``python`` False means that a thread holds the GIL.
+    The Python handler tells of more: ``handling``; ``groups``, the ranks of each process group that the rank is in, by
+    its name; ``groups_made``: how many the rank has made, with those that it is not in; ``posted``: the sends and
+    receives of the batches that threads are at; ``batches``: the batch size of each DataLoader, by its variable;
+    ``called``: the description of each process group, by its name, in the order in which the groups were made.
+    """
+
+    ping: bool | None = None
+    python: bool | None = None
+    handling: tuple[HandledException, ...] = ()
+    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    groups_made: int | None = None
+    posted: tuple[Posted, ...] = ()
+    batches: dict[str, int] = msgspec.field(default_factory=dict)
+    called: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class RankEvidence(Record, frozen=True):
+    """Everything collected from one rank. Any part may be missing, for a reason that the manifest gives."""
+
+    rank: int
+    host: str
+    pid: int
+    local_rank: int = -1
+    progress: Progress | None = None
+    main: ProcessEvidence | None = None
+    children: tuple[ProcessEvidence, ...] = ()
+    flight_record: FlightRecord | None = None
+    gil: GilTest = GilTest()
+    exception: RankException | None = None
+    exit: RankExit | None = None
+    fatal: FatalError | None = None
+    exit_call: ExitCall | None = None
+    caught: tuple[CaughtException, ...] = ()  # the newest ones, oldest first; Python 3.12+
+    memory_kills: MemoryKills = MemoryKills()
+    deaths: tuple[str, ...] = ()  # lines of the kernel log on processes that may have been its children
+    beacon: bool = True  # False: the rank runs without safelaunch's sitecustomize (python -I, a cleared PYTHONPATH)
+    code_roots: tuple[str, ...] = ()  # directories of the standard library and installed packages in the rank
+    gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
+    log_tail: str = ""  # the end of the rank's output, decoded
+    device_memory: DeviceMemory | None = None
+    nccl_log: NcclLog | None = None
+    batch: int | None = None  # that its DataLoader gave it, seen at the first step
+    device: int | None = None  # the number of the CUDA device on which it computed then, where it has a choice
+
+
+class RankFile(Record, frozen=True):
+    """``ranks/<rank>/rank.json``: the parts of a rank's evidence that no other file of the bundle holds."""
+
+    host: str = ""
+    pid: int = 0
+    local_rank: int = -1
+    gil: GilTest = GilTest()
+    exit: RankExit | None = None
+    fatal: FatalError | None = None
+    memory_kills: MemoryKills = MemoryKills()
+    deaths: tuple[str, ...] = ()
+    beacon: bool = True
+    code_roots: tuple[str, ...] = ()
+    gpu: str = ""
+    nccl_log: NcclLog | None = None
+    batch: int | None = None
+    device: int | None = None
+
+    @staticmethod
+    def of(rank: RankEvidence) -> RankFile:
+        return RankFile(**{name: getattr(rank, name) for name in RankFile.__struct_fields__})
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All of it under the names that :class:`RankEvidence` has for the same."""
+        return {name: getattr(self, name) for name in self.__struct_fields__}
