@@ -1,7 +1,7 @@
-"""Looks at a distributed model from inside the script. Each probe returns a record, and prints a table once, on rank 0.
+"""Looks at a distributed model from inside the script. Each probe returns a record, and prints a table once.
 
-``check_consistent``, ``memory`` and ``rank_print`` gather from all ranks of the group, so all of them must call it.
-Without ``torch.distributed``, this process is rank 0 of 1.
+Rank 0 prints it, or the first rank of the ``group``. ``check_consistent``, ``memory`` and ``rank_print`` gather from
+all ranks of the group, so all of them must call it. Without ``torch.distributed``, this process is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class Consistency:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one parameter is. ``placements``: of a DTensor, by mesh dimension; empty: each rank holds all of it."""
+    """Where one parameter is. ``placements``: of a DTensor, by mesh dimension; empty: each rank holds all of it.
+
+    A sharded parameter with fewer rows than ranks may be whole on the first rank, and empty on the others.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +38,7 @@ class Placement:
 
     @property
     def sharded(self) -> bool:
-        return self.shape != self.local_shape
+        return self.shape != self.local_shape or any(one.startswith(("S(", "_S(")) for one in self.placements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +73,12 @@ class Mesh:
 
 
 def check_consistent(subject: Any, group: Any = None) -> Consistency:
-    """Compares a tensor, or all parameters and buffers of a module, over the ranks of ``group``, bit by bit.
+    """Compares a tensor, a mapping of tensors or a module's parameters and buffers over a group, bit by bit.
 
-    Of a DTensor, it compares the ranks that hold the same shard.
+    Of a DTensor, it compares the ranks that hold the same shard. A tensor that only some ranks have differs. Raises
+    TypeError for anything else.
     """
-    if hasattr(subject, "named_parameters"):
-        tensors = {**dict(subject.named_parameters()), **dict(subject.named_buffers())}
-    else:
-        tensors = {"tensor": subject}
+    tensors = _tensors(subject)
     prints = {name: (_shard(one), _digest(one)) for name, one in tensors.items()}
     ranks, gathered = _gather(prints, group)
     names = list(dict.fromkeys(name for one in gathered for name in one))
@@ -91,9 +92,12 @@ def check_consistent(subject: Any, group: Any = None) -> Consistency:
         apart = next((sides for sides in shards.values() if len(sides) > 1), None)
         if apart is not None:
             differing[name] = tuple(map(tuple, sorted(apart.values(), key=len, reverse=True)))
-    rows = [(name, " | ".join(", ".join(map(str, side)) for side in sides)) for name, sides in differing.items()]
+    absent = {name: {rank for rank, one in zip(ranks, gathered, strict=True) if name not in one} for name in names}
+    rows = [(name, " | ".join(_side(side, absent[name]) for side in sides)) for name, sides in differing.items()]
     title = f"{len(differing)} of {len(checked)} tensors differ between ranks"
-    _table(title, ("tensor", "ranks that agree"), rows)
+    if not checked:
+        title = "no tensor to compare: no two ranks hold the same one"
+    _table(title, ("tensor", "ranks that agree"), rows, ranks)
     return Consistency(len(checked), differing)
 
 
@@ -134,7 +138,8 @@ def memory(group: Any = None) -> tuple[Memory, ...]:
     ranks, gathered = _gather(numbers, group)
     found = tuple(Memory(rank, *one) for rank, one in zip(ranks, gathered, strict=True))
     rows = [(str(m.rank), m.device, _size(m.allocated), _size(m.reserved), _size(m.peak)) for m in found]
-    _table("memory by rank", ("rank", "device", "allocated", "reserved", "peak"), rows)
+    title = "memory by rank" if torch.cuda.is_available() else "memory by rank: no GPU, so there is nothing to count"
+    _table(title, ("rank", "device", "allocated", "reserved", "peak"), rows, ranks)
     return found
 
 
@@ -157,11 +162,25 @@ def mesh(device_mesh: Any) -> Mesh:
 def rank_print(*values: object, group: Any = None) -> tuple[str, ...]:
     """Prints a line for each rank of ``group``, in order, once."""
     ranks, lines = _gather(" ".join(map(str, values)), group)
-    _table("", ("rank", "said"), [(str(rank), line) for rank, line in zip(ranks, lines, strict=True)])
+    _table("", ("rank", "said"), [(str(rank), line) for rank, line in zip(ranks, lines, strict=True)], ranks)
     return tuple(lines)
 
 
 # --- one rank's part --------------------------------------------------------------------------------------------------
+
+
+def _tensors(subject: Any) -> dict[str, Any]:
+    if hasattr(subject, "named_parameters"):
+        return {**dict(subject.named_parameters()), **dict(subject.named_buffers())}
+    tensors = dict(subject) if isinstance(subject, Mapping) else {"tensor": subject}
+    wrong = next((type(one).__name__ for one in tensors.values() if not hasattr(one, "detach")), "")
+    if wrong:
+        raise TypeError(f"check_consistent takes a tensor, a mapping of tensors or a module; this holds a {wrong}")
+    return tensors
+
+
+def _side(ranks: Sequence[int], absent: set[int]) -> str:
+    return ", ".join(map(str, ranks)) + (" (absent)" if absent.issuperset(ranks) else "")
 
 
 def _local(tensor: Any) -> Any:
@@ -219,8 +238,9 @@ def _size(number: int) -> str:
     return f"{number / 1024**at:.3g} {units[at]}"
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if _rank():
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], ranks: Sequence[int] = (0,)) -> None:
+    """Prints on the first of ``ranks`` alone."""
+    if _rank() != ranks[0]:
         return
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
     lines = [title] if title else []

@@ -7,7 +7,9 @@ machine meets both sides. The two windows alone, against each other, show what t
 With one rank a core is free for py-spy; with as many ranks as cores, all that py-spy takes is taken from the job.
 
 Steps are counted in the ranks' progress pages, exact to a step's time stamp. Steps per second need a quiet machine;
-CPU time does not: what py-spy and the supervisor use, and what a step takes of the ranks' own.
+CPU time does not: what a step takes of the ranks' own, and what py-spy and the supervisor use. A job whose ranks wait
+for each other in each step, and that leaves no core free, can lose as much of its steps as they use of one core, if
+they never interrupt two ranks at once.
 """
 
 from __future__ import annotations
@@ -155,10 +157,14 @@ def _busy_s() -> float:
 
 
 class Block(NamedTuple):
-    """``lost``: per cent of the steps; ``dearer``: per cent of CPU that a step takes more. Then the same of nothing."""
+    """``lost``: per cent of the steps; ``dearer``: per cent of CPU that a step takes more. Then the same of nothing.
+
+    ``taken``: CPU that py-spy and the supervisor use more, per cent of one core.
+    """
 
     lost: float
     dearer: float
+    taken: float
     itself_lost: float
     itself_dearer: float
 
@@ -168,6 +174,7 @@ def block(windows: list[Window]) -> Block:
     return Block(
         lost=100 * (1 - (first.rate + last.rate) / (alone.rate + again.rate)),
         dearer=100 * ((first.step_cpu_s + last.step_cpu_s) / (alone.step_cpu_s + again.step_cpu_s) - 1),
+        taken=(first.cpu + last.cpu - alone.cpu - again.cpu) / 2 * (os.cpu_count() or 1),
         itself_lost=100 * (1 - again.rate / alone.rate),
         itself_dearer=100 * (again.step_cpu_s / alone.step_cpu_s - 1),
     )
@@ -201,7 +208,7 @@ def _shown(one: Block) -> str:
 
 
 def figures_of(what: str, blocks: list[Block], windows: list[Window]) -> list[Figure]:
-    lost, dearer, lost_alone, dearer_alone = (list(values) for values in zip(*blocks, strict=True))
+    lost, dearer, taken, lost_alone, dearer_alone = (list(values) for values in zip(*blocks, strict=True))
     noise = f"; other programs used {median(one.others for one in windows):.0f} % of the machine"
     sampled, alone = [*windows[::4], *windows[3::4]], [*windows[1::4], *windows[2::4]]
     idle = f"alone {median(one.cpu for one in alone):.2f}"
@@ -211,6 +218,7 @@ def figures_of(what: str, blocks: list[Block], windows: list[Window]) -> list[Fi
         figure(f"CPU time that a step takes more, {what}", dearer, "%", AIM, uncertain(dearer)),
         figure("  the same job against itself (A/A)", dearer_alone, "%", note=uncertain(dearer_alone)),
         figure(f"CPU of py-spy and the supervisor, of all cores, {what}", [one.cpu for one in sampled], "%", AIM, idle),
+        figure(f"CPU that sampling takes, of one core, {what}: what a job can lose at most", taken, "%", AIM),
     ]
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -200,13 +200,6 @@ def read_consistency(files: Sequence[Path]) -> Found:
     return Found(seen, ("`--check-every 3`", "seen"), tuple(table))
 
 
-def read_consistency_cost(files: Sequence[Path]) -> Found:
-    found = json.loads(files[0].read_text())
-    seen = f"{found['middle']:+.2%} (quartiles {found['low']:+.2%} to {found['high']:+.2%}, {found['pairs']} pairs)"
-    what = f"CPU time that `--check-every 100` adds to steps of {found['step_ms']:.1f} ms on one core"
-    return Found(seen, ("", "seen"), ((what, seen),))
-
-
 def read_soak(files: Sequence[Path]) -> Found:
     rows = [row for file in files for row in json.loads(file.read_text())]
     table, parts = [], []
@@ -327,7 +320,7 @@ class Check:
     """One long check. ``commands`` run in order, each with ``{out}`` replaced by the file for its results.
 
     ``inputs``: the files that it measures with, besides the product. A change of one makes a record outdated.
-    ``minutes``: duration on 2 cores.
+    ``minutes``: duration on 2 cores. ``resumes``: it keeps the rows of its commit that an interrupted run has left.
     """
 
     commands: tuple[tuple[str, ...], ...]
@@ -335,6 +328,7 @@ class Check:
     inputs: tuple[str, ...]
     minutes: int
     env: dict[str, str] = field(default_factory=dict)
+    resumes: bool = False
 
 
 def _bench(name: str, minutes: int, *arguments: tuple[str, ...]) -> Check:
@@ -359,7 +353,7 @@ CHECKS = {
     "colaunch": _bench("colaunch", 1),
     "leases": _bench("leases", 1),
     "nodes": _bench("nodes", 4),
-    "record": _bench("record", 7),
+    "record": _bench("record", 12),
     "detect-nodes": _bench("detect_nodes", 6),
     "rhythm": _script("scripts/bench_rhythm.py", 1, read_rhythm, "tests/unit/histories.py"),
     "paper": Check(
@@ -373,20 +367,23 @@ CHECKS = {
     "zoo-nodes": _script(
         "scripts/zoo.py", 30, read_zoo, "tests/integration/zoo.py", "tests/faults", *_JOBS, words=("--nodes", "2")
     ),
-    "reproductions": _script(
-        "scripts/reproductions.py",
-        30,
-        read_reproductions,
-        "tests/integration/reproducing.py",
-        "tests/integration/zoo.py",
-        "tests/unit/synthetic.py",
-        *_JOBS,
+    "reproductions": replace(
+        _script(
+            "scripts/reproductions.py",
+            30,
+            read_reproductions,
+            "tests/integration/reproducing.py",
+            "tests/integration/zoo.py",
+            "tests/unit/synthetic.py",
+            *_JOBS,
+        ),
+        resumes=True,
     ),
     "suspicions": _script("scripts/suspicions.py", 4, read_suspicions),
-    "consistency": _script("scripts/consistency.py", 12, read_consistency, *_JOBS),
-    "consistency-cost": _script(
-        "scripts/consistency.py", 4, read_consistency_cost, *_JOBS, words=("--cost", "--pairs", "12")
+    "consistency": _script(
+        "scripts/consistency.py", 8, read_consistency, *_JOBS, words=("--record", "build/verify/consistency.rows")
     ),
+    "consistency-cost": _bench("checks", 5),
     "first-word": _script(
         "scripts/zoo.py", 30, read_first_word, "tests/integration/zoo.py", *_JOBS, words=("--first-word", "--jobs", "3")
     ),

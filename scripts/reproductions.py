@@ -99,18 +99,13 @@ def _arguments() -> argparse.Namespace:
 
 
 def _cases(words: argparse.Namespace) -> list[Case]:
-    """Generated jobs with sends first, whose replays differ most often."""
     only = set(filter(None, words.only.split(",")))
-    found: list[Case] = [
-        (kind, variant, str(seed))
-        for variant in reproducing.VARIANTS
-        for seed in range(words.seeds)
-        for kind in (*reproducing.KINDS, *(reproducing.THREADED if variant == "no stacks" else ()))
-        if words.variant in variant
-    ]
-    found = [case for case in found if reproducing.on_paper(case) is not None]
-    if not words.variant:
-        found += [(name,) for name in reproducing.CLASSES if not zoo.BY_NAME[name].unavailable()]
+    found: list[Case] = [(name,) for name in reproducing.CLASSES if not zoo.BY_NAME[name].unavailable()]
+    for variant in reversed(reproducing.VARIANTS):
+        kinds = (*reproducing.KINDS, *(reproducing.THREADED if variant == "no stacks" else ()))
+        found += [(kind, variant, str(seed)) for seed in range(words.seeds) for kind in kinds]
+    found = [case for case in found if len(case) == 1 or reproducing.on_paper(case) is not None]
+    found = [case for case in found if words.variant in ", ".join(case[1:])]
     found = [case for case in found if not only or case[0] in only]
     part, _, of = words.part.partition("/")
     return found[int(part) - 1 :: int(of)]

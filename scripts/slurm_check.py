@@ -59,34 +59,43 @@ said=$(REAL "$@"); code=$?
 [ -e "$FAULTS/lost" ] && { rm "$FAULTS/lost"; echo "sbatch: error: Socket timed out on send/recv" >&2; exit 1; }
 echo "$said"; exit $code
 """
-# Training on two nodes. On the node zz2 the rank stops for ever: at another line the second time.
+# Training on two nodes. On the node zz2, the job "stuck" stops for ever, and "broken" dies: at another line each time.
 TRAIN = """\
 import os
+import signal
 import socket
 import time
 
 import torch
 import torch.distributed as dist
 
+import safelaunch
+
 
 def stop_here():
     time.sleep(86400)
 
 
+def die_here():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def or_there():
-    time.sleep(86400)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
+name = os.environ["NAME"]
 dist.init_process_group("gloo")
 if dist.get_rank() == 0:
-    open("ran/" + os.environ["NAME"], "a").write(os.environ["SLURM_JOB_ID"] + ".0\\n")
-for step in range(6 if os.environ["NAME"] == "well" else 10**9):
+    open("ran/" + name, "a").write(os.environ["SLURM_JOB_ID"] + ".0\\n")
+for step in range(6 if name == "well" else 10**9):
     dist.all_reduce(torch.ones(1))
+    safelaunch.step()
     time.sleep(0.02)
-    if socket.gethostname() == "zz2" and step == 5 and os.environ["NAME"] != "well":
-        again = os.path.exists("stopped")
-        open("stopped", "w").close()
-        or_there() if again else stop_here()
+    if socket.gethostname() == "zz2" and step == 5 and name != "well":
+        again = os.path.exists("died")
+        open("died", "w").close()
+        stop_here() if name == "stuck" else or_there() if again else die_here()
 dist.destroy_process_group()
 """
 PAIR = """\
@@ -394,6 +403,8 @@ def a_node_is_killed_and_requeue_is_off(row: Row) -> None:
 
 
 def two_nodes(row: Row, jobs: str, options: str = "") -> dict[str, dict[str, Any]]:
+    if not row.cluster.named:
+        raise NotHere("nodes cannot have names of their own here (unshare --uts --mount)")
     (row.place / "train.py").write_text(TRAIN)
     (row.place / "sweep.yaml").write_text(PAIR.replace("OPTIONS", options) + jobs)
     row.begin()
@@ -419,9 +430,9 @@ def a_blamed_node_is_drained(row: Row) -> None:
     """The script of the page: a node is blamed at two places, suspected, and drained by --on-bundle."""
     text = next(block.text for block in blocks("docs/slurm.md") if block.title == "suspect.sh")
     (row.place / "suspect.sh").write_text(text)
-    found = two_nodes(row, "jobs: {stuck: {retries: 1}}\n", '--on-bundle "sh suspect.sh"')
+    found = two_nodes(row, "jobs: {broken: {retries: 1}}\n", '--on-bundle "sh suspect.sh"')
     try:
-        assert (found["stuck"]["state"], found["stuck"]["attempts"]) == ("hung", 2), found
+        assert (found["broken"]["state"], found["broken"]["attempts"]) == ("failed", 2), found
         shown = row.cluster.run(["scontrol", "show", "node", "zz2"]).stdout
         assert "DRAIN" in shown and "Reason=safelaunch: " in shown, shown
         others = {row.node_state(node) for node in row.cluster.nodes if node != "zz2"}
@@ -606,7 +617,7 @@ def cluster_of(nodes: int, gpus: int) -> Iterator[tuple[slurm.Cluster, Path]]:
     root = Path(tempfile.mkdtemp(prefix="sl-check-", dir="/tmp"))
     try:
         (root / "c").mkdir()
-        with slurm.Cluster(root / "c", nodes, gpus=gpus, more=MORE, named=True) as cluster:
+        with slurm.Cluster(root / "c", nodes, gpus=gpus, more=MORE, named=slurm.can_name()) as cluster:
             yield cluster, root
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -75,7 +75,7 @@ def verify(
     for name in names:
         commit = checks.commit_of(known[name], root)
         if again or not is_current(checks.load(results).get(name), commit):
-            record = run(name, known[name], commit, root, logs)
+            record = run(name, known[name], commit, root, logs, anew=again)
             checks.save(results, {**checks.load(results), name: record})  # loads again: two may run at once
     return all(checks.load(results)[name].passed for name in names)
 
@@ -85,8 +85,8 @@ def is_current(record: Record | None, commit: str) -> bool:
     return record is not None and record.passed and record.commit == commit and not commit.endswith("+changes")
 
 
-def run(name: str, check: Check, commit: str, root: Path, logs: Path) -> Record:
-    """Runs one check and returns its record. Raises only if interrupted."""
+def run(name: str, check: Check, commit: str, root: Path, logs: Path, *, anew: bool = False) -> Record:
+    """Runs one check and returns its record. Raises only if interrupted. ``anew``: a check that resumes does not."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{name}.log"
     print(f"{time.strftime('%H:%M:%S')} {name}: about {check.minutes} min; log: {log}", file=sys.stderr, flush=True)
@@ -94,7 +94,8 @@ def run(name: str, check: Check, commit: str, root: Path, logs: Path) -> Record:
     with log.open("wb") as output:
         for number, command in enumerate(check.commands):
             files.append(logs / f"{name}.{number}.out")
-            files[-1].unlink(missing_ok=True)
+            if anew or not check.resumes:
+                files[-1].unlink(missing_ok=True)
             words = [str(files[-1]) if word == "{out}" else word for word in command]
             code = (
                 code

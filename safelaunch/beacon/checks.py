@@ -23,11 +23,12 @@ from . import fingerprints, imports, layout, log, marks, page, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
 MOST_SERIES = 8
 LARGEST_FILE = 4 << 20
+MOST_COPIED = 16 << 10  # bytes of a sentinel's gradient, of which a copy is kept until the next check
 
 _base = ""
 _every = 0
@@ -183,8 +184,8 @@ class _Series:
             known = list(losses)
             parts = [
                 self._prints.of(now, device),
-                fingerprints.largest(torch, now, device).view(torch.int64),
-                fingerprints.largest(torch, grads, device).view(torch.int64),
+                fingerprints.magnitudes(torch, now, device).view(torch.int64),
+                fingerprints.magnitudes(torch, grads, device).view(torch.int64),
                 fingerprints.on(extra, device).view(torch.int64)
                 if extra is not None
                 else torch.zeros(layout.CHECK_WINDOW, dtype=torch.int64, device=device),
@@ -320,16 +321,18 @@ class _Tracker:
         self._trained: list[int] = []
         self._buffers: list[_Buffers] = []
         self._steps = 0
-        self._so_far: Any = None  # the largest local gradient of the sentinel in this step
-        self._window: Any = None
+        self._so_far: list[Any] = []  # of the sentinel's local gradients in this step: copies, or their magnitude
+        self._copied: tuple[Any, int] | None = None  # type and size of the gradients of which copies are taken
+        self._window: Any = None  # of the last steps, by number
+        self._recent: deque[Any] = deque(maxlen=layout.CHECK_WINDOW)  # of the steps since the check before
 
     def stepped(self) -> None:
         self._steps += 1
         if self._series is not None:
             self._series.write()
-        if self._window is not None and self._so_far is not None:
-            self._window[self._steps % layout.CHECK_WINDOW].copy_(self._so_far)
-            self._so_far = None
+        if self._window is not None:
+            self._recent.append(self._so_far)
+            self._so_far = []
         if self._steps == 1 or self._steps % _every == 0:
             self._check()
 
@@ -346,7 +349,7 @@ class _Tracker:
         losses = list(_losses) if self._number == 0 else []
         if self._number == 0:
             _losses.clear()
-        self._series.take(self._steps, self._window, losses)
+        self._series.take(self._steps, self._filled(), losses)
         for buffers in self._buffers:
             buffers.checked(self._steps)
 
@@ -381,25 +384,63 @@ class _Tracker:
         if chosen is None or not chosen.leaf.dtype.is_floating_point:
             return
         self._window = torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=chosen.leaf.device)
+        local = replicas.local(chosen.leaf.detach())
+        if local.device.type == "cpu" and local.numel() * local.element_size() <= MOST_COPIED:
+            self._copied = local.dtype, local.numel()
         chosen.leaf.register_hook(_sentinel(torch, weakref.ref(self), weakref.ref(chosen.tensor)))
 
-    def saw(self, size: Any, *, first: bool) -> None:
-        """A backward pass has reached the sentinel. ``first``: since the gradients were cleared."""
-        again = self._so_far is not None and not first
-        self._so_far = self._torch.maximum(self._so_far, size) if again else size
+    def _filled(self) -> Any:
+        """The window, with the steps since the check before."""
+        window, size = self._window, layout.CHECK_WINDOW
+        if window is None or not self._recent:
+            return window
+        values = self._largest([one for one in self._recent if one], window)
+        recent = [next(values) if one else window.new_zeros(()) for one in self._recent]
+        self._recent.clear()
+        first = (self._steps - len(recent) + 1) % size
+        fits = min(len(recent), size - first)
+        stacked = self._torch.stack(recent)
+        window[first : first + fits].copy_(stacked[:fits])
+        window[: len(recent) - fits].copy_(stacked[fits:])
+        return window
+
+    def _largest(self, seen: list[list[Any]], window: Any) -> Iterator[Any]:
+        """The largest local gradient of each step."""
+        if not seen or not isinstance(seen[0][0], bytes):
+            return (fingerprints.on(one[0], window.device) for one in seen)
+        assert self._copied is not None
+        torch, (dtype, count) = self._torch, self._copied
+        data = torch.frombuffer(bytearray(b"".join(b"".join(one) for one in seen)), dtype=dtype).view(-1, count)
+        parts = data.double().abs().amax(1).split([len(one) for one in seen])
+        return (one.amax() for one in parts)
+
+    def saw(self, gradient: Any, *, first: bool) -> None:
+        """A backward pass has reached the sentinel. ``first``: since the gradients were cleared.
+
+        On a CPU, a copy is taken, and looked at with those of the other steps: one kernel alone costs ten times that.
+        """
+        if first:
+            self._so_far = []
+        if self._copied is not None:
+            dtype, count = self._copied
+            if gradient.is_contiguous() and (gradient.dtype, gradient.numel()) == (dtype, count):
+                self._so_far.append(ctypes.string_at(gradient.data_ptr(), count * gradient.element_size()))
+            return
+        size = self._torch.linalg.vector_norm(gradient.detach(), float("inf"))
+        self._so_far = [self._torch.maximum(self._so_far[0], size) if self._so_far else size]
 
 
 def _sentinel(torch: Any, tracker: Any, parameter: Any) -> Callable[[Any], None]:
+    is_compiling, on_cpu = torch.compiler.is_compiling, parameter().device.type == "cpu"
+    local = replicas.local if hasattr(parameter(), "placements") else lambda gradient: gradient
+
     def hook(gradient: Any) -> None:
-        if _off:
+        if _off or is_compiling() or (not on_cpu and _is_capturing(torch)):
             return
         try:
             here, watched = tracker(), parameter()
-            if here is not None and not (torch.compiler.is_compiling() or _is_capturing(torch)):
-                here.saw(
-                    torch.linalg.vector_norm(replicas.local(gradient.detach()), float("inf")),
-                    first=watched is None or watched.grad is None,
-                )
+            if here is not None:
+                here.saw(local(gradient), first=watched is None or watched.grad is None)
         except Exception:
             _failed()
 

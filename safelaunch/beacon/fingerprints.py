@@ -1,4 +1,4 @@
-"""Numbers of tensors for the consistency checks, computed on their device: fingerprints and largest magnitudes."""
+"""Numbers of tensors for the consistency checks, computed on their device: fingerprints and magnitudes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-MIX = -1640531527  # 2^32 divided by the golden ratio, as a signed word
+SQUARE = 1013904242  # even: x + SQUARE * x * x then takes no two words to the same one
 PIECE = 1 << 20  # elements that are mixed at once: bounds the memory that a check takes
+# On a CPU, they have to stay in its cache, and in memory that the process has had before: fresh pages from the kernel
+# cost several times what the arithmetic does.
+CPU_PIECE = 1 << 16
 LARGE = 4096  # elements: tensors that have more on average are summed one by one
 
 
@@ -19,16 +22,17 @@ class Prints:
         self._batches: list[tuple[list[tuple[int, int, int]], Any, Any]] = []
         by_kind: dict[Any, list[tuple[int, int, int]]] = {}
         for number, tensor in enumerate(tensors):
-            for begin in range(0, tensor.numel(), PIECE):
+            most = _piece(tensor.device)
+            for begin in range(0, tensor.numel(), most):
                 pieces = by_kind.setdefault((tensor.dtype, tensor.device), [])
-                pieces.append((number, begin, min(begin + PIECE, tensor.numel())))
+                pieces.append((number, begin, min(begin + most, tensor.numel())))
         for (_, device), pieces in by_kind.items():
             self._add(pieces, device)
 
     def _add(self, pieces: list[tuple[int, int, int]], device: Any) -> None:
         batch: list[tuple[int, int, int]] = []
         for piece in (*pieces, None):
-            if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > PIECE:
+            if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > _piece(device):
                 if batch:
                     self._batches.append((batch, *self._places(batch, device)))
                 batch = []
@@ -55,28 +59,35 @@ class Prints:
                     one = tensors[number].contiguous().view(-1)
                     flat = {number: one.view(words[one.element_size()]) if one.element_size() in words else one}
                 parts.append(flat[number].narrow(0, begin, end - begin))
-            bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
-            mixed = bits * MIX
-            mixed ^= mixed >> 15
-            mixed *= MIX
-            if len(parts) * LARGE < mixed.numel():
-                sizes = [end - begin for _, begin, end in batch]
-                sums = torch.stack([one.sum(dtype=torch.int64) for one in mixed.split(sizes)])
-            else:
-                sums = mixed.cumsum(0, dtype=torch.int64).index_select(0, ends).diff(prepend=ends.new_zeros(1))
+            sums = self._sums(parts, ends)
             result.index_add_(0, owners.to(device, non_blocking=True), sums.to(device, non_blocking=True))
         return result
 
+    def _sums(self, parts: list[Any], ends: Any) -> Any:
+        """The sum of each part's words, each word mixed: high bits into low ones, and these into high ones."""
+        torch = self._torch
+        bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
+        mixed = bits >> 15
+        mixed ^= bits
+        mixed.addcmul_(mixed, mixed, value=SQUARE)
+        if len(parts) == 1:
+            return mixed.sum(dtype=torch.int64).view(1)
+        if len(parts) * LARGE < mixed.numel():
+            return torch.stack([one.sum(dtype=torch.int64) for one in mixed.split([len(part) for part in parts])])
+        return mixed.cumsum(0, dtype=torch.int64).index_select(0, ends).diff(prepend=ends.new_zeros(1))
 
-def largest(torch: Any, tensors: list[Any], device: Any) -> Any:
-    """The largest magnitude of each tensor: exact, free of overflow, and not finite where any element is not."""
+
+def _piece(device: Any) -> int:
+    return CPU_PIECE if device.type == "cpu" else PIECE
+
+
+def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
+    """A magnitude of each tensor: not finite exactly where one of its elements is not."""
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     known = [n for n, one in enumerate(tensors) if one is not None and one.numel() and one.dtype in floats]
     if known and all(tensors[number].device.type == "cpu" for number in known) and device.type == "cpu":
-        # Many times faster there than the norm, of which each device has one kernel for all tensors.
         result = torch.zeros(len(tensors), dtype=torch.float64)
-        ends = [torch.stack(tensors[number].detach().aminmax()).double() for number in known]
-        result[known] = torch.stack(ends).abs_().amax(1)
+        result[known] = _on_cpu(torch, [tensors[number].detach() for number in known])
         return result
     by_device: dict[Any, list[int]] = {}
     for number in known:
@@ -88,6 +99,15 @@ def largest(torch: Any, tensors: list[Any], device: Any) -> Any:
         for number, norm in zip(numbers, on(norms, device).unbind(), strict=True):
             found[number] = norm
     return torch.stack(found)
+
+
+def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
+    """Norms, which a CPU has several times sooner; where one overflows or is not finite, the largest magnitudes."""
+    norms = torch.stack([one.double() for one in torch._foreach_norm(tensors)])
+    if bool(norms.isfinite().all()):
+        return norms
+    ends = [torch.stack(one.aminmax()).double() for one in tensors]
+    return torch.stack(ends).abs_().amax(1)
 
 
 def on(numbers: Any, device: Any) -> Any:

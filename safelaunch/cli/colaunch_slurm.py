@@ -95,6 +95,9 @@ def describe(jobs: Sequence[Job], paths: SweepPaths) -> list[str]:
     """For --dry-run: every script, and the command that submits it."""
     numbers: dict[str, str] = {}
     lines = [f"{many(len(jobs), 'job')} through Slurm, in {paths.root}"]
+    lines += [
+        "<sweep> stands for an id that colaunch makes, <NAME> for a job's number, @{...} for what only the job knows."
+    ]
     groups = script.alike([script.Attempt(job, 1) for job in jobs])
     for number, group in enumerate(groups, start=1):
         needs = tuple(dict.fromkeys(numbers.get(need, f"<{need}>") for need in group[0].job.needs))

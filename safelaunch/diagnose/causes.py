@@ -104,6 +104,7 @@ Sign = Literal[
     "apart-at-first",
     "apart-later",
     "one-apart",
+    "all-apart",
     "gpu-unsharded",
 ]
 
@@ -305,6 +306,7 @@ _COMMUNICATION = (
 
 CAUSES: dict[str, Cause] = {
     "collective-mismatch": _cause(
+        _ANOTHER_GROUP,
         Advice(
             "If two threads call collectives at the same time: give each a group of its own (`new_group()`, on all"
             " ranks in one order), or let one thread make all calls.",
@@ -370,7 +372,7 @@ CAUSES: dict[str, Cause] = {
         Advice(
             "Give the call the same size and type on every rank: pad, or exchange the sizes first.",
             only_if="sizes-differ",
-            unless=_MODELS,
+            unless=(*_MODELS, "unusual-group"),
         ),
         Advice(
             "Look in the step for what skips the rest of it on one rank, as a `continue`, an early return or an"
@@ -478,7 +480,6 @@ CAUSES: dict[str, Cause] = {
         Advice(
             "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; `safelaunch "
             "--dry-run ...` shows what they are given.",
-            unless=("store-not-reached",),
         ),
     ),
     "data-loading": _cause(
@@ -805,6 +806,11 @@ CAUSES: dict[str, Cause] = {
         _OTHER_NODES,
     ),
     "replicas-diverged": _cause(
+        Advice(
+            "Every rank differs from every other, so nothing averages the gradients: look for a `no_sync()` around"
+            " every backward pass (an accumulation that never ends), or a forward pass through `model.module`.",
+            only_if="all-apart",
+        ),
         Advice(
             "Look at what sets the parameters before the first step: a checkpoint that only some ranks load after DDP"
             " has wrapped the model, initialisation under a seed of each rank's own.",

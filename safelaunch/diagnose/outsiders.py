@@ -65,7 +65,7 @@ def with_wrong_group(facts: Facts, finding: Finding) -> Finding:
 
 def with_unusual_group(facts: Facts, finding: Finding) -> Finding:
     """Adds that a rank at fault waits in another group than in all its earlier calls from that line."""
-    told = [text for one in finding.culprits if finding.cause == "group-order" and (text := _unusual(facts, one.rank))]
+    told = [text for one in finding.culprits if finding.cause == "group-order" and (text := unusual(facts, one.rank))]
     if len(told) != 1:
         return finding
     (text,) = told
@@ -87,7 +87,7 @@ def unusual_group(facts: Facts) -> Ruling:
     ended = conditions(facts, "uneven-batches")
     if not ended or conditions(facts, *FAILURES):
         return ""
-    told = {rank: text for rank in facts.ranks if rank not in ended and (text := _unusual(facts, rank))}
+    told = {rank: text for rank in facts.ranks if rank not in ended and (text := unusual(facts, rank))}
     if not told:
         return ""
     claims = (Claim(f"rank {rank}: its calls from that line, and their groups", _record(str(rank))) for rank in told)
@@ -106,7 +106,7 @@ def _record(rank: str) -> str:
     return f"ranks/{rank}/flight_recorder.json"
 
 
-def _unusual(facts: Facts, rank: int) -> str:
+def unusual(facts: Facts, rank: int) -> str:
     """``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``
 
     A call whose connection broke counts as completed: it is the newest one from the line of the exception.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.diagnose.causes import FAILURES
@@ -22,11 +22,15 @@ from safelaunch.diagnose.findings import (
     waiting_culprits,
     waits_words,
 )
+from safelaunch.diagnose.outsiders import unusual
 from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.rules_mismatch import of_record
-from safelaunch.model import Claim, Frame, RankEvidence
+from safelaunch.model import Claim, Collective, Frame, RankEvidence
+from safelaunch.model.entries import Entries
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
+
+_NEWEST = 64  # calls that a survivor may have made since
 
 
 def aborted_by_a_peer(facts: Facts) -> Ruling:
@@ -96,7 +100,8 @@ def wrong_size_received(facts: Facts) -> Ruling:
     """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
 
     gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
-    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one.
+    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one; where one of them is in
+    another group than in all its earlier calls from that line, it is.
     """
     aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
     others = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
@@ -108,7 +113,10 @@ def wrong_size_received(facts: Facts) -> Ruling:
     named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
     text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
-    text += _sizes_that_met(facts, sorted(sites), sorted(others))
+    astray = {rank: words for rank in others if (words := unusual(facts, rank))}
+    if len(astray) == 1:
+        return _in_another_group(facts, *astray.popitem(), list(sites), text)
+    text += _sizes_that_met(facts, sites, sorted(others))
     reason = "was aborted, as a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
@@ -122,14 +130,38 @@ def wrong_size_received(facts: Facts) -> Ruling:
     )
 
 
-def _sizes_that_met(facts: Facts, aborted: Sequence[int], others: Iterable[int]) -> str:
+def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
+    """The call that did not fit came from the one rank that has left its habit."""
+    claims = [Claim(f"rank {rank}: its calls from that line, and their groups", f"ranks/{rank}/flight_recorder.json")]
+    claims += [Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted]
+    return Finding(
+        "collective-mismatch",
+        (Doubt.ABORTED_CALL_LOST,),
+        f"{words} {capital(text)}",
+        (waiting_culprit(facts.ranks[rank], words),),
+        (*claims, *wait_claims(facts, sorted(facts.ranks))),
+        held_up=tuple(aborted),
+        signs=frozenset({"unusual-group"}),
+    )
+
+
+def _sizes_that_met(facts: Facts, sites: Mapping[int, Frame | None], others: Iterable[int]) -> str:
     """What the survivors passed in, by their records, and the bound that the abort itself gives for the rest."""
     sizes: dict[str, list[int]] = {}
     for rank in others:
-        for entry in facts.alignment.pending(rank)[-1:]:
+        entry = _last_at(facts, rank, set(sites.values()))
+        if entry is not None:
             sizes.setdefault(describe(entry), []).append(rank)
     if not sizes:
         return ""
-    told = "; ".join(f"{ranks_do(ranks, 'passes', 'pass')} {call}" for call, ranks in sizes.items())
-    whose = "the call" if len(aborted) == 1 else "one call"
-    return f" {capital(told)}; {whose} of {ranks_word(aborted)} has room for less than what reached it."
+    told = "; ".join(f"{ranks_word(ranks)} last passed {call}" for call, ranks in sizes.items())
+    whose = "the call" if len(sites) == 1 else "one call"
+    return f" {capital(told)} there; {whose} of {ranks_word(sorted(sites))} had room for less than what reached it."
+
+
+def _last_at(facts: Facts, rank: int, sites: Container[Frame | None]) -> Collective | None:
+    """The newest call on a survivor's record from one of these lines: a sender may have gone on since."""
+    record = facts.alignment.records.get(rank)
+    ring = Entries.of(record.entries) if record is not None else ()
+    newest = (ring[at] for at in reversed(range(max(0, len(ring) - _NEWEST), len(ring))))
+    return next((one for one in newest if facts.alignment.stack(rank, one).user_frame in sites), None)

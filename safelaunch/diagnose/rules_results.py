@@ -40,10 +40,15 @@ def wrong_results(facts: Facts) -> Ruling:
     )
 
 
+_PAIR = 2  # of two ranks, each differs from the other whatever happened
+
+
 def _signs(one: Inconsistency, named: Sequence[int]) -> frozenset[Sign]:
     if one.kind != "replicas-diverged":
         return frozenset()
     signs: set[Sign] = {"apart-later" if one.since_step else "apart-at-first"}
+    if len(one.sides) > _PAIR and all(len(side) == 1 for side in one.sides):
+        signs.add("all-apart")
     return frozenset(signs | {"one-apart"} if len(named) == 1 and one.since_step else signs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.diagnose.causes import FAILURES, Sign
@@ -208,7 +208,7 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
     views = {rank: view for rank in inside if (view := view_of(facts.ranks[rank].evidence)) is not None}
     astray = [rank for rank, view in views.items() if _connects_again(view)]
     if not astray:
-        return None
+        return _store_without_answer(facts, views)
     rest = [rank for rank in inside if rank not in astray]
     there = [rank for rank in rest if rank in views and not _makes_store(views[rank])]
     reason = "tries again and again to connect to the store of init_process_group"
@@ -225,6 +225,18 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
     text = f"{capital(each_of(astray))} {reason}{fr.at(frames[astray[0]])}: nothing answers at its address{others}."
     doubts = (Doubt.STATE_INFERRED, *those({Doubt.EITHER_SIDE: bool(rest)}))
     return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), signs=signs)
+
+
+def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | None:
+    """All ranks have come to the store, and it lets none of them go on."""
+    if views.keys() != facts.world or not all(map(_makes_store, views.values())):
+        return None
+    text = (
+        f"{capital(waits_words(facts, sorted(views)))}: all are at its store, which lets none go on. It waits for more"
+    )
+    text += " ranks than there are, or what answers at its address is no store."
+    signs: frozenset[Sign] = frozenset({"store-not-reached"})
+    return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), signs=signs)
 
 
 def _makes_store(view: View) -> bool:

@@ -272,6 +272,8 @@ def _waiting(times: Sequence[RankTime], late: Finding | None, missing: Sequence[
     if where is not None and where.kind == "backward":
         text += ": for gradients, or for the device"
     advice = "The communication itself takes the time, or another rank is late each time."
+    if where is not None and where.kind == "send or receive":
+        advice = "The transfers take the time, or the stages of a pipeline wait for each other: try more micro-batches."
     advice = "They may wait for those that were not seen." if missing else advice
     frame = frame_of(times, where) if where is not None else None
     return Finding("communication", share, tuple(one.rank for one in times), f"{text}.", frame, advice)

@@ -25,6 +25,10 @@ __all__ = ["Extent", "Reproduction", "Wish", "reproduction_of"]
 
 
 _MANY = 100_000  # entries of all ranks
+LOST = (
+    "Older calls than the oldest that the records hold are lost: the script begins with these, and its own records hold"
+    " all, so a verdict on it may single out one of the ranks."
+)
 _TOO_LARGE = "Tensors are smaller, as some were too large for any machine; sizes that differ stay different."
 
 
@@ -67,6 +71,8 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
     if wish.shrink or is_large(program):
         program = with_small_tensors(program)
     program = with_sizes_that_gloo_checks(program)
+    if any(text.startswith("calls before ") for text in verdict.missing):
+        program = replace(program, notes=(*program.notes, LOST))
     culprits = tuple(one.rank for one in verdict.culprits)
     written = script(program, _head(verdict, kept, wish), culprits if verdict.cause == "uneven-batches" else ())
     return Reproduction(

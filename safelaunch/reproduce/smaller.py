@@ -211,10 +211,7 @@ _DIVIDED = frozenset({"reduce_scatter_tensor", "all_to_all"})
 
 # --- larger tensors ---------------------------------------------------------------------------------------------------
 
-_LARGER = (
-    "The tensors whose sizes differ have {} times as many elements: gloo lets ranks pass an all_reduce of fewer"
-    " elements than ranks."
-)
+_LARGER = "The tensors whose sizes differ have {} times as many elements: of so small ones, gloo may not notice it."
 ABORTS = (
     "The sizes of an all_reduce differ: there gloo aborts, where other backends hang. The records of aborted ranks are"
     " lost, so a verdict on this script may name more of the ranks."
@@ -222,15 +219,16 @@ ABORTS = (
 
 
 def with_sizes_that_gloo_checks(program: Program) -> Program:
-    """A rank that waits in an ``all_reduce`` of fewer elements than there are ranks may come back from it with gloo,
-    however many its peers give: it exchanges nothing with some of them.
+    """gloo aborts the rank of an ``all_reduce`` that gets a longer segment than its own. Where segments are of one
+    length, and some ranks only have fewer of them, ranks come back from the call. There are two segments a rank.
     """
     for group in {call.group for call in _every(program)}:
         last = [one.calls[-1] for one in program.ranks.values() if one.calls and one.end.kind == "waits"]
         sizes = {prod(call.sizes[0]) for call in last if (call.op, call.group, len(call.sizes)) == (_SUMS, group, 1)}
         if len(sizes) < 2:
             continue
-        times = len(program.members(group)) if min(sizes) < len(program.members(group)) else 1
+        segments = 2 * len(program.members(group))
+        times = 1 if len({-(-size // segments) for size in sizes}) == len(sizes) else segments
         program = _with_larger(program, group, sizes, times)
         program = replace(program, notes=(*program.notes, ABORTS, *([_LARGER.format(times)] if times > 1 else [])))
     return program

@@ -17,6 +17,8 @@ from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.consistency import Comparison
 
+NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer step was checked"
+
 
 class Consistency:
     """The comparison of one run. Call ``advance`` on every tick; it never raises.
@@ -84,7 +86,7 @@ class Consistency:
         if found and self._part == "leads":
             self._together.checks.tell(self._watch.inconsistent)
         if last and not self._watch.inconsistent:
-            say(f"nothing inconsistent: {self._comparison.told}")
+            say(f"nothing inconsistent: {told}" if (told := self._comparison.told) else NOTHING_CHECKED)
         return found
 
     def _follow(self) -> None:

@@ -53,7 +53,8 @@ AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, a
 class _Dump:
     """A requested bundle and who asked for it. ``working``: two looks, then the writing; None until its turn.
 
-    ``show``: also shows it here, for who has pressed Ctrl-\\. ``given_up``: the job is being stopped.
+    ``show``: also shows it here, for who has pressed Ctrl-\\. ``given_up``: the job is being stopped. ``late``: the job
+    has ended, so no node has a rank to look at.
     """
 
     bundle_dir: Path
@@ -62,6 +63,7 @@ class _Dump:
     working: Task[Report] | None = None
     seen: threading.Event = field(default_factory=threading.Event)  # it needs nothing more of the ranks
     given_up: bool = False
+    late: bool = False
 
 
 class Live:
@@ -173,6 +175,18 @@ class Live:
             then = "and then ending it" if ends else "which continues (Ctrl-C stops it)"
             say(f"taking a bundle of the live run, {then}")
 
+    def dump_late(self, show: Callable[[Report], None]) -> None:
+        """Writes a bundle of a job that has ended: what was found, logs, the last progress."""
+        dump = self._queued(self._about.bundle_dir)
+        if dump.show is None:
+            dump.show, dump.late = show, dump.working is None
+            say("writing a bundle of what was found; the ranks have ended")
+
+    @property
+    def owes(self) -> bool:
+        """Whether a bundle that is to be shown here isn't written yet."""
+        return any(dump.show is not None for dump in self._dumps)
+
     def _advance_dumps(self) -> None:
         if not self._dumps:
             return
@@ -230,6 +244,8 @@ class Live:
 
     def _write_dump(self, dump: _Dump) -> Report:
         bundle_dir, about = dump.bundle_dir, replace(self._about, bundle_dir=dump.bundle_dir)
+        if dump.late:
+            return incident.finish(self._evidence(about, late=True))
         with self._together.dump.asking() as asked:
             found = self._evidence(about)
             dump.seen.set()
@@ -245,19 +261,19 @@ class Live:
         verdict = msgspec.structs.replace(verdict, bundle=place)
         return incident.finish(found, None, Common(verdict, evidence, name, others))
 
-    def _evidence(self, about: Circumstances) -> Collected:
+    def _evidence(self, about: Circumstances, *, late: bool = False) -> Collected:
         targets = self._watch.targets()
         before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
         looks = look_at(targets, None, collectives=True)
-        time.sleep(BETWEEN_LOOKS_S)
+        time.sleep(0 if late else BETWEEN_LOOKS_S)
         looks = look_at(targets, looks, collectives=True)
-        advanced = self._moved(before) or looks.collectives_moved
+        advanced = late or self._moved(before) or looks.collectives_moved
         known = incident.known_of(self._watch, self._exits())
         pages = [item.progress for item in known.ranks.values() if item.progress]
         ages = [self._age_s(page, time.monotonic()) for page in pages]
         stalled_s = 0.0 if advanced else max(ages, default=0.0)
         moving = advanced or _computes(looks)
-        return incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving)
+        return incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving, ask=not late)
 
     def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
         return any(page.marks() != before.get(rank) for rank, page in self._watch.roster.pages().items())

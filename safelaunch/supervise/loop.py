@@ -160,6 +160,7 @@ class Supervisor:
         )
         self._raised: AgentEvent | None = None  # what has ended the agent itself
         self._watching = True
+        self._has_ended = False
         self.shown: Report | None = None  # the newest report
         self._touch = touch
         self._gpus = GpuExchange(job.run, exchange, wanted=settings.exclude_blamed)
@@ -462,25 +463,37 @@ class Supervisor:
     def _agent_lives(self) -> bool:
         return self._job.agent.is_alive()
 
-    def _on_consistency(self, *, last: bool = False) -> None:
+    def _on_consistency(self) -> None:
         """Compares what the ranks computed, as --check-every asks for."""
         if self._consistency is None:
             return
-        found = self._consistency.advance(last=last)
+        found = self._consistency.advance()
         action = self._job.plan.settings.on_inconsistent
-        if found and action == "dump" and not last:
+        if found and action == "dump":
             self._live.dump_here(self._show)
-        elif found and action == "stop" and not last:
+        elif found and action == "stop":
             self._live.dump_here(self._stop_inconsistent, ends=True)
         place = self._consistency.stopped_for
         if place is not None and self._ending is None and self._verdict is None:
             say(f"ending the job, as another node asks (--on-inconsistent stop); the bundle is on {place}")
             self._end(None, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S - READ_S)
 
+    def _on_last_checks(self, status: int) -> None:
+        """Compares what the ranks of a job that has ended left behind. The bundle of a crash has it anyway."""
+        if self._consistency is None:
+            return
+        found = self._consistency.advance(last=True)
+        action = self._job.plan.settings.on_inconsistent
+        if found and action != "report" and not (status or self._forwarder.stop_requested):
+            self._live.dump_late(self._stop_inconsistent if action == "stop" else self._show)
+
     def _stop_inconsistent(self, report: Report) -> None:
         self._show(report)
         if self._ending is None and self._verdict is None:
-            say("ending the job (--on-inconsistent stop)")
+            code = f"exit code {EXIT_INCONSISTENT}, as --on-inconsistent stop asks for"
+            say(
+                f"the job had ended by itself; {code}" if self._has_ended else "ending the job (--on-inconsistent stop)"
+            )
             assert self._consistency is not None
             self._consistency.stop_all(f"{self._about.host}: {report.published.shown}")
             self._end(report, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S if self._watch.unseen else 0.0)
@@ -490,9 +503,10 @@ class Supervisor:
     def _finish(self, status: int) -> None:
         """After the agent's end: reads its last events, and finishes the bundle that is being written."""
         deadline = time.monotonic() + WRITE_PATIENCE_S
+        self._has_ended = True
         self._guarded_tick()
         if self._watching:
-            self._on_consistency(last=True)
+            self._on_last_checks(status)
             self._contracts.finish()
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
@@ -500,7 +514,7 @@ class Supervisor:
             self._note_rendezvous(time.monotonic())
         while self._watching and self._ending is None and time.monotonic() < deadline:
             stopping = self._forwarder.stop_requested
-            if not (self._is_finishing if stopping else self._crash.busy or self._stall.writing):
+            if not (self._is_finishing if stopping else self._crash.busy or self._stall.writing or self._live.owes):
                 break
             self._forwarder.wait(BUSY_TICK_S)
             self._guarded_tick()

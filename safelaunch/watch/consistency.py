@@ -37,13 +37,15 @@ class Comparison:
 
     @property
     def told(self) -> str:
-        """What was compared, and what was not: nobody should take for checked what was only left out."""
-        count = len(self._replicas)
+        """What was compared, and what was not, so that nobody takes that for checked; empty without a check."""
+        if not self._checks:
+            return ""
+        count, checks = len(self._replicas), f"{self._checks} check{'s'[: self._checks != 1]}"
         others = [name for name in self._others if name not in self._replicas]
         if not count:
             by_hand = "safelaunch.probes.check_consistent() compares what you know to be equal"
-            return f"{self._checks} checks, but none of replicas: no tensor is known to be replicated ({by_hand})"
-        text = f"{self._checks} checks, {count} tensors known to be replicated"
+            return f"{checks}, but none of replicas: no tensor is known to be replicated ({by_hand})"
+        text = f"{checks}, {count} tensor{'s'[: count != 1]} known to be replicated"
         verb = "is" if len(others) == 1 else "are"
         return f"{text}; {len(others)} more {verb} not compared: {_some(others)}" if others else text
 

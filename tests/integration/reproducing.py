@@ -21,7 +21,7 @@ from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.postmortem import locate
 from safelaunch.reading.frames import basename
-from safelaunch.reproduce import Reproduction, Wish, reproduction_of
+from safelaunch.reproduce import LOST, Reproduction, Wish, reproduction_of
 from safelaunch.reproduce.program import RankProgram
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.smaller import ABORTS, with_fewest_ranks
@@ -59,7 +59,7 @@ class Replay:
 
     ``in_part``: the verdict differs, but each rank stands at the same call, and the head of the script says why: with
     sends, NCCL's records of them have decided, and gloo makes none; with sizes that differ, gloo aborts ranks, whose
-    records are lost.
+    records are lost; where rings have wrapped, what they have lost is what the verdict was in doubt about.
     """
 
     name: str
@@ -139,12 +139,18 @@ def _replay(name: str, evidence: Evidence, scratch: Path, wish: Wish) -> tuple[R
     why = difference(made, verdict["outcome"], told.found)
     unseen = [text for text in verdict["missing"] if text.startswith(("no Flight", "no Python", "ranks not seen"))]
     why = why and " ".join([f"{why}: {verdict['summary']}", *(f"({text})" for text in unseen)])
-    said = NO_SENDS in made.notes or (ABORTS in made.notes and set(made.culprits) <= set(told.found[1]))
+    said = is_said(made, told.found[1])
     if why and said and (left := not_reached(evidence, wish, result.bundle.path)):
         why += f" (not at their last call: ranks {left})"
     elif why and said:
         return replace(told, in_part=why), not unseen
     return replace(told, why_not=why), not unseen
+
+
+def is_said(made: Reproduction, found: Sequence[int]) -> bool:
+    """Whether the head of the script says why its verdict may name such ranks."""
+    more, fewer = set(made.culprits) <= set(found), set(found) <= set(made.culprits)
+    return NO_SENDS in made.notes or (ABORTS in made.notes and more) or (LOST in made.notes and bool(found) and fewer)
 
 
 def not_reached(evidence: Evidence, wish: Wish, bundle: Path) -> list[int]:

@@ -37,6 +37,11 @@ def why_not() -> str:
     return ""
 
 
+def can_name() -> bool:
+    """Whether a process may have a host name and mounts of its own, as the nodes of a ``named`` cluster do."""
+    return subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True).returncode == 0
+
+
 class Cluster:
     """``root``: a directory with a short path. As Slurm sorts the ``nodes``, the first has this machine's name.
 

@@ -49,6 +49,18 @@ def test_a_healthy_job_is_told_what_was_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.rare
+def test_a_finding_in_the_last_checks_gets_its_bundle_and_exit_code(tmp_path: Path) -> None:
+    own = ["--check-every=3", "--on-inconsistent=stop", "--nproc-per-node=3"]
+    with Job([*own, PROGRAMS / "replicas_more.py", "ends-apart", "9"], tmp_path) as job:
+        result = job.wait()
+    assert result.code == 123, result.stderr
+    assert "writing a bundle of what was found; the ranks have ended" in result.stderr
+    (bundle,) = result.bundles
+    assert (bundle.verdict["outcome"], bundle.verdict["cause"]) == ("dump", "replicas-diverged")
+    assert bundle.json("inconsistent.json")[0]["sides"] == [[0], [1]] and bundle.problems() == []
+
+
+@pytest.mark.rare
 def test_probes_return_records_and_print_once(tmp_path: Path) -> None:
     with Job(["--nproc-per-node=2", PROGRAMS / "probing.py"], tmp_path) as job:
         result = job.wait()

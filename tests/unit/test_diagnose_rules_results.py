@@ -75,6 +75,13 @@ def test_what_one_rank_does_later_may_be_its_device_and_what_was_so_at_first_is_
     assert any("checkpoint" in one for one in first.suggestions)
 
 
+def test_where_every_rank_is_alone_nothing_averages_gradients() -> None:
+    alone = told(replace(APART, ranks=(), sides=((0,), (1,), (2,))))
+    assert alone.suggestions[0].startswith("Every rank differs from every other")
+    pair = replace(APART, ranks=(), sides=((0,), (1,)))
+    assert not any("every other" in one for found in (APART, pair) for one in told(found).suggestions)
+
+
 def test_a_hang_or_a_crash_keeps_its_own_cause_and_tells_of_them() -> None:
     for outcome in ("hang", "crash"):
         verdict = told(APART, outcome=outcome, moving=False)

@@ -387,7 +387,8 @@ def test_ranks_that_do_not_reach_the_store() -> None:
     verdict = diagnose(job(past[0], making_store(1), past[1]))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("init-not-joined", [1])
     assert "Rank 1 tries again and again to connect to the store" in verdict.summary
-    assert len(verdict.suggestions) == 1 and "MASTER_ADDR" in verdict.suggestions[0]
+    assert verdict.suggestions[0].startswith("Print `MASTER_ADDR` and `MASTER_PORT`")
+    assert not any("slow or rank-dependent work" in text for text in verdict.suggestions)
     nobody = diagnose(job(*(making_store(n) for n in range(3))))
     assert (nobody.cause, nobody.culprits) == ("init-not-joined", ())
     assert "nothing answers at its address" in nobody.summary
@@ -399,6 +400,16 @@ def test_who_hosts_the_store_and_naps_until_all_have_come_is_not_astray() -> Non
     assert (verdict.cause, verdict.culprits) == ("init-not-joined", ()), "either side may have the wrong address"
     assert "Each of ranks 1-2 tries again" in verdict.summary
     assert "again and again" not in diagnose(job(hosts, rank(1, in_init(), "poll", step=None))).summary
+
+
+def test_a_store_that_lets_nobody_go_on() -> None:
+    """Something else has its port, or it was told of more ranks."""
+    everyone = [rank(n, making_store(n).main.stacks[0].threads[0].frames, "pipe", step=None) for n in range(2)]
+    verdict = diagnose(job(*everyone))
+    assert (verdict.cause, verdict.culprits) == ("init-not-joined", ())
+    assert "all are at its store, which lets none go on" in verdict.summary
+    beyond = diagnose(job(*everyone, rank(2, in_init(), "poll", step=None)))
+    assert "lets none go on" not in beyond.summary
 
 
 def test_ranks_that_have_all_come_to_init_are_told_nothing_of_broadcasts() -> None:

@@ -58,6 +58,14 @@ def test_the_line_that_takes_a_late_ranks_time_is_named() -> None:
     assert finding.frame is not None and finding.frame.line == 12
 
 
+def test_stages_that_wait_for_each_other_alike_are_a_pipelines() -> None:
+    recv = (*ALL_REDUCE[:2], replace(ALL_REDUCE[2], function="recv"))
+    (finding,) = verdict_of(recording(*[{recv: 0.6, FORWARD: 0.2, BACKWARD: 0.2}] * 4)).findings
+    assert (finding.kind, "micro-batches" in finding.advice) == ("communication", True)
+    (finding,) = verdict_of(recording(*[WAITS] * 4)).findings
+    assert "micro-batches" not in finding.advice
+
+
 def test_a_difference_within_the_scatter_of_few_samples_is_none() -> None:
     ranks = [{ALL_REDUCE: 0.25, FORWARD: 0.75}, {ALL_REDUCE: 0.10, FORWARD: 0.90}]
     assert verdict_of(recording(*ranks, rate_hz=2)).findings == ()

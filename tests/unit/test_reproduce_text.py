@@ -170,7 +170,7 @@ def test_tensors_that_no_machine_holds_are_smaller(tmp_path: Path) -> None:
     text = of_dumps(tmp_path, pair)
     assert "Tensors are smaller" in text
     sizes = {found.calls[0].tensors[0].shape for found in replayed(text, 2).values()}
-    assert sizes == {(2,), (4,)}
+    assert sizes == {(4,), (8,)}
 
 
 def test_a_block_of_broadcasts_has_a_root(tmp_path: Path) -> None:

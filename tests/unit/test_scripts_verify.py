@@ -121,16 +121,25 @@ def test_results_of_an_earlier_run_are_not_taken_for_those_of_this_one(place: Pl
     assert not place.verify({"a": Check((("true",),), read, (), 1)}, again=True)
 
 
+def test_a_check_that_resumes_finds_the_rows_of_an_interrupted_run(place: Place) -> None:
+    one = check("a")
+    place.verify({"a": one})
+    place.commit("two")
+    resumes = Check((("test", "-e", "{out}"),), one.read, one.inputs, 1, resumes=True)
+    assert place.verify({"a": resumes})
+    assert not place.verify({"a": resumes}, again=True)
+
+
 def test_interrupted_it_goes_on_with_the_check_that_was_cut_short(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {"a": check("a"), "b": check("b"), "c": check("c")}
     real = verify.run
 
-    def interrupted(name: str, *rest: Any) -> Record:
+    def interrupted(name: str, *rest: Any, **named: Any) -> Record:
         if name == "b":
             raise KeyboardInterrupt
-        return real(name, *rest)
+        return real(name, *rest, **named)
 
     monkeypatch.setattr(verify, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -225,6 +234,17 @@ def test_the_zoo_names_what_was_wrong_and_counts_what_cannot_run(tmp_path: Path)
     assert told.result == "1 of 2 right: cause, rank, line"
     assert told.rows[0][0] == "the hang zoo: 2 classes, the culprit on each rank in turn (1 more cannot run here)"
     assert told.rows[1:] == (("– asleep, rank 1 of 2", "cause; line"),)
+
+
+def test_reproductions_are_counted_by_their_source(tmp_path: Path) -> None:
+    rows = [
+        {"case": "barrier", "name": "barrier", "why_not": "", "in_part": ""},
+        {"case": "skip, no stacks, 0", "name": "skip", "why_not": "other ranks", "in_part": ""},
+        {"case": "skip, sends, no stacks, 0", "name": "skip, sends", "why_not": "", "in_part": "another cause"},
+    ]
+    told = found("reproductions", tmp_path, rows)
+    assert told.result == "1 of 3 lead to the same verdict, 1 differ as said, 1 differ"
+    assert [row[1].split(";")[0] for row in told.rows] == ["1 of 1", "0 of 1", "other ranks", "0 of 0", "0 of 1"]
 
 
 def test_soak_counts_both_halves(tmp_path: Path) -> None:

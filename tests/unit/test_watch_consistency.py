@@ -126,7 +126,8 @@ def told(*groups: tuple[int, ...]) -> str:
 
 
 def test_what_was_not_compared_is_said() -> None:
-    assert told((0, 1)) == "1 checks, 1 tensors known to be replicated"
-    assert told((0, 1), ()).endswith("1 tensors known to be replicated; 1 more is not compared: 1.w")
+    assert told((0, 1)) == "1 check, 1 tensor known to be replicated"
+    assert told((0, 1), ()).endswith("1 tensor known to be replicated; 1 more is not compared: 1.w")
     assert told((0, 1), (), (), (), ()).endswith("; 4 more are not compared: 1.w, 2.w, 3.w, ...")
     assert "no tensor is known to be replicated (safelaunch.probes.check_consistent()" in told((), ())
+    assert Comparison().told == ""

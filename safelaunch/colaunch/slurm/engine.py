@@ -116,7 +116,7 @@ class SlurmEngine:
         self._working: tuple[Future[Any], Callable[[Future[Any]], None]] | None = None
         self._fresh = False  # a listing has come in
         self._look_due_s, self._look_every_s = 0.0, LOOK_EVERY_S
-        self._files_due_s = 0.0
+        self._looked_s = self._files_due_s = 0.0
         self._full_until_s = 0.0
         self._kill = False
         self._told: set[str] = set()
@@ -309,7 +309,8 @@ class SlurmEngine:
             changed |= tuple(own) != given.listed
             given.listed = tuple(own)
         self._look_every_s = LOOK_EVERY_S if changed else min(LOOK_AT_MOST_S, self._look_every_s * 1.25)
-        self._look_due_s = self._clock() + self._look_every_s
+        self._looked_s = self._clock()
+        self._look_due_s = self._looked_s + self._look_every_s
 
     def _read_files(self) -> None:
         """Finds out what the tasks have left: a begin makes us look at Slurm, an end may need no look."""
@@ -320,7 +321,10 @@ class SlurmEngine:
             if given.submitted and given.read():
                 self._fresh = True
                 if given.end is None:
-                    self._look_due_s, self._look_every_s = 0.0, LOOK_EVERY_S
+                    self._look_due_s, self._look_every_s = (
+                        min(self._look_due_s, self._looked_s + LOOK_EVERY_S),
+                        LOOK_EVERY_S,
+                    )
         now = self._clock()
         self._files_due_s = now + max(FILES_EVERY_S, (now - began_s) / FILES_SHARE)
 

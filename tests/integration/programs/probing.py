@@ -59,6 +59,9 @@ def fsdp2() -> None:
     parts = said(probes.sharding, model)
     assert parts.sharded == ("0.weight", "0.bias") and parts.whole == ("1.weight", "1.bias")
     assert (parts.bytes_sharded, parts.bytes_whole) == (40, 32)
+    narrow = nn.Linear(4, 1)
+    fully_shard(narrow, mesh=mesh)
+    assert said(probes.sharding, narrow).sharded == ("weight", "bias"), "rank 0 has the only row, and it is a shard"
     found = said(probes.check_consistent, model)
     assert found.consistent and found.checked == 5, "shards of two ranks are no replicas"
     spoil(model[1].weight)
@@ -79,6 +82,13 @@ def tensor_parallel() -> None:
 def tensors() -> None:
     assert not said(probes.check_consistent, torch.tensor([rank])).consistent
     assert said(probes.check_consistent, torch.arange(4 * (rank + 1))[:4]).consistent, "a part of something larger"
+    assert dict(said(probes.check_consistent, {"a": torch.ones(1), f"of {rank}": torch.ones(1)}).differing) == {
+        "of 0": ((0,), (1,)),
+        "of 1": ((0,), (1,)),
+    }
+    with contextlib.suppress(TypeError):
+        probes.check_consistent([torch.ones(1)])
+        raise AssertionError("a list is no mapping")
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     assert probes.check_consistent(torch.tensor([rank]), alone).consistent
 

@@ -67,7 +67,7 @@ def train(
         time.sleep(PAUSE_S)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
 
 
@@ -82,22 +82,10 @@ def main() -> None:  # noqa: C901, PLR0912, PLR0915 - a list of cases
     torch.manual_seed(0)
     if KIND in ("ddp", "nan", "missing-sync", "loss"):
         model = DDP(build(norm=KIND == "ddp"))
-        train(model, [sgd(model)])
-    elif KIND == "cost":
-        net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)), nn.Linear(256, 1))
-        model = DDP(net)
-        optimizer = sgd(model)
-        data = torch.randn(64, 256)
-        for step in range(STEPS):
-            if step == 100:
-                began = time.process_time()
-            model(data).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        print(f"step_ms {1e3 * (time.process_time() - began) / (STEPS - 100):.4f}")
+        train(model, [adam(model)])
     elif KIND == "no-sync":
         model = DDP(build(norm=True))
-        train(model, [sgd(model)], micro=3)
+        train(model, [adam(model)], micro=3)
     elif KIND == "two-optimizers":
         model = DDP(build())
         halves = list(model.parameters())
@@ -111,7 +99,7 @@ def main() -> None:  # noqa: C901, PLR0912, PLR0915 - a list of cases
                 for old, new in zip(ema.parameters(), model.parameters(), strict=True):
                     old.data.lerp_(new.data, 0.1)
 
-        train(model, [sgd(model)], after=follow)
+        train(model, [adam(model)], after=follow)
     elif KIND == "scaler":
         model = DDP(build())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=5)  # overflows first, and again
@@ -120,17 +108,17 @@ def main() -> None:  # noqa: C901, PLR0912, PLR0915 - a list of cases
             with torch.autocast("cpu", torch.bfloat16):
                 return model(x).float()
 
-        train(model, [sgd(model)], forward=forward, scaler=scaler)
+        train(model, [adam(model)], forward=forward, scaler=scaler)
     elif KIND == "lora":
         net = build()
         for one in net[0].parameters():
             one.requires_grad_(False)
         model = DDP(net)
-        train(model, [sgd(model)])
+        train(model, [adam(model)])
     elif KIND == "alone":  # independent models, as in a sweep
         torch.manual_seed(RANK)
         net = build(norm=True)
-        train(net, [sgd(net)])
+        train(net, [adam(net)])
     elif KIND == "local-sgd":
         model = DDP(build())
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
@@ -138,7 +126,7 @@ def main() -> None:  # noqa: C901, PLR0912, PLR0915 - a list of cases
         group, _ = dist.new_subgroups(group_size=1)
         state = post.PostLocalSGDState(process_group=None, subgroup=group, start_localSGD_iter=3)
         model.register_comm_hook(state, post.post_localSGD_hook)
-        train(model, [sgd(model)])
+        train(model, [adam(model)])
     elif KIND in ("fsdp2", "hsdp", "hsdp-flip"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -180,26 +168,26 @@ def main() -> None:  # noqa: C901, PLR0912, PLR0915 - a list of cases
     elif KIND == "seed":
         torch.manual_seed(RANK)
         model = DDP(build(), init_sync=False)
-        train(model, [sgd(model)])
+        train(model, [adam(model)])
     elif KIND == "forgotten-broadcast":
         model = DDP(build())
         if RANK == 0:  # a checkpoint that only rank 0 loads
             with torch.no_grad():
                 model.module[2].weight.mul_(1.5)
-        train(model, [sgd(model)])
-    elif KIND == "left-out":
+        train(model, [adam(model)])
+    elif KIND in ("left-out", "left-out-adam"):
         net = build()
         net[4].requires_grad_(False)
         model = DDP(net)
         net[4].requires_grad_(True)  # unfrozen after DDP has looked
-        train(model, [sgd(model)])
+        train(model, [adam(model) if KIND == "left-out-adam" else torch.optim.SGD(model.parameters(), lr=1e-3)])
     elif KIND == "bit-flip":
         model = DDP(build())
-        train(model, [sgd(model)], before_step=lambda step: flip(step, model.module[2].weight))
+        train(model, [adam(model)], before_step=lambda step: flip(step, model.module[2].weight))
     elif KIND == "batch-norm":
         model = DDP(build())
         model.module.append(nn.BatchNorm1d(1, affine=False))  # after DDP has looked
-        train(model, [sgd(model)])
+        train(model, [adam(model)])
     dist.destroy_process_group()
 
 

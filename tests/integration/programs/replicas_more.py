@@ -279,7 +279,58 @@ def restored(model: nn.Module | None = None) -> None:
     loop(model, adam(model), before=back)
 
 
+def ends_apart() -> None:
+    """Rank 2 makes one step less, and rank 1 differs in the last: only the end of the job completes that check."""
+    model = DDP(nn.Linear(8, 8))
+    with model.no_sync():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(1, 10 - (RANK == 2)):
+            model(torch.ones(4, 8)).square().mean().backward()
+            if step == 9 and RANK == 1:
+                model.module.weight.data[0, 0] += 1
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def synced_norm() -> None:
+    """SyncBatchNorm, which works on GPUs alone: here with the statistics of all ranks by hand."""
+    net = build()
+
+    class Synced(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            from torch.distributed.nn.functional import all_reduce
+
+            mean = all_reduce(x.mean(0)) / WORLD
+            variance = all_reduce((x - mean).square().mean(0)) / WORLD
+            if self.training:
+                self.num_batches_tracked += 1
+                self.running_mean.lerp_(mean.detach(), 0.1)
+                self.running_var.lerp_(variance.detach(), 0.1)
+            return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+    net[1] = Synced(16)
+    model = DDP(net)
+    loop(model, adam(model))
+
+
+def thawing() -> None:
+    """Layers that thaw on the way, under a new DDP."""
+    net = build()
+    for one in net[0].parameters():
+        one.requires_grad_(False)
+    model = DDP(net)
+    optimizer = adam(model)
+    loop(model, optimizer, steps=STEPS // 2)
+    for one in net[0].parameters():
+        one.requires_grad_(True)
+    optimizer.add_param_group({"params": list(net[0].parameters())})
+    loop(DDP(net), optimizer, steps=STEPS // 2)
+
+
 KINDS = {
+    "ends-apart": ends_apart,
+    "synced-norm": synced_norm,
+    "thawing": thawing,
     "tied": tied,
     "compiled": compiled,
     "zero": zero,
