@@ -67,10 +67,15 @@ def test_each_rank_makes_its_recorded_calls(kind: str, variant: str) -> None:
             continue
         extent = EXTENTS[seed % len(EXTENTS)]
         facts = Facts.of(evidence)
-        ranks = replayed(reproduction_of(evidence, Wish(extent)).text, len(facts.ranks))
+        text = reproduction_of(evidence, Wish(extent)).text
+        ranks = replayed(text, len(facts.ranks))
+        sized = "times as many elements" not in text  # gloo would not notice sizes that differ
         for rank, calls in recorded(facts, extent).items():
             wanted = [expected(facts, one) for one in calls]
-            assert [called(one) for one in ranks[rank].calls[: len(wanted)]] == wanted, (layout, rank)
+            made = [called(one) for one in ranks[rank].calls[: len(wanted)]]
+            assert [(*one[:2], sized and one[2], one[3]) for one in made] == [
+                (*one[:2], sized and one[2], one[3]) for one in wanted
+            ], (layout, rank)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
