@@ -218,7 +218,7 @@ def figures_of(what: str, blocks: list[Block], windows: list[Window]) -> list[Fi
         figure(f"CPU time that a step takes more, {what}", dearer, "%", AIM, uncertain(dearer)),
         figure("  the same job against itself (A/A)", dearer_alone, "%", note=uncertain(dearer_alone)),
         figure(f"CPU of py-spy and the supervisor, of all cores, {what}", [one.cpu for one in sampled], "%", AIM, idle),
-        figure(f"CPU that sampling takes, of one core, {what}", taken, "%", AIM, "what a job can lose at most"),
+        figure(f"CPU that sampling takes, of one core, {what}: what a job can lose at most", taken, "%", AIM),
     ]
 
 
