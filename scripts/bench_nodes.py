@@ -37,7 +37,7 @@ from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.evidence import Shared, condensed, expanded, merged
 from safelaunch.cluster.messages import Decision, Node
-from safelaunch.cluster.session import Seen
+from safelaunch.cluster.seen import Seen
 from safelaunch.cluster.store import Address
 from safelaunch.cluster.where import Meeting
 from safelaunch.diagnose import diagnose

@@ -427,9 +427,13 @@ def a_job_of_two_nodes_hangs(row: Row) -> None:
 
 
 def a_blamed_node_is_drained(row: Row) -> None:
-    """The script of the page: a node is blamed at two places, suspected, and drained by --on-bundle."""
+    """The script of the page: a node is blamed at two places, suspected, and drained by --on-bundle.
+
+    Two incidents on two nodes may be chance (1 in 2), for which the page's script only tells somebody; here it drains.
+    """
     text = next(block.text for block in blocks("docs/slurm.md") if block.title == "suspect.sh")
-    (row.place / "suspect.sh").write_text(text)
+    assert "0.0*)" in text, text
+    (row.place / "suspect.sh").write_text(text.replace("0.0*)", "0.*)"))
     found = two_nodes(row, "jobs: {broken: {retries: 1}}\n", '--on-bundle "sh suspect.sh"')
     try:
         assert (found["broken"]["state"], found["broken"]["attempts"]) == ("failed", 2), found

@@ -16,7 +16,8 @@ from msgspec import structs
 
 from safelaunch.cluster.hosting import StoreHost
 from safelaunch.cluster.messages import Beat, Codec, Decision, Node, Question, node_count
-from safelaunch.cluster.session import CROWD, GOODBYE_S, Crash, Seen, Session
+from safelaunch.cluster.seen import Crash, Seen
+from safelaunch.cluster.session import CROWD, GOODBYE_S, Session
 from safelaunch.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.cluster.where import Meeting
 

@@ -214,7 +214,7 @@ _DIVIDED = frozenset({"reduce_scatter_tensor", "all_to_all"})
 _LARGER = "The tensors whose sizes differ have {} times as many elements: of so small ones, gloo may not notice it."
 ABORTS = (
     "The sizes of an all_reduce differ: there gloo aborts, where other backends hang. The records of aborted ranks are"
-    " lost, so a verdict on this script may name more of the ranks."
+    " lost, so a verdict on this script may name more of the ranks, or fewer."
 )
 
 

@@ -19,7 +19,7 @@ from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.cluster.evidence import merged
-from safelaunch.cluster.session import Word
+from safelaunch.cluster.seen import Word
 from safelaunch.model import GilTest, RankException, Verdict
 from safelaunch.roster.progress import AgentEvent
 from safelaunch.supervise import incident

@@ -14,7 +14,7 @@ from safelaunch.bundle.publishing import name_of
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.evidence import Shared, aged, condensed, expanded, merged
 from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Page
-from safelaunch.cluster.session import Seen, Word
+from safelaunch.cluster.seen import Seen, Word
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, Verdict
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.supervise.incident import Circumstances, judged

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.evidence import Shared, condensed, merged, received
 from safelaunch.cluster.messages import MOST_RANKS, BadMessage, Page, Question, node_count, packed, share_of, unpacked
-from safelaunch.cluster.session import Answers
+from safelaunch.cluster.seen import Answers
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.model.recording import Recording, bounded, check
 from safelaunch.redaction.evidence import without_secrets

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.messages import Node, Page, node_count
-from safelaunch.cluster.session import Seen
+from safelaunch.cluster.seen import Seen
 from safelaunch.cluster.where import Meeting
 from safelaunch.model import Rendezvous, format_ranks
 from safelaunch.system.console import say

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from safelaunch.capture.parallel import gather
 from safelaunch.cluster.messages import Beat, Node
-from safelaunch.cluster.session import Peer, Seen
+from safelaunch.cluster.seen import Peer, Seen
 from safelaunch.cluster.store import probe
 from safelaunch.model import AgentState, Lost, NodeEvidence, Probe
 from safelaunch.system import procstat

@@ -150,7 +150,8 @@ def _replay(name: str, evidence: Evidence, scratch: Path, wish: Wish) -> tuple[R
 def is_said(made: Reproduction, found: Sequence[int]) -> bool:
     """Whether the head of the script says why its verdict may name such ranks."""
     more, fewer = set(made.culprits) <= set(found), set(found) <= set(made.culprits)
-    return NO_SENDS in made.notes or (ABORTS in made.notes and more) or (LOST in made.notes and bool(found) and fewer)
+    fewer = bool(found) and fewer
+    return NO_SENDS in made.notes or (ABORTS in made.notes and (more or fewer)) or (LOST in made.notes and fewer)
 
 
 def not_reached(evidence: Evidence, wish: Wish, bundle: Path) -> list[int]:

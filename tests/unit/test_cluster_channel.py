@@ -17,7 +17,7 @@ from safelaunch.cluster import council
 from safelaunch.cluster import session as sessions
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.messages import Decision, Node, Question
-from safelaunch.cluster.session import Neighbour
+from safelaunch.cluster.seen import Neighbour
 from safelaunch.cluster.store import Address, Store
 from safelaunch.cluster.where import Meeting
 from safelaunch.model import Verdict

@@ -91,7 +91,7 @@ PURE = {
 }
 PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "cli.colaunch_rows", "leases.choose"}
 PURE |= {f"colaunch.{name}" for name in ("jobs", "placeholders", "grid", "expand", "spec", "sweep")}
-PURE |= {"colaunch.view", "cluster.where", "cluster.council", "cluster.messages", "cluster.evidence"}
+PURE |= {"colaunch.view", "cluster.where", "cluster.council", "cluster.messages", "cluster.evidence", "cluster.seen"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 # Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
 NOT_OURS = ("demos/", "launch/launcher/", "cluster/host_store.py")

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.cluster.messages import Beat, Node, Page
-from safelaunch.cluster.session import Peer, Seen
+from safelaunch.cluster.seen import Peer, Seen
 from safelaunch.cluster.store import probe
 from safelaunch.model import AgentState, Lost, NodeEvidence
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import aged, condensed
 from safelaunch.cluster.messages import Beat, Decision, Node, Page, Question, Result, packed
-from safelaunch.cluster.session import Answers, Neighbour, Seen, Word
+from safelaunch.cluster.seen import Answers, Neighbour, Seen, Word
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
