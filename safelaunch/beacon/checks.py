@@ -241,7 +241,7 @@ class _Buffers:
     """The BatchNorm statistics of a DDP module that promises to broadcast its buffers.
 
     They are equal only between the broadcast and the next forward pass. Where a whole stretch of steps has had no
-    broadcast, they are compared as they are.
+    broadcast although the module was in use, they are compared as they are.
     """
 
     def __init__(self, torch: Any, ddp: Any) -> None:
@@ -282,10 +282,20 @@ class _Buffers:
             position, self.due = self.due, 0
             self.take(position)
 
+    def is_unshared(self) -> bool:
+        """Whether the module was in use without a broadcast, by what DDP notes of its last forward pass.
+
+        A module that nobody calls any more, for there is a newer DDP around the same one, promises nothing.
+        """
+        ddp = self._ddp()
+        if self.synced or ddp is None:
+            return False
+        if getattr(ddp, "modules_buffers", ()) and getattr(ddp, "require_forward_param_sync", False):
+            return False  # its next forward pass would have had a broadcast, so there was none
+        return not any(one.module is ddp.module and its.synced for one, its in _by_module.items())
+
     def checked(self, position: int) -> None:
         """The parameters are checked at ``position``: the buffers follow at the next broadcast."""
-        if not self.synced:
-            self.take(position)
         self.due, self.synced = position, False
         if self._series is not None:
             self._series.write()
@@ -350,6 +360,8 @@ class _Tracker:
         if self._number == 0:
             _losses.clear()
         self._series.take(self._steps, self._filled(), losses)
+        for buffers in [one for one in self._buffers if one.is_unshared()]:
+            buffers.take(self._steps)
         for buffers in self._buffers:
             buffers.checked(self._steps)
 

@@ -57,7 +57,8 @@ def _detail(one: Inconsistency) -> tuple[Claim, ...]:
     if one.kind == "loss":
         return (Claim(one.words, FILE),)
     share = f"{one.count} of {one.total} tensors"
-    before = (Claim(f"at step {one.since_step}: all of them were right", FILE),) if one.since_step else ()
+    right = "all replicas were equal" if one.sides else "all were finite"
+    before = (Claim(f"at step {one.since_step}, the check before: {right}", FILE),) if one.since_step else ()
     if one.sides:
         apart = " | ".join(format_ranks(side) for side in one.sides)
         return (Claim(f"at step {one.step}: other bits on ranks {apart}, in {share}", FILE), *before)
