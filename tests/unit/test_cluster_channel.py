@@ -293,9 +293,9 @@ def test_slots_that_nobody_has_hide_no_other(
     join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address]
 ) -> None:
     store = Store(server[1])
-    store.add("safelaunch/1/test/n", 500, deadline_s=15.0)
+    store.add("safelaunch/1/test/n", 150, deadline_s=15.0)
     one = join(0, 1)
-    store.add("safelaunch/1/test/n", 5000, deadline_s=15.0)
+    store.add("safelaunch/1/test/n", 400, deadline_s=15.0)
     other = join(2, 3)
     until(covered(one, other), "each other")
     store.close()
