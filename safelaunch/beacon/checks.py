@@ -23,7 +23,7 @@ from . import fingerprints, imports, layout, log, marks, page, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from typing import Any
 
 MOST_SERIES = 8
@@ -97,9 +97,9 @@ def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
     if _steps_of:
         _steps_of.pop()
     try:
-        if _steps_of or _is_capturing(torch):
-            return
         tracker = _trackers.get(id(optimizer))
+        if _steps_of or ((tracker is None or not tracker.on_cpu) and _is_capturing(torch)):
+            return
         if tracker is None:
             tracker = _trackers[id(optimizer)] = _Tracker(torch, optimizer, len(_trackers))
         tracker.stepped()
@@ -133,8 +133,9 @@ class _Series:
         self._prints = fingerprints.Prints(torch, self._locals)
         devices = [one.device for one in self._locals]
         self._device = next((one for one in devices if one.type != "cpu"), devices[0])
+        self.on_cpu = self._device.type == "cpu"
         self._sizes = [one.numel() for one in self._locals]
-        self._pending: deque[tuple[list[int], Any, Any]] = deque()
+        self.pending: deque[tuple[list[int], Any, Any]] = deque()
         self._slot = 0
         # The port tells attempts of the job apart: torchrun takes another one for each.
         self._words = self._create({"key": f"{key} {os.environ.get('MASTER_PORT', '')}", "kind": kind})
@@ -184,8 +185,7 @@ class _Series:
             known = list(losses)
             parts = [
                 self._prints.of(now, device),
-                fingerprints.magnitudes(torch, now, device).view(torch.int64),
-                fingerprints.magnitudes(torch, grads, device).view(torch.int64),
+                fingerprints.magnitudes(torch, [*now, *grads], device).view(torch.int64),
                 fingerprints.on(extra, device).view(torch.int64)
                 if extra is not None
                 else torch.zeros(layout.CHECK_WINDOW, dtype=torch.int64, device=device),
@@ -195,7 +195,7 @@ class _Series:
             numbers = torch.cat(parts)
             host, event = self._to_host(numbers)
         head = [position, monotonic_ns(), len(known), known[0][0] if known else 0]
-        self._pending.append((head, host, event))
+        self.pending.append((head, host, event))
         self.write()
 
     def _losses_of(self, values: list[Any]) -> Any:
@@ -217,8 +217,8 @@ class _Series:
 
     def write(self) -> None:
         """Writes what has arrived on the host. Never waits."""
-        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
-            head, host, _ = self._pending.popleft()
+        while self.pending and (self.pending[0][2] is None or self.pending[0][2].query()):
+            head, host, _ = self.pending.popleft()
             at = self._begin + (self._slot % self._slots) * self._size
             words = self._words
             words[at] = 2 * self._slot + 1
@@ -333,12 +333,17 @@ class _Tracker:
         self._steps = 0
         self._so_far: list[Any] = []  # of the sentinel's local gradients in this step: copies, or their magnitude
         self._copied: tuple[Any, int] | None = None  # type and size of the gradients of which copies are taken
+        self._copied_bytes = 0
         self._window: Any = None  # of the last steps, by number
         self._recent: deque[Any] = deque(maxlen=layout.CHECK_WINDOW)  # of the steps since the check before
 
+    @property
+    def on_cpu(self) -> bool:
+        return self._series is not None and self._series.on_cpu
+
     def stepped(self) -> None:
         self._steps += 1
-        if self._series is not None:
+        if self._series is not None and self._series.pending:
             self._series.write()
         if self._window is not None:
             self._recent.append(self._so_far)
@@ -398,7 +403,7 @@ class _Tracker:
         self._window = torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=chosen.leaf.device)
         local = replicas.local(chosen.leaf.detach())
         if local.device.type == "cpu" and local.numel() * local.element_size() <= MOST_COPIED:
-            self._copied = local.dtype, local.numel()
+            self._copied, self._copied_bytes = (local.dtype, local.numel()), local.nbytes
         chosen.leaf.register_hook(_sentinel(torch, weakref.ref(self), weakref.ref(chosen.tensor)))
 
     def _filled(self) -> Any:
@@ -406,37 +411,42 @@ class _Tracker:
         window, size = self._window, layout.CHECK_WINDOW
         if window is None or not self._recent:
             return window
-        values = self._largest([one for one in self._recent if one], window)
-        recent = [next(values) if one else window.new_zeros(()) for one in self._recent]
+        recent = list(self._recent)
         self._recent.clear()
+        stacked = self._largest(recent, window)
         first = (self._steps - len(recent) + 1) % size
         fits = min(len(recent), size - first)
-        stacked = self._torch.stack(recent)
         window[first : first + fits].copy_(stacked[:fits])
         window[: len(recent) - fits].copy_(stacked[fits:])
         return window
 
-    def _largest(self, seen: list[list[Any]], window: Any) -> Iterator[Any]:
-        """The largest local gradient of each step."""
-        if not seen or not isinstance(seen[0][0], bytes):
-            return (fingerprints.on(one[0], window.device) for one in seen)
-        assert self._copied is not None
-        torch, (dtype, count) = self._torch, self._copied
-        data = torch.frombuffer(bytearray(b"".join(b"".join(one) for one in seen)), dtype=dtype).view(-1, count)
-        parts = data.double().abs().amax(1).split([len(one) for one in seen])
-        return (one.amax() for one in parts)
+    def _largest(self, recent: list[list[Any]], window: Any) -> Any:
+        """The largest local gradient of each step, zero in one without."""
+        torch = self._torch
+        if self._copied is None:
+            zero = window.new_zeros(())
+            return torch.stack([fingerprints.on(one[0], window.device) if one else zero for one in recent])
+        counts = [len(one) for one in recent]
+        if not any(counts):
+            return window.new_zeros(len(recent))
+        dtype, count = self._copied
+        data = torch.frombuffer(bytearray(b"".join(b"".join(one) for one in recent)), dtype=dtype).view(-1, count)
+        largest = data.double().abs_().amax(1)
+        if set(counts) == {1}:
+            return largest
+        zero = window.new_zeros(())
+        return torch.stack([one.amax() if len(one) else zero for one in largest.split(counts)])
 
-    def saw(self, gradient: Any, *, first: bool) -> None:
-        """A backward pass has reached the sentinel. ``first``: since the gradients were cleared.
+    def saw(self, gradient: Any, parameter: Callable[[], Any]) -> None:
+        """A backward pass has reached the sentinel. What the ones before left is void if ``parameter`` has no gradient.
 
         On a CPU, a copy is taken, and looked at with those of the other steps: one kernel alone costs ten times that.
         """
-        if first:
+        if self._so_far and ((watched := parameter()) is None or watched.grad is None):
             self._so_far = []
         if self._copied is not None:
-            dtype, count = self._copied
-            if gradient.is_contiguous() and (gradient.dtype, gradient.numel()) == (dtype, count):
-                self._so_far.append(ctypes.string_at(gradient.data_ptr(), count * gradient.element_size()))
+            if gradient.is_contiguous() and gradient.nbytes == self._copied_bytes:  # in this order: it may be sparse
+                self._so_far.append(ctypes.string_at(gradient.data_ptr(), self._copied_bytes))
             return
         size = self._torch.linalg.vector_norm(gradient.detach(), float("inf"))
         self._so_far = [self._torch.maximum(self._so_far[0], size) if self._so_far else size]
@@ -444,15 +454,15 @@ class _Tracker:
 
 def _sentinel(torch: Any, tracker: Any, parameter: Any) -> Callable[[Any], None]:
     is_compiling, on_cpu = torch.compiler.is_compiling, parameter().device.type == "cpu"
-    local = replicas.local if hasattr(parameter(), "placements") else lambda gradient: gradient
+    local = replicas.local if hasattr(parameter(), "placements") else None
 
     def hook(gradient: Any) -> None:
         if _off or is_compiling() or (not on_cpu and _is_capturing(torch)):
             return
         try:
-            here, watched = tracker(), parameter()
+            here = tracker()
             if here is not None:
-                here.saw(local(gradient), first=watched is None or watched.grad is None)
+                here.saw(local(gradient) if local is not None else gradient, parameter)
         except Exception:
             _failed()
 

@@ -31,7 +31,8 @@ class Prints:
 
     def _add(self, pieces: list[tuple[int, int, int]], device: Any) -> None:
         batch: list[tuple[int, int, int]] = []
-        for piece in (*pieces, None):
+        # The largest first: small ones between them would each be a batch of their own.
+        for piece in (*sorted(pieces, key=lambda one: one[1] - one[2]), None):
             if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > _piece(device):
                 if batch:
                     self._batches.append((batch, *self._places(batch, device)))
@@ -52,6 +53,7 @@ class Prints:
         words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
         flat = {}
+        sums, places = [], []
         for batch, ends, owners in self._batches:
             parts = []
             for number, begin, end in batch:
@@ -59,9 +61,9 @@ class Prints:
                     one = tensors[number].contiguous().view(-1)
                     flat = {number: one.view(words[one.element_size()]) if one.element_size() in words else one}
                 parts.append(flat[number].narrow(0, begin, end - begin))
-            sums = self._sums(parts, ends)
-            result.index_add_(0, owners.to(device, non_blocking=True), sums.to(device, non_blocking=True))
-        return result
+            sums.append(self._sums(parts, ends).to(device, non_blocking=True))
+            places.append(owners.to(device, non_blocking=True))
+        return result.index_add_(0, torch.cat(places), torch.cat(sums)) if sums else result
 
     def _sums(self, parts: list[Any], ends: Any) -> Any:
         """The sum of each part's words, each word mixed: high bits into low ones, and these into high ones."""
@@ -86,8 +88,11 @@ def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     known = [n for n, one in enumerate(tensors) if one is not None and one.numel() and one.dtype in floats]
     if known and all(tensors[number].device.type == "cpu" for number in known) and device.type == "cpu":
+        norms = _on_cpu(torch, [tensors[number].detach() for number in known])
+        if len(known) == len(tensors):
+            return norms
         result = torch.zeros(len(tensors), dtype=torch.float64)
-        result[known] = _on_cpu(torch, [tensors[number].detach() for number in known])
+        result[known] = norms
         return result
     by_device: dict[Any, list[int]] = {}
     for number in known:
@@ -103,7 +108,9 @@ def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
 
 def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
     """Norms, which a CPU has several times sooner; where one overflows or is not finite, the largest magnitudes."""
-    norms = torch.stack([one.double() for one in torch._foreach_norm(tensors)])
+    found = torch._foreach_norm(tensors)
+    alike = len({one.dtype for one in found}) == 1
+    norms = torch.stack(found if alike else [one.double() for one in found]).double()
     if bool(norms.isfinite().all()):
         return norms
     ends = [torch.stack(one.aminmax()).double() for one in tensors]
