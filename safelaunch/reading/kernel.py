@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from safelaunch.model import FileLock, OtherEnd, ProcessEvidence, ThreadState
 
@@ -98,8 +99,7 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
     """What ``tid`` (default: the main thread) waits for.
 
     A state has to last: D or T in one of several samples is a passing moment, and a thread with CPU time between the
-    samples is running whatever the moment of the look showed. The first informative sample names the call, because
-    a stack reader that stopped the process leaves ``restart_syscall`` behind.
+    samples is running whatever the moment of the look showed.
     """
     samples = thread_samples(process, tid)
     main = tid is None or (bool(process.states) and tid == process.pid)
@@ -117,24 +117,40 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
     starved = len(states) > 1 and all(state == "R" for state in states)  # it would run, if it were given a core
     if starved or (share is not None and share >= BUSY_SHARE):
         return KernelWait("running", cpu_share=share)
-    for _, thread in samples:
+    thread = _newest_wait(samples)
+    if thread is not None:
         kind = kind_of(thread)
-        if kind != "unknown":
-            call = thread.syscall_name or thread.wchan
-            return KernelWait(
-                kind,
-                call,
-                thread.fd_target,
-                thread.fd,
-                share,
-                _left_s(samples),
-                thread.locked_by,
-                _ends(thread, samples),
-                thread.child,
-                again=kind in ("sleep", "select") and _again(samples),
-            )
+        return KernelWait(
+            kind,
+            thread.syscall_name or thread.wchan,
+            thread.fd_target,
+            thread.fd,
+            share,
+            _left_s(samples),
+            thread.locked_by,
+            _ends(thread, samples),
+            thread.child,
+            again=kind in ("sleep", "select") and _again(samples),
+        )
     running = bool(states) and all(state == "R" for state in states)  # in the one sample that there is
     return KernelWait("running" if running else "unknown", cpu_share=share)
+
+
+def _newest_wait(samples: list[tuple[float, ThreadState]]) -> ThreadState | None:
+    """The newest sample that tells what the thread waits for, as its newest stack does.
+
+    A stack reader that stopped the process leaves ``restart_syscall`` behind, of which only the wait channel tells: the
+    call is named by the samples before then, as far as they are of the same wait.
+    """
+    telling = [thread for _, thread in samples if kind_of(thread) != "unknown"]
+    same = list(takewhile(lambda thread: _channel_kind(thread) == _channel_kind(telling[-1]), reversed(telling)))
+    return next((thread for thread in same if thread.syscall_name), same[0] if same else None)
+
+
+def _channel_kind(thread: ThreadState) -> str:
+    """Select and poll wait in one channel."""
+    kind = kind_of(thread)
+    return "poll" if kind == "select" else kind
 
 
 def _ends(waiting: ThreadState, samples: list[tuple[float, ThreadState]]) -> tuple[OtherEnd, ...] | None:

@@ -181,6 +181,28 @@ def test_a_passing_state_is_not_a_wait() -> None:
     assert kernel_wait(ProcessEvidence("main", (sample(0, "D"), sample(1, "D")))).kind == "disk"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "kind", "call"),
+    [
+        (("poll", "poll_schedule_timeout"), ("clock_nanosleep", "hrtimer_nanosleep"), "sleep", "clock_nanosleep"),
+        (("poll", "poll_schedule_timeout"), ("", "hrtimer_nanosleep"), "sleep", "hrtimer_nanosleep"),
+        (("clock_nanosleep", "hrtimer_nanosleep"), ("", "hrtimer_nanosleep"), "sleep", "clock_nanosleep"),
+        (("select", "poll_schedule_timeout"), ("", "poll_schedule_timeout"), "select", "select"),
+        (("read", "pipe_read"), ("", ""), "io", "read"),
+    ],
+)
+def test_the_newest_sample_says_what_a_thread_waits_for(
+    first: tuple[str, str], second: tuple[str, str], kind: str, call: str
+) -> None:
+    """A first look while the rank still connects to the store says nothing of its sleep of later."""
+    states = tuple(
+        ProcessState(10, 1, 5, at_s, "python", (), "S", (ThreadState(10, "python", "S", wchan=w, syscall_name=name),))
+        for at_s, (name, w) in enumerate((first, second))
+    )
+    wait = kernel_wait(ProcessEvidence("main", states))
+    assert (wait.kind, wait.call) == (kind, call)
+
+
 def looked_at(at_s: float, slices: int, ends_s: float | None, *, awake: bool = False) -> ProcessState:
     letter, call = ("R", "") if awake else ("S", "clock_nanosleep")
     thread = ThreadState(10, "python", letter, syscall_name=call, slices=slices, ends_s=ends_s)
