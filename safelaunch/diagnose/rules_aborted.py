@@ -23,6 +23,7 @@ from safelaunch.diagnose.findings import (
     waits_words,
 )
 from safelaunch.diagnose.outsiders import unusual
+from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.rules_mismatch import of_record
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
@@ -104,7 +105,8 @@ def wrong_size_received(facts: Facts) -> Ruling:
     another group than in all its earlier calls from that line, it is.
     """
     aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
-    others = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
+    waits = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
+    others = {rank: wait for rank, wait in waits.items() if _may_meet(facts, wait, aborted)} or waits
     if not aborted or not others:
         return ""
     mine = {one.rank: aborted_in(one.evidence) for one in aborted}
@@ -128,6 +130,12 @@ def wrong_size_received(facts: Facts) -> Ruling:
         + wait_claims(facts, sorted(others)),
         signs=frozenset({"sizes-differ"}) if places.issuperset(sites.values()) else frozenset(),
     )
+
+
+def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:
+    """Whether one of the aborted ranks is of the group in which a rank waits: what that sends reaches nobody else."""
+    members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset(), False)
+    return not known or any(one.rank in members for one in aborted)
 
 
 def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:

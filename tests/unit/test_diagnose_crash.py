@@ -263,6 +263,19 @@ def test_a_size_that_does_not_fit_where_the_survivors_agree() -> None:
     assert [c.rank for c in verdict.culprits] == [2]
 
 
+def test_who_waits_in_a_group_without_the_aborted_rank_has_sent_it_nothing() -> None:
+    """Its own group: which of the two is wrong stays open, but ranks 2 and 3 are neither."""
+    groups = {"1": (0, 1), "2": (2, 3)}
+
+    def of(number: int, text: str, line: int) -> RankEvidence:
+        return rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=groups))
+
+    peers = (of(2, "2@60x5 2@60*", 60), of(3, "2@60x5 2@70*", 70))
+    verdict = diagnose(job(of(0, "1@50x5 1@50*", 50), _aborted_at(1, 55), *peers, outcome="crash"))
+    assert verdict.cause == "collective-mismatch", verdict.summary
+    assert [c.rank for c in verdict.culprits] == [0, 1] and "ranks 2" not in verdict.summary
+
+
 def test_what_did_not_fit_came_from_the_rank_that_took_another_group() -> None:
     groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
 
