@@ -599,6 +599,7 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the rows")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in the background ignore it
     why_not = slurm.why_not()
     if options.bench and not why_not:
         return bench(options.json)
