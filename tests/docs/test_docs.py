@@ -133,7 +133,7 @@ def test_defaults() -> None:
 def test_the_options_in_the_readme_are_options() -> None:
     rows = table("README.md", "## Options")
     known = {shown(option) for option in OWN_OPTIONS}
-    assert len(rows) == 8
+    assert len(rows) == 7
     assert {row[0] for row in rows} <= known
 
 
