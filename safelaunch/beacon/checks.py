@@ -332,8 +332,7 @@ class _Tracker:
         self._buffers: list[_Buffers] = []
         self._steps = 0
         self._so_far: list[Any] = []  # of the sentinel's local gradients in this step: copies, or their magnitude
-        self._copied: tuple[Any, int] | None = None  # type and size of the gradients of which copies are taken
-        self._copied_bytes = 0
+        self._copied: tuple[Any, int] | None = None  # type and bytes of the gradients of which copies are taken
         self._window: Any = None  # of the last steps, by number
         self._recent: deque[Any] = deque(maxlen=layout.CHECK_WINDOW)  # of the steps since the check before
 
@@ -403,7 +402,7 @@ class _Tracker:
         self._window = torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=chosen.leaf.device)
         local = replicas.local(chosen.leaf.detach())
         if local.device.type == "cpu" and local.numel() * local.element_size() <= MOST_COPIED:
-            self._copied, self._copied_bytes = (local.dtype, local.numel()), local.nbytes
+            self._copied = local.dtype, local.nbytes
         chosen.leaf.register_hook(_sentinel(torch, weakref.ref(self), weakref.ref(chosen.tensor)))
 
     def _filled(self) -> Any:
@@ -429,9 +428,8 @@ class _Tracker:
         counts = [len(one) for one in recent]
         if not any(counts):
             return window.new_zeros(len(recent))
-        dtype, count = self._copied
-        data = torch.frombuffer(bytearray(b"".join(b"".join(one) for one in recent)), dtype=dtype).view(-1, count)
-        largest = data.double().abs_().amax(1)
+        data = torch.frombuffer(bytearray(b"".join(b"".join(one) for one in recent)), dtype=self._copied[0])
+        largest = data.view(sum(counts), -1).double().abs_().amax(1)
         if set(counts) == {1}:
             return largest
         zero = window.new_zeros(())
@@ -445,11 +443,12 @@ class _Tracker:
         if self._so_far and ((watched := parameter()) is None or watched.grad is None):
             self._so_far = []
         if self._copied is not None:
-            if gradient.is_contiguous() and gradient.nbytes == self._copied_bytes:  # in this order: it may be sparse
-                self._so_far.append(ctypes.string_at(gradient.data_ptr(), self._copied_bytes))
+            _, size = self._copied
+            if gradient.is_contiguous() and gradient.nbytes == size:  # in this order: it may be sparse
+                self._so_far.append(ctypes.string_at(gradient.data_ptr(), size))
             return
-        size = self._torch.linalg.vector_norm(gradient.detach(), float("inf"))
-        self._so_far = [self._torch.maximum(self._so_far[0], size) if self._so_far else size]
+        largest = self._torch.linalg.vector_norm(gradient.detach(), float("inf"))
+        self._so_far = [self._torch.maximum(self._so_far[0], largest) if self._so_far else largest]
 
 
 def _sentinel(torch: Any, tracker: Any, parameter: Any) -> Callable[[Any], None]:
