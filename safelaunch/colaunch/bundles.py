@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 
 def newest(bundles: Collection[str]) -> str:
@@ -14,21 +15,25 @@ def newest(bundles: Collection[str]) -> str:
 
 def verdict_of(bundle: str) -> tuple[str, str]:
     """``hang``, ``crash`` or ``dump``, and the cause; both empty without a bundle or a readable verdict."""
-    if not bundle:
+    document = _verdict(bundle) if bundle else None
+    if document is None or "outcome" not in document:
         return "", ""
-    try:
-        document = json.loads((Path(bundle) / "verdict.json").read_bytes())
-        return str(document["outcome"]), str(document.get("cause", ""))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "", ""
+    return str(document["outcome"]), str(document.get("cause", ""))
 
 
 def _is_whole(bundle: str) -> bool:
+    document = _verdict(bundle)
+    place = document.get("bundle") if document is not None else None
+    return document is not None and (not isinstance(place, dict) or bool(place.get("whole", True)))
+
+
+def _verdict(bundle: str) -> dict[str, Any] | None:
+    """What verdict.json says; None where it cannot be read."""
     try:
-        place = json.loads((Path(bundle) / "verdict.json").read_bytes()).get("bundle")
-        return not isinstance(place, dict) or bool(place.get("whole", True))
-    except (OSError, ValueError, AttributeError):
-        return False
+        document = json.loads((Path(bundle) / "verdict.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
 
 
 def _modified(path: str) -> int:
