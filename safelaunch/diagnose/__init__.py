@@ -29,6 +29,7 @@ from safelaunch.diagnose.findings import Finding, ranks_word
 from safelaunch.diagnose.guarding import unless_drawn, with_guards
 from safelaunch.diagnose.outsiders import with_unusual_group, with_wrong_group
 from safelaunch.diagnose.own_words import with_own_words
+from safelaunch.diagnose.proof import prove
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.repeats import with_repeats
 from safelaunch.diagnose.rules import RULES
@@ -41,7 +42,7 @@ from safelaunch.diagnose.shortage import with_device_memory
 from safelaunch.diagnose.standing import with_the_time_without_a_step
 from safelaunch.diagnose.swallowed import with_caught_exception
 from safelaunch.diagnose.waits import Case
-from safelaunch.model import Claim, Evidence, Verdict, format_ranks
+from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
 
 __all__ = ["diagnose", "ranks_stuck_for_good"]
@@ -100,13 +101,20 @@ def ranks_stuck_for_good(evidence: Evidence) -> dict[int, int]:
     return stuck_for_good(Case.of(evidence))
 
 
-def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
+def _proof(case: Case) -> tuple[ProofEdge, ...]:
+    """None of a job that was seen to work, or of which something was not seen."""
+    return prove(case) if case.evidence.answer in (None, "dead") else ()
+
+
+def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
+    facts: Facts = case
     named = {c.rank for c in finding.culprits}
     victims = [r for r in facts.ranks if r not in named and (r in finding.held_up or _is_held_up(facts, r))]
     if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
     doubtful = {
         Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
+        Doubt.NOT_PROVED: facts.evidence.outcome in ("hang", "suspect") and facts.evidence.answer not in (None, "dead"),
         Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
         and len(facts.world) > 1
         and len(named) > len(facts.world - named),
@@ -128,6 +136,7 @@ def _verdict(facts: Facts, finding: Finding, ruled_out: list[str]) -> Verdict:
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
         doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
         next=step,
+        proof=_proof(case),
     )
 
 

@@ -15,7 +15,7 @@ from safelaunch.model import Confidence
 # The parts of a finding: what the ranks at fault do; where their calls parted from their peers'; whether others may be
 # at fault; whether another explanation fits; how good the evidence is, and how many are named, which both count only
 # where nothing else does.
-About = Literal["state", "calls", "others", "rival", "evidence", "share"]
+About = Literal["state", "calls", "others", "rival", "evidence", "share", "proof"]
 
 _LEVELS: tuple[Confidence, ...] = ("high", "medium", "low")
 
@@ -98,6 +98,7 @@ class Doubt(Enum):
     TRANSFER_LEFT_OUT = "rival", 1, "A peer may wait for a send or receive that the rank left out before it ended."
     ABORTED_CALL_LOST = "rival", 1, "What the aborted rank had called died with it."
 
+    NOT_PROVED = "proof", 1, "Nothing proves that the job cannot go on: what it waits for may still come."
     MORE_NAMED = "share", 1, "More ranks are named than are left innocent: these may be at fault instead."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder holds what no torch writes."
 
@@ -112,7 +113,7 @@ def levels_of(doubts: Iterable[Doubt]) -> int:
     worst: dict[About, int] = {}
     for doubt in doubts:
         worst[doubt.about] = max(worst.get(doubt.about, 0), doubt.levels)
-    at_least = max(worst.pop("evidence", 0), worst.pop("share", 0))
+    at_least = max(worst.pop("evidence", 0), worst.pop("share", 0), worst.pop("proof", 0))
     return min(sum(worst.values()) or at_least, len(_LEVELS) - 1)
 
 

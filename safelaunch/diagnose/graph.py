@@ -36,6 +36,38 @@ class Edge:
     may_end: bool = False
 
 
+@dataclass(frozen=True)
+class Need:
+    """Something that has to happen before a node goes on: any one of ``givers`` can do it. No givers: nothing can.
+
+    ``why``: what has to happen, in words; ``claim``: where the wait was seen.
+    """
+
+    givers: frozenset[Node]
+    why: str = ""
+    claim: Claim | None = None
+
+
+def stuck(needs: Mapping[Node, Collection[Need]]) -> dict[Node, Need]:
+    """The nodes that never go on, each with a need that nobody meets: the greatest closed set of waits.
+
+    A node goes on once each of its needs is met; whoever isn't in ``needs`` may go on at any time, and meet any. So
+    everybody is taken for stuck at first, and whoever can be released is, until nobody more can.
+    """
+    left = {node: tuple(all_of) for node, all_of in needs.items()}
+    waiting_for: dict[Node, list[Node]] = {}
+    for node, all_of in left.items():
+        for giver in frozenset().union(*(need.givers for need in all_of)):
+            waiting_for.setdefault(giver, []).append(node)
+    queue = list(left)
+    while queue:
+        node = queue.pop()
+        if node in left and all(any(giver not in left for giver in need.givers) for need in left[node]):
+            del left[node]
+            queue += waiting_for.get(node, ())
+    return {node: next(one for one in all_of if left.keys() >= one.givers) for node, all_of in left.items()}
+
+
 class Graph:
     """``edges``: node → the waits that it is in, of which it has one as a rule."""
 

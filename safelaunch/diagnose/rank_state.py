@@ -72,7 +72,7 @@ class Facts:
 
     @classmethod
     def of(cls: type[F], evidence: Evidence, read_source: ReadSource | None = None) -> F:
-        if evidence.outcome == "hang":
+        if evidence.outcome in ("hang", "suspect"):
             evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
         alignment = Alignment(evidence.ranks, evidence.world_size)
         ordered = sorted(evidence.ranks, key=lambda r: r.rank)

@@ -74,7 +74,7 @@ def incident_of(verdict: Verdict, evidence: Evidence) -> Incident | None:
     ``id`` and ``bundle`` are for who writes it down.
     """
     known = evidence.remembered
-    if known is None or verdict.outcome == "dump" or not (verdict.culprits or verdict.nodes_at_fault):
+    if known is None or verdict.outcome in ("dump", "suspect") or not (verdict.culprits or verdict.nodes_at_fault):
         return None
     sides = {rank.rank: rank for rank in evidence.ranks}
     units = _units(verdict, sides)

@@ -257,7 +257,7 @@ def with_node_behind(case: Case, finding: Finding) -> Finding:
         at_fault = NodeAtFault(host, format_ranks(ranks), f"all of its ranks are behind: rank {next(iter(ranks))} "
                                f"{next(iter(reasons)).rstrip('.')}, and others likewise")  # fmt: skip
     of_node = CAUSES[finding.cause].of_node
-    if not of_node or case.evidence.outcome != "hang":
+    if not of_node or case.evidence.outcome not in ("hang", "suspect"):
         return replace(finding, nodes=(at_fault,))
     doubts = finding.doubts if of_node == "surely" else (*finding.doubts, Doubt.NOT_OF_THE_NODE)
     waiting = sorted(case.waits.waiting - named)

@@ -83,7 +83,12 @@ class Inconsistency(Record, frozen=True):
         return "loss-diverged" if self.kind == "loss" else self.kind
 
 
-Outcome = Literal["hang", "crash", "dump"]
+Outcome = Literal["hang", "suspect", "crash", "dump"]
+"""``suspect``: the job may hang, and continued."""
+
+Answer = Literal["dead", "alive", "unknown", "unseen"]
+"""What is known of a job that makes no step. ``dead``: proved. ``alive``: something works. ``unknown``: neither, though
+everything was seen; ``unseen``: something was not, or a process is stopped."""
 
 
 class Launched(Record, frozen=True):
@@ -123,3 +128,5 @@ class Evidence(Record, frozen=True):
     stopped: tuple[int, ...] = ()
     gpus: tuple[GpuUse, ...] = ()
     remembered: Remembered | None = None  # whom earlier verdicts of this run's name have blamed
+    answer: Answer | None = None  # of the watch, where it has asked
+    work: tuple[str, ...] = ()  # what worked between the last two looks, in words

@@ -37,6 +37,7 @@ class Thread(Record, frozen=True):
     innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these. ``names``: where its
     innermost line waits for a key of c10d's store, the local variables named there, and their values as Python writes
     them. ``lock_file``: for which the library ``filelock`` asks, or which stands for a build of torch's extensions.
+    ``torn``: it ran while it was read, so its frames may be of several moments.
     """
 
     frames: tuple[Frame, ...]
@@ -48,6 +49,7 @@ class Thread(Record, frozen=True):
     call: CallArguments | None = None
     names: tuple[tuple[str, str], ...] = ()
     lock_file: str = ""
+    torn: bool = False
 
 
 class StackSample(Record, frozen=True):
@@ -98,6 +100,7 @@ class ThreadState(Record, frozen=True):
     - ``inode``: of the pipe or socket behind ``fd``
     - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
     - ``child``: the process for whose end the call waits
+    - ``rests_in``: of a futex, whose it is: ``lock`` (one of Python's), ``gil``, or a library (``libtorch_cpu.so``)
     """
 
     tid: int
@@ -118,6 +121,7 @@ class ThreadState(Record, frozen=True):
     inode: int | None = None
     ends: tuple[OtherEnd, ...] | None = None
     child: int | None = None
+    rests_in: str = ""
 
 
 class FileLock(Record, frozen=True):

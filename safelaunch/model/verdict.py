@@ -82,6 +82,18 @@ class BlamedBefore(Record, frozen=True, omit_defaults=False):
     host: str
 
 
+class ProofEdge(Record, frozen=True, omit_defaults=False):
+    """A wait in a proof: ``who`` waits for all of ``waits_for``, or for nobody if nothing can end the wait any more.
+
+    ``why``: what has to happen, and cannot; ``file``: of the bundle, which shows it.
+    """
+
+    who: str
+    waits_for: tuple[str, ...]
+    why: str
+    file: str
+
+
 class Suspect(Record, frozen=True, omit_defaults=False):
     """Hardware that verdicts blame again and again in ways that the script does not explain.
 
@@ -104,6 +116,8 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
     ``doubts``: why the confidence is not high, a sentence each. ``next``: None where the run's command line is not
     known. ``suspects``: only where this verdict blames the same hardware as earlier ones.
+    ``proof``: the closed set of waits that the job cannot leave; empty where nothing proves that it hangs.
+    ``recovered``: the job went on after this bundle was written.
     """
 
     schema: int
@@ -122,6 +136,8 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     doubts: tuple[str, ...] = ()
     next: NextStep | None = None
     suspects: tuple[Suspect, ...] | msgspec.UnsetType = msgspec.UNSET
+    proof: tuple[ProofEdge, ...] = ()
+    recovered: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:

@@ -35,7 +35,7 @@ def recalled(evidence: Evidence, about: Circumstances, staged: Path | None = Non
 
     ``staged``: the bundle so far, which has this node's GPUs.
     """
-    if evidence.remembered is not None or evidence.outcome == "dump":
+    if evidence.remembered is not None or evidence.outcome in ("dump", "suspect"):
         return evidence
     now = time.time()
     known: tuple[Incident, ...] = memory.within(lambda: memory.read(about.bundle_dir, now), ())
