@@ -89,17 +89,18 @@ class Look:
     ranks: dict[int, RankLook] = field(default_factory=dict)
 
 
-def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None = None) -> Look:
+def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None = None, stop: bool = False) -> Look:
     """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; never raises.
 
-    ``earlier`` shows which D states last, so that py-spy does not wait for those.
+    ``stop``: py-spy may stop processes to read them, which a healthy one may take for an error. ``earlier`` then shows
+    which D states last, so that py-spy does not wait for those.
     """
     begin = time.monotonic()
     table = proc.process_table()
     before = _states(earlier)
 
     def one(target: Target) -> RankLook:
-        return _rank(target, table, before, min(deadline_s, stacks.DEADLINE_S))
+        return _rank(target, table, before, min(deadline_s, stacks.DEADLINE_S), stop)
 
     results = gather([lambda target=target: one(target) for target in targets], deadline_s=deadline_s)  # type: ignore[misc]
     ranks = {
@@ -189,25 +190,26 @@ def _rank(
     table: dict[int, tuple[int, int]],
     before: dict[int, ProcessState],
     deadline_s: float,
+    stop: bool,
 ) -> RankLook:
-    main = _process(target.pid, before, deadline_s)
+    main = _process(target.pid, before, deadline_s, stop)
     if main.state is not None and main.state.start_ticks != target.start_ticks:
         main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
     below = proc.process_tree(target.pid, table)[:MAX_CHILDREN]
     looks = gather(
-        [lambda pid=pid: _process(pid, before, deadline_s) for pid, _ in below],  # type: ignore[misc]
+        [lambda pid=pid: _process(pid, before, deadline_s, stop) for pid, _ in below],  # type: ignore[misc]
         deadline_s=2 * deadline_s,
         workers=4,
     )
     return RankLook(target.rank, main, tuple(look for look in looks if look is not None and look.state is not None))
 
 
-def _process(pid: int, before: dict[int, ProcessState], deadline_s: float) -> ProcessLook:
+def _process(pid: int, before: dict[int, ProcessState], deadline_s: float, stop: bool) -> ProcessLook:
     try:
         state = proc.read_process(pid)
     except CaptureError as error:
         return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
-    stack = stacks.stack_of(pid, before.get(pid, state), deadline_s=deadline_s)
+    stack = stacks.stack_of(pid, before.get(pid, state), stop=stop, deadline_s=deadline_s)
     return ProcessLook(pid, _with_polled_lock(state, stack), stack, proc.files_to_read(state))
 
 

@@ -7,10 +7,12 @@ stuck process may hold for ever (``cmdline``, ``syscall``, ``io``) are read unde
 from __future__ import annotations
 
 import os
+import platform
 import re
 import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG, S_IWUSR
@@ -332,3 +334,40 @@ def times_scheduled(pid: int) -> int:
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[2])
     except (OSError, IndexError, ValueError):
         return 0
+
+
+class Scheduled(NamedTuple):
+    """A thread's ``marks`` are equal at two moments at which it doesn't run: then it has not run in between."""
+
+    runs: bool
+    marks: tuple[int | str, ...]
+
+
+def scheduled(pid: int) -> dict[int, Scheduled]:
+    """When each thread of the process last ran; empty if it is gone. Any user may read it, and it never blocks."""
+    found: dict[int, Scheduled] = {}
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/task").iterdir():
+            tid = int(entry.name)
+            if (stat := procstat.read(pid, tid)) is not None:
+                found[tid] = Scheduled(stat.state == "R", (stat.cpu_ms, _slices(pid, tid)))
+    return found
+
+
+def _slices(pid: int, tid: int) -> str:
+    for name, pattern in (("schedstat", ".+"), ("status", r"(?s)voluntary_ctxt_switches.*")):  # or of a lean kernel
+        with suppress(OSError):
+            if found := re.search(pattern, _text(Path(f"/proc/{pid}/task/{tid}/{name}"))):
+                return found[0]
+    return ""
+
+
+_TID_AT = {"x86_64": 720, "aarch64": 208}  # in glibc's struct pthread, which pthread_self() points at
+
+
+def tid_of(pid: int, ident: int, tids: Collection[int]) -> int | None:
+    """The kernel's number of a thread of which Python knows ``pthread_self()``; one of ``tids``."""
+    at = _TID_AT.get(platform.machine())
+    data = _memory(pid, ident + at, 4) if at and ident else b""
+    tid = int.from_bytes(data, sys.byteorder)
+    return tid if len(data) == 4 and tid in tids else None

@@ -1,9 +1,9 @@
 """Reads the stacks of a process from outside, with py-spy (``py-spy dump --json``).
 
-py-spy stops its target with ptrace while it reads. On a stopped process that fails; on one in D state it never returns.
-A write to a full pipe or socket ends short when it is stopped, and Python without buffers (``python -u``, as torchrun
-starts ranks) drops the rest. So ``stack_of`` looks at the state first, gives every call a deadline, and falls back to
-``--nonblocking``.
+A process that may be healthy is never stopped for it (``--nonblocking``). A ptrace stop ends ``recv`` with a timeout,
+``semop``, ``epoll_wait`` and ``sigtimedwait`` with EINTR, which C code often takes for an error. It also cuts a write
+to a full pipe short, and Python without buffers (``python -u``, as torchrun starts ranks) drops the rest. The price:
+the stack of a thread that runs while it is read may mix two moments. The scheduler's counters show which threads ran.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from safelaunch.reading.kernel import WRITES
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
+READS = 3  # of a process whose threads run while they are read
 
 
 class _SpyLocal(msgspec.Struct):
@@ -193,14 +194,15 @@ def stack_of(
     pid: int,
     state: ProcessState | None = None,
     *,
+    stop: bool = False,
     deadline_s: float = DEADLINE_S,
     py_spy: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result[StackSample]:
-    """The stacks of ``pid``, read in the least intrusive way that works in its state; never raises.
+    """The stacks of ``pid``, read without stopping it unless ``stop`` allows that; never raises.
 
     ``state``: an earlier look at the process. It shows whether a D state lasts, and whether the pid was reused. Takes
-    at most ``deadline_s`` seconds, or 1.5 times that if the first way times out.
+    at most ``deadline_s`` seconds, or 1.5 times that with ``stop``, if the first way times out.
     """
     begin = time.monotonic()
 
@@ -211,6 +213,8 @@ def stack_of(
         now = _alive(pid, state, clock)
     except CaptureError as error:
         return missing(error.message)
+    if not stop:
+        return replace(_undisturbed(pid, deadline_s, py_spy, clock), duration_s=time.monotonic() - begin)
     why = why_nonblocking(now, state)
     first = dump(pid, deadline_s=deadline_s, nonblocking=bool(why), py_spy=py_spy, clock=clock)
     if why or first.value is not None or first.kind != "timeout":
@@ -219,6 +223,39 @@ def stack_of(
     if second.value is None:
         return missing(f"{first.missing}; then {second.missing}")
     return _noted(second, first.missing, begin)
+
+
+def _undisturbed(pid: int, deadline_s: float, py_spy: str | None, clock: Callable[[], float]) -> Result[StackSample]:
+    """Reads up to ``READS`` times, until no thread that sleeps now ran meanwhile; each thread as first read whole."""
+    until = time.monotonic() + deadline_s
+    found: Result[StackSample] | None = None
+    for _ in range(READS):
+        before = proc.scheduled(pid)
+        read = dump(pid, deadline_s=until - time.monotonic(), nonblocking=True, py_spy=py_spy, clock=clock)
+        after = proc.scheduled(pid)
+        quiet = {tid for tid, now in after.items() if not now.runs and now == before.get(tid)}
+        asleep = {tid for tid, now in after.items() if not now.runs}
+        if read.value is not None:
+            whole = {one.os_tid: one for one in found.value.threads if not one.torn} if found and found.value else {}
+            threads = (_seen(one, pid, after, quiet) for one in read.value.threads)
+            merged = tuple(whole.get(one.os_tid, one) if one.torn else one for one in threads)
+            found = replace(read, value=msgspec.structs.replace(read.value, threads=merged))
+            again = any(one.torn and (one.os_tid is None or one.os_tid in asleep) for one in merged)
+        else:
+            found = found or read
+            again = not read.kind and quiet != set(after)  # else it is no torn read that it failed at
+        if not again or time.monotonic() >= until:
+            break
+    assert found is not None
+    return found
+
+
+def _seen(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet: Collection[int]) -> Thread:
+    """With its kernel id, which py-spy finds without a stop only on Python 3.11+, and whether it ran meanwhile."""
+    tid = thread.os_tid
+    if tid is None and (tid := proc.tid_of(pid, thread.ident, threads)) is not None:
+        thread = msgspec.structs.replace(thread, os_tid=tid, active=threads[tid].runs)
+    return msgspec.structs.replace(thread, torn=len(quiet) < len(threads) if tid is None else tid not in quiet)
 
 
 def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s: float) -> Result[StackSample]:
@@ -278,6 +315,7 @@ def to_text(sample: StackSample | None, state: ProcessState | None = None, *, mi
     for thread in sorted(sample.threads, key=lambda t: t.os_tid != sample.pid):  # the main thread first
         known = kernel.get(thread.os_tid or 0)
         flags = ("active" if thread.active else "idle") + ("+gil" if thread.owns_gil else "")
+        flags += ", ran while it was read" if thread.torn else ""
         name = thread.name or (known.name if known else "")
         lines.append(f'Thread {thread.os_tid or "?"} ({flags}): "{name}"{_kernel(known)}')
         lines += [f"    {_frame(frame)}" for frame in thread.frames]

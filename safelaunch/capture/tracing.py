@@ -62,7 +62,8 @@ def explain(stderr: str, facts: Facts) -> CaptureError:
         return _denied(facts)
     if "python version from target" in said or "not a python" in said:
         executable = facts.executable or "executable unknown"
-        return CaptureError(f"this is not a Python process, or its interpreter was stripped ({executable})")
+        why = f"this is not a Python process, or its interpreter was stripped ({executable})"
+        return CaptureError(why, kind="absent")
     if "unsupported" in said and "version" in said:
         return CaptureError(
             f"this py-spy does not know the target's Python: {summary(stderr)}", "upgrade py-spy", "outdated"

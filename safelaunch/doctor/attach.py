@@ -62,7 +62,9 @@ def child(python: str, tracer: int) -> Iterator[int]:
 
 def attempt(pid: int, *, native: bool = False) -> Trial:
     """Reads the child's stack once; never raises."""
-    result = stacks.dump(pid, native=native, deadline_s=NATIVE_DEADLINE_S if native else stacks.DEADLINE_S)
+    result = stacks.dump(
+        pid, nonblocking=not native, native=native, deadline_s=NATIVE_DEADLINE_S if native else stacks.DEADLINE_S
+    )
     if result.value is None:
         return Trial(result.missing, result.duration_s, result.kind)
     if not any(frame.function == FUNCTION for thread in result.value.threads for frame in thread.frames):

@@ -33,7 +33,7 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     run_name: str
     unix_s: float
-    outcome: Literal["hang", "crash", "dump"]
+    outcome: Literal["hang", "suspect", "crash", "dump"]
     cause: str
     confidence: Literal["high", "medium", "low"]
     ranks: tuple[BlamedRank, ...] = ()

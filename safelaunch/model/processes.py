@@ -37,7 +37,7 @@ class Thread(Record, frozen=True):
     innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these. ``names``: where its
     innermost line waits for a key of c10d's store, the local variables named there, and their values as Python writes
     them. ``lock_file``: for which the library ``filelock`` asks, or which stands for a build of torch's extensions.
-    ``torn``: it ran while it was read, so its frames may be of several moments.
+    ``torn``: it ran while it was read, so its frames may be of two moments.
     """
 
     frames: tuple[Frame, ...]

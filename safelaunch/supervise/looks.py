@@ -62,20 +62,21 @@ def look_at(
     *,
     collectives: bool = False,
     network: bool = False,
+    stop: bool = False,
     deadline_s: float = LOOK_DEADLINE_S,
 ) -> Looks:
     """Takes one more look at the ranks; the first one with ``looks`` None.
 
     ``collectives``: also reads how far each rank's Flight Recorder is. Not in a crash, where all ranks wait for us.
-    ``network``: also reads whether its words arrive, for a vote of several nodes.
+    ``network``: also reads whether its words arrive, for a vote of several nodes. ``stop``: as for ``look.take``.
     """
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
     else:
         looks = replace(looks, targets=_as_known_now(looks.targets, targets))
-    with _one_at_a_time:  # two py-spies on one process: the second is refused
-        look = take(targets, deadline_s=deadline_s, earlier=earlier)
+    with _one_at_a_time:  # two py-spies that stop one process: the second is refused
+        look = take(targets, deadline_s=deadline_s, earlier=earlier, stop=stop)
     entries = newest_entries(looks.targets) if collectives else {}
     return looks.plus(look, entries, resends=network and any(resends(each.pid) for each in looks.targets))
 

@@ -261,11 +261,35 @@ def test_stacks_of_a_sleeping_process(start: Start) -> None:
     state = program.wait_for(lambda s: in_call("clock_nanosleep")(s) and len(s.threads) == 2)
     result = stack_of(program.pid, state)
     assert functions(result) == ["train", "<module>"]
-    assert (result.how, result.note) == ("py-spy dump --json", "")
+    assert (result.how, result.note) == ("py-spy dump --json --nonblocking", "")
     assert result.value is not None
     text = stacks.to_text(result.value, state)
     assert f'Thread {program.pid} (idle): "MainThread" [S, clock_nanosleep, in hrtimer_nanosleep]\n    train (' in text
     assert '"bg"' in text
+
+
+def test_which_threads_ran_while_they_were_read(start: Start) -> None:
+    program = start(
+        """
+        import threading, time
+        def spin():
+            while True: pass
+        def rest():
+            time.sleep(1000)
+        for target in (spin, rest):
+            threading.Thread(target=target, daemon=True, name=target.__name__).start()
+        rest()
+        """
+    )
+    program.wait_for(lambda state: len(state.threads) == 3 and state.threads[2].syscall_name == "clock_nanosleep")
+    sample = stack_of(program.pid).value
+    assert sample is not None
+    assert {thread.name: thread.torn for thread in sample.threads} == {"MainThread": False, "spin": True, "rest": False}
+    assert ", ran while it was read" in stacks.to_text(sample)
+    threads = proc.scheduled(program.pid)  # py-spy does not tell the kernel's number of Python 3.10's threads
+    assert [proc.tid_of(program.pid, thread.ident, threads) for thread in sample.threads] == [
+        thread.os_tid for thread in sample.threads
+    ]
 
 
 def test_a_stopped_process_stays_stopped(start: Start) -> None:
@@ -273,7 +297,7 @@ def test_a_stopped_process_stays_stopped(start: Start) -> None:
     program.wait_for(in_call("clock_nanosleep"))
     os.kill(program.pid, signal.SIGSTOP)
     program.wait_for(lambda s: s.state == "T")
-    result = stack_of(program.pid)
+    result = stack_of(program.pid, stop=True)
     assert functions(result) == ["train", "<module>"]
     assert "the process is stopped" in result.note
     assert proc.state_letter(program.pid) == "T"
@@ -306,7 +330,7 @@ def test_uninterruptible_sleep(uninterruptible: Program) -> None:
     state = proc.read_process(uninterruptible.pid)
     assert state.main_thread is not None
     assert state.main_thread.wchan
-    result = stack_of(uninterruptible.pid, state)
+    result = stack_of(uninterruptible.pid, state, stop=True)
     assert functions(result)[-2:] == ["load_shard", "<module>"]
     assert "uninterruptible sleep" in result.note and "no answer" not in result.note
 
@@ -318,7 +342,7 @@ def test_py_spy_that_waits_for_a_d_state_is_given_up(uninterruptible: Program) -
     now = proc.read_process(uninterruptible.pid)
     before = ProcessState(now.pid, now.ppid, now.start_ticks, 0.0, now.name, now.cmdline, "S")
     for deadline_s in (0.5, 5.0, 40.0):  # a busy machine may not answer the other way in time either
-        result = stacks.stack_of(uninterruptible.pid, before, deadline_s=deadline_s)
+        result = stacks.stack_of(uninterruptible.pid, before, stop=True, deadline_s=deadline_s)
         if not result.missing:
             break
     assert functions(result)[-2:] == ["load_shard", "<module>"]
@@ -438,7 +462,7 @@ def test_a_frozen_process(freezer: Path, start: Start) -> None:
     switch.write_text(on)
     try:
         state = program.wait_for(lambda s: s.frozen)
-        result = stack_of(program.pid, state)
+        result = stack_of(program.pid, state, stop=True)
         assert functions(result) == ["train", "<module>"]
         assert "frozen" in result.note
     finally:

@@ -89,7 +89,7 @@ def test_a_look_does_not_cut_a_write_short() -> None:
         assert writer.stdout is not None
         try:
             before = wait_for_write(writer.pid)
-            found = stacks.stack_of(writer.pid, state=before, deadline_s=20)
+            found = stacks.stack_of(writer.pid, state=before, stop=True, deadline_s=20)
             assert "write" in (found.note or "") and found.value is not None
             assert len(writer.stdout.read()) == 300_000
         finally:
@@ -162,7 +162,7 @@ def facts(**changes: object) -> tracing.Facts:
         (NO_CAPABILITY, facts(alive=False), "the process is gone", ""),
         (OTHER_USER, facts(capable=False, same_user=False), "run safelaunch as that user", "denied"),
         ("Error: Failed to suspend process\n", FACTS, "the process is stopped", ""),
-        ("Error: Failed to find python version from target process\n", FACTS, "not a Python process", ""),
+        ("Error: Failed to find python version from target process\n", FACTS, "not a Python process", "absent"),
         ("Error: Unsupported version of Python: 3.19.0\n", FACTS, "upgrade py-spy", "outdated"),
         ("Error: Failed to find a python interpreter in the .data section\n", FACTS, "the process is starting", ""),
         (
@@ -247,3 +247,35 @@ def test_the_lock_file_of_a_build(folder: str | None, file: str) -> None:
     )
     data = json.dumps([spy_thread(frames=[waits, build])]).encode()
     assert stacks.parse(data, pid=10, at_s=0.0, how="py-spy").threads[0].lock_file == file
+
+
+READ = """#!/bin/sh
+echo x >> {log}
+case $(wc -l < {log}) in
+1) echo "Error: torn" >&2; exit 1;;
+2) echo "Error: torn" >&2; exit 1;;
+*) echo '{stack}';;
+esac
+"""
+
+
+def test_a_read_that_fails_beside_running_threads_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread is kept as it was first read while it did not run."""
+    fake, log = tmp_path / "py-spy", tmp_path / "log"
+    stack = json.dumps([spy_thread(pid=0, os_thread_id=n, frames=[]) for n in (10, 11)])
+    fake.write_text(READ.format(log=log, stack=stack))
+    fake.chmod(0o755)
+    at_rest, running = proc.Scheduled(False, ("1",)), proc.Scheduled(True, ("1",))
+    moments = iter([{10: running}, {10: running}, {10: at_rest, 11: running}, {10: at_rest, 11: running}])
+    monkeypatch.setattr(proc, "scheduled", lambda pid: next(moments))
+    sample = stacks.stack_of(os.getpid(), py_spy=str(fake)).value
+    assert sample is not None and [thread.torn for thread in sample.threads] == [False, True]
+
+
+def test_what_cannot_be_read_at_rest_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, log = tmp_path / "py-spy", tmp_path / "log"
+    fake.write_text(READ.format(log=log, stack="[]"))
+    fake.chmod(0o755)
+    monkeypatch.setattr(proc, "scheduled", lambda pid: {10: proc.Scheduled(False, ("1",))})
+    assert "torn" in stacks.stack_of(os.getpid(), py_spy=str(fake)).missing
+    assert log.read_text().count("x") == 2  # with and without local variables
