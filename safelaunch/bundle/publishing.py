@@ -63,7 +63,7 @@ class Published:
 
 
 def name_of(run_name: str, unix_s: float, outcome: Outcome | Literal["record"]) -> str:
-    """``<run-name>-<UTC time>-<hang|crash|dump|record>``."""
+    """``<run-name>-<UTC time>-<hang|suspect|crash|dump|record>``."""
     return f"{run_name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(unix_s))}-{outcome}"
 
 

@@ -169,7 +169,9 @@ class Leader:
         """Looking or collecting: whatever says that the job moves, or may, ends the incident."""
         mine = _of(given, page.incident)
         votes = {beat.vote for beat in mine.values()}
-        at_limit = any(beat.at_limit for beat in mine.values())
+        # The limit depends on the answer, and that of the job is the one of the node that comes first here.
+        counts = next((vote for vote in ("active", "unknown", "still") if vote in votes), "")
+        at_limit = any(beat.at_limit for beat in mine.values() if beat.vote in (counts, ""))
         if self._is_another_round(given) or any(beat.doing == "stopping" for beat in given.heard.values()):
             return self._closed(page, "moving", now)
         if "moving" in votes:
@@ -186,7 +188,7 @@ class Leader:
         waiting = len(mine) < len(_judged(given)) or "" in votes
         if waiting and now - self._since_s < page.window_s + LOOKS_S:
             return page
-        if (waiting or "unknown" in votes or not page.covered) and not at_limit:
+        if (waiting or not page.covered) and not at_limit:
             return self._closed(page, "elsewhere", now)
         if votes == {"stopped"}:
             return self._closed(page, "stopped", now)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.cluster.messages import MOST_OF_NODE, MOST_RANKS, BadMessage, packed, unpacked
-from safelaunch.model import Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, Progress, RankEvidence
+from safelaunch.model import Answer, Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, Progress, RankEvidence
 from safelaunch.model.entries import Entries, Kinds
 
 MOST_ENTRIES = 4096  # of a rank
@@ -168,6 +168,8 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         if rank.rank < own.world_size:
             kept.setdefault(rank.rank, rank)
     everybody = (own, *others)
+    answers = [evidence.answer for evidence in everybody]
+    answer = next((one for one in _LEAST_KNOWN if one in answers), None)
     return replace(
         own,
         ranks=tuple(kept[number] for number in sorted(kept)),
@@ -179,7 +181,13 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         inconsistent=tuple(dict.fromkeys(one for evidence in everybody for one in evidence.inconsistent)),
         nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
         gpus=tuple(one for evidence in everybody for one in evidence.gpus),
+        answer=answer,
+        work=tuple(one for evidence in everybody for one in evidence.work),
+        ends=any(evidence.ends for evidence in everybody if evidence.answer == answer),
     )
+
+
+_LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")
 
 
 def aged(evidence: Evidence, now_unix_s: float) -> Evidence:

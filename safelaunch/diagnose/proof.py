@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from safelaunch.diagnose.collectives import described, number_of, op_name, signature
+from safelaunch.diagnose.collectives import described, label_of, number_of, op_name, signature
 from safelaunch.diagnose.conditions import View
 from safelaunch.diagnose.graph import Need, Node, stuck
 from safelaunch.diagnose.peers import peer_wait
@@ -464,3 +464,31 @@ def _has_only_torch_beside(process: ProcessEvidence) -> bool:
         thread.name.lower().startswith(_TORCH_THREADS) or any(part in thread.rests_in for part in _BELOW_TORCH)
         for thread in native
     )
+
+
+@dataclass(frozen=True)
+class GroupLimit:
+    """The first time limit of a group in which a rank waits: when (CLOCK_REALTIME), and whose. ``waits``: some rank
+    waits for its peers."""
+
+    waits: bool
+    unix_s: float | None = None
+    group: str = ""
+
+
+def limit_of(case: Case) -> GroupLimit:
+    """When torch itself would end the job, as far as the recorded calls tell."""
+    found: list[tuple[float, str]] = []
+    for rank, one in case.ranks.items():
+        wait = one.wait
+        if wait is None or wait.group is None or wait.seq is None:
+            continue
+        calls_of = [*case.alignment.pending(rank), case.alignment.entry(rank, wait.group, wait.seq)]
+        for entry in calls_of:
+            if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
+                found.append((entry.created_ns / 1e9 + entry.timeout_ms / 1000, label_of(entry)))
+    waits = any(one.wait is not None for one in case.ranks.values())
+    if not found:
+        return GroupLimit(waits)
+    unix_s, group = min(found)
+    return GroupLimit(waits, unix_s, group)

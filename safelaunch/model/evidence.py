@@ -130,3 +130,4 @@ class Evidence(Record, frozen=True):
     remembered: Remembered | None = None  # whom earlier verdicts of this run's name have blamed
     answer: Answer | None = None  # of the watch, where it has asked
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
+    ends: bool = False  # the time has come to end the job without a proof

@@ -20,9 +20,9 @@ from safelaunch.launch.paths import RunPaths
 from safelaunch.model import EarlyLook, RankExit
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.report import early as shown
-from safelaunch.supervise import early_verdict, incident
+from safelaunch.supervise import answer, early_verdict, incident
 from safelaunch.supervise.incident import Circumstances
-from safelaunch.supervise.looks import Looks, look_at, movement_of
+from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
@@ -107,13 +107,14 @@ class EarlyLooks:
         return (self._left is None or self._left.done) and (not due_s or due_s - now > NEARLY_DUE_S)
 
     def _look(self, looks: Looks | None) -> Task[Looks]:
-        targets = self._watch.targets()
-        return Task("early look", lambda: look_at(targets, looks, collectives=True))
+        targets, quiet_then = self._watch.targets(), self._watch.quiet
+        return Task("early look", lambda: look_at(targets, looks, collectives=True, quiet=quiet_then))
 
     def _go_on(self, looking: _Looking, now: float) -> None:
         if looking.word is not None:
             if looking.word.done:
                 self._under_way = None
+                self._watch.read_quiet_again()
                 self._tell(looking, looking.word.result(), now)
         elif looking.second_s is not None:
             if now >= looking.second_s:
@@ -127,13 +128,15 @@ class EarlyLooks:
                 self._judge(looking, looking.looks)
 
     def _judge(self, looking: _Looking, looks: Looks) -> None:
-        movement, active = movement_of(looks, without_steps=self._watch.has_pulse_only)
+        done = answer.work_in(looks, self._watch.background)
+        ranks = {target.pid: target.rank for target in looks.targets}
+        active = tuple(sorted({ranks[one.rank] for one in done if one.rank in ranks}))
         alone = not self._watch.unseen
-        if movement != "still":  # a rank that stands still loses nothing by a look
+        if done or looks.collectives_moved:  # a rank that stands still loses nothing by a look
             self._quiet = quiet.spent(self._quiet, looking.cost_s)
-        if movement == "still":
+        if not (done or looks.collectives_moved):
             looking.word = self._word(looking.spell, looks, None)
-        elif movement == "active" and active and alone and looking.spell.stage == "steps":
+        elif active and alone and looking.spell.stage == "steps":
             looking.word = self._word(looking.spell, looks, active)
         else:
             self._under_way = None

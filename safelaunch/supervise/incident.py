@@ -48,6 +48,7 @@ from safelaunch.supervise.looks import Looks, native_where_it_tells
 from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
+from safelaunch.system.task import Task
 from safelaunch.watch.rhythm import Threshold
 
 EVIDENCE_DEADLINE_S = 22.0  # of ranks and node, which have shorter ones of their own
@@ -370,6 +371,22 @@ def stuck_for_good(found: Collected) -> Mapping[int, int]:
         return ranks_stuck_for_good(found.evidence)
     except Exception:  # noqa: BLE001 - the verdict will say what the rule failed on
         return {}
+
+
+def mark_recovered(report: Report) -> Task[None]:
+    """Notes in the verdict of a bundle that the job went on. In a thread: its disk may not answer."""
+
+    def note() -> None:
+        path = report.published.path / "verdict.json"
+        beside = path.with_name(f".{path.name}")
+        verdict = msgspec.structs.replace(report.verdict, recovered=True)
+        try:
+            beside.write_bytes(msgspec.json.format(msgspec.json.encode(verdict), indent=2) + b"\n")
+            beside.replace(path)
+        except OSError as error:
+            say(f"{path} could not be marked as recovered: {error.strerror or error}")
+
+    return Task("recovered", note)
 
 
 def discard(found: Collected) -> None:

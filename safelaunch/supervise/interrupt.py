@@ -14,7 +14,8 @@ from safelaunch.launch.job import HOLD_S
 from safelaunch.model import Outcome
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Exits, Report, Timeline
-from safelaunch.supervise.looks import Looks, look_at, movement_of
+from safelaunch.supervise.answer import work_in
+from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
@@ -86,9 +87,9 @@ class Interrupt:
         known = incident.known_of(self._watch, self._exits())
         steps = self._steps()
         looks = self._look(over, timeline.moments[-1].monotonic_s)
-        movement = movement_of(looks, without_steps=self._watch.has_pulse_only)[0] if len(looks.taken) > 1 else "active"
+        moving = len(looks.taken) < 2 or looks.collectives_moved or bool(work_in(looks, self._watch.background))
         alone = not self._watch.unseen
-        outcome: Outcome = "hang" if movement == "still" and alone else "dump"
+        outcome: Outcome = "hang" if not moving and alone else "dump"
         times = f"{FROZEN_TIMES:g} x its usual step, when Ctrl-C was pressed" if usual_s else "Ctrl-C was pressed"
         found = incident.take_evidence(
             outcome,
@@ -97,7 +98,7 @@ class Interrupt:
             self._about,
             stall_s=time.monotonic() - mark_s,
             threshold=Threshold(FROZEN_TIMES * usual_s, times) if usual_s else None,
-            moving=movement in ("moving", "active"),
+            moving=moving,
             ask=not over.is_set(),
             native=False,
             ranks_seen=taken.set,

@@ -33,7 +33,8 @@ from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_rank
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
-from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.answer import work_in
+from safelaunch.supervise.looks import look_at
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
 from safelaunch.supervise.recording import Recordings
 from safelaunch.supervise.together import Together
@@ -272,7 +273,7 @@ class Live:
         pages = [item.progress for item in known.ranks.values() if item.progress]
         ages = [self._age_s(page, time.monotonic()) for page in pages]
         stalled_s = 0.0 if advanced else max(ages, default=0.0)
-        moving = advanced or _computes(looks)
+        moving = advanced or bool(work_in(looks, self._watch.background))
         return incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving, ask=not late)
 
     def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
@@ -440,12 +441,6 @@ def _server(path: Path) -> Server | None:
     except OSError as error:
         say(f"'safelaunch status' and 'safelaunch dump' cannot see this run: {error.strerror or error}")
         return None
-
-
-def _computes(looks: Looks) -> bool:
-    from safelaunch.watch import movement
-
-    return movement.judge(looks.taken[-2], looks.taken[-1]) == "active"
 
 
 def _answer(working: Task[Report], redactor: Redactor) -> DumpAnswer:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import pairwise
 
+from safelaunch.capture import counters
+from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import newest_entry
 from safelaunch.capture.look import Look, RankLook, Target, take, with_c_frames
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.parallel import gather
-from safelaunch.capture.proc import times_scheduled
 from safelaunch.capture.result import Result
 from safelaunch.capture.sockets import resends
-from safelaunch.watch.stall import Movement
 
 LOOK_DEADLINE_S = 6.0
 NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes, on a disk that many read
@@ -30,19 +27,25 @@ _one_at_a_time = threading.Lock()
 class Looks:
     """The ranks under observation, and each look at them, oldest first.
 
-    ``entries``: for each look, the newest entry of each rank's Flight Recorder. ``env``: the first rank's environment.
-    ``resends``: at the newest look, some rank's words to another had not arrived.
+    ``entries``: for each look, the newest entry of each rank's Flight Recorder. ``counters``: what the job had done at
+    the beginning and at the end of each look, so that what a look costs the ranks lies between no two of them;
+    ``quiet``: some time before. ``env``: the first rank's environment. ``resends``: at the newest look, a rank's message
+    to another one had not arrived.
     """
 
     targets: tuple[Target, ...]
     taken: tuple[Look, ...] = ()
     entries: tuple[Mapping[int, int], ...] = ()
+    counters: tuple[tuple[Counters, Counters], ...] = ()
+    quiet: Counters | None = None
     env: Result[dict[str, str]] | None = None
     resends: bool = False
 
-    def plus(self, look: Look, entries: Mapping[int, int], *, resends: bool = False) -> Looks:
-        taken, known = (*self.taken, look)[-4:], (*self.entries, entries)[-4:]
-        return replace(self, taken=taken, entries=known, resends=resends)
+    @property
+    def windows(self) -> tuple[tuple[Counters, Counters], ...]:
+        """The times in which nobody looked: between the last two looks, and before the first."""
+        between = [(before[1], after[0]) for before, after in pairwise(self.counters[-2:])]
+        return (*between, *([(self.quiet, self.counters[0][0])] if self.quiet is not None and self.counters else []))
 
     @property
     def collectives_moved(self) -> bool:
@@ -63,22 +66,32 @@ def look_at(
     collectives: bool = False,
     network: bool = False,
     stop: bool = False,
+    quiet: Counters | None = None,
     deadline_s: float = LOOK_DEADLINE_S,
 ) -> Looks:
     """Takes one more look at the ranks; the first one with ``looks`` None.
 
     ``collectives``: also reads how far each rank's Flight Recorder is. Not in a crash, where all ranks wait for us.
     ``network``: also reads whether its words arrive, for a vote of several nodes. ``stop``: as for ``look.take``.
+    ``quiet``: of the first look, see ``Looks``.
     """
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
     if looks is None:  # its environment now, while it is alive
-        looks = Looks(tuple(targets), env=environment_of(targets[0].pid) if targets else None)
+        looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)
     else:
         looks = replace(looks, targets=_as_known_now(looks.targets, targets))
+    pids = [each.pid for each in looks.targets]
+    begin = counters.read(pids, looks.counters[-1][1] if looks.counters else looks.quiet)
     with _one_at_a_time:  # two py-spies that stop one process: the second is refused
         look = take(targets, deadline_s=deadline_s, earlier=earlier, stop=stop)
     entries = newest_entries(looks.targets) if collectives else {}
-    return looks.plus(look, entries, resends=network and any(resends(each.pid) for each in looks.targets))
+    return replace(
+        looks,
+        taken=(*looks.taken, look)[-4:],
+        entries=(*looks.entries, entries)[-4:],
+        counters=(*looks.counters, (begin, counters.read(pids, begin)))[-4:],
+        resends=network and any(resends(pid) for pid in pids),
+    )
 
 
 def _as_known_now(before: Sequence[Target], now: Sequence[Target]) -> tuple[Target, ...]:
@@ -93,31 +106,6 @@ def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
     calls = [partial(newest_entry, str(target.socket)) for target in asked]
     answers = gather(calls, deadline_s=ENTRIES_DEADLINE_S)
     return {target.rank: number for target, number in zip(asked, answers, strict=True) if number is not None}
-
-
-def movement_of(looks: Looks, *, without_steps: bool = False) -> tuple[Movement, tuple[int, ...]]:
-    """What moved between the last two looks (see ``movement.judge``), and the ranks that compute, read or write."""
-    from safelaunch.watch import movement
-
-    before, after = looks.taken[-2:]
-    found = movement.judge(before, after, outputs(), without_steps=without_steps)
-    if found == "still" and looks.collectives_moved:
-        return "active", ()
-    active = (rank for rank, look in after.ranks.items() if look.main is not None and look.main.state is not None)
-    if found != "active":
-        return found, ()
-    return found, tuple(
-        rank for rank in active if movement.judge_rank(before.ranks.get(rank), after.ranks[rank]) == found
-    )
-
-
-def outputs() -> frozenset[str]:
-    """The targets of our stdout and stderr, which the job inherits, if their reader can block a writer."""
-    found = []
-    for descriptor in (1, 2):
-        with suppress(OSError):
-            found.append(os.fspath(Path(f"/proc/self/fd/{descriptor}").readlink()))
-    return frozenset(target for target in found if target.startswith(("pipe:", "socket:", "/dev/")))
 
 
 def native_where_it_tells(looks: Looks) -> Looks:
@@ -150,52 +138,3 @@ def _is_unclear(look: RankLook | None) -> bool:
     rests = kernel is not None and kernel.state == "S" and (kind_of(kernel) == "lock" or not kernel.syscall_name)
     polls = any(lock.pid != main.pid for lock in main.state.locks)  # or sleeps beside a file that somebody has locked
     return (rests or polls) and thread is not None and torch_wait(Stack(thread.frames)) is None
-
-
-# --- patience ---------------------------------------------------------------------------------------------------------
-
-LEAST_S, MOST_S = 6.0, 15.0
-PART = 0.75  # of the threshold
-SETTLE_S = 0.5  # the previous look stopped and continued them
-EVERY_S = 0.5
-STEADILY = 3  # times
-
-
-class Patience:
-    """Watches ``pids`` for a while and finds out whether one of them moved. ``advance`` never blocks.
-
-    Between two looks a few seconds apart, a DataLoader worker that sleeps has used no CPU and is on the same line. But
-    it wakes up: a worker stuck in a lock, a read or an endless sleep is not scheduled once. Nothing attaches to the
-    processes here, so one that is scheduled woke up by itself. This also tells a rank that polls a computing child from
-    one stuck in a sleep beside such a child.
-
-    ``receiving``: processes that move if they wake up ``STEADILY``, not once: a signal may wake up who waits in vain.
-    """
-
-    def __init__(
-        self,
-        pids: Sequence[int],
-        threshold_s: float,
-        now: float,
-        *,
-        most_s: float = MOST_S,
-        receiving: Sequence[int] = (),
-    ) -> None:
-        self._least = {**dict.fromkeys(receiving, STEADILY), **dict.fromkeys(pids, 1)}
-        self._seen: dict[int, int] = {}
-        self._changes: Counter[int] = Counter()
-        self._next_s = now + SETTLE_S
-        self._until_s = self._next_s + min(most_s, max(LEAST_S, PART * threshold_s))
-
-    def advance(self, now: float) -> Movement | None:
-        """Whether one of them moved; None while undecided."""
-        if now < self._next_s:
-            return None
-        self._next_s = now + EVERY_S
-        for pid, least in self._least.items():
-            times = times_scheduled(pid)
-            self._changes[pid] += self._seen.setdefault(pid, times) != times
-            self._seen[pid] = times
-            if self._changes[pid] >= least:
-                return "active"
-        return "still" if now >= self._until_s else None

@@ -39,7 +39,7 @@ from safelaunch.supervise.interrupt import Interrupt
 from safelaunch.supervise.launch_info import circumstances
 from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Notices
-from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker
+from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker, WorkTaker
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Glance, Watch
@@ -66,13 +66,14 @@ SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose la
 def policy_of(settings: Settings) -> Policy:
     """The thresholds of a run until its rhythm is known."""
     stall_s = settings.effective_stall_timeout_s
-    explicit = settings.is_explicit("max-stall") or settings.is_explicit("startup-timeout")
     return Policy(
         stall_s=stall_s,
         startup_s=settings.startup_timeout_s,
         max_stall_s=max(settings.effective_max_stall_s, stall_s),
-        startup_max_s=max(settings.effective_max_stall_s, settings.startup_timeout_s) if explicit else None,
         confirm_s=confirm_after_s(stall_s),
+        stall_given=settings.stall_timeout_s is not None,
+        startup_given=settings.is_explicit("startup-timeout"),
+        max_stall_given=settings.is_explicit("max-stall"),
     )
 
 
@@ -151,6 +152,7 @@ class Supervisor:
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
         self._pulse = PulseTaker(self._watch)
+        self._work = WorkTaker(self._watch)
         self._notices = Notices(
             self._watch,
             settings.startup_timeout_s,
@@ -276,6 +278,7 @@ class Supervisor:
             self._cap.advance(now)
         self._health.advance(now)
         self._pulse.advance(now)
+        self._work.advance(now)
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
@@ -396,7 +399,7 @@ class Supervisor:
             return
         if report.action:
             self._act_with_all(report)
-        elif report.verdict.outcome == "dump" or self._on_stall_is("dump") or not self._agent_lives():
+        elif report.verdict.outcome in ("suspect", "dump") or self._on_stall_is("dump") or not self._agent_lives():
             self._show(report)
         elif self._stall.attempt != self._watch.attempt:
             self._show(report)
@@ -505,6 +508,8 @@ class Supervisor:
         deadline = time.monotonic() + WRITE_PATIENCE_S
         self._has_ended = True
         self._guarded_tick()
+        if status == 0:
+            self._stall.ended_well(time.monotonic())
         if self._watching:
             self._on_last_checks(status)
             self._contracts.finish()
@@ -529,7 +534,7 @@ class Supervisor:
             self._forwarder.wait(BUSY_TICK_S)
         if self._crash.writing or self._stall.writing or self._interrupt.writing:
             self._about.unfinished.discard()
-        self._stall.tidy_up()
+        self._stall.abandon()
 
     def _note_end(self, status: int) -> None:
         """Takes the job's exit for its rank's if the command is the rank (``exec -- python train.py``)."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from safelaunch.capture import counters
+from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import arrivals_of, smallest_timeout_s
 from safelaunch.capture.gpu import gpus_json
 from safelaunch.capture.look import Target
@@ -21,7 +23,8 @@ from safelaunch.supervise.looks import newest_entries
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
-from safelaunch.watch import stragglers
+from safelaunch.watch import stragglers, work
+from safelaunch.watch.work import Background
 
 Answer = TypeVar("Answer")
 
@@ -211,3 +214,48 @@ def _gpus() -> dict[str, Any] | None:
         return None
     answer = gpus_json().value
     return json.loads(answer) if answer is not None else None
+
+
+YOUNG_S, WINDOW_S, WINDOW_EVERY_S = 20.0, 1.5, 30.0
+QUIET_AFTER_S, QUIET_TIMES = 3.0, 3.0  # or so many usual steps
+
+
+class WorkTaker(Poller[Counters]):
+    """Learns what the job does in the background while it makes steps, and reads its counters once when it is quiet.
+
+    The windows are as short as the time between two looks: a burst would be lost in a longer one. What was done in one
+    counts once a step has followed.
+    """
+
+    name, again_s = "work", WINDOW_S
+
+    def reset(self) -> None:
+        self._before: Counters | None = None
+        self._tentative: Background | None = None
+        self._since_s = 0.0
+
+    def is_due(self, now: float) -> bool:
+        return bool(self._watch.last_progress)
+
+    def question(self) -> Callable[[], Counters] | None:
+        pids, before = [target.pid for target in self._watch.targets()], self._before
+        return (lambda: counters.read(pids, before)) if pids else None
+
+    def take(self, answer: Counters, now: float) -> None:
+        watch, before, self._before = self._watch, self._before, answer
+        spell = watch.spell(now)
+        since_s = spell.since_s if spell is not None else now
+        if now - since_s > max(QUIET_AFTER_S, QUIET_TIMES * watch.usual_step_s):
+            watch.quiet = watch.quiet or answer
+            self._before = self._tentative = None
+        elif before is not None:
+            known = self._tentative or watch.background
+            self._tentative = work.learn(known, before, answer)
+        if since_s > self._since_s:
+            watch.background = self._tentative or watch.background
+            self._tentative, self._since_s, watch.quiet = None, since_s, None
+        if self._before is None or (before is not None and not self._is_young(now)):
+            self._before, self._next_s = None, now + WINDOW_EVERY_S
+
+    def _is_young(self, now: float) -> bool:
+        return not self.has_stepped_for(YOUNG_S, now)

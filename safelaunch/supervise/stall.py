@@ -1,4 +1,4 @@
-"""A stall, from its first sign to its bundle."""
+"""A stall, from its first sign to its bundle: two looks, an answer, and what the table of ``watch.stall`` says of it."""
 
 from __future__ import annotations
 
@@ -6,72 +6,61 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from safelaunch.cluster.messages import Vote
 from safelaunch.model import Outcome, format_ranks
-from safelaunch.supervise import incident
+from safelaunch.supervise import answer, incident
+from safelaunch.supervise.answer import Judged
+from safelaunch.supervise.early import without_the_gil
 from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
-from safelaunch.supervise.looks import Looks, Patience, look_at, movement_of
+from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.together import OPEN_S, Together
 from safelaunch.supervise.together import Outcome as Joint
 from safelaunch.supervise.watch import Glance, Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 from safelaunch.watch.rhythm import Threshold
-from safelaunch.watch.stall import Movement, Stall
-from safelaunch.watch.stall import limit_s as limit_of
+from safelaunch.watch.stall import Found, Stall, ends_after_s, suspect_after_s
 
-# Before safelaunch ends a job of several nodes for a rank of this one, it watches that rank for another threshold, at
-# most this long. If the process groups have a timeout, the evidence must be taken before that.
-STUCK_S = 60.0
-STUCK_PART_OF_CAP = 0.2
-DISCARD_PATIENCE_S = 15.0
+AGAIN = 1.5  # a quiet time gets a second bundle only if it lasts so many times as long as one that ended by itself
 
 
 @dataclass
 class _Suspicion:
     """A closer look in progress: the suspicion, the looks so far, and when the second one is due.
 
-    ``patience``: both looks are taken, and the workers that a rank waits for get some time to wake up.
     ``asked_s``: since when this node waits for the others to look as well. ``incident``: the number of the one in which
-    all look; ``own`` False: only others suspect the job. ``vote``: what this node has said.
+    all look; ``own`` False: only others suspect the job. ``judged``: the answer, once there is one.
     """
 
     stall: Stall
     threshold: Threshold
     timeline: Timeline
     looks: Looks | None = None
+    steps: dict[int, int] | None = None  # when the ranks had marked their newest steps, at the first look
     second_look_s: float | None = None
-    patience: Patience | None = None
     window_s: float = 0.0
     asked_s: float | None = None
     incident: int = 0
     own: bool = True
-    vote: Movement | None = None
+    judging: Task[Judged] | None = None
+    judged: Judged | None = None
 
 
 @dataclass
-class _Judgement:
-    """Nothing moves on this node, which lacks some ranks: is one of its own stuck whatever other nodes do?
+class _Suspect:
+    """A bundle of the present quiet time, in which the job goes on."""
 
-    ``collecting``: the evidence, and the ranks that are stuck by it. ``patience``: these are watched for a while.
-    """
-
-    suspicion: _Suspicion
-    collecting: Task[tuple[Collected, Mapping[int, int]]]
-    patience: Patience | None = None
-
-    def discarded(self) -> Task[None]:
-        """Removes the evidence, including what is still being collected."""
-        return Task("discard", lambda: incident.discard(self.collecting.joined()[0]))
+    mark_s: float
+    report: Report
 
 
 class StallCase:
-    """One stall: suspicion → two looks → conclusion → bundle. Call ``advance`` on every tick; it never blocks.
+    """One stall: suspicion → two looks → answer → bundle. Call ``advance`` on every tick; it never blocks.
 
-    A supervisor that does not see every rank of the job can't distinguish a hang from a long evaluation on another
-    node. It acts if a rank of its own is stuck whatever the others do, and at --max-stall. Before that it takes the
-    evidence once, blames nobody, and lets the job continue. If the supervisors of all nodes can talk, it does none of
-    this by itself: all look, vote, and act together.
+    A supervisor that does not see every rank of the job can prove nothing. If the supervisors of all nodes can talk,
+    all look and vote, and the evidence of all is judged as one; else this one acts only at --max-stall.
     """
 
     def __init__(self, watch: Watch, about: Circumstances, exits: Exits, together: Together) -> None:
@@ -81,17 +70,16 @@ class StallCase:
         self._exits = exits
         self._suspicion: _Suspicion | None = None
         self._looking: Task[Looks] | None = None
-        self._judgement: _Judgement | None = None
-        self._discarding: Task[None] | None = None
-        self._judged = (0.0, 0.0)  # the mark of the newest judgement, and its age then
-        self._dumped_s = 0.0  # the mark of the newest dump
-        self._waited_s = 0.0  # the longest wait that the job recovered from
         self._writing: Task[Report | None] | None = None
+        self._written_of = 0.0  # the mark of the stall that is being written about
+        self._suspect_bundle: _Suspect | None = None
+        self._waited_s = 0.0  # the longest quiet time with a bundle that ended by itself
         self._ranks_seen = threading.Event()  # the evidence in progress needs nothing more of the ranks
         self._agreed = False
+        self._goes_on = False  # all nodes have judged that the job continues, and a bundle of it is there
         self.attempt = (0, 0)  # the attempt that was found to hang, here or by all nodes
         self._looked_at: tuple[int, int] | None = None  # the attempt under suspicion
-        self._said_undecided = False
+        self._said_waiting = ""
 
     @property
     def busy(self) -> bool:
@@ -99,7 +87,7 @@ class StallCase:
 
     @property
     def looking(self) -> bool:
-        return self._suspicion is not None or self._judgement is not None
+        return self._suspicion is not None
 
     @property
     def writing(self) -> bool:
@@ -121,18 +109,13 @@ class StallCase:
             self._leave(self._suspicion)
         self._suspicion = None
         self._looking = None
-        if self._judgement is not None:
-            self._discarding = self._judgement.discarded()
-            self._judgement = None
 
-    def tidy_up(self) -> None:
-        """Removes, at the end of the job, evidence that turned out to be no incident."""
-        self.abandon()
-        if self._discarding is not None:
-            self._discarding.wait(DISCARD_PATIENCE_S)
+    def ended_well(self, now: float) -> None:
+        """The job has ended by itself, with success."""
+        self._note_recovery(now)
 
     def advance(self, glance: Glance, now: float) -> Report | None:
-        """One tick; returns the report once a hang is confirmed and its bundle is written."""
+        """One tick; returns the report once a bundle is written."""
         event = glance.event
         if event is not None and event.kind == "suspect" and event.stall is not None:
             self._suspect(event.stall, now)
@@ -147,8 +130,6 @@ class StallCase:
             self._answer_call(now)
         if self._suspicion is not None and not self.writing:
             self._advance_suspicion(self._suspicion, now)
-        if self._judgement is not None and not self.writing:
-            self._advance_judgement(self._judgement, now)
         return self.written(now)
 
     def written(self, now: float) -> Report | None:
@@ -157,11 +138,18 @@ class StallCase:
             return None
         writing, self._writing = self._writing, None
         report = writing.result()
-        if report is None or report.action == "dump":
-            self._agreed = False
-        if report is None:  # the job moved, or was started anew
+        ends = report is not None and report.verdict.outcome == "hang" and report.action != "dump"
+        self._agreed = self._agreed and ends
+        if report is not None and report.verdict.outcome == "suspect":
+            self._suspect_bundle = _Suspect(self._written_of, report)
+        if self._watch.is_held and (self._goes_on or (report is not None and report.verdict.outcome == "suspect")):
+            self._watch.release(self._written_of, now)
+        elif report is None:  # the job moved, or was started anew
             self._watch.start_again(now)
+        self._goes_on = False
         return report
+
+    # --- two looks --------------------------------------------------------------------------------------------------
 
     def _suspect(self, stall: Stall, now: float) -> None:
         timeline = Timeline().plus("last progress", stall.mark_s).plus("suspected")
@@ -173,7 +161,7 @@ class StallCase:
         if self._together.suspect(self._suspicion.window_s):
             self._suspicion.asked_s = now
         else:
-            self._look(None)
+            self._look(self._suspicion)
 
     def _why(self, stall: Stall) -> str:
         if stall.phase and stall.threshold_s != self._watch.policy.stall_s:
@@ -181,26 +169,27 @@ class StallCase:
         threshold = self._watch.threshold_without_steps() if stall.before_first_step else self._watch.threshold()
         return threshold.why
 
-    def _look(self, looks: Looks | None) -> None:
-        targets, suspicion = self._watch.targets(), self._suspicion
+    def _look(self, suspicion: _Suspicion) -> None:
+        targets, looks, quiet = self._watch.targets(), suspicion.looks, self._watch.quiet
+        if looks is None:
+            suspicion.steps = self._watch.steps()
         # Only a vote asks for the network, of the newest look: a node's table of connections may be long.
-        network = looks is not None and suspicion is not None and suspicion.incident > 0
-        self._looking = Task("look", lambda: look_at(targets, looks, collectives=True, network=network))
+        network = looks is not None and suspicion.incident > 0
+        self._looking = Task("look", lambda: look_at(targets, looks, collectives=True, network=network, quiet=quiet))
 
     def _advance_suspicion(self, suspicion: _Suspicion, now: float) -> None:
         if suspicion.asked_s is not None:
             self._await_others(suspicion, suspicion.asked_s, now)
             return
-        if suspicion.vote is not None:
+        if suspicion.judged is not None:
             self._await_outcome(suspicion, now)
             return
         if suspicion.second_look_s is not None and now >= suspicion.second_look_s:
             suspicion.second_look_s = None
-            self._look(suspicion.looks)
-        if suspicion.patience is not None and suspicion.looks is not None:
-            movement = suspicion.patience.advance(now)
-            if movement is not None:
-                self._conclude(suspicion, suspicion.looks, movement, now)
+            self._look(suspicion)
+        if suspicion.judging is not None:
+            if suspicion.judging.done:
+                self._conclude(suspicion, suspicion.judging.result(), now)
             return
         if self._looking is None or not self._looking.done:
             return
@@ -211,47 +200,76 @@ class StallCase:
             suspicion.second_look_s = now + suspicion.window_s
             Task("prepare", incident.prepare)
         else:
-            movement = self._movement(suspicion.stall, suspicion.looks)
-            if movement == "still":
-                suspicion.patience = self._patience(suspicion, suspicion.looks, now)
-            if suspicion.patience is not None:
-                return
-            self._conclude(suspicion, suspicion.looks, movement, now)
+            suspicion.judging = self._judge(suspicion, suspicion.looks)
 
-    def _conclude(self, suspicion: _Suspicion, looks: Looks, movement: Movement, now: float) -> None:
-        stall = suspicion.stall
+    def _judge(self, suspicion: _Suspicion, looks: Looks) -> Task[Judged]:
+        """Asks the ranks for their records, and what all of it says."""
+        watch, about, mark_s = self._watch, self._about, suspicion.stall.mark_s
+        known, background, covers = incident.known_of(watch, self._exits()), watch.background, not watch.unseen
+        looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
+
+        def judge() -> Judged:
+            evidence = incident.evidence_of("hang", looks, known, about, ask=True)
+            found = answer.judge(looks, evidence, background, covers=covers, mark_s=mark_s)
+            if looks.resends and found.found in ("dead", "unknown"):
+                return replace(found, found="unseen", unseen="a message between two ranks has not arrived")
+            return found
+
+        return Task("judge", judge)
+
+    def _conclude(self, suspicion: _Suspicion, judged: Judged, now: float) -> None:
+        self._watch.read_quiet_again()
+        steps = self._watch.steps()
+        if self._watch.stepped_since(suspicion.stall):
+            judged = replace(judged, found="moving")
+        elif suspicion.steps is not None and any(at > suspicion.steps.get(rank, 0) for rank, at in steps.items()):
+            judged = replace(judged, found="alive")
         if suspicion.incident:
-            suspicion.vote = movement
-            if suspicion.own and self._is_at_limit(stall, now):
+            suspicion.judged = judged
+            if self._is_at_limit(suspicion.stall, judged, now):
                 self._together.at_limit()
-            self._together.vote(_vote(movement, looks))
+            self._together.vote(_vote(judged.found))
             return
         self._suspicion = None
-        if movement == "still" and self._watch.unseen:
-            movement = "elsewhere"
-            if self._is_to_be_judged(stall, now):
-                self._begin_judging(suspicion, looks, now)
-                return
-        event = self._told(stall, movement, now)
+        if self._watch.unseen and judged.found == "unknown":
+            judged = replace(judged, found="unseen", unseen="the other nodes were not seen")
+        assert suspicion.looks is not None
+        event = self._told(suspicion.stall, judged, now)
         if event == "hang":
-            known = incident.known_of(self._watch, self._exits())
-            self._say_hang(stall, now)
-            self._write(self._evidence_of(suspicion, looks, known, now), "hang")
+            self._say_hang(suspicion.stall, judged, now)
+            self._write(suspicion, suspicion.looks, judged, "hang", now)
+        elif event == "undecided" and self._is_worth_a_bundle(suspicion.stall, judged, now):
+            self._write(suspicion, suspicion.looks, judged, "suspect", now)
 
-    def _told(self, stall: Stall, movement: Movement, now: float) -> str:
+    def _told(self, stall: Stall, judged: Judged, now: float) -> str:
         """Feeds the detector; returns the kind of its event. Prints what the user needs to know."""
-        if self._watch.stepped_since(stall):
-            movement = "moving"
-        event = self._watch.conclude(stall, movement, now)
+        event = self._watch.conclude(stall, judged.found, now, judged.limits)
         if event is None:
             return ""
         if event.kind == "undecided":
-            self._say_undecided(stall, movement, now)
+            self._say_waiting(stall, judged, now)
         elif event.kind == "recovered":
             self._note_recovery(now)
         return event.kind
 
-    def _evidence_of(self, suspicion: _Suspicion, looks: Looks, known: Known, now: float) -> Callable[[], Collected]:
+    # --- bundles ----------------------------------------------------------------------------------------------------
+
+    def _is_worth_a_bundle(self, stall: Stall, judged: Judged, now: float) -> bool:
+        due_s = suspect_after_s(self._watch.policy, stall, judged.answer, judged.limits)
+        if due_s is None or now - stall.mark_s < max(due_s, AGAIN * self._waited_s):
+            return False
+        return self._suspect_bundle is None or self._suspect_bundle.mark_s != stall.mark_s
+
+    def _write(self, suspicion: _Suspicion, looks: Looks, judged: Judged, outcome: Outcome, now: float) -> None:
+        self.attempt, self._written_of = self._watch.attempt, suspicion.stall.mark_s
+        known = incident.known_of(self._watch, self._exits())
+        evidence = self._evidence_of(suspicion, looks, known, judged, outcome, now)
+        ask = self._asking_nccl() if outcome == "hang" else None
+        self._writing = Task("bundle", lambda: incident.finish(ask(evidence()) if ask else evidence(), outcome))
+
+    def _evidence_of(
+        self, suspicion: _Suspicion, looks: Looks, known: Known, judged: Judged, outcome: Outcome, now: float
+    ) -> Callable[[], Collected]:
         first, second = looks.taken[-2:]
         timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
         timeline = timeline.plus("confirmed")
@@ -260,23 +278,23 @@ class StallCase:
 
         def take() -> Collected:
             found = incident.take_evidence(
-                "hang",
+                outcome,
                 looks,
                 known,
                 self._about,
                 stall_s=stalled_s,
                 threshold=threshold,
+                native=outcome == "hang",
                 ranks_seen=seen.set,
                 timeline=timeline,
             )
+            evidence = structs.replace(
+                found.evidence, answer=judged.answer, work=tuple(one.words for one in judged.work[:8])
+            )
+            found = replace(found, evidence=evidence)
             return incident.with_nodes(found, self._together.nodes()) if self._watch.unseen else found
 
         return take
-
-    def _write(self, evidence: Callable[[], Collected], outcome: Outcome) -> None:
-        self.attempt = self._watch.attempt
-        ask = self._asking_nccl() if outcome == "hang" else None
-        self._writing = Task("bundle", lambda: incident.finish(ask(evidence()) if ask else evidence(), outcome))
 
     def _asking_nccl(self) -> Callable[[Collected], Collected]:
         """One node asks, once, what all of them would hear."""
@@ -284,11 +302,14 @@ class StallCase:
         return lambda found: incident.with_nccl(found, spare=spare) if asks else found
 
     def _note_recovery(self, now: float) -> None:
-        mark_s, _ = self._judged
-        self._waited_s = max(self._waited_s, now - mark_s if mark_s else 0.0)
-        self._judged = (0.0, 0.0)
-        if self._said_undecided:
-            self._said_undecided = False
+        suspect, self._suspect_bundle = self._suspect_bundle, None
+        said, self._said_waiting = self._said_waiting, ""
+        if suspect is not None:
+            lasted_s = now - suspect.mark_s
+            self._waited_s = max(self._waited_s, lasted_s)
+            incident.mark_recovered(suspect.report)
+            say(f"the job goes on after {lasted_s:.0f} s: it did not hang ({suspect.report.published.shown})")
+        elif said:
             say("progress resumed; still watching")
 
     # --- together with the other nodes ------------------------------------------------------------------------------
@@ -298,19 +319,15 @@ class StallCase:
         call = self._together.calls()
         if call is None:
             return
-        if self._judgement is not None:
-            self._suspicion = self._judgement.suspicion
-            self._discarding = self._judgement.discarded()
-            self._judgement = None
         self._together.join(call.incident)
         suspicion = self._suspicion or self._witness(now)
         if suspicion is None:
             self._together.vote("paused")
             return
-        suspicion.looks = suspicion.second_look_s = suspicion.patience = suspicion.asked_s = suspicion.vote = None
+        suspicion.looks = suspicion.second_look_s = suspicion.judging = suspicion.asked_s = suspicion.judged = None
         suspicion.incident, suspicion.window_s = call.incident, call.window_s
         self._suspicion = suspicion
-        self._look(None)
+        self._look(suspicion)
 
     def _witness(self, now: float) -> _Suspicion | None:
         """None: a rank of this node has said that it will be quiet for so long."""
@@ -325,15 +342,16 @@ class StallCase:
         if outcome == "alone" or now - asked_s > OPEN_S:
             suspicion.asked_s = None
             self._together.let_go()
-            self._look(None)
+            self._look(suspicion)
         elif outcome is not None:
             self._take(suspicion, outcome, now)
         elif self._watch.stepped_since(suspicion.stall):
             self._take(suspicion, "moving", now)
 
     def _await_outcome(self, suspicion: _Suspicion, now: float) -> None:
-        if suspicion.vote != "moving" and self._watch.stepped_since(suspicion.stall):
-            suspicion.vote = "moving"
+        judged = suspicion.judged
+        if judged is not None and judged.found != "moving" and self._watch.stepped_since(suspicion.stall):
+            suspicion.judged = replace(judged, found="moving")
             self._together.vote("moving")
         outcome = self._together.outcome(suspicion.incident)
         if outcome is not None:
@@ -342,30 +360,25 @@ class StallCase:
     def _take(self, suspicion: _Suspicion, outcome: Joint, now: float) -> None:
         """What all nodes have found, or that they cannot: then each is alone."""
         self._suspicion, incident_number = None, suspicion.incident
-        stall, looks, vote = suspicion.stall, suspicion.looks, suspicion.vote
-        if outcome == "hang" and looks is not None:
+        stall, looks, judged = suspicion.stall, suspicion.looks, suspicion.judged
+        if outcome == "hang" and looks is not None and judged is not None:
             self._watch.hold()
             self._agreed = True
-            self.attempt = self._watch.attempt
-            self._say_hang(stall, now)
-            known = incident.known_of(self._watch, self._exits())
-            self._write_together(self._evidence_of(suspicion, looks, known, now), incident_number)
+            self.attempt, self._written_of = self._watch.attempt, stall.mark_s
+            self._write_together(suspicion, looks, judged, incident_number, now)
             return
         self._together.let_go()
         if not suspicion.own:
             return
-        if outcome in ("alone", "elsewhere", "hang") and looks is not None and vote is not None:
-            suspicion.incident, suspicion.vote = 0, None
-            self._conclude(suspicion, looks, vote, now)
+        if outcome in ("alone", "elsewhere", "hang") and looks is not None and judged is not None:
+            suspicion.incident, suspicion.judged = 0, None
+            self._conclude(suspicion, judged, now)
             return
-        movement: Movement = "stopped" if outcome == "paused" else "moving" if outcome == "moving" else "active"
-        if movement == "active" and self._is_at_limit(stall, now):
-            self._watch.look_again()  # the limit is for all nodes to act upon
-        else:
-            self._told(stall, "stopped" if outcome == "stopped" else movement, now)
+        found: Found = "stopped" if outcome in ("paused", "stopped") else "moving" if outcome == "moving" else "alive"
+        self._told(stall, replace(judged or Judged(found), found=found), now)
 
-    def _is_at_limit(self, stall: Stall, now: float) -> bool:
-        limit_s = limit_of(self._watch.policy, stall, "active")
+    def _is_at_limit(self, stall: Stall, judged: Judged, now: float) -> bool:
+        limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
         return limit_s is not None and now - stall.mark_s >= limit_s
 
     def _leave(self, suspicion: _Suspicion) -> None:
@@ -374,126 +387,84 @@ class StallCase:
         if suspicion.own:
             self._together.let_go()
 
-    def _write_together(self, evidence: Callable[[], Collected], number: int) -> None:
+    def _write_together(
+        self, suspicion: _Suspicion, looks: Looks, judged: Judged, number: int, now: float
+    ) -> None:
+        """Nobody knows yet whether the job ends, so no process is stopped for it."""
         ask = self._asking_nccl()
+        known = incident.known_of(self._watch, self._exits())
+        evidence = self._evidence_of(suspicion, looks, known, judged, "suspect", now)
+        ends = self._is_at_limit(suspicion.stall, judged, now)
+        bundled = not self._is_worth_a_bundle(suspicion.stall, replace(judged, found="unknown"), now)
 
         def write() -> Report | None:
             found = ask(evidence())
+            found = replace(found, evidence=structs.replace(found.evidence, ends=ends))
             settled = self._together.settle(number, found.evidence, found.staging.root)
             if settled is None or (settled.common is not None and not self._together.all_agree(number)):
                 incident.discard(found)
                 return None
-            report = incident.finish(found, "hang", settled.common)
+            outcome = settled.outcome
+            if outcome == "suspect" and bundled:
+                incident.discard(found)
+                self._goes_on = True
+                return None
+            if outcome == "hang":
+                self._say_hang(suspicion.stall, judged, now)
+            report = incident.finish(found, outcome, settled.common)
             return replace(report, action=settled.action, step=settled.step)
 
         self._writing = Task("bundle", write)
 
-    # --- a node that does not see every rank ------------------------------------------------------------------------
+    # --- what is said -----------------------------------------------------------------------------------------------
 
-    def _is_to_be_judged(self, stall: Stall, now: float) -> bool:
-        """Whether to collect evidence now: ever more rarely while the stall lasts, never after --max-stall."""
-        mark_s, stood_s = self._judged
-        stalled_s = now - stall.mark_s
-        limit_s = limit_of(self._watch.policy, stall, "elsewhere")
-        again = mark_s != stall.mark_s or stalled_s >= 2 * stood_s
-        return again and (limit_s is None or stalled_s < limit_s) and not self._watch.stepped_since(stall)
-
-    def _begin_judging(self, suspicion: _Suspicion, looks: Looks, now: float) -> None:
-        self._judged = (suspicion.stall.mark_s, now - suspicion.stall.mark_s)
-        evidence = self._evidence_of(suspicion, looks, incident.known_of(self._watch, self._exits()), now)
-
-        def collect() -> tuple[Collected, Mapping[int, int]]:
-            found = evidence()
-            return found, incident.stuck_for_good(found)
-
-        self._judgement = _Judgement(suspicion, Task("evidence", collect))
-
-    def _advance_judgement(self, judgement: _Judgement, now: float) -> None:
-        stall = judgement.suspicion.stall
-        if self._watch.stepped_since(stall):
-            self._settle(judgement, "moving", now)
-        elif not judgement.collecting.done:
-            return
-        elif judgement.patience is None:
-            _, stuck = judgement.collecting.result()
-            if not stuck:
-                self._settle(judgement, "elsewhere", now)
-                return
-            cap_s = self._watch.cap_s
-            most_s = STUCK_S if cap_s is None else min(STUCK_S, STUCK_PART_OF_CAP * cap_s)
-            threshold_s = judgement.suspicion.threshold.seconds
-            judgement.patience = Patience(tuple(stuck.values()), threshold_s, now, most_s=most_s)
-        else:
-            movement = judgement.patience.advance(now)
-            if movement is not None:
-                self._settle(judgement, movement, now)
-
-    def _settle(self, judgement: _Judgement, movement: Movement, now: float) -> None:
-        """Ends a judgement: a rank of ours is stuck, or one moved, or no rank here is to blame, which gives one dump.
-
-        A wait gets no dump unless it is twice as long as those that this job recovered from.
-        """
-        self._judgement = None
-        stall = judgement.suspicion.stall
-        kind = self._told(stall, movement, now)
-        if kind == "hang":
-            self._say_hang(stall, now)
-            self._write(lambda: judgement.collecting.result()[0], "hang")
-        elif kind == "undecided" and movement == "elsewhere" and self._is_worth_a_dump(stall, now):
-            self._dumped_s = stall.mark_s
-            self._write(lambda: judgement.collecting.result()[0], "dump")
-        else:
-            self._discarding = judgement.discarded()
-
-    def _is_worth_a_dump(self, stall: Stall, now: float) -> bool:
-        return stall.mark_s != self._dumped_s and now - stall.mark_s >= 2 * self._waited_s
-
-    # --- what is seen, and what is said -----------------------------------------------------------------------------
-
-    def _movement(self, stall: Stall, looks: Looks) -> Movement:
-        if self._watch.stepped_since(stall):
-            return "moving"
-        # A limit that the user set for the time before the first step holds.
-        without_steps = self._watch.has_pulse_only and self._watch.policy.startup_max_s is None
-        return movement_of(looks, without_steps=without_steps)[0]
-
-    def _patience(self, suspicion: _Suspicion, looks: Looks, now: float) -> Patience | None:
-        from safelaunch.watch import movement
-
-        before, after = looks.taken[-2:]
-        pids = (*movement.working_workers(after), *movement.perhaps_polling(before, after))
-        # A limit that the user set holds: whoever receives a line now and then has had its time.
-        receiving = movement.perhaps_receiving(after) if self._watch.learns else ()
-        return Patience(pids, suspicion.threshold.seconds, now, receiving=receiving) if pids or receiving else None
-
-    def _say_hang(self, stall: Stall, now: float) -> None:
+    def _say_hang(self, stall: Stall, judged: Judged, now: float) -> None:
         where = "no step yet" if stall.before_first_step else f"last step {stall.step}"
         stall_s = now - stall.mark_s
         since = f"for {stall_s:.0f} s ({where})"
         pages = self._watch.last_progress
         still = [rank for rank, page in pages.items() if now - page.last_step_ns / 1e9 > stall_s / 2]
-        what = f"nothing has moved {since}"
+        what = f"no progress {since}"
         if still and len(still) < len(pages) and not stall.before_first_step:
             who = f"rank {still[0]} has" if len(still) == 1 else f"ranks {format_ranks(still)} have"
             what = f"{who} made no step {since}, while the others go on"
-        say(f"{what}: collecting evidence from every rank")
+        why = "" if judged.found == "dead" else f", and {self._why_ended(stall, judged)}"
+        say(f"{what}{why}: collecting evidence from every rank")
 
-    def _say_undecided(self, stall: Stall, movement: Movement, now: float) -> None:
-        if self._said_undecided:
+    def _why_ended(self, stall: Stall, judged: Judged) -> str:
+        policy, limits = self._watch.policy, judged.limits
+        given = policy.startup_given if stall.before_first_step else policy.stall_given
+        if given and judged.found == "unknown":
+            return f"that is {'--startup-timeout' if stall.before_first_step else '--stall-timeout'}"
+        before_s, limit_s = limits.before_abort_s, ends_after_s(policy, stall, judged.answer, limits)
+        if before_s is not None and limit_s is not None and before_s <= limit_s < policy.max_stall_s:
+            return f"the time limit of group {judged.group} ends soon"
+        return "that is --max-stall"
+
+    def _say_waiting(self, stall: Stall, judged: Judged, now: float) -> None:
+        """Once for each answer."""
+        if self._said_waiting == judged.found:
             return
-        self._said_undecided = True
-        limit = limit_of(self._watch.policy, stall, movement)
-        until = (
-            f"acting at --max-stall, {limit:.0f} s" if limit is not None else "safelaunch does not act before step 1"
-        )
-        what = "something computes, writes or serves"
-        if movement == "elsewhere":
-            unseen = format_ranks(self._watch.unseen)
-            word = "rank" if unseen.isdigit() else "ranks"
-            what = f"it may be waiting for another node, with {word} {unseen}: the job continues"
-        say(f"no step for {now - stall.mark_s:.0f} s, but {what} ({until})")
+        self._said_waiting = judged.found
+        limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
+        until = "safelaunch does not end it" if limit_s is None else f"ended after {limit_s:.0f} s at the earliest"
+        if judged.found == "alive":
+            what = f"the job works ({judged.work[0].words})" if judged.work else "the job works"
+        else:
+            what = "nothing proves a hang" + (f": {judged.unseen}" if judged.unseen else "")
+        say(f"no step for {now - stall.mark_s:.0f} s, but {what}; it continues ({until})")
 
 
-def _vote(movement: Movement, looks: Looks) -> Vote:
-    """A rank whose words to another have not arrived may go on when they do: after an outage, long after nodes talk."""
-    return "unknown" if movement == "elsewhere" or (movement == "still" and looks.resends) else movement
+_VOTES: Mapping[Found, Vote] = {
+    "moving": "moving",
+    "stopped": "stopped",
+    "alive": "active",
+    "dead": "still",
+    "unknown": "still",
+    "unseen": "unknown",
+}
+
+
+def _vote(found: Found) -> Vote:
+    """As it travels: a node that runs an older safelaunch reads it as well."""
+    return _VOTES[found]

@@ -57,11 +57,13 @@ class Settled:
     """What has come of an incident. ``common`` None: the others no longer answer, and this node has only its own half.
 
     ``action``: what is done about the job, on every node. ``step``: the lowest that a rank of any node has marked.
+    ``outcome``: ``suspect`` if the job continues because nothing proves that it hangs.
     """
 
     action: Action
     common: Common | None
     step: int | None = None
+    outcome: Literal["hang", "suspect"] = "hang"
 
 
 class Together:
@@ -340,11 +342,12 @@ class Together:
                 whole = self._judge(evidence, seen)
                 self._channel.decide(incident, self._decision(whole))
             time.sleep(0.05)
-        return Settled(self._action, None)
+        return Settled(self._action, None) if evidence.ends else Settled("dump", None, outcome="suspect")
 
     def _judge(self, evidence: Evidence, seen: Seen) -> Common:
         """Everything that any node has seen, and the verdict over it."""
-        everything, foreign, files = whole_of(replace(evidence, outcome="hang"), seen.evidence, self._about.host)
+        everything, foreign, files = whole_of(evidence, seen.evidence, self._about.host)
+        everything = with_answer(everything)
         verdict = judged(everything, self._about)
         name = name_of(self._about.run_name, time.time(), verdict.outcome)
         return Common(verdict, everything, name, foreign, files)
@@ -353,18 +356,20 @@ class Together:
         steps = [rank.progress.step for rank in common.evidence.ranks if rank.progress and rank.progress.step]
         path = os.fspath(self._about.bundle_dir / common.name)
         lowest = min(steps, default=None)
-        return Decision(common.verdict, self._action, self._about.host[:255], path[:4096], lowest)
+        action: Action = self._action if common.verdict.outcome == "hang" else "dump"
+        return Decision(common.verdict, action, self._about.host[:255], path[:4096], lowest)
 
     def _agreed(self, decision: Decision, evidence: Evidence, whole: Common | None) -> Settled:
         assert self._channel is not None
         self._channel.tell(agrees=True, doing="watching", at_limit=False)
+        outcome: Literal["hang", "suspect"] = "suspect" if decision.verdict.outcome == "suspect" else "hang"
         is_whole = whole is not None and decision.verdict == whole.verdict
         verdict = replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, is_whole))
         if whole is not None and is_whole:
-            return Settled(decision.action, dataclasses.replace(whole, verdict=verdict), decision.step)
+            return Settled(decision.action, dataclasses.replace(whole, verdict=verdict), decision.step, outcome)
         name = name_of(f"{self._about.run_name}-{self._about.host}", time.time(), verdict.outcome)
         half = Common(verdict, replace(evidence, outcome=verdict.outcome), name)
-        return Settled(decision.action, half, decision.step)
+        return Settled(decision.action, half, decision.step, outcome)
 
     def all_agree(self, incident: int) -> bool:
         """Waits until all others know the decision; nobody acts before. False: torchrun has begun another round.
@@ -379,6 +384,19 @@ class Together:
                 return page is None or page.incident != incident or page.phase == "agreed"
             time.sleep(0.05)
         return True
+
+
+def with_answer(evidence: Evidence) -> Evidence:
+    """The evidence of all nodes, with the answer of them all: proved dead, or as the node says that knows the least.
+
+    Without a proof the job ends only if a node says so whose answer is the one of all.
+    """
+    from safelaunch.diagnose.proof import prove
+    from safelaunch.diagnose.waits import Case
+
+    if evidence.answer in (None, "unknown") and prove(Case.of(evidence)):
+        return replace(evidence, answer="dead", outcome="hang")
+    return replace(evidence, outcome="hang" if evidence.ends else "suspect")
 
 
 def _action(on_stall: str) -> Action:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from safelaunch.beacon import layout
+from safelaunch.capture.counters import Counters
 from safelaunch.capture.look import Target
 from safelaunch.launch.process import identify
 from safelaunch.model import EarlyLook, Inconsistency, Progress
 from safelaunch.roster.progress import AgentEvent, Page, Roster, Worker
 from safelaunch.watch import pulse, quiet, rhythm, stall
 from safelaunch.watch.strides import Strides
+from safelaunch.watch.work import Background
 
 # Longer than this, and this many times longer than a usual step: the job was stalled.
 QUIET_S, QUIET_TIMES = 2.0, 5.0
@@ -42,6 +44,8 @@ class Watch:
         self.roster = roster
         self.policy = policy
         self.cap_s: float | None = None
+        self.background = Background()  # of this attempt, learned by ``WorkTaker`` while it makes steps
+        self.quiet: Counters | None = None  # what the job had done some time after it became quiet
         self.state = stall.started(now)
         self._bounds = bounds
         self._limits = pulse.Limits(policy.startup_s, policy.stall_s, bounds)
@@ -72,6 +76,7 @@ class Watch:
             self.early = ()
             self._learned = rhythm.Learned()
             self._pulse = pulse.Pulse()
+            self.background, self.quiet = Background(), None
             self.policy = replace(self.policy, startup_s=self._limits.startup_s)
         damaged = self.roster.damaged()
         for rank in damaged:
@@ -204,9 +209,11 @@ class Watch:
             return True
         return False
 
-    def conclude(self, suspected: stall.Stall, movement: stall.Movement, now: float) -> stall.Event | None:
+    def conclude(
+        self, suspected: stall.Stall, found: stall.Found, now: float, limits: stall.Limits = stall.UNLIMITED
+    ) -> stall.Event | None:
         """Feeds the closer look's result to the detector; see ``stall.conclude``."""
-        self.state, event = stall.conclude(self.state, suspected, movement, self.policy, now)
+        self.state, event = stall.conclude(self.state, suspected, found, self.policy, now, limits)
         return event
 
     def standing(self, now: float) -> stall.Stall | None:
@@ -248,9 +255,18 @@ class Watch:
         """It hangs, as all nodes have found together: nothing is suspected any more."""
         self.state = replace(self.state, status=stall.Status.HUNG)
 
-    def look_again(self) -> None:
-        """What was suspected is suspected anew at the next tick."""
-        self.state = replace(self.state, status=stall.Status.WATCHING, look_again_s=0.0)
+    @property
+    def is_held(self) -> bool:
+        return self.state.status is stall.Status.HUNG
+
+    def release(self, mark_s: float, now: float) -> None:
+        """What was held goes on, and is looked at again later."""
+        again_s = now + max(self.policy.confirm_s, min(self.policy.stall_s / 4, 60.0))
+        self.state = replace(self.state, status=stall.Status.UNDECIDED, mark_s=mark_s, look_again_s=again_s)
+
+    def read_quiet_again(self) -> None:
+        """A look has asked the ranks: what they did to answer is not to be taken for work."""
+        self.quiet = None
 
     def start_again(self, now: float) -> None:
         """The clock is started again."""
@@ -322,6 +338,10 @@ class Watch:
     def ended(self) -> tuple[int, ...]:
         """Ranks whose process ended without reporting it."""
         return tuple(rank for rank, progress in self.last_progress.items() if progress.pid in self._gone)
+
+    def steps(self) -> dict[int, int]:
+        """When each rank marked its newest step (CLOCK_MONOTONIC, ns), as its page says now."""
+        return {rank: page.read().last_step_ns for rank, page in self._pages.items()}
 
     def stepped_since(self, suspected: stall.Stall) -> bool:
         """Whether one of the ranks under suspicion has marked progress since."""

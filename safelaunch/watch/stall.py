@@ -1,8 +1,9 @@
 """When has a job stopped making progress? A pure state machine over the ranks' marks.
 
 ``tick`` is given the marks several times a second and says when to *suspect* a stall; the caller then looks closer
-(two samples of stacks and process states some seconds apart) and tells ``conclude`` what it saw. The job is as far as
-its slowest stepping rank. Times are seconds of CLOCK_MONOTONIC.
+(two samples of stacks and process states some seconds apart) and tells ``conclude`` what it found: is the job proved
+dead, does something work, or is neither known? ``ends_after_s`` is the table of what follows. The job is as far as its
+slowest stepping rank. Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from safelaunch.model import Answer
+
 # Between two ticks the supervisor itself was stopped or the machine suspended: what it missed is no stall.
 CLOCK_GAP_S = 5.0
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Thresholds in seconds. ``startup_max_s`` None: before the first step, a rank that computes is never given up."""
+    """Thresholds in seconds. ``stall_given``, ``startup_given``, ``max_stall_given``: by the user."""
 
     stall_s: float
     startup_s: float
     max_stall_s: float
-    startup_max_s: float | None
     confirm_s: float = 2.0
+    stall_given: bool = False
+    startup_given: bool = False
+    max_stall_given: bool = False
 
 
 def confirm_after_s(stall_s: float) -> float:
@@ -53,7 +58,7 @@ class Mark(msgspec.Struct, frozen=True):
 class Status(Enum):
     WATCHING = "watching"
     CONFIRMING = "confirming"  # the caller is taking a closer look
-    UNDECIDED = "undecided"  # no step, yet something computes or writes
+    UNDECIDED = "undecided"  # no step, and no reason to end the job yet
     HUNG = "hung"
 
 
@@ -92,9 +97,29 @@ class Event:
     stall: Stall | None = None
 
 
-Movement = Literal["moving", "active", "still", "stopped", "elsewhere"]
-"""What the closer look saw: a mark changed; something computes or writes; nothing does; every rank is stopped; nothing
-does of what is seen, and ranks that are not seen may."""
+Found = Answer | Literal["moving", "stopped"]
+"""What the closer look found. ``moving``: a mark changed. ``stopped``: every rank is."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The time limits of the groups in which ranks wait, as ages of the stall in seconds; None: none is known.
+
+    ``abort_s``: when the first of them is over, and torch aborts the job. ``waits``: some rank waits for its peers.
+    """
+
+    abort_s: float | None = None
+    waits: bool = True
+
+    @property
+    def before_abort_s(self) -> float | None:
+        """Shortly before then: the evidence has to be taken first."""
+        if self.abort_s is None:
+            return None
+        return max(0.0, self.abort_s - min(MOST_MARGIN_S, max(LEAST_MARGIN_S, MARGIN_PART * self.abort_s)))
+
+
+UNLIMITED = Limits()
+LEAST_MARGIN_S, MOST_MARGIN_S, MARGIN_PART = 5.0, 60.0, 0.1
 
 
 def started(now: float) -> State:
@@ -162,32 +187,51 @@ def _base_s(state: State, covers: frozenset[tuple[int, float]], policy: Policy, 
     return now if waited_s > policy.stall_s else state.base_s
 
 
-def limit_s(policy: Policy, stall: Stall, movement: Movement) -> float | None:
-    """How long the job may go without a step while it is not known to stand still; None: for ever.
+def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
+    """How long the job may go without progress before it is ended; None: for ever."""
+    threshold_s, limit_s = stall.threshold_s, max(policy.max_stall_s, stall.threshold_s)
+    given = policy.startup_given if stall.before_first_step else policy.stall_given
+    if answer == "dead" or (answer == "unknown" and given):
+        return threshold_s
+    if given or policy.max_stall_given:
+        return limit_s
+    if answer == "alive" or (stall.before_first_step and not limits.waits):
+        return None  # it works, or is a server that nobody calls
+    if answer == "unknown" and limits.before_abort_s is not None:
+        return min(limit_s, max(threshold_s, limits.before_abort_s))
+    return max(limit_s, limits.abort_s or 0.0)
 
-    Nobody waits for ever for ranks that are not seen.
-    """
-    if not stall.before_first_step:
-        return policy.max_stall_s
-    if policy.startup_max_s is None and movement == "elsewhere":
-        return max(policy.startup_s, policy.max_stall_s)
-    return policy.startup_max_s
+
+def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
+    """When a bundle of the job that continues is due; None: never, as the user's threshold decides."""
+    if policy.startup_given if stall.before_first_step else policy.stall_given:
+        return None
+    if answer != "alive":
+        return stall.threshold_s
+    before_s = limits.before_abort_s
+    return max(stall.threshold_s, ALIVE_BUNDLE_S if before_s is None else min(ALIVE_BUNDLE_S, before_s))
 
 
-def conclude(state: State, stall: Stall, movement: Movement, policy: Policy, now: float) -> tuple[State, Event | None]:
-    """What the closer look saw. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
+ALIVE_BUNDLE_S = 1800.0
+
+
+def conclude(
+    state: State, stall: Stall, found: Found, policy: Policy, now: float, limits: Limits = UNLIMITED
+) -> tuple[State, Event | None]:
+    """What the closer look found. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
     ``clock-restarted``; nothing when the clock was started again while the look was under way."""
     if state.status is not Status.CONFIRMING:
         return state, None
-    if movement == "moving" or state.excused:
+    if found == "moving" or state.excused:
         return replace(state, status=Status.WATCHING), Event("recovered", stall)
-    if movement == "stopped":
+    if found == "stopped":
         return State(base_s=now, last_tick_s=now), Event("clock-restarted", stall)
-    limit = limit_s(policy, stall, movement)
-    if movement == "still" or (limit is not None and now - stall.mark_s >= limit):
+    limit = ends_after_s(policy, stall, found, limits)
+    if limit is not None and now - stall.mark_s >= limit:
         return replace(state, status=Status.HUNG), Event("hang", stall)
     # Looking closer costs the job a little, so the looks grow rarer as the wait grows longer.
     wait = max(policy.confirm_s, min(stall.threshold_s / 4, 60.0))
-    if limit is not None:
-        wait = min(wait, max(0.0, stall.mark_s + limit - now - policy.confirm_s))
+    for due in (limit, suspect_after_s(policy, stall, found, limits)):
+        if due is not None and now - stall.mark_s < due:
+            wait = min(wait, max(0.0, stall.mark_s + due - now - policy.confirm_s))
     return replace(state, status=Status.UNDECIDED, look_again_s=now + wait), Event("undecided", stall)

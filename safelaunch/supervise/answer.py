@@ -1,0 +1,122 @@
+"""What two looks at a job that makes no step say: is it proved dead, does something work, or is neither known?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook
+from safelaunch.model import Answer, Evidence
+from safelaunch.supervise.looks import Looks
+from safelaunch.watch import work
+from safelaunch.watch.stall import Found, Limits
+from safelaunch.watch.work import Background, Work
+
+
+@dataclass(frozen=True)
+class Judged:
+    """``unseen``: what was not seen, or is stopped, in a clause; empty for nothing. ``group``: whose time limit is the
+    first to end, in words."""
+
+    found: Found
+    work: tuple[Work, ...] = ()
+    unseen: str = ""
+    limits: Limits = Limits()
+    group: str = ""
+
+    @property
+    def answer(self) -> Answer:
+        """As a bundle states it."""
+        return "alive" if self.found == "moving" else "unseen" if self.found == "stopped" else self.found
+
+
+def work_in(looks: Looks, background: Background) -> tuple[Work, ...]:
+    """The work between the last two looks, and before the first; what the ranks wait for counts in full."""
+    last = looks.taken[-1]
+    waiting, foreground = set[int](), set[int]()
+    for rank in last.ranks.values():
+        waits, awaited = _awaited(rank)
+        waiting |= waits
+        foreground |= awaited
+    found = (work.found(*window, background, foreground=foreground, waiting=waiting) for window in looks.windows)
+    return next(filter(None, found), ())
+
+
+def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
+    """The pids of the processes whose main thread waits for peers or a device, and of those that a main one awaits."""
+    from safelaunch.reading.calls import awaited, device_wait
+    from safelaunch.reading.frames import Stack, python_frames
+    from safelaunch.reading.kernel import kind_of
+
+    main = rank.main
+    thread = main.stack.value.main_thread if main is not None and main.stack.value is not None else None
+    if main is None or thread is None:
+        return set(), set()
+    kernel, stack = main.state.main_thread if main.state is not None else None, Stack(python_frames(thread))
+    waits = awaited(stack, kind_of(kernel) if kernel is not None else "")
+    if waits.peers is not None or device_wait(stack, (), main.pid):
+        return {main.pid}, set()
+    children = {child.pid for child in rank.children} if waits.processes else set()
+    return set(), children | ({main.pid} if waits.threads in ("work", "engine") else set())
+
+
+def what_was_not_seen(look: Look, looks: Looks) -> str:
+    """What a look lacks, or which process is stopped, in a clause; empty for nothing."""
+    if looks.counters and looks.counters[-1][1].partial:
+        return "not all processes of the job could be read"
+    return next((why for target in looks.targets for why in _lacks(target.rank, look.ranks.get(target.rank))), "")
+
+
+def _lacks(number: int, rank: RankLook | None) -> Iterator[str]:
+    if rank is None or rank.main is None or rank.main.state is None:
+        yield f"rank {number} was not seen"
+        return
+    if rank.main.state.state in "ZX":
+        return
+    if rank.main.stack.value is None or rank.main.stack.value.main_thread is None:
+        yield f"no stack of rank {number} ({rank.main.stack.missing or 'no main thread'})"
+    if len(rank.children) >= MAX_CHILDREN:
+        yield f"rank {number} has more than {MAX_CHILDREN} child processes"
+    for process in rank.processes:
+        yield from _hidden(number, process)
+
+
+def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
+    state = process.state
+    if state is None:
+        yield f"process {process.pid} of rank {number} was not seen"
+    elif state.frozen or any(thread.state in "Tt" for thread in state.threads):
+        yield f"process {process.pid} of rank {number} is stopped by a debugger, a signal or its control group"
+    elif process.stack.value is None and process.stack.kind == "timeout":
+        yield f"no stack of process {process.pid} of rank {number} in time"
+
+
+def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:
+    """The answer of two looks. ``covers``: every rank of the job is here. ``mark_s``: since when it makes no step."""
+    from safelaunch.diagnose.proof import limit_of, prove
+    from safelaunch.diagnose.waits import Case
+
+    last = looks.taken[-1]
+    states = [rank.main.state for rank in last.ranks.values() if rank.main is not None and rank.main.state is not None]
+    if states and all(state.state in "Tt" or state.frozen for state in states):
+        return Judged("stopped")
+    done = () if looks.collectives_moved else work_in(looks, background)
+    unseen = what_was_not_seen(last, looks)
+    try:
+        case = Case.of(replace(evidence, outcome="hang"))
+        proved = covers and not unseen and not looks.collectives_moved and bool(prove(case))
+        limit = limit_of(case)
+    except Exception as error:  # noqa: BLE001 - a fault of a rule's is no reason to end a job
+        return Judged("alive" if done else "unseen", done, f"the evidence was not understood: {type(error).__name__}")
+    abort_s = limit.unix_s - time.time() + time.monotonic() - mark_s if limit.unix_s is not None else None
+    limits = Limits(abort_s, limit.waits)
+    if proved:
+        return Judged("dead", done, "", limits, limit.group)
+    if done or looks.collectives_moved:
+        return Judged("alive", done, unseen, limits, limit.group)
+    if not covers and not unseen:
+        unseen = "other nodes were not seen"
+    return Judged("unseen" if unseen else "unknown", done, unseen, limits, limit.group)
