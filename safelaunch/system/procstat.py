@@ -12,7 +12,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 @dataclass(frozen=True, slots=True)
 class Stat:
     """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot.
-    ``wait_status``: of a zombie, as ``waitpid`` would return it; 0 for another user's process."""
+    ``faults``: of pages, minor and major. ``wait_status``: of a zombie, as ``waitpid`` would return it; 0 for another
+    user's process."""
 
     pid: int
     name: str
@@ -22,6 +23,7 @@ class Stat:
     start_ticks: int
     rss_bytes: int
     wait_status: int = 0
+    faults: int = 0
 
 
 def parse(text: str) -> Stat:
@@ -33,7 +35,10 @@ def parse(text: str) -> Stat:
         raise ValueError(f"not a line of /proc/<pid>/stat: {text[:80]!r}")
     cpu = (int(fields[11]) + int(fields[12])) * _TICK_MS
     status = int(fields[49]) if len(fields) > 49 and fields[49].isdigit() else 0
-    return Stat(int(head), name, fields[0], int(fields[1]), cpu, int(fields[19]), int(fields[21]) * _PAGE, status)
+    faults = int(fields[7]) + int(fields[9])
+    return Stat(
+        int(head), name, fields[0], int(fields[1]), cpu, int(fields[19]), int(fields[21]) * _PAGE, status, faults
+    )
 
 
 def read(pid: int, tid: int | None = None) -> Stat | None:

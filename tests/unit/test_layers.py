@@ -61,6 +61,7 @@ PURE = {
     "watch.quiet",
     "watch.stragglers",
     "watch.strides",
+    "watch.work",
     "report.code",
     "report.contract",
     "report.exports",

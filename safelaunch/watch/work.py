@@ -1,0 +1,204 @@
+"""Which work a job does between two readings of its counters, beyond what it does in the background. Pure.
+
+While the job makes steps, each thread's, process's and connection's highest use is learned. What a job that makes none
+does beyond that is work: somebody may be waiting for it. The main thread of a rank is never in the background, unless
+it waits for its peers or its GPU: then it may spin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from safelaunch.capture.counters import Counters, Key, ProcessCounters, Used
+
+Kind = Literal["cpu", "io", "network", "faults", "children", "rdma"]
+What = tuple[Kind, int, int, int | None]  # kind, pid, start_ticks, tid or None
+
+TIMES = 1.5  # of what was learned
+
+
+class Floor(NamedTuple):
+    """What no work is: up to ``once`` in a window, or up to ``per_s``, whichever is more."""
+
+    once: float
+    per_s: float
+
+
+FLOORS: Mapping[Kind, Floor] = {
+    # Milliseconds. A thread that polls every millisecond takes up to 3 % of a core.
+    "cpu": Floor(20.0, 30.0),
+    # Bytes. Heartbeats, progress bars and a logger's lines are below 1 KiB/s, a read of a log or of /proc below 16 KiB.
+    "io": Floor(16 << 10, 1 << 10),
+    # Bytes. A group's monitor asks the store for a key each second: 0.2 KiB/s. Keepalive probes count nothing.
+    "network": Floor(4 << 10, 1 << 10),
+    # Pages: 1 MiB, as a garbage collector or a timer's Python code touch.
+    "faults": Floor(256, 16),
+    "children": Floor(0, 0),
+    # Bytes. An idle InfiniBand port carries its subnet manager's packets of 256 bytes only.
+    "rdma": Floor(64 << 10, 4 << 10),
+}
+QUEUED_SHARE = 0.25  # of the time: one that waits less for a core is not kept from its work
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most in one window, per second and in total: a burst fills a short window, and is lost in a long one."""
+
+    per_s: float = 0.0
+    once: float = 0.0
+
+    def plus(self, amount: float, seconds: float) -> Peak:
+        return Peak(max(self.per_s, amount / seconds), max(self.once, amount))
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What the job does while it makes steps. ``changes``: processes that began or ended in all windows, which took
+    ``seconds``: what comes once in ten windows comes once in ten windows later on, too."""
+
+    peaks: Mapping[What, Peak] = field(default_factory=dict)
+    changes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """``rank``: the pid of the rank's main process; 0 for ``rdma``, which is the node's. ``tid``: None for a process.
+
+    ``amount``: per second: milliseconds of CPU, bytes, pages or processes.
+    """
+
+    rank: int
+    pid: int
+    tid: int | None
+    kind: Kind
+    amount: float
+
+    @property
+    def words(self) -> str:
+        who = f"process {self.pid}"
+        if self.tid is not None:
+            who = f"{'the main thread' if self.tid == self.pid else f'thread {self.tid}'} of {who}"
+        if self.kind == "cpu":
+            return f"{who} uses {self.amount / 1000:.0%} of a core, or waits for one"
+        if self.kind == "children":
+            return f"processes below {self.pid} begin or end, {self.amount:.2g} per second"
+        if self.kind == "faults":
+            return f"{who} touches {self.amount:.0f} new pages per second"
+        if self.kind == "rdma":
+            return f"the node's RDMA ports carry {_bytes(self.amount)}/s"
+        does = "sends and receives" if self.kind == "network" else "reads and writes"
+        return f"{who} {does} {_bytes(self.amount)}/s"
+
+
+class _Use(NamedTuple):
+    what: What
+    rank: int
+    amount: float
+
+
+_CHANGES: What = ("children", 0, 0, None)  # of the whole job
+_RDMA: What = ("rdma", 0, 0, None)
+
+
+def learn(background: Background, before: Counters, after: Counters) -> Background:
+    """With the use between two readings, some seconds apart, between which the job made steps."""
+    seconds = after.at_s - before.at_s
+    if seconds <= 0:
+        return background
+    changes = len(_changes(before, after))
+    used = {use.what: use.amount for use in _uses(before, after) if use.what[1:3] in before.processes}
+    used |= {_CHANGES: changes, _RDMA: _more(before.rdma_bytes, after.rdma_bytes)}
+    there = {(*key, tid) for key, one in after.processes.items() for tid in (None, *one.threads)} | {(0, 0, None)}
+    peaks = {what: peak for what, peak in background.peaks.items() if what[1:] in there}
+    peaks |= {what: peaks.get(what, Peak()).plus(amount, seconds) for what, amount in used.items()}
+    return Background(peaks, background.changes + changes, background.seconds + seconds)
+
+
+def found(
+    before: Counters,
+    after: Counters,
+    background: Background,
+    *,
+    foreground: Collection[int] = (),
+    waiting: Collection[int] = (),
+) -> tuple[Work, ...]:
+    """The work between two readings that is not background, that which exceeds it the most first.
+
+    ``foreground``: processes that a rank's main thread waits for, whose work is never background. ``waiting``: ranks'
+    main processes whose main threads wait for their peers or their GPU.
+    """
+    seconds = after.at_s - before.at_s
+    if seconds <= 0:
+        return ()
+    work: list[tuple[float, Work]] = []
+
+    def judge(use: _Use, peak: Peak) -> None:
+        kind, pid, _, tid = use.what
+        floor = FLOORS[kind]
+        allowed = max(floor.once, floor.per_s * seconds) + TIMES * max(peak.once, peak.per_s * seconds)
+        if use.amount > allowed:
+            work.append((use.amount / max(allowed, 1), Work(use.rank, pid, tid, kind, use.amount / seconds)))
+
+    changed = _changes(before, after)
+    if changed:
+        rank, mean = changed[-1], background.changes / background.seconds if background.seconds else 0.0
+        once = background.peaks.get(_CHANGES, Peak()).once
+        judge(_Use(("children", rank, 0, None), rank, len(changed)), Peak(0.0, once + mean * seconds))
+    helpers = changed and not work  # short-lived ones as ever, whatever they do
+    judge(_Use(_RDMA, 0, _more(before.rdma_bytes, after.rdma_bytes)), background.peaks.get(_RDMA, Peak()))
+    for use in _uses(before, after):
+        kind, pid, start_ticks, tid = use.what
+        is_main = tid == pid == use.rank
+        if pid in foreground or (is_main and pid not in waiting):
+            judge(use, Peak())
+        elif not (is_main and kind == "cpu") and not (helpers and (pid, start_ticks) not in before.processes):
+            judge(use, background.peaks.get(use.what, Peak()))
+    return tuple(one for _, one in sorted(work, key=lambda item: -item[0]))
+
+
+def _changes(before: Counters, after: Counters) -> list[int]:
+    """The rank of each process that began between the readings, or of each that ended, if these are more."""
+    began = [one.rank for key, one in after.processes.items() if key not in before.processes and _is_new(key, before)]
+    ended = [one.rank for key, one in before.processes.items() if key not in after.processes]
+    return max(began, ended, key=len)
+
+
+def _is_new(key: Key, before: Counters) -> bool:
+    """Not one that the reading before has missed."""
+    return key[1] >= before.at_ticks
+
+
+def _uses(before: Counters, after: Counters) -> Iterator[_Use]:
+    """What each thread and each process has used between the readings; one that is new, since its begin."""
+    seconds = after.at_s - before.at_s
+    for key, now in after.processes.items():
+        was = before.processes.get(key) or (ProcessCounters(now.rank) if _is_new(key, before) else None)
+        if was is None:
+            continue
+        for tid, used in now.threads.items():
+            earlier = was.threads.get(tid, _NOTHING)
+            cpu_ms, queued_ms = _more(earlier.cpu_ms, used.cpu_ms), _more(earlier.queued_ms, used.queued_ms)
+            is_kept_waiting = queued_ms >= QUEUED_SHARE * 1000 * seconds
+            yield _Use(("cpu", *key, tid), now.rank, cpu_ms + queued_ms * is_kept_waiting)
+        main_io, main_faults = _more(was.main_io_bytes, now.main_io_bytes), _more(was.main_faults, now.main_faults)
+        if key[0] == now.rank:
+            yield _Use(("io", *key, key[0]), now.rank, main_io)
+            yield _Use(("faults", *key, key[0]), now.rank, main_faults)
+        yield _Use(("io", *key, None), now.rank, _more(was.io_bytes + main_io, now.io_bytes))
+        yield _Use(("faults", *key, None), now.rank, _more(was.faults + main_faults, now.faults))
+        moved = sum(_more(was.sockets.get(inode, 0), count) for inode, count in now.sockets.items())
+        yield _Use(("network", *key, None), now.rank, moved)
+
+
+_NOTHING = Used(0.0)
+
+
+def _more(before: float, after: float) -> float:
+    return max(0.0, after - before)
+
+
+def _bytes(amount: float) -> str:
+    return f"{amount / 1e6:.1f} MB" if amount >= 1e6 else f"{amount / 1e3:.1f} kB"
