@@ -16,7 +16,16 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.cluster.messages import MOST_OF_NODE, MOST_RANKS, BadMessage, packed, unpacked
-from safelaunch.model import Answer, Collective, Evidence, FlightRecord, GroupStatus, NodeEvidence, Progress, RankEvidence
+from safelaunch.model import (
+    Answer,
+    Collective,
+    Evidence,
+    FlightRecord,
+    GroupStatus,
+    NodeEvidence,
+    Progress,
+    RankEvidence,
+)
 from safelaunch.model.entries import Entries, Kinds
 
 MOST_ENTRIES = 4096  # of a rank

@@ -7,7 +7,7 @@ check the type of every field. msgspec checks types while decoding, at the speed
 from __future__ import annotations
 
 from safelaunch.model.blamed import BlamedRank, Incident, Remembered, Unit
-from safelaunch.model.evidence import EarlyLook, Evidence, FirstWord, Inconsistency, Launched, Outcome, Place
+from safelaunch.model.evidence import Answer, EarlyLook, Evidence, FirstWord, Inconsistency, Launched, Outcome, Place
 from safelaunch.model.nodes import (
     AgentState,
     GpuProcess,

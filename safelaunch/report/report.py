@@ -54,7 +54,12 @@ _STACK_FRAMES = 40
 _NCCL_LINES = 16
 _MEMORY_FRAMES = 6
 
-OUTCOMES = {"hang": "the job hangs", "suspect": "the job may hang", "crash": "the job crashed", "dump": "a look at the job"}
+OUTCOMES = {
+    "hang": "the job hangs",
+    "suspect": "the job may hang",
+    "crash": "the job crashed",
+    "dump": "a look at the job",
+}
 
 
 # --- one screen ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook
 from safelaunch.model import Answer, Evidence
 from safelaunch.supervise.looks import Looks
 from safelaunch.watch import work
-from safelaunch.watch.stall import Found, Limits
+from safelaunch.watch.stall import UNLIMITED, Found, Limits
 from safelaunch.watch.work import Background, Work
 
 
@@ -24,7 +24,7 @@ class Judged:
     found: Found
     work: tuple[Work, ...] = ()
     unseen: str = ""
-    limits: Limits = Limits()
+    limits: Limits = UNLIMITED
     group: str = ""
 
     @property

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from safelaunch.launch.job import HOLD_S
 from safelaunch.model import Outcome
 from safelaunch.supervise import incident
-from safelaunch.supervise.incident import Circumstances, Exits, Report, Timeline
 from safelaunch.supervise.answer import work_in
+from safelaunch.supervise.incident import Circumstances, Exits, Report, Timeline
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Watch

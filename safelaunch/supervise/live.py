@@ -32,8 +32,8 @@ from safelaunch.launch.paths import working_directory
 from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_ranks
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.supervise import incident
-from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
 from safelaunch.supervise.answer import work_in
+from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
 from safelaunch.supervise.looks import look_at
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
 from safelaunch.supervise.recording import Recordings

@@ -29,8 +29,8 @@ class Looks:
 
     ``entries``: for each look, the newest entry of each rank's Flight Recorder. ``counters``: what the job had done at
     the beginning and at the end of each look, so that what a look costs the ranks lies between no two of them;
-    ``quiet``: some time before. ``env``: the first rank's environment. ``resends``: at the newest look, a rank's message
-    to another one had not arrived.
+    ``quiet``: some time before. ``env``: the first rank's environment. ``resends``: at the newest look, a message from
+    one rank to another had not arrived.
     """
 
     targets: tuple[Target, ...]

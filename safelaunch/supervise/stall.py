@@ -1,4 +1,4 @@
-"""A stall, from its first sign to its bundle: two looks, an answer, and what the table of ``watch.stall`` says of it."""
+"""A stall, from its first sign to its bundle: two looks, an answer, and what follows from it (see ``watch.stall``)."""
 
 from __future__ import annotations
 
@@ -387,9 +387,7 @@ class StallCase:
         if suspicion.own:
             self._together.let_go()
 
-    def _write_together(
-        self, suspicion: _Suspicion, looks: Looks, judged: Judged, number: int, now: float
-    ) -> None:
+    def _write_together(self, suspicion: _Suspicion, looks: Looks, judged: Judged, number: int, now: float) -> None:
         """Nobody knows yet whether the job ends, so no process is stopped for it."""
         ask = self._asking_nccl()
         known = incident.known_of(self._watch, self._exits())
