@@ -235,27 +235,35 @@ class WorkTaker(Poller[Counters]):
         self._since_s = 0.0
 
     def is_due(self, now: float) -> bool:
-        return bool(self._watch.last_progress)
+        """Neither where what is to be known of a quiet time is known, nor often where the job has stepped for long."""
+        if not self._watch.last_progress or (self._is_quiet(now) and self._watch.quiet is not None):
+            self._before = None
+            return False
+        return True
 
     def question(self) -> Callable[[], Counters] | None:
         pids, before = [target.pid for target in self._watch.targets()], self._before
         return (lambda: counters.read(pids, before)) if pids else None
 
     def take(self, answer: Counters, now: float) -> None:
-        watch, before, self._before = self._watch, self._before, answer
-        spell = watch.spell(now)
-        since_s = spell.since_s if spell is not None else now
-        if now - since_s > max(QUIET_AFTER_S, QUIET_TIMES * watch.usual_step_s):
-            watch.quiet = watch.quiet or answer
+        watch, before = self._watch, self._before
+        if self._is_quiet(now):
+            watch.take_quiet(answer)
             self._before = self._tentative = None
-        elif before is not None:
-            known = self._tentative or watch.background
-            self._tentative = work.learn(known, before, answer)
+            return
+        if before is not None:
+            self._tentative = work.learn(self._tentative or watch.background, before, answer)
+        since_s = self._mark_s(now)
         if since_s > self._since_s:
             watch.background = self._tentative or watch.background
-            self._tentative, self._since_s, watch.quiet = None, since_s, None
-        if self._before is None or (before is not None and not self._is_young(now)):
+            self._tentative, self._since_s = None, since_s
+        self._before = answer
+        if before is not None and self.has_stepped_for(YOUNG_S, now):
             self._before, self._next_s = None, now + WINDOW_EVERY_S
 
-    def _is_young(self, now: float) -> bool:
-        return not self.has_stepped_for(YOUNG_S, now)
+    def _mark_s(self, now: float) -> float:
+        spell = self._watch.spell(now)
+        return spell.since_s if spell is not None else now
+
+    def _is_quiet(self, now: float) -> bool:
+        return now - self._mark_s(now) > max(QUIET_AFTER_S, QUIET_TIMES * self._watch.usual_step_s)

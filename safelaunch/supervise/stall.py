@@ -426,7 +426,7 @@ class StallCase:
         if still and len(still) < len(pages) and not stall.before_first_step:
             who = f"rank {still[0]} has" if len(still) == 1 else f"ranks {format_ranks(still)} have"
             what = f"{who} made no step {since}, while the others go on"
-        why = "" if judged.found == "dead" else f", and {self._why_ended(stall, judged)}"
+        why = "" if judged.found == "dead" else f", and nothing proves a hang, but {self._why_ended(stall, judged)}"
         say(f"{what}{why}: collecting evidence from every rank")
 
     def _why_ended(self, stall: Stall, judged: Judged) -> str:
@@ -436,7 +436,7 @@ class StallCase:
             return f"that is {'--startup-timeout' if stall.before_first_step else '--stall-timeout'}"
         before_s, limit_s = limits.before_abort_s, ends_after_s(policy, stall, judged.answer, limits)
         if before_s is not None and limit_s is not None and before_s <= limit_s < policy.max_stall_s:
-            return f"the time limit of group {judged.group} ends soon"
+            return f"the time limit of group {judged.group} ends then"
         return "that is --max-stall"
 
     def _say_waiting(self, stall: Stall, judged: Judged, now: float) -> None:
@@ -444,13 +444,15 @@ class StallCase:
         if self._said_waiting == judged.found:
             return
         self._said_waiting = judged.found
-        limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
-        until = "safelaunch does not end it" if limit_s is None else f"ended after {limit_s:.0f} s at the earliest"
         if judged.found == "alive":
             what = f"the job works ({judged.work[0].words})" if judged.work else "the job works"
         else:
-            what = "nothing proves a hang" + (f": {judged.unseen}" if judged.unseen else "")
-        say(f"no step for {now - stall.mark_s:.0f} s, but {what}; it continues ({until})")
+            what = "nothing proves a hang" + (f" ({judged.unseen})" if judged.unseen else "")
+        text = f"no step for {now - stall.mark_s:.0f} s, but {what}: it continues"
+        limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
+        if limit_s is not None:
+            text += f"; without a step, it is ended after {limit_s:.0f} s: {self._why_ended(stall, judged)}"
+        say(text)
 
 
 _VOTES: Mapping[Found, Vote] = {

@@ -45,7 +45,9 @@ class Watch:
         self.policy = policy
         self.cap_s: float | None = None
         self.background = Background()  # of this attempt, learned by ``WorkTaker`` while it makes steps
-        self.quiet: Counters | None = None  # what the job had done some time after it became quiet
+        self._quiet: tuple[float, Counters] | None = (
+            None  # since when it is quiet, and what it had done some time later
+        )
         self.state = stall.started(now)
         self._bounds = bounds
         self._limits = pulse.Limits(policy.startup_s, policy.stall_s, bounds)
@@ -76,7 +78,7 @@ class Watch:
             self.early = ()
             self._learned = rhythm.Learned()
             self._pulse = pulse.Pulse()
-            self.background, self.quiet = Background(), None
+            self.background, self._quiet = Background(), None
             self.policy = replace(self.policy, startup_s=self._limits.startup_s)
         damaged = self.roster.damaged()
         for rank in damaged:
@@ -264,9 +266,22 @@ class Watch:
         again_s = now + max(self.policy.confirm_s, min(self.policy.stall_s / 4, 60.0))
         self.state = replace(self.state, status=stall.Status.UNDECIDED, mark_s=mark_s, look_again_s=again_s)
 
+    @property
+    def quiet(self) -> Counters | None:
+        """What the job had done some time after it became quiet; None while that is not known."""
+        mark_s = self._slowest_s
+        return self._quiet[1] if self._quiet is not None and self._quiet[0] == mark_s else None
+
+    @property
+    def _slowest_s(self) -> float:
+        return min((mark.last_step_s or 0.0 for mark in self._marks if not mark.exited), default=0.0)
+
+    def take_quiet(self, used: Counters) -> None:
+        self._quiet = (self._slowest_s, used)
+
     def read_quiet_again(self) -> None:
         """A look has asked the ranks: what they did to answer is not to be taken for work."""
-        self.quiet = None
+        self._quiet = None
 
     def start_again(self, now: float) -> None:
         """The clock is started again."""
