@@ -13,6 +13,7 @@ from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.diagnose.exits import failed_by_itself, has_lost_a_peer
 from safelaunch.errors import CaptureError
 from safelaunch.model import (
+    Answer,
     BundlePlace,
     CaughtException,
     DeviceMemory,
@@ -56,6 +57,8 @@ class _Processes(msgspec.Struct):
 class _Watch(msgspec.Struct):
     stalled_s: float = 0.0
     threshold_s: float = 0.0
+    answer: Answer | None = None
+    work: tuple[str, ...] = ()
     why: str = ""
 
 
@@ -199,6 +202,8 @@ def read_bundle(root: Path) -> Found:
         stall_s=manifest.watch.stalled_s,
         threshold_s=manifest.watch.threshold_s,
         threshold_why=manifest.watch.why,
+        answer=manifest.watch.answer,
+        work=manifest.watch.work,
         moving=job.moving,
         notes=manifest.notes,
         nodes=_nodes(bundle),
@@ -280,6 +285,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         moving=any(found.evidence.moving for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
         nccl=nccl,
+        answer=next((one for one in _ANSWERS if any(f.evidence.answer == one for f in bundles)), None),
         inconsistent=tuple(dict.fromkeys(one for found in bundles for one in found.evidence.inconsistent)),
         launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
         stopped=stopped,
@@ -315,7 +321,8 @@ def _check_moments(bundles: Sequence[Found], names: Sequence[str]) -> None:
         )
 
 
-_WORST: tuple[Outcome, ...] = ("crash", "hang")
+_ANSWERS: tuple[Answer, ...] = ("dead", "alive", "unseen", "unknown")  # a proof is of the evidence of all nodes
+_WORST: tuple[Outcome, ...] = ("crash", "hang", "suspect")
 
 
 def _stopped_first(bundles: Sequence[Found]) -> tuple[int, ...]:

@@ -533,6 +533,8 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
             "stalled_s": round(evidence.stall_s, 3),
             "threshold_s": round(evidence.threshold_s, 3),
             "why": evidence.threshold_why,
+            "answer": evidence.answer,
+            "work": evidence.work,
         },
         "job": job_of(evidence, shape),
         "notes": evidence.notes,
