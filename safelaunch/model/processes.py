@@ -100,6 +100,8 @@ class ThreadState(Record, frozen=True):
     - ``inode``: of the pipe or socket behind ``fd``
     - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
     - ``child``: the process for whose end the call waits
+    - ``rests_in``: whose code waits in a futex: ``lock`` or ``gil`` of Python, else a file (``libtorch_cpu.so``); empty
+      if that was not found
     """
 
     tid: int
@@ -120,6 +122,7 @@ class ThreadState(Record, frozen=True):
     inode: int | None = None
     ends: tuple[OtherEnd, ...] | None = None
     child: int | None = None
+    rests_in: str = ""
 
 
 class FileLock(Record, frozen=True):
