@@ -22,6 +22,7 @@ from msgspec import structs
 
 from safelaunch.capture import filelocks, sockets, syscalls
 from safelaunch.capture.cgroups import is_frozen, throttled_ms
+from safelaunch.capture.resting import Resting
 from safelaunch.capture.result import within
 from safelaunch.errors import CaptureError
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
@@ -155,7 +156,8 @@ def _details(pid: int, letter: str) -> tuple[tuple[ThreadState, ...], tuple[str,
     """Threads, command line, file locks and notes: the part that may block."""
     notes: list[str] = []
     denied: set[str] = set()
-    threads = _threads(pid, lambda pid, tid: _full_thread(pid, tid, denied))
+    resting = Resting(pid)
+    threads = _threads(pid, lambda pid, tid: _full_thread(pid, tid, denied, resting))
     if denied:
         notes.append(
             f"{', '.join(sorted(denied))} of its threads: permission denied"
@@ -208,7 +210,7 @@ def _quick_thread(pid: int, tid: int) -> ThreadState:
     return ThreadState(tid=tid, name=stat.name, state=stat.state, cpu_ms=stat.cpu_ms)
 
 
-def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
+def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> ThreadState:
     task = Path(f"/proc/{pid}/task/{tid}")
     stat = _thread_stat(pid, tid)
 
@@ -221,7 +223,8 @@ def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
             pass  # the kernel was built without it, or the thread just ended
         return ""
 
-    call = parse_syscall(optional("syscall"))
+    text = optional("syscall")
+    call = parse_syscall(text)
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
     name = syscalls.name_of(number) if number is not None else ""
@@ -246,6 +249,7 @@ def _full_thread(pid: int, tid: int, denied: set[str]) -> ThreadState:
         locked_by=target.locked_by,
         inode=target.inode,
         child=syscalls.child_of(name, arguments),
+        rests_in=resting.rests_in(text) if name.startswith("futex") else "",
     )
 
 

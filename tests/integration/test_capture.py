@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture import gpu, logs, node, proc, stacks, worker_server
+from safelaunch.capture import gpu, logs, node, proc, resting, stacks, worker_server
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
@@ -73,6 +74,17 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         program.process.communicate()
+
+
+def compiled(name: str, folder: Path) -> Path:
+    """A library of ``programs``."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        pytest.skip("needs a C compiler")
+    library = folder / Path(name).with_suffix(".so")
+    command = [compiler, "-shared", "-fPIC", "-pthread", "-o", library, Path(__file__).parent / "programs" / name]
+    subprocess.run(command, check=True)
+    return library
 
 
 def in_call(name: str) -> Callable[[ProcessState], bool]:
@@ -152,8 +164,6 @@ BLOCKED = {
 
 @pytest.mark.parametrize("case", list(BLOCKED))
 def test_what_a_blocked_call_waits_for(start: Start, case: str) -> None:
-    import re
-
     source, call, target = BLOCKED[case]
     state = start(source).wait_for(in_call(call))
     main = state.main_thread
@@ -241,6 +251,66 @@ def test_environment_of_a_process_is_redacted(start: Start, monkeypatch: pytest.
     assert environment["NCCL_DEBUG"] == "INFO"
 
 
+# --- waits in a futex -------------------------------------------------------------------------------------------------
+
+# What has run before leaves its traces on the stack.
+TRACES = """
+import decimal, json, re
+def deep(n): return re.sub("a+", "b", json.dumps([n] * 50)) + (deep(n - 1) if n else "")
+for _ in range(20): deep(30); decimal.Decimal(2).sqrt()
+"""
+TAKEN = "import threading; lock = threading.Lock(); lock.acquire()\n"
+FOREIGN = "import ctypes, sys; c = ctypes.CDLL(sys.argv[1] if sys.argv[1:] else None); a, b = bytes(64), bytes(64)\n"
+RESTS = {
+    "a lock": (TAKEN + "with lock: pass", "lock"),
+    "a lock with a timeout": (TAKEN + "lock.acquire(timeout=1000)", "lock"),
+    "a queue": ("import queue; queue.Queue().get()", "lock"),
+    "an event": ("import threading; threading.Event().wait(1000)", "lock"),
+    "a thread": (
+        "import threading as t, time; a = t.Thread(target=time.sleep, args=(1000,)); a.start(); a.join()",
+        "lock",
+    ),
+    "the GIL": (
+        "import ctypes, threading; threading.Timer(0.1, ctypes.PyDLL(None).sleep, (1000,)).start()\nwhile True: pass",
+        "gil",
+    ),
+    "a semaphore of processes": (
+        "import multiprocessing; lock = multiprocessing.Lock(); lock.acquire(); lock.acquire()",
+        r"_multiprocessing\..*|libpython.*|python.*",
+    ),
+    "ctypes, a condition": (FOREIGN + "c.pthread_cond_wait(a, b)", "libffi.*"),
+    "ctypes, a semaphore": (FOREIGN + "c.sem_wait(a)", "libffi.*"),
+    "a library": (FOREIGN + "c.rest(0)", "librests.so"),
+    "a library, by a pointer": (FOREIGN + "c.rest(1)", "librests.so"),
+    "a library, its thread": (FOREIGN + "c.rest(2)", "librests.so"),
+    "a library, the system call": (FOREIGN + "c.rest(3)", "librests.so"),
+}
+
+
+@pytest.mark.parametrize("traces", ["", TRACES], ids=["", "after others"])
+@pytest.mark.parametrize("case", list(RESTS))
+def test_whose_code_waits_in_a_futex(start: Start, tmp_path: Path, case: str, traces: str) -> None:
+    source, expected = RESTS[case]
+    words = [os.fspath(compiled("librests.c", tmp_path))] if case.startswith("a library") else []
+    program = start(f"{traces}\n{source}", *words)
+
+    def rests(state: ProcessState, words: str = ".+") -> bool:
+        main = state.main_thread
+        return main is not None and main.syscall_name == "futex" and re.fullmatch(words, main.rests_in) is not None
+
+    program.wait_for(lambda state: rests(state, expected))
+    for _ in range(10):
+        assert rests(state := program.wait_for(rests), expected), state.main_thread
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF\x02\x01", b"\x7fELF\x02\x01" + b"\xff" * 200, b"#!/bin/sh\n" * 9])
+def test_a_file_that_is_no_program_has_no_functions(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    found = resting.Resting(os.getpid())._functions(resting._Mapping(0, 1, 0, os.fspath(file)))
+    assert found == ()
+
+
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 
@@ -306,13 +376,7 @@ def test_a_stopped_process_stays_stopped(start: Start) -> None:
 @pytest.fixture
 def uninterruptible(start: Start, tmp_path: Path) -> Program:
     """A Python process in D state: it waits in vfork for a child that does not exec."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if not compiler:
-        pytest.skip("needs a C compiler")
-    source = tmp_path / "wait.c"
-    source.write_text("#include <unistd.h>\nvoid wait_d(void) { if (vfork() == 0) { pause(); _exit(0); } }\n")
-    library = tmp_path / "wait.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    library = compiled("libwait.c", tmp_path)
     program = start(
         """
         import ctypes, sys
@@ -320,7 +384,7 @@ def uninterruptible(start: Start, tmp_path: Path) -> Program:
             ctypes.CDLL(sys.argv[1]).wait_d()
         load_shard()
         """,
-        str(library),
+        os.fspath(library),
     )
     program.wait_for(lambda state: state.state == "D")
     return program
