@@ -120,9 +120,9 @@ class Page:
         return self._words[layout.ACK] != 0
 
     def marks(self) -> tuple[int, int, int, int]:
-        """Returns the words that show progress, for a cheap poll: (last step ns, user steps, state, phase since ns)."""
+        """Returns the words that show progress, for a cheap poll: (last step ns, user steps, state, last mark ns)."""
         w = self._words
-        return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.PHASE_SINCE_NS]
+        return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.MARKED_NS]
 
     def read(self) -> Progress:
         """Reads the whole page. Bounds every value, because a damaged page may hold anything."""
@@ -150,6 +150,7 @@ class Page:
             last_step_ns=w[layout.LAST_STEP_NS],
             phase=phase,
             phase_since_ns=w[layout.PHASE_SINCE_NS],
+            marked_ns=w[layout.MARKED_NS],
             phase_timeout_s=w[layout.PHASE_TIMEOUT_NS] / 1e9,
             paused=w[layout.PAUSED] != 0,
             exception_ns=w[layout.EXCEPTION_NS],
