@@ -83,6 +83,7 @@ GUARDIAN_CODE = "SL_GUARDIAN"
 GUARDIAN_ARGUMENTS = ("-E", "-S", "-c", f"import os; exec(os.environ.pop('{GUARDIAN_CODE}'))")
 GUARDIAN_STARTER = "SL_GUARDIAN_STARTER"  # AGENT_ROLE if torchrun's beacon starts it
 AGENT_ROLE = "agent"
+RESUMED_NS = 26  # when a pause last began or ended; for the rank itself
 MARKED_NS = 25  # when a phase or a pause last began or ended: progress. PHASE_SINCE_NS: when the present phase began
 RETURNED_NS = 24  # by a rank whose function has returned, while its process hands the result over
 ASKING = 23  # written by the supervisor while a question to a handler that needs the GIL is unanswered

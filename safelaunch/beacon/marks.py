@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     Phase = tuple[str, float, int]  # name, timeout in seconds, when it began (CLOCK_MONOTONIC, ns)
 
 LONGEST_S = 1e9
-_resumed_ns = 0  # when a pause last began or ended
 
 # Before a page is claimed, and in a forked child, marks go to a private buffer.
 _bytes: bytearray | mmap.mmap = bytearray(layout.SIZE)
@@ -133,7 +132,7 @@ def enter_phase(name: str, timeout_s: float) -> Phase:
 def leave_phase(before: Phase) -> None:
     """Restores the phase around the one that ends. Pauses since then have made that one's beginning later."""
     name, timeout_s, since_ns = before
-    _set_phase(name, timeout_s, max(since_ns, _resumed_ns))
+    _set_phase(name, timeout_s, max(since_ns, _words[layout.RESUMED_NS]))
 
 
 def _set_phase(name: str, timeout_s: float, since_ns: int) -> None:
@@ -167,7 +166,5 @@ def pause(delta: int) -> None:
 
     Both count as progress, and begin the phases anew that they are in.
     """
-    global _resumed_ns
-    _resumed_ns = monotonic_ns()
-    _words[layout.PHASE_SINCE_NS] = _words[layout.MARKED_NS] = _resumed_ns
+    _words[layout.RESUMED_NS] = _words[layout.PHASE_SINCE_NS] = _words[layout.MARKED_NS] = monotonic_ns()
     _words[layout.PAUSED] = min(max(0, _words[layout.PAUSED] + delta), 1 << 32)

@@ -15,7 +15,6 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[memoryview]:
     buffer = bytearray(layout.SIZE)
     monkeypatch.setattr(marks, "_bytes", buffer)
     monkeypatch.setattr(marks, "_words", memoryview(buffer).cast("Q"))
-    monkeypatch.setattr(marks, "_resumed_ns", 0)
     ticks = iter(range(1, 1000))
     monkeypatch.setattr(marks, "monotonic_ns", lambda: next(ticks) * 10**9)
     yield marks._words
