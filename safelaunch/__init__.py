@@ -101,17 +101,18 @@ def step(*, loss: _Any = None) -> None:
 def phase(name: str, timeout: float = 0.0) -> Iterator[None]:
     """Names what this rank does in the block (``with safelaunch.phase("eval", timeout=1800): ...``).
 
-    ``timeout``: seconds after which the phase counts as stalled. 0 keeps the watchdog's own threshold.
+    ``timeout``: seconds after which the phase counts as stalled. 0 keeps that of the phase around it, else the
+    watchdog's own threshold. After the block, the phase around it goes on as it began.
     """
     marks = _marks()
     if marks is None:
         yield
         return
-    before = marks.set_phase(name, timeout)
+    before = marks.enter_phase(name, timeout)
     try:
         yield
     finally:
-        marks.set_phase(*before)
+        marks.leave_phase(before)
 
 
 @_contextmanager

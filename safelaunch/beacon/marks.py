@@ -11,6 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Phase = tuple[str, float, int]  # name, timeout in seconds, when it began (CLOCK_MONOTONIC, ns)
+
 LONGEST_S = 1e9
 
 # Before a page is claimed, and in a forked child, marks go to a private buffer.
@@ -114,16 +116,33 @@ def set_server_up() -> None:
     _words[layout.SERVER_NS] = monotonic_ns()
 
 
-def set_phase(name: str, timeout_s: float) -> tuple[str, float]:
-    """Implements ``safelaunch.phase()``. ``timeout_s`` 0 = the watchdog's own threshold. Returns the previous phase."""
-    before = get_phase()
-    data = str(name).encode("utf-8", "replace")[: layout.PHASE_MAX]
+def enter_phase(name: str, timeout_s: float) -> Phase:
+    """Implements ``safelaunch.phase()``. Returns the previous phase, for ``leave_phase``.
+
+    ``timeout_s`` 0: the time of the phase around it goes on, else the watchdog's own threshold holds.
+    """
+    before, given = get_phase(), _timeout(timeout_s)
+    if given or not before[1]:
+        _set_phase(str(name), given, monotonic_ns())
+    else:
+        _set_phase(str(name), *before[1:])
+    return before
+
+
+def leave_phase(before: Phase) -> None:
+    """Restores the phase around the one that ends. Pauses since then have made that one's beginning later."""
+    name, timeout_s, since_ns = before
+    _set_phase(name, timeout_s, max(since_ns, _words[layout.RESUMED_NS]))
+
+
+def _set_phase(name: str, timeout_s: float, since_ns: int) -> None:
+    data = name.encode("utf-8", "replace")[: layout.PHASE_MAX]
     _words[layout.PHASE_LENGTH] = 0  # so that a reader never combines the new length with the old text
     _bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + len(data)] = data
-    _words[layout.PHASE_TIMEOUT_NS] = int(_timeout(timeout_s) * 1e9)
-    _words[layout.PHASE_SINCE_NS] = monotonic_ns()
+    _words[layout.PHASE_TIMEOUT_NS] = int(timeout_s * 1e9)
+    _words[layout.PHASE_SINCE_NS] = since_ns
+    _words[layout.MARKED_NS] = monotonic_ns()
     _words[layout.PHASE_LENGTH] = len(data)
-    return before
 
 
 def _timeout(given: float) -> float:
@@ -135,14 +154,17 @@ def _timeout(given: float) -> float:
     return min(seconds, LONGEST_S) if seconds > 0 else 0.0
 
 
-def get_phase() -> tuple[str, float]:
-    """Returns ``(name, timeout_s)`` of the current phase, ``("", 0.0)`` outside any."""
+def get_phase() -> Phase:
+    """Returns ``(name, timeout_s, since_ns)`` of the current phase; outside any, name and timeout are empty."""
     length = _words[layout.PHASE_LENGTH]
     text = bytes(_bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length])
-    return text.decode("utf-8", "replace"), _words[layout.PHASE_TIMEOUT_NS] / 1e9
+    return text.decode("utf-8", "replace"), _words[layout.PHASE_TIMEOUT_NS] / 1e9, _words[layout.PHASE_SINCE_NS]
 
 
 def pause(delta: int) -> None:
-    """Implements ``safelaunch.pause()``: +1 pauses the watch of this rank, -1 resumes it. Both count as progress."""
-    _words[layout.PHASE_SINCE_NS] = monotonic_ns()
+    """Implements ``safelaunch.pause()``: +1 pauses the watch of this rank, -1 resumes it.
+
+    Both count as progress, and begin the phases anew that they are in.
+    """
+    _words[layout.RESUMED_NS] = _words[layout.PHASE_SINCE_NS] = _words[layout.MARKED_NS] = monotonic_ns()
     _words[layout.PAUSED] = min(max(0, _words[layout.PAUSED] + delta), 1 << 32)

@@ -18,19 +18,37 @@ def start_ticks(pid: int | str = "self") -> int:
 def create(path: str) -> tuple[mmap.mmap, memoryview]:
     """Creates and maps a page of ``layout.WORDS`` words at ``path``. Returns ``(mmap, view of 64-bit words)``.
 
-    It allocates the blocks before mapping them: a store to a hole of a full tmpfs would kill the rank by SIGBUS.
+    It allocates the blocks before mapping them: a store to a hole of a full tmpfs would kill the rank by SIGBUS. If the
+    page exists, this process claimed it before ``exec``: the new program begins the page, which the supervisor may have
+    mapped, anew, and finds none of the old one's files.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    again = False
+    try:
+        fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        fd = os.open(path, flags)
+        again = True
+        _remove_companions(path)
     try:
         os.posix_fallocate(fd, 0, layout.SIZE)
         mapped = mmap.mmap(fd, layout.SIZE)
     finally:
         os.close(fd)
     words = memoryview(mapped).cast("Q")
+    if again:  # READY and PID stay: without them the supervisor takes the page for a damaged one
+        mapped[2 * 8 :] = bytes(layout.SIZE - 2 * 8)
     words[layout.PID] = os.getpid()
     words[layout.START_TICKS] = start_ticks()
     words[layout.CLAIMED_NS] = monotonic_ns()
     return mapped, words
+
+
+def _remove_companions(path: str) -> None:
+    directory, name = os.path.split(path)
+    for other in os.listdir(directory):
+        if other.startswith(name + "."):
+            os.unlink(os.path.join(directory, other))
 
 
 def keep(mapping: object) -> None:

@@ -10,6 +10,7 @@ from threading import Lock
 
 import msgspec
 
+from safelaunch.capture.sink import Made, Sink
 from safelaunch.model import Artifact
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.system.printable import clean_json
@@ -54,7 +55,7 @@ def _free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-class Staging:
+class Staging(Sink):
     """A bundle in progress: writes every file as soon as it arrives, and lists every artifact.
 
     Everything written goes through ``redactor``, and nothing else writes. An artifact of more than ``limit_bytes`` is
@@ -71,34 +72,28 @@ class Staging:
         with suppress(OSError):
             make_private(root)  # otherwise each file reports it; the action on the job does not depend on it
 
-    def add(self, artifact: Artifact, data: bytes | str | None) -> None:
-        """Writes ``data`` to ``artifact.path``; None lists it as missing. A full disk costs only this file."""
+    def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
         if isinstance(data, str):
             content = self.redactor.text(data).encode("utf-8", "backslashreplace")
             if len(content) > self._limit and artifact.how != OURS:
                 tail = artifact.path.endswith(_TAILS)
-                self._put(_noted(artifact, _cut_note(tail, len(content), self._limit)), cut(content, self._limit, tail))
-                return
-            self._put(artifact, content)
-        else:
-            self._add_whole(artifact, self.redactor.data(data) if data is not None else None)
+                return _noted(artifact, _cut_note(tail, len(content), self._limit)), cut(content, self._limit, tail)
+            return artifact, content
+        return self._whole(artifact, self.redactor.data(data) if data is not None else None)
 
-    def add_json(self, artifact: Artifact, value: object) -> None:
-        """``value``: records, lists, dicts; None lists the artifact as missing."""
+    def made_json(self, artifact: Artifact, value: object) -> Made:
         if value is None:
-            self._put(artifact, None)
-            return
+            return artifact, None
         tree = self.redactor.tree(msgspec.to_builtins(value))
         text = msgspec.json.format(msgspec.json.encode(tree), indent=1).decode()
-        self._add_whole(artifact, clean_json(text).encode())
+        return self._whole(artifact, clean_json(text).encode())
 
     def add_report(self, artifact: Artifact, text: str | None) -> None:
         """Adds a text made of evidence without secrets: a search for assignments would damage it."""
         content = self.redactor.markup(text).encode("utf-8", "backslashreplace") if text is not None else None
-        self._put(artifact, content)
+        self.put((artifact, content))
 
-    def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None:
-        """Copies a file that the job wrote: a ``dump`` whole or not at all, a log's end."""
+    def made_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> Made:
         try:
             info = source.lstat()
             if not stat.S_ISREG(info.st_mode):
@@ -107,21 +102,18 @@ class Staging:
                 dump = dump or _is_binary(file.read(4096))
                 most = self._limit if dump else min(self._limit, LOG_BYTES)
                 if dump and info.st_size > most:
-                    self._put(_missing(artifact, self._too_large(info.st_size)), None)
-                    return
+                    return _missing(artifact, self._too_large(info.st_size)), None
                 size = os.fstat(file.fileno()).st_size
                 file.seek(max(0, size - most - 1))
                 data = file.read(most + 1)
         except OSError as error:
-            self._put(_missing(artifact, f"{source.name}: {error.strerror or error}"), None)
-            return
+            return _missing(artifact, f"{source.name}: {error.strerror or error}"), None
         if dump:
-            self._add_whole(artifact, self.redactor.data(data))
-            return
+            return self._whole(artifact, self.redactor.data(data))
         if len(data) > most:
             artifact = _noted(artifact, _cut_note(True, size, most))
             data = cut(data, most, tail=True)
-        self.add(artifact, self.redactor.said(data.decode("utf-8", "backslashreplace")))
+        return self.made(artifact, self.redactor.said(data.decode("utf-8", "backslashreplace")))
 
     def finish(self, manifest: object) -> None:
         """Writes ``manifest.json``, which lists all other files; if that fails, it counts as missing."""
@@ -171,12 +163,14 @@ class Staging:
         reason = "something removed it while the bundle was being assembled"
         return msgspec.structs.replace(artifact, missing=reason, bytes=0)
 
-    def _add_whole(self, artifact: Artifact, content: bytes | None) -> None:
+    def _whole(self, artifact: Artifact, content: bytes | None) -> Made:
         if content is not None and len(content) > self._limit and artifact.how != OURS:
-            artifact, content = _missing(artifact, self._too_large(len(content))), None
-        self._put(artifact, content)
+            return _missing(artifact, self._too_large(len(content))), None
+        return artifact, content
 
-    def _put(self, artifact: Artifact, content: bytes | None) -> None:
+    def put(self, made: Made) -> None:
+        """A full disk costs only this file."""
+        artifact, content = made
         artifact = msgspec.structs.replace(artifact, path=self.redactor.text(artifact.path))  # the job names its files
         with self._writing:  # a file that is written is listed
             if self._closed:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from safelaunch.model import Artifact, GilTest, Progress, RankEvidence, RankExit
 from safelaunch.redaction.evidence import without_secrets
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.system.printable import is_clean
 
 from . import flight_dump, flight_recorder, last_words, stacks, worker_server
@@ -22,22 +20,10 @@ from .flight_recorder import FlightCapture
 from .last_words import LastWords
 from .look import Look, RankLook, Target, evidence_of
 from .parallel import gather, late
+from .sink import Gate, Sink, Step
 
 RANK_DEADLINE_S = 8.0
 RAW_OUTPUT = "contains the job's terminal sequences: read it with less or vim, not with cat"
-
-
-class Sink(Protocol):
-    """The bundle in progress, which takes artifacts. ``redactor`` removes secrets."""
-
-    @property
-    def redactor(self) -> Redactor: ...
-
-    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
-
-    def add_json(self, artifact: Artifact, value: object) -> None: ...
-
-    def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None: ...
 
 
 Answer = tuple[GilTest, FlightCapture]  # of a rank's worker server
@@ -63,31 +49,35 @@ def ranks(
     pages: Path,
     host: str,
     sink: Sink,
+    found: dict[int, RankEvidence] | None = None,
     *,
     ask: bool = True,
 ) -> tuple[RankEvidence, ...]:
     """The evidence of all ``targets``, collected in parallel; every file, or its absence, goes to ``sink``.
 
-    ``ask`` False: the ranks are gone or about to end, so their worker servers are not asked.
+    ``ask`` False: the ranks are gone or about to end, so their worker servers are not asked. Of a rank that comes too
+    late, evidence and files are those of the steps that it finished. ``found`` has them by rank as they come.
     """
+    found = {} if found is None else found
+    gates = [Gate(sink) for _ in targets]
 
-    def one(target: Target) -> RankEvidence:
-        return _rank(target, looks, known.get(target.rank, Known()), pages, host, sink, ask)
+    def one(target: Target, gate: Gate) -> bool:
+        _rank(target, looks, known.get(target.rank, Known()), pages, host, gate, ask, found)
+        return True
 
-    calls = [lambda target=target: one(target) for target in targets]
+    calls = [lambda target=target, gate=gate: one(target, gate) for target, gate in zip(targets, gates, strict=True)]
     deadline_s = RANK_DEADLINE_S + 2.0
     results = gather(calls, deadline_s=deadline_s)
-    for target, result in zip(targets, results, strict=True):
+    for target, gate, result in zip(targets, gates, results, strict=True):
+        gate.close()
         if result is None:
             sink.add(Artifact(f"ranks/{target.rank}", "safelaunch", deadline_s, late(deadline_s)), None)
-    return tuple(
-        result or _known_of(target, looks, known.get(target.rank, Known()), host)
-        for target, result in zip(targets, results, strict=True)
-    )
+        if target.rank not in found:
+            found[target.rank] = at_hand(target, looks, known.get(target.rank, Known()), host, sink)
+    return tuple(found[target.rank] for target in targets)
 
 
 def _known_of(target: Target, looks: Sequence[Look], known: Known, host: str) -> RankEvidence:
-    """What is there already: all that is left of a rank whose other evidence comes too late."""
     main, children = evidence_of(looks, target.rank)
     return RankEvidence(
         rank=target.rank,
@@ -105,9 +95,8 @@ def _known_of(target: Target, looks: Sequence[Look], known: Known, host: str) ->
     )
 
 
-def _rank(
-    target: Target, looks: Sequence[Look], known: Known, pages: Path, host: str, sink: Sink, ask: bool
-) -> RankEvidence:
+def at_hand(target: Target, looks: Sequence[Look], known: Known, host: str, sink: Sink) -> RankEvidence:
+    """What is there already, with its files: all that is left of a rank whose other evidence comes too late."""
     folder = f"ranks/{target.rank}"
     found = _known_of(target, looks, known, host)
     _write_stacks(folder, most_telling(looks, target.rank), sink)
@@ -118,33 +107,53 @@ def _rank(
         Artifact(f"{folder}/progress.json", "progress page", 0.0, "" if progress else "this rank has no beacon"),
         progress,
     )
-    gil = GilTest()
-    record = found.flight_record
     if known.answer is not None:
-        gil = without_secrets(known.answer[0], sink.redactor)
         _write_flight_record(target.rank, known.answer[1], sink)
-    elif ask and target.socket is not None:
+        found = msgspec.structs.replace(found, gil=without_secrets(known.answer[0], sink.redactor))
+    return found
+
+
+def _rank(
+    target: Target,
+    looks: Sequence[Look],
+    known: Known,
+    pages: Path,
+    host: str,
+    gate: Gate,
+    ask: bool,
+    found: dict[int, RankEvidence],
+) -> None:
+    """Collects the evidence of one rank in steps; after each, ``found`` has what there is so far."""
+    folder = f"ranks/{target.rank}"
+    step = Step(gate)
+
+    def take(side: RankEvidence) -> RankEvidence:
+        step.done(lambda: found.update({target.rank: side}))
+        return side
+
+    side = take(at_hand(target, looks, known, host, step))
+    if known.answer is None and ask and target.socket is not None:
         gil, capture = ask_server(target)
-        gil, capture = without_secrets(gil, sink.redactor), without_secrets(capture, sink.redactor)
-        record = capture.record.value
-        _write_flight_record(target.rank, capture, sink)
-    else:
+        gil, capture = without_secrets(gil, gate.redactor), without_secrets(capture, gate.redactor)
+        _write_flight_record(target.rank, capture, step)
+        side = take(msgspec.structs.replace(side, flight_record=capture.record.value, gil=gil))
+    elif known.answer is None:
         reason = "not asked: the rank is ending" if not ask else _no_server(target)
-        sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
-    words = without_secrets(_last_words(pages, target.page_name or known.page_name), sink.redactor)
-    _write_last_words(folder, words, sink)
-    return msgspec.structs.replace(
-        found,
-        flight_record=record,
-        gil=gil,
-        exception=words.exception,
-        fatal=words.fatal,
-        exit_call=words.exit_call,
-        caught=words.caught,
-        log_tail=words.log.value or "",
-        device_memory=words.device_memory,
-        batch=words.noted.batch,
-        device=words.noted.device,
+        step.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
+    words = without_secrets(_last_words(pages, target.page_name or known.page_name), gate.redactor)
+    _write_last_words(folder, words, step)
+    take(
+        msgspec.structs.replace(
+            side,
+            exception=words.exception,
+            fatal=words.fatal,
+            exit_call=words.exit_call,
+            caught=words.caught,
+            log_tail=words.log.value or "",
+            device_memory=words.device_memory,
+            batch=words.noted.batch,
+            device=words.noted.device,
+        )
     )
 
 

@@ -15,7 +15,6 @@ from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.worker_server import names, post
 from safelaunch.model import FlightRecord
 
-_TIMEOUT_MS = re.compile(rb'"timeout_ms": ?(\d{1,12})\b')
 _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 
 # The recorders of a rank. gloo's is the default one of c10d. NCCL had one of its own; since torch 2.15 each backend
@@ -23,6 +22,7 @@ _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json", "torchcomms_fr_trace_json")
 PICKLE_HANDLERS = ("safelaunch_flight_record", "dump_nccl_trace_pickle")
 NAMED_BACKENDS = ("nccl2", "nccl-lazy")
+DEFAULT_GROUP = {"0", "default_pg"}  # its name and its description
 _TAKES_NAMES = "fr_dump_file"
 NCCL_ONLY = "this torch records only NCCL's collectives, and there are none (torch 2.13 records gloo's too)"
 
@@ -99,16 +99,6 @@ def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRec
     return (replace(silent, note=NCCL_ONLY) if NCCL_ONLY in reasons and silent.value else silent), None, reason
 
 
-def smallest_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | None:
-    """The shortest timeout of the recorded collectives, in seconds, without the rank's GIL; None if unknown.
-
-    It searches the text without decoding it: a full record has thousands of entries, and healthy jobs are asked too.
-    """
-    texts = _texts(socket_path, deadline_s)
-    found = {int(number) for text in texts for number in _TIMEOUT_MS.findall(text)} - {0}
-    return min(found) / 1000 if found else None
-
-
 def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
     """The number of the newest recorded entry, of all recorders together, without the rank's GIL.
 
@@ -120,7 +110,10 @@ def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
 
 
 class _Arrival(msgspec.Struct):
+    """The fields that are needed of a healthy job: a full record has thousands of entries."""
+
     process_group: tuple[str, ...] = ()
+    timeout_ms: int = 0
     collective_seq_id: int = 0
     time_created_ns: int = 0
     is_p2p: bool = False
@@ -133,17 +126,32 @@ class _Arrivals(msgspec.Struct):
 def arrivals_of(socket_path: str, *, deadline_s: float = 2.0) -> dict[tuple[str, int], int]:
     """(group, number) → when the rank entered that collective, CLOCK_REALTIME in nanoseconds; without its GIL.
 
-    Empty if unknown. It decodes only the four necessary fields, because healthy jobs are asked too.
+    Empty if unknown.
     """
     found: dict[tuple[str, int], int] = {}
+    for entry in _arrivals(socket_path, deadline_s):
+        if entry.process_group and entry.time_created_ns and not entry.is_p2p:
+            found.setdefault((entry.process_group[0], entry.collective_seq_id), entry.time_created_ns)
+    return found
+
+
+def default_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | None:
+    """The timeout of the default group, in seconds, without the rank's GIL; None if no collective of it is recorded.
+
+    A call may have one of its own, and each backend has its own: that of most calls counts, of equals the shorter one.
+    """
+    entries = _arrivals(socket_path, deadline_s)
+    found = [entry.timeout_ms for entry in entries if set(entry.process_group) & DEFAULT_GROUP and entry.timeout_ms > 0]
+    return max(sorted(set(found)), key=found.count) / 1000 if found else None
+
+
+def _arrivals(socket_path: str, deadline_s: float) -> list[_Arrival]:
+    found: list[_Arrival] = []
     for answer in _texts(socket_path, deadline_s):
         try:
-            entries = msgspec.json.decode(answer, type=_Arrivals).entries
+            found += msgspec.json.decode(answer, type=_Arrivals).entries
         except msgspec.DecodeError:
             continue  # another version's format
-        for entry in entries:
-            if entry.process_group and entry.time_created_ns and not entry.is_p2p:
-                found.setdefault((entry.process_group[0], entry.collective_seq_id), entry.time_created_ns)
     return found
 
 

@@ -6,18 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from safelaunch.capture.sink import Gate, Late, Sink
 from safelaunch.model import Artifact
 from safelaunch.system.console import say
 
 T = TypeVar("T")
-
-
-class Listing(Protocol):
-    """Where artifacts are listed; those without data as missing."""
-
-    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
 
 
 def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int = 16) -> list[T | None]:
@@ -39,6 +34,8 @@ def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int 
             result: T | None = None
             try:
                 result = calls[index]()
+            except Late:
+                pass
             except Exception as error:  # noqa: BLE001 - an internal error costs only this look
                 say(f"a source of evidence failed ({type(error).__name__}: {error})")
             finally:
@@ -57,15 +54,20 @@ def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int 
     return results
 
 
-def gather_into(sink: Listing, calls: Mapping[str, Callable[[], object]], *, deadline_s: float) -> None:
-    """Makes ``calls``, which write to ``sink``; one that is late or fails is listed there as missing, by its key."""
+def gather_into(sink: Sink, calls: Mapping[str, Callable[[Gate], object]], *, deadline_s: float) -> None:
+    """Makes ``calls``, which write to ``sink`` through a gate that closes at the deadline.
 
-    def made(call: Callable[[], object]) -> bool:
-        call()
+    One that is late or fails is listed there as missing, by its key.
+    """
+    gates = {path: Gate(sink) for path in calls}
+
+    def made(path: str) -> bool:
+        calls[path](gates[path])
         return True
 
-    results = gather([lambda call=call: made(call) for call in calls.values()], deadline_s=deadline_s)  # type: ignore[misc]
+    results = gather([lambda path=path: made(path) for path in calls], deadline_s=deadline_s)  # type: ignore[misc]
     for path, result in zip(calls, results, strict=True):
+        gates[path].close()
         if result is None:
             sink.add(Artifact(path, "safelaunch", deadline_s, late(deadline_s)), None)
 

@@ -103,6 +103,7 @@ class Progress(Record, frozen=True):
     last_step_ns: int = 0
     phase: str = ""
     phase_since_ns: int = 0
+    marked_ns: int = 0  # when a phase or a pause last began or ended
     phase_timeout_s: float = 0.0
     paused: bool = False
     exception_ns: int = 0

@@ -14,8 +14,9 @@ import msgspec
 from safelaunch.beacon import layout
 from safelaunch.capture import collect
 from safelaunch.capture.flight_dump import MAX_RANKS
+from safelaunch.capture.sink import Nowhere
 from safelaunch.launch.paths import RunPaths
-from safelaunch.model import Artifact, Evidence, RankExit
+from safelaunch.model import Evidence, RankExit
 from safelaunch.postmortem.dumps import read_dumps
 from safelaunch.postmortem.found import Found, Unreadable, read_limited, within
 from safelaunch.redaction.redactor import Redactor
@@ -25,18 +26,6 @@ from safelaunch.system import untrusted_paths
 MAX_FILES = 8 * 4096  # a page and its companions, for each rank
 MAX_FILE_BYTES = 2 << 20
 _MAX_BYTES = 1 << 30
-
-
-class _Nowhere:
-    """A sink that copies nothing: the files stay where they are."""
-
-    redactor = Redactor()
-
-    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
-
-    def add_json(self, artifact: Artifact, value: object) -> None: ...
-
-    def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None: ...
 
 
 def read_run(root: Path, scratch: Path) -> Found:
@@ -55,7 +44,7 @@ def read_run(root: Path, scratch: Path) -> Found:
         dumps = read_dumps(within(root, found_there.flight_recorder), root)
         problems += dumps.problems if dumps is not None else ()
     records = {rank.rank: rank.flight_record for rank in dumps.evidence.ranks} if dumps is not None else {}
-    host = platform.node()
+    host, nowhere = platform.node(), Nowhere(Redactor())  # the files stay where they are
     ranks = []
     for number in sorted({*pages, *(worker for worker in roster.workers if 0 <= worker < MAX_RANKS), *records}):
         page = pages.get(number)
@@ -65,7 +54,7 @@ def read_run(root: Path, scratch: Path) -> Found:
         else:
             meta = read_meta(roster.companion(page, layout.META_SUFFIX))
             known = collect.Known(page.read(), page.pid, page.name, exits.get(number), meta.code_roots, meta.gpu)
-        rank = collect.of_ended(number, known, run.pages, host, _Nowhere())
+        rank = collect.of_ended(number, known, run.pages, host, nowhere)
         ranks.append(msgspec.structs.replace(rank, flight_record=records.get(number)))
     worlds = [rank.progress.world_size for rank in ranks if rank.progress is not None]
     world = max([0, *(size for size in worlds if size <= MAX_RANKS), *(rank.rank + 1 for rank in ranks)])

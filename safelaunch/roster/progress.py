@@ -74,6 +74,21 @@ class Page:
     def server_up(self) -> bool:
         return self._words[layout.SERVER_NS] != 0
 
+    @property
+    def exited_ns(self) -> int:
+        """When its process left the interpreter; 0 while it runs, or if it was killed."""
+        return self._words[layout.EXIT_NS]
+
+    @property
+    def steps(self) -> bool:
+        """Whether its process has marked a step."""
+        return bool(self._words[layout.LAST_STEP_NS] or self._words[layout.USER_STEPS])
+
+    @property
+    def has_torch(self) -> bool:
+        """Whether its process imported torch.distributed."""
+        return self.server_up or layout.TORCH <= self._words[layout.STATE] < layout.EXITED
+
     def acknowledge(self) -> None:
         """Tells a waiting rank (or the agent) that the supervisor has looked at its peers."""
         self._words[layout.ACK] = 1
@@ -105,9 +120,9 @@ class Page:
         return self._words[layout.ACK] != 0
 
     def marks(self) -> tuple[int, int, int, int]:
-        """Returns the words that show progress, for a cheap poll: (last step ns, user steps, state, phase since ns)."""
+        """Returns the words that show progress, for a cheap poll: (last step ns, user steps, state, last mark ns)."""
         w = self._words
-        return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.PHASE_SINCE_NS]
+        return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.MARKED_NS]
 
     def read(self) -> Progress:
         """Reads the whole page. Bounds every value, because a damaged page may hold anything."""
@@ -135,6 +150,7 @@ class Page:
             last_step_ns=w[layout.LAST_STEP_NS],
             phase=phase,
             phase_since_ns=w[layout.PHASE_SINCE_NS],
+            marked_ns=w[layout.MARKED_NS],
             phase_timeout_s=w[layout.PHASE_TIMEOUT_NS] / 1e9,
             paused=w[layout.PAUSED] != 0,
             exception_ns=w[layout.EXCEPTION_NS],
@@ -338,33 +354,42 @@ class Roster:
     def pages(self) -> dict[int, Page]:
         """Returns one page per rank of the newest attempt.
 
-        Several processes may claim the same rank: a shell that runs a helper first, for example. A process whose
-        environment gives its rank wins. Next come one that marks steps, one that imported torch, one that has not
-        exited, the worker itself, and the latest claim. If any rank has its number from its environment, processes
-        without one are ignored.
+        Several processes may claim the same rank: a shell that runs a helper first, for example. A rank's progress is
+        that of the process that marks steps. Next comes one whose environment gives its rank, one that imported torch,
+        one that has not exited, the worker itself, and the latest claim. If any rank has its number from its
+        environment, processes without one are ignored unless they mark steps.
         """
         claims: dict[int, list[Page]] = {}
-        explicit = False
         for page in self._pages.values():
-            kind = page.kind
-            if page.named[0] != self.attempt or kind == layout.LAUNCHER or page.start_ticks < self._oldest_ticks:
-                continue
-            claims.setdefault(page.rank, []).append(page)
-            explicit = explicit or kind == layout.EXPLICIT
-        chosen = ((rank, max(pages, key=self._score) if len(pages) > 1 else pages[0]) for rank, pages in claims.items())
-        return dict(sorted((rank, page) for rank, page in chosen if not explicit or page.kind == layout.EXPLICIT))
+            if (
+                page.named[0] == self.attempt
+                and page.kind != layout.LAUNCHER
+                and page.start_ticks >= self._oldest_ticks
+            ):
+                claims.setdefault(page.rank, []).append(page)
+        chosen = [
+            pages[0] if len(pages) == 1 else max(_not_succeeded(pages), key=self._score)
+            for _, pages in sorted(claims.items())
+        ]
+        explicit = any(page.kind == layout.EXPLICIT for page in chosen)
+        return {page.rank: page for page in chosen if not explicit or page.kind == layout.EXPLICIT or page.steps}
 
     def _score(self, page: Page) -> tuple[int, ...]:
-        last_step, user_steps, state, _ = page.marks()
         worker = self.workers.get(page.rank)
         return (
+            int(page.steps),
             int(page.kind == layout.EXPLICIT),
-            int(bool(last_step or user_steps)),
-            int(page.server_up or layout.TORCH <= state < layout.EXITED),
-            int(state != layout.EXITED),
+            int(page.has_torch),
+            int(not page.exited_ns),
             int(worker is not None and worker.pid == page.named[2]),
             page.claimed_ns,
         )
 
     def companion(self, page: Page, suffix: str) -> Path:
         return self._run.of_page(page.name, suffix)
+
+
+def _not_succeeded(pages: list[Page]) -> list[Page]:
+    """Without those of processes that exited before another one that has torch, or steps, claimed the rank."""
+    newest_ns = max((page.claimed_ns for page in pages if page.has_torch or page.steps), default=0)
+    return [page for page in pages if not 0 < page.exited_ns < newest_ns]

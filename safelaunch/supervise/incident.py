@@ -23,6 +23,7 @@ from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
 from safelaunch.capture import collect, user_source
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
 from safelaunch.capture.parallel import gather_into
+from safelaunch.capture.sink import Gate, Nowhere
 from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import (
@@ -203,7 +204,8 @@ def take_evidence(
     staging = Staging(root, about.redactor, limit_bytes=about.artifact_limit_bytes)
     about.unfinished.hold(root)
     pages = about.run_dir / "pages"
-    seen: list[RankEvidence] = []
+    seen: dict[int, RankEvidence] = {}
+    newest: list[Looks] = []
     node_said = NodeSaid()
 
     # From here on, the job's output is free of its secrets. Verdict, bundle and screen are made of this.
@@ -212,23 +214,25 @@ def take_evidence(
     known = replace(known, early=without_secrets(known.early, about.redactor))
     known = replace(known, inconsistent=without_secrets(known.inconsistent, about.redactor))
 
-    def ranks() -> None:
-        nonlocal looks
-        looks = native_where_it_tells(looks) if ask and native else looks
-        looks = replace(looks, taken=without_secrets(looks.taken, about.redactor))
-        seen.extend(collect.ranks(looks.targets, looks.taken, known.ranks, pages, about.host, staging, ask=ask))
-        ranks_seen()
+    def ranks(gate: Gate) -> None:
+        try:
+            better = native_where_it_tells(looks) if ask and native else looks
+            better = replace(better, taken=without_secrets(better.taken, about.redactor))
+            gate.put_all([], lambda: newest.append(better))
+            collect.ranks(better.targets, better.taken, known.ranks, pages, about.host, gate, seen, ask=ask)
+        finally:
+            ranks_seen()
 
     roots = next((item.code_roots for item in known.ranks.values() if item.code_roots), ())
 
-    def node() -> None:
-        nonlocal node_said
+    def node(gate: Gate) -> None:
         pid = looks.targets[0].pid if looks.targets else None
         folder = f"node/{about.host}"
-        node_said = collect_node(
+        collect_node(
             folder,
             about.run_dir,
-            staging,
+            gate,
+            node_said,
             pid=pid,
             code_roots=roots,
             env=without_secrets(looks.env, about.redactor),
@@ -236,8 +240,13 @@ def take_evidence(
         )
 
     gather_into(staging, {"ranks": ranks, f"node/{about.host}": node}, deadline_s=EVIDENCE_DEADLINE_S)
-    for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
-        seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, staging))
+    looks = newest[0] if newest else replace(looks, taken=without_secrets(looks.taken, about.redactor))
+    for target in looks.targets:
+        if target.rank not in seen:
+            about_rank = known.ranks.get(target.rank, collect.Known())
+            seen[target.rank] = collect.at_hand(target, looks.taken, about_rank, about.host, staging)
+    for rank in sorted(known.ranks.keys() - seen.keys()):
+        seen[rank] = collect.of_ended(rank, known.ranks[rank], pages, about.host, staging)
     timeline = timeline.plus("evidence complete")
     kernel_log, kills = node_said.kernel_log, node_said.kills
     complete = [
@@ -246,7 +255,7 @@ def take_evidence(
             memory_kills=without_secrets(kills_of(side.pid, about.kills_at_start, kills, kernel_log), about.redactor),
             deaths=without_secrets(_deaths_of(side, kernel_log), about.redactor),
         )
-        for side in seen
+        for side in seen.values()
     ]
     complete = _with_nccl_logs(complete, looks, about, staging)
     for side in complete:
@@ -324,19 +333,6 @@ def _add_rank(side: RankEvidence, staging: Staging) -> None:
     staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 
 
-class _Nowhere:
-    """Takes artifacts, and writes none."""
-
-    def __init__(self, redactor: Redactor) -> None:
-        self.redactor = redactor
-
-    def add(self, artifact: Artifact, data: bytes | str | None) -> None: ...
-
-    def add_json(self, artifact: Artifact, value: object) -> None: ...
-
-    def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None: ...
-
-
 def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
     """This node's evidence of a crash as it is known at once: for the other nodes, who wait for it."""
     found, counts = evidence_of("crash", looks, known, about, ask=False), kill_counts()
@@ -350,7 +346,7 @@ def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
 
 def evidence_of(outcome: Outcome, looks: Looks, known: Known, about: Circumstances, *, ask: bool) -> Evidence:
     """What the looks and the ranks themselves tell, without a bundle. ``ask`` as in ``take_evidence``."""
-    nowhere, pages = _Nowhere(about.redactor), about.run_dir / "pages"
+    nowhere, pages = Nowhere(about.redactor), about.run_dir / "pages"
     known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
     taken = without_secrets(looks.taken, about.redactor)
     seen = list(collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=ask))

@@ -122,8 +122,9 @@ class Supervisor:
         command.helper_reports.send_to(self._processes.adopt_helper)
         self._forwarder = forwarder or Forwarder(job.agent.pid, hold=self._hold, on_quit=self._on_quit)
         settings = job.plan.settings
-        self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds_of(settings))
-        self._cap = GroupTimeout(self._watch) if bounds_of(settings) else None
+        bounds = bounds_of(settings)
+        self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds)
+        self._cap = GroupTimeout(self._watch, bounds.floor_s) if bounds is not None else None
         about = self._about = circumstances(job)
         redact.use(about.redactor.text)
         self._notifier, self._suspects = about.notifier, about.suspects

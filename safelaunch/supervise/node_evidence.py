@@ -12,14 +12,18 @@ from safelaunch.capture import gpu, logs, nccl_log, node
 from safelaunch.capture.memory import KillCounts, kill_counts
 from safelaunch.capture.parallel import gather_into
 from safelaunch.capture.result import Result
+from safelaunch.capture.sink import Gate, Sink, Step
 from safelaunch.model import Artifact, GpuUse, NcclLog
 
 NODE_DEADLINE_S = 6.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class NodeSaid:
-    """What of a node's files the evidence needs. ``kills``: the counts of its out-of-memory killer now."""
+    """What of a node's files the evidence needs; it grows while they are collected, file by file.
+
+    ``kills``: the counts of its out-of-memory killer now.
+    """
 
     kernel_log: str = ""
     kills: KillCounts = field(default_factory=KillCounts)
@@ -29,47 +33,46 @@ class NodeSaid:
 def collect_node(
     folder: str,
     run_dir: Path,
-    staging: Staging,
+    sink: Sink,
+    said: NodeSaid,
     *,
     pid: int | None = None,
     code_roots: Sequence[str] = (),
     env: Result[dict[str, str]] | None = None,
     kills_at_start: KillCounts | None = None,
-) -> NodeSaid:
-    """Collects the node's files in parallel.
+) -> None:
+    """Collects the node's files in parallel, and in ``said`` what the evidence needs of them.
 
     ``pid``: one of the ranks, whose packages are in ``code_roots``; ``env``: the environment it was started with.
     """
-    kernel_log: list[str] = []
-    uses: list[GpuUse] = []
-    counts = kill_counts()
+    counts = said.kills = kill_counts()
 
-    def gpus() -> None:
+    def gpus(gate: Gate) -> None:
         result = gpu.gpus_json(deadline_s=NODE_DEADLINE_S)
-        staging.add(result.artifact(f"{folder}/gpus.json"), result.value)
-        uses.extend(gpu.uses(result.value or b"", Path(folder).name))
+        step, uses = Step(gate), gpu.uses(result.value or b"", Path(folder).name)
+        step.add(result.artifact(f"{folder}/gpus.json"), result.value)
+        step.done(lambda: setattr(said, "gpus", tuple(uses)))
         text = gpu.nvidia_smi_text(deadline_s=NODE_DEADLINE_S)
-        staging.add(text.artifact(f"{folder}/nvidia_smi.txt"), text.value)
+        gate.add(text.artifact(f"{folder}/nvidia_smi.txt"), text.value)
 
-    def kernel() -> None:
-        result = logs.kernel_log(deadline_s=NODE_DEADLINE_S)
-        staging.add(result.artifact(f"{folder}/kernel_log.txt"), result.value)
-        kernel_log.append(result.value or "")
+    def kernel(gate: Gate) -> None:
+        result, step = logs.kernel_log(deadline_s=NODE_DEADLINE_S), Step(gate)
+        step.add(result.artifact(f"{folder}/kernel_log.txt"), result.value)
+        step.done(lambda: setattr(said, "kernel_log", result.value or ""))
 
-    def rest() -> None:
+    def rest(gate: Gate) -> None:
         versions = node.versions(code_roots, pid=pid)
-        staging.add_json(versions.artifact(f"{folder}/versions.json"), versions.value)
+        gate.add_json(versions.artifact(f"{folder}/versions.json"), versions.value)
         resources = node.resources(pid=pid)
         kills = {"at_start": asdict(kills_at_start) if kills_at_start else None, "now": asdict(counts)}
         found = None if resources.value is None else {**resources.value, "out_of_memory_kills": kills}
-        staging.add_json(resources.artifact(f"{folder}/resources.json"), found)
+        gate.add_json(resources.artifact(f"{folder}/resources.json"), found)
         if env is not None:
-            staging.add_json(env.artifact(f"{folder}/env.json"), env.value)
-        _run_files(run_dir, folder, staging)
+            gate.add_json(env.artifact(f"{folder}/env.json"), env.value)
+        _run_files(run_dir, folder, gate)
 
     calls = {f"{folder}/gpus.json": gpus, f"{folder}/kernel_log.txt": kernel, folder: rest}
-    gather_into(staging, calls, deadline_s=NODE_DEADLINE_S + 2.0)
-    return NodeSaid(kernel_log[0] if kernel_log else "", counts, tuple(uses))
+    gather_into(sink, calls, deadline_s=NODE_DEADLINE_S + 2.0)
 
 
 def nccl_logs(
@@ -91,12 +94,12 @@ def nccl_logs(
     return nccl_log.logs_of(paths, folder, pids)
 
 
-def _run_files(run_dir: Path, folder: str, staging: Staging) -> None:
+def _run_files(run_dir: Path, folder: str, sink: Sink) -> None:
     """Collects the dumps and logs that torch, NCCL and the beacons left in the run directory."""
     for path in sorted((run_dir / "flight_recorder").glob("*")):  # a cleaner of /tmp may have removed it
         dump = "trace_rank" in path.name
         place = f"flight_recorder/{path.name}" if dump else f"{folder}/{path.name}"
-        staging.add_file(Artifact(place, "written by the job", 0.0), path, dump=dump)
+        sink.add_file(Artifact(place, "written by the job", 0.0), path, dump=dump)
     log = run_dir / layout.LOG
     if log.exists():
-        staging.add_file(Artifact(f"{folder}/beacon.log", "beacon", 0.0), log)
+        sink.add_file(Artifact(f"{folder}/beacon.log", "beacon", 0.0), log)

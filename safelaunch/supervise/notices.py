@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from safelaunch.model import format_ranks
+from safelaunch.roster import beaconless
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 
 BEACON_PATIENCE_S = 20.0
+BEACON_AGAIN_S = 5.0  # between two looks at workers that have no beacon yet
 STEP_PATIENCE_S = 600.0
 RANK_PATIENCE_S = 60.0
 MEETING_PATIENCE_S = 8.0  # until the supervisors of all nodes have found each other
@@ -41,11 +44,16 @@ class Notices:
         together: Others | None = None,
         *,
         by_torchrun: bool = True,
+        why: Callable[[int], str] = beaconless.why,
     ) -> None:
+        """``why``: what keeps a worker (pid) from having a beacon; empty while it may still get one."""
         self._watch = watch
+        self._why = why
         self._others = together
         self._startup_timeout_s = startup_timeout_s
-        self._beacons_due_s: float | None = now + BEACON_PATIENCE_S
+        self._beacons_due_s = now + BEACON_PATIENCE_S
+        self._unreached: set[int] = set()  # ranks said to have no beacon
+        self._is_said_blind = False
         self._ranks_due_s = None if by_torchrun else now + min(RANK_PATIENCE_S, startup_timeout_s / 2)
         self._steps_due_s: float | None = now + min(STEP_PATIENCE_S, startup_timeout_s / 2)
         self._claimed_by_s = now + BEACON_PATIENCE_S  # for a command whose ranks no agent announces
@@ -54,13 +62,15 @@ class Notices:
 
     def tick(self, now: float) -> None:
         """Prints what is due at ``now`` (CLOCK_MONOTONIC, seconds)."""
-        if self._beacons_due_s is not None and now >= self._beacons_due_s and self._watch.roster.workers:
-            self._beacons_due_s = None
+        if now >= self._beacons_due_s and self._watch.roster.workers:
+            self._beacons_due_s = now + BEACON_AGAIN_S
             self._say_without_beacon()
+        self._retract()
         self._tell_of_other_nodes(now)
         if self._ranks_due_s is not None and now >= self._ranks_due_s:
             self._ranks_due_s = None
             if not (self._watch.roster.workers or self._watch.last_progress):
+                self._is_said_blind = True
                 say(
                     "no rank detected (no rank variables, torch import or step marks): safelaunch CANNOT WATCH this "
                     "command until one appears. The command continues. To have it watched, call safelaunch.step() in "
@@ -86,9 +96,7 @@ class Notices:
             return
         self._told_of = (unseen, covered)
         world = self._watch.world_size
-        mine = format_ranks(set(range(world)) - set(unseen))
-        word = "rank" if mine.isdigit() else "ranks"
-        here = f"watching {word} {mine} of {world}"
+        here = f"watching {_ranks(set(range(world)) - set(unseen))} of {world}"
         if self._others is not None and covered:
             say(f"{here}, together with {self._others.others}: one verdict for all")
             return
@@ -99,18 +107,33 @@ class Notices:
         )
 
     def _say_without_beacon(self) -> None:
-        silent = self._watch.without_beacon()
-        if not silent:
+        """Says which ranks can't be watched as soon as their processes show why; a slow start alone is no reason."""
+        reasons = {worker: self._why(worker.pid) for worker in self._watch.without_beacon()}
+        silent = {worker.rank: f"{worker.rank} (pid {worker.pid}, {why})" for worker, why in reasons.items() if why}
+        if silent.keys() <= self._unreached:
             return
-        ranks = ", ".join(f"{worker.rank} (pid {worker.pid})" for worker in silent)
+        self._unreached |= silent.keys()
         whose = "its steps are" if len(silent) == 1 else "their steps are"
-        say(f"no beacon in rank {ranks}: {whose} not counted (python -I or -E, or PYTHONPATH was replaced)")
+        say(f"no beacon in rank {', '.join(silent.values())}: {whose} not counted")
         if len(silent) < len(self._watch.roster.workers):
             say(f"safelaunch still collects {'its' if len(silent) == 1 else 'their'} stacks when the job hangs")
         elif self._watch.unseen and self._others is not None and self._others.is_covered:
             say("no rank of this node has a beacon: safelaunch looks at them when another node suspects the job")
         else:
+            self._is_said_blind = True
             say("no rank has a beacon: safelaunch CANNOT WATCH this job; it continues as under plain torchrun")
+
+    def _retract(self) -> None:
+        """Takes back what was said of ranks that have a beacon after all, as after a restart."""
+        if not (self._unreached or self._is_said_blind) or not self._watch.last_progress:
+            return
+        there = self._unreached & self._watch.last_progress.keys()
+        self._unreached -= there
+        if self._is_said_blind:
+            self._is_said_blind = False
+            say(f"a beacon has appeared in {_ranks(self._watch.last_progress)}: safelaunch watches this job")
+        elif there:
+            say(f"a beacon has appeared in {_ranks(there)}: safelaunch watches it")
 
     def _say_without_steps(self) -> None:
         """Says what is watched instead of steps, unless the job steps, pauses or names its phases."""
@@ -126,3 +149,8 @@ class Notices:
             f"no step seen so far: watching {', '.join(signals)} instead. safelaunch ends the job only if nothing "
             f"moves for {limit.seconds:.0f} s ({where}). Call safelaunch.step() in the training loop to track steps."
         )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    words = format_ranks(set(ranks))
+    return f"{'rank' if words.isdigit() else 'ranks'} {words}"

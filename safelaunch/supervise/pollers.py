@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from safelaunch.capture import counters
 from safelaunch.capture.counters import Counters
-from safelaunch.capture.flight_recorder import arrivals_of, smallest_timeout_s
+from safelaunch.capture.flight_recorder import arrivals_of, default_timeout_s
 from safelaunch.capture.gpu import gpus_json
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
@@ -23,13 +23,11 @@ from safelaunch.supervise.looks import newest_entries
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
-from safelaunch.watch import stragglers, work
+from safelaunch.watch import rhythm, stragglers, work
 from safelaunch.watch.work import Background
 
 Answer = TypeVar("Answer")
 
-# Of the smallest time-out of a process group: evidence must be taken before that expires.
-CAP_PART = 0.7
 CAP_AFTER_S, CAP_AGAIN_S = 5.0, 900.0  # groups may be created late
 HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # of steps: the first ones are always the slowest
 MIB = 1 << 20
@@ -86,9 +84,16 @@ class Poller(Generic[Answer]):
 
 
 class GroupTimeout(Poller["float | None"]):
-    """Keeps ``watch.cap_s`` at 70 % of the smallest time-out of a process group seen in a rank's Flight Recorder."""
+    """Keeps ``watch.cap_s`` as the timeout of the default process group, seen in a rank's Flight Recorder, wants it.
+
+    ``floor_s``: of the thresholds; see ``rhythm.cap_of``.
+    """
 
     name, again_s = "group timeout", CAP_AGAIN_S
+
+    def __init__(self, watch: Watch, floor_s: float) -> None:
+        super().__init__(watch)
+        self._floor_s = floor_s
 
     def reset(self) -> None:
         self._watch.cap_s = None
@@ -98,11 +103,11 @@ class GroupTimeout(Poller["float | None"]):
 
     def question(self) -> Callable[[], float | None] | None:
         asked = next((target for target in self._watch.targets() if target.socket is not None), None)
-        return partial(smallest_timeout_s, str(asked.socket)) if asked is not None else None
+        return partial(default_timeout_s, str(asked.socket)) if asked is not None else None
 
     def take(self, answer: float | None, now: float) -> None:
         if answer is not None:
-            self._watch.cap_s = CAP_PART * answer
+            self._watch.cap_s = rhythm.cap_of(answer, self._floor_s)
 
 
 class PulseTaker(Poller[dict[int, int]]):

@@ -182,6 +182,9 @@ class Watch:
             )
 
     def _mark(self, progress: Progress, now: float, heard_s: float) -> stall.Mark:
+        # What begins or ends within a phase that has a timeout is progress, and doesn't give that phase more time.
+        timed = progress.phase and progress.phase_timeout_s and not progress.paused
+        marked_ns = progress.phase_since_ns if timed else progress.marked_ns
         return stall.Mark(
             rank=progress.rank,
             claimed_s=max(progress.claimed_ns / 1e9, heard_s),
@@ -190,7 +193,7 @@ class Watch:
             exited=self._has_ended(progress, now),
             paused=progress.paused,
             phase=progress.phase,
-            phase_since_s=max(progress.phase_since_ns, progress.exit_ns) / 1e9,
+            phase_since_s=max(marked_ns, progress.exit_ns) / 1e9,
             phase_timeout_s=progress.phase_timeout_s,
         )
 
@@ -361,7 +364,7 @@ class Watch:
     def stepped_since(self, suspected: stall.Stall) -> bool:
         """Whether one of the ranks under suspicion has marked progress since."""
         marks = [self.last_progress[rank] for rank in suspected.ranks if rank in self.last_progress]
-        newest = max((max(p.last_step_ns, p.phase_since_ns) for p in marks), default=0)
+        newest = max((max(p.last_step_ns, p.marked_ns) for p in marks), default=0)
         return newest / 1e9 > suspected.mark_s
 
 

@@ -76,7 +76,7 @@ def is_in_loop(pulse: Pulse, limits: Limits) -> bool:
 
 
 def threshold(pulse: Pulse, limits: Limits, cap_s: float | None) -> Threshold:
-    """How long the job may go without a collective, and why. ``cap_s``: from the process groups' own time-outs."""
+    """How long the job may go without a collective, and why. ``cap_s``: see ``rhythm.cap_of``."""
     if not is_in_loop(pulse, limits):
         return Threshold(limits.startup_s, "before the first step")
     seconds = limits.least_s

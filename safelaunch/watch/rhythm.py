@@ -34,6 +34,8 @@ MARGIN = 2.5
 STANDS_OUT = 4.0
 STANDS_OUT_S = 1.0
 KEPT = 24
+# Of the default group's timeout: evidence must be taken before that expires.
+CAP_PART = 0.7
 # How exactly a rhythm has to be kept: in steps, and in seconds.
 STEPS_OFF = 0.01
 SECONDS_OFF = 0.05
@@ -119,11 +121,21 @@ def learn(known: Learned, step: int, mark_s: float, now: float, *, excused: bool
 
 
 def threshold(known: Learned, bounds: Bounds, *, cap_s: float | None = None) -> Threshold:
-    """What holds after the newest mark. ``cap_s``: never more, whatever was learned (a process group's time-out)."""
+    """What holds after the newest mark. ``cap_s``: never more, whatever was learned (``cap_of``)."""
     found = _uncapped(known, bounds)
     if cap_s is not None and found.seconds > cap_s:
-        return Threshold(cap_s, "70 % of the process group's own time-out")
+        return Threshold(cap_s, "the timeout of the default process group")
     return found
+
+
+def cap_of(timeout_s: float, floor_s: float) -> float:
+    """The longest threshold for a job whose default group has the timeout ``timeout_s``.
+
+    It goes below the floor only if that timeout does: else a short one would make every quiet moment a suspicion. A
+    group beside the default one, such as that of a health check, says nothing of the job's steps.
+    """
+    part_s = CAP_PART * timeout_s
+    return part_s if timeout_s < floor_s else max(part_s, floor_s)
 
 
 def _uncapped(known: Learned, bounds: Bounds) -> Threshold:

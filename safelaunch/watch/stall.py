@@ -140,6 +140,8 @@ def oldest(marks: tuple[Mark, ...], policy: Policy, base_s: float, now: float) -
     slowest = [mark for mark in judged if times[mark.rank] == slowest_s]
     threshold = policy.stall_s if stepping else policy.startup_s
     threshold = max((mark.phase_timeout_s for mark in judged if mark.phase), default=0.0) or threshold
+    # For a rank that makes no steps, too, its peers wait as long as it has announced.
+    threshold = max([threshold, *(mark.phase_timeout_s for mark in live if mark.phase)])
     return Stall(
         ranks=tuple(mark.rank for mark in (slowest if stepping else live)),
         mark_s=slowest_s,

@@ -116,3 +116,15 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, words: list[str]) -> None:
         result = job.wait()
     assert result.code == 2
     assert "exec: " in result.said
+
+
+def test_a_program_that_replaces_a_helper_by_exec_is_the_rank(tmp_path: Path) -> None:
+    training = script(tmp_path, ALONE)
+    helper = tmp_path / "helper.py"
+    helper.write_text(
+        f"import os, sys, torch.optim\nos.execv(sys.executable, [sys.executable, {str(training)!r}, 'hang'])\n"
+    )
+    result = run(tmp_path, sys.executable, helper)
+    assert result.code == 124, result.said
+    assert result.verdict["cause"] == "stuck-in-user-code"
+    assert result.bundles[0].json("ranks/0/progress.json")["step"] == 5

@@ -269,11 +269,11 @@ def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None
 def _judge_again(result: Result) -> list[str]:
     """Checks that the bundle's files lead to the same verdict."""
     found = locate.read(result.bundle.path)
-    again = json.loads(msgspec.json.encode(diagnose(found.evidence, read_source=user_source.text)))
+    again = json.loads(msgspec.json.encode(diagnose(found.evidence, read_source=user_source.text_for_stranger)))
     wrong = [f"not read again: {problem}" for problem in found.problems]
-    for field in ("outcome", "cause", "confidence", "culprits", "victims"):
+    for field in again.keys() - {"bundle"}:  # which names the directory, and how it was written
         if again[field] != result.verdict[field]:
-            wrong.append(f"read again, {field} is {again[field]}")
+            wrong.append(f"read again, {field} is {again[field]}, not {result.verdict[field]}")
     return wrong
 
 

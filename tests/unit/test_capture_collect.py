@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import pytest
 from safelaunch.beacon import layout, ring
 from safelaunch.capture import collect
 from safelaunch.capture.collect import most_telling
+from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
+from safelaunch.capture.parallel import gather
 from safelaunch.capture.result import Result
-from safelaunch.model import Artifact, ProcessState, RankExit, StackSample
+from safelaunch.capture.sink import Made, Nowhere
+from safelaunch.model import Artifact, FlightRecord, GilTest, ProcessState, RankExit, StackSample
 from safelaunch.redaction.redactor import Redactor
 
 STATE = ProcessState(7, 1, 5, 0.0, "python", ("python",), "S")
@@ -47,20 +51,21 @@ def test_without_a_stack_the_newest_with_anything() -> None:
     assert chosen("absent") is None
 
 
-class Listed:
+class Listed(Nowhere):
     """Takes artifacts, and keeps their lines of the manifest and their texts."""
 
-    redactor = Redactor()
-
     def __init__(self) -> None:
+        super().__init__(Redactor())
         self.found: dict[str, tuple[str, object]] = {}
         self.missing: dict[str, str] = {}
 
-    def add(self, artifact: Artifact, data: bytes | str | None) -> None:
+    def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
+        return artifact, data.encode() if isinstance(data, str) else data
+
+    def put(self, made: Made) -> None:
+        artifact, data = made
         self.found[artifact.path] = artifact.note, data
         self.missing[artifact.path] = artifact.missing
-
-    def add_json(self, artifact: Artifact, value: object) -> None: ...
 
 
 @pytest.mark.parametrize(("text", "note"), [("loss\t0.1\n", ""), ("\x1b[2Jloss\n", collect.RAW_OUTPUT)])
@@ -70,24 +75,43 @@ def test_output_with_terminal_sequences_is_kept_and_noted(text: str, note: str, 
     listed = Listed()
     collect.of_ended(0, collect.Known(pid=7, page_name="0-0-7"), tmp_path, "node1", listed)
     noted, data = listed.found["ranks/0/log_tail.txt"]
-    assert noted == note and text in str(data)
+    assert noted == note and isinstance(data, bytes) and text.encode() in data
 
 
-def test_of_a_rank_that_comes_too_late_what_was_seen_is_kept_and_the_rest_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slow", ["stack.txt", "log_tail.txt"], ids=["at once", "once its Flight Recorder was there"])
+def test_of_a_rank_that_comes_too_late_evidence_and_files_are_of_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     """On a busy machine, or with a log full of secrets."""
-    over = threading.Event()
+    over, waiting = threading.Event(), threading.Event()
 
     class Slow(Listed):
-        def add_json(self, artifact: Artifact, value: object) -> None:
-            over.wait(60)
+        def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
+            if artifact.path.endswith(slow) and threading.current_thread() is not threading.main_thread():
+                waiting.set()
+                over.wait(60)
+            return super().made(artifact, data)
 
-    monkeypatch.setattr(collect, "RANK_DEADLINE_S", -1.9)
+    def in_time(calls: list[Callable[[], object]], *, deadline_s: float) -> list[object]:
+        thread = threading.Thread(target=lambda: gather(calls, deadline_s=60.0))
+        thread.start()
+        threads.append(thread)
+        assert waiting.wait(60)
+        return [None]
+
+    threads: list[threading.Thread] = []
+    record = FlightRecord("2.10")
+    capture = FlightCapture(Result(record, "server", 0.0), Result(b"{}", "server", 0.0), Result(None, "", 0.0, "none"))
+    monkeypatch.setattr(collect, "gather", in_time)
+    monkeypatch.setattr(collect, "ask_server", lambda target: (GilTest(), capture))
     listed = Slow()
     ended = RankExit(1, 5.0)
     known = {0: collect.Known(pid=7, exit=ended)}
-    (found,) = collect.ranks((Target(0, 0, 7, 5),), (look("stack"),), known, tmp_path, "node1", listed, ask=False)
+    target = Target(0, 0, 7, 5, socket=tmp_path / "socket")
+    (found,) = collect.ranks((target,), (look("stack"),), known, tmp_path, "node1", listed)
     over.set()
+    threads[0].join(60)
     assert found.main is not None and found.main.stacks and found.exit == ended
-    assert listed.missing["ranks/0"] == "not collected within 0.1 s"
+    assert listed.missing["ranks/0"] == "not collected within 10 s"
+    assert listed.missing["ranks/0/stack.txt"] == "" and "ranks/0/log_tail.txt" not in listed.found
+    assert (found.flight_record is record) == ("ranks/0/flight_recorder.json" in listed.found) == (slow != "stack.txt")

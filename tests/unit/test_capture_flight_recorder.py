@@ -252,7 +252,27 @@ def test_a_rank_with_a_recorder_of_gloo_and_one_of_nccl(monkeypatch: pytest.Monk
         assert sorted(flight_records.backend_of(entry.op) for entry in capture.record.value.entries) == ops
         assert len(parse_json(capture.json.value).entries) == len(ops)
         assert flight_recorder.newest_entry("/run/s") == (7 if gloo is GLOO else 1)
-        assert flight_recorder.smallest_timeout_s("/run/s") == 600.0
+        assert flight_recorder.default_timeout_s("/run/s") == 600.0
+
+
+@pytest.mark.parametrize(
+    ("calls", "timeout_s"),
+    [
+        ([(["0", "default_pg"], 600000), (["1", "health"], 15000)], 600.0),
+        ([(["0", "default_pg"], 600000)] * 2 + [(["0", "default_pg"], 5000)], 600.0),
+        ([(["0", "default_pg"], 1800000), (["0", "default_pg"], 600000)], 600.0),
+        ([(["0", "default_pg"], 0), (["1", "health"], 15000)], None),
+        ([(["1", "health"], 15000)], None),
+        ([], None),
+    ],
+    ids=["health check", "one call's own", "two backends", "unknown", "only another group", "none"],
+)
+def test_only_the_default_group_tells_the_jobs_timeout(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[list[str], int]], timeout_s: float | None
+) -> None:
+    entries = [{"process_group": group, "timeout_ms": timeout_ms} for group, timeout_ms in calls]
+    served(monkeypatch, {"fr_trace_json": as_json({"pg_status": {}, "entries": entries})})
+    assert flight_recorder.default_timeout_s("/run/s") == timeout_s
 
 
 def test_a_rank_with_a_recorder_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:

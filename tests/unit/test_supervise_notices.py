@@ -27,6 +27,7 @@ def said(
     limit: Threshold = START,
     unseen: tuple[int, ...] = (),
     others: Any = None,
+    why: str = "python -I",
 ) -> str:
     worker = Worker(0, 0, 10, 0)
     roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
@@ -38,7 +39,7 @@ def said(
         unseen=unseen,
         world_size=2,
     )
-    notices = Notices(watch, 100.0, 0.0, others)
+    notices = Notices(watch, 100.0, 0.0, others, why=lambda pid: why)
     for now in (1.0, 19.0, 49.0, 51.0, 400.0):
         notices.tick(now)
     return capfd.readouterr().err
@@ -60,7 +61,29 @@ def test_a_job_that_marks_something_is_not(capfd: pytest.CaptureFixture[str], ma
 
 def test_a_job_that_cannot_be_watched_is_told_loudly(capfd: pytest.CaptureFixture[str]) -> None:
     text = said(capfd, None, beacon=False)
-    assert "CANNOT WATCH" in text and "no step" not in text
+    assert text.count("CANNOT WATCH") == 1 and "rank 0 (pid 10, python -I)" in text and "no step" not in text
+
+
+def test_a_rank_that_is_only_slow_to_start_is_not_said_to_be_unwatched(capfd: pytest.CaptureFixture[str]) -> None:
+    assert said(capfd, None, beacon=False, why="") == ""
+
+
+def test_a_beacon_that_appears_after_all_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    workers = {rank: Worker(rank, rank, 10 + rank, 0) for rank in range(2)}
+    watch: Any = SimpleNamespace(
+        roster=SimpleNamespace(workers=workers, pages=dict), last_progress={}, unseen=(), world_size=2
+    )
+    watch.without_beacon = lambda: [one for one in workers.values() if one.rank not in watch.last_progress]
+    notices = Notices(watch, 1e6, 0.0, why=lambda pid: "bash is not Python")
+    for now, seen in ((30.0, ()), (40.0, (0,)), (50.0, (0,)), (60.0, (0, 1)), (70.0, (0, 1))):
+        watch.last_progress = dict.fromkeys(seen, FRESH)
+        notices.tick(now)
+    lines = capfd.readouterr().err.splitlines()
+    assert "CANNOT WATCH" in lines[1]
+    assert lines[2:] == [
+        "safelaunch: a beacon has appeared in rank 0: safelaunch watches this job",
+        "safelaunch: a beacon has appeared in rank 1: safelaunch watches it",
+    ]
 
 
 @pytest.mark.parametrize("covered", [True, False])

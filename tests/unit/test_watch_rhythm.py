@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 from histories import TICK_S, History, histories, recorded
 
-from safelaunch.watch.rhythm import Bounds, Learned, learn, quantile_s, threshold
+from safelaunch.watch.rhythm import Bounds, Learned, cap_of, learn, quantile_s, threshold
 
 # One group: all of them look at the same replays.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rhythm")]
@@ -124,6 +124,14 @@ def test_floor_ceiling_and_cap() -> None:
     for step in range(1, 100):
         quick = learn(quick, step, step * 0.05, step * 0.05 + 0.01)
     assert threshold(quick, Bounds()).seconds == Bounds().floor_s
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "cap"),
+    [(1800.0, 1260.0), (600.0, 420.0), (86.0, 60.2), (70.0, 60.0), (60.0, 60.0), (15.0, 10.5)],
+)
+def test_only_a_timeout_below_the_floor_caps_below_it(timeout_s: float, cap: float) -> None:
+    assert cap_of(timeout_s, floor_s=60.0) == pytest.approx(cap)
 
 
 def test_what_was_excused_is_not_learned() -> None:

@@ -292,6 +292,13 @@ def test_a_timeout_counts_only_inside_its_phase() -> None:
     assert job.until(60)[0] == (50.0, "suspect")
 
 
+@pytest.mark.parametrize(("timeout_s", "due_s"), [(200.0, 210.0), (5.0, 40.0)])
+def test_a_timed_phase_of_a_rank_without_steps_gives_its_peers_that_long(timeout_s: float, due_s: float) -> None:
+    phase = {"phase": "eval", "phase_since_s": START_S + 12, "phase_timeout_s": timeout_s}
+    job = Replay(lambda now: [rank(0, 10.0), rank(1, None, **phase)])
+    assert job.until(300)[0] == (due_s, "suspect")
+
+
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,53 @@
+"""What a source brings counts as a whole, and not after its deadline."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from safelaunch.bundle.staging import Staging
+from safelaunch.capture.parallel import gather_into
+from safelaunch.capture.sink import Gate, Late, Step
+from safelaunch.model import Artifact
+
+
+def named(path: str) -> Artifact:
+    return Artifact(path, "a test", 0.0)
+
+
+def test_a_late_source_writes_nothing_more_into_the_bundle(tmp_path: Path) -> None:
+    staging = Staging(tmp_path / "bundle")
+    over, ended = threading.Event(), threading.Event()
+
+    def late(gate: Gate) -> None:
+        gate.add(named("early.txt"), "in time")
+        over.wait(60)
+        try:
+            gate.add(named("late.txt"), "too late")
+        finally:
+            ended.set()
+
+    gather_into(staging, {"late": late}, deadline_s=0.2)
+    over.set()
+    assert ended.wait(60)
+    listed = {one.path: one.missing for one in staging.close()}
+    assert listed == {"early.txt": "", "late": "not collected within 0.2 s"}
+    assert not (staging.root / "late.txt").exists()
+
+
+def test_a_step_counts_with_its_evidence_or_not_at_all(tmp_path: Path) -> None:
+    staging, told = Staging(tmp_path / "bundle"), list[str]()
+    outer = Gate(staging)
+    inner = Gate(outer)
+    step = Step(inner)
+    step.add(named("one.txt"), "1")
+    assert not (staging.root / "one.txt").exists()
+    step.done(lambda: told.append("one"))
+    step.add(named("two.txt"), "2")
+    outer.close()
+    with pytest.raises(Late):
+        step.done(lambda: told.append("two"))
+    assert told == ["one"]
+    assert [path.name for path in staging.root.iterdir()] == ["one.txt"]

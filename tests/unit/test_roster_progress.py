@@ -1,0 +1,86 @@
+"""Which process is the rank where several have claimed it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from safelaunch.beacon import layout, page
+from safelaunch.launch.paths import RunPaths
+from safelaunch.roster.progress import Roster
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A process that claimed rank 0 at ``at``. ``exit``: when it left."""
+
+    name: str
+    at: int
+    explicit: bool = True
+    torch: bool = False
+    steps: int = 0
+    exit: int = 0
+
+
+HELPER = Claim("helper", 1)
+HELPER_WITH_TORCH = Claim("helper with torch", 1, torch=True)
+STEPPED = Claim("stepped and left", 1, torch=True, steps=9, exit=5)
+
+
+@pytest.mark.parametrize(
+    ("claims", "rank"),
+    [
+        ((HELPER, Claim("training", 2, torch=True)), "training"),
+        ((HELPER_WITH_TORCH, Claim("training", 2, steps=1)), "training"),
+        ((Claim("training", 1, steps=3), Claim("monitor", 2, torch=True)), "training"),
+        ((HELPER, Claim("training", 2, explicit=False, torch=True, steps=1)), "training"),
+        ((HELPER, Claim("library", 2, explicit=False, torch=True)), "helper"),
+        (
+            (Claim("helper", 1, torch=True, exit=5), Claim("training", 6, explicit=False, torch=True, steps=1)),
+            "training",
+        ),
+        ((STEPPED, Claim("next program", 6, torch=True)), "next program"),
+        ((STEPPED, Claim("beside it", 4, torch=True)), "stepped and left"),
+        ((STEPPED, Claim("upload of the results", 6)), "stepped and left"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(one.name for one in value),
+)
+def test_the_rank_is_the_process_that_trains(tmp_path: Path, claims: tuple[Claim, ...], rank: str) -> None:
+    run = RunPaths(tmp_path)
+    run.pages.mkdir()
+    kept = []
+    for pid, claim in enumerate(claims, 1000):
+        mapped, words = page.create(os.fspath(run.pages / layout.page_name(0, 0, pid)))
+        words[layout.PID], words[layout.CLAIMED_NS] = pid, claim.at
+        words[layout.KIND] = layout.EXPLICIT if claim.explicit else layout.IMPLICIT
+        words[layout.STATE] = layout.EXITED if claim.exit else layout.TORCH if claim.torch else layout.STARTED
+        words[layout.SERVER_NS] = words[layout.STATE] == layout.TORCH or claim.torch
+        words[layout.USER_STEPS], words[layout.EXIT_NS] = claim.steps, claim.exit
+        words[layout.READY] = layout.MAGIC
+        kept += [mapped, words]
+    roster = Roster(run)
+    roster.refresh()
+    assert [claims[found.pid - 1000].name for found in roster.pages().values()] == [rank]
+
+
+def test_a_program_started_by_exec_begins_its_page_anew(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    run.pages.mkdir()
+    name = layout.page_name(0, 0, os.getpid())
+    first = page.create(os.fspath(run.pages / name))
+    first[1][layout.STATE], first[1][layout.USER_STEPS] = layout.TORCH, 7
+    first[1][layout.READY] = layout.MAGIC
+    (run.pages / f"{name}.ring").touch()
+    (run.pages / f"{name}0.ring").touch()
+    roster = Roster(run)
+    roster.refresh()
+    second = page.create(os.fspath(run.pages / name))
+    second[1][layout.USER_STEPS] = 1
+    roster.refresh()
+    assert roster.damaged() == ()
+    progress = roster.pages()[0].read()
+    assert (progress.state, progress.step) == ("started", 1)
+    assert sorted(path.name for path in run.pages.iterdir()) == sorted([name, f"{name}0.ring"])
