@@ -85,7 +85,7 @@ def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
         type=Path,
         default=cache / "safelaunch-alive",
         metavar="DIR",
-        help="where the libraries go (%(default)s)",
+        help="where the libraries go",
     )
     return parser.parse_args(), parser
 
