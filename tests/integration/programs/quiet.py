@@ -56,13 +56,11 @@ def train(case: spells.Case, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     spell.model = DistributedDataParallel(torch.nn.Linear(32, 4))
     spell.optimizer = torch.optim.SGD(spell.model.parameters(), lr=1e-3)
-    made = torch.zeros(1)
 
     def step() -> None:
         spell.optimizer.zero_grad()
         spell.model(torch.randn(8, 32)).pow(2).mean().backward()
         spell.optimizer.step()
-        made.add_(1)
         time.sleep(0.03)
 
     spell.step = step
