@@ -70,7 +70,7 @@ def cannot(case: Case, how: How) -> str:
     for tool in case.tools:
         if not (Path(tool).exists() if "/" in tool else shutil.which(tool)):
             return f"there is no {tool}"
-    if how.nodes > 1 and (case.launch or case.ranks % how.nodes):
+    if how.nodes > 1 and (case.launch or case.talks or case.ranks % how.nodes):
         return f"not on {how.nodes} nodes"
     if case.launch.startswith("py-spy") and sys.prefix == sys.base_prefix:
         return "needs a virtual environment to make another one like it"

@@ -17,7 +17,7 @@ PATIENCE_S = 120.0
 class Case:
     """``needs``: packages of the spell. ``works``: it computes, transfers, faults pages or makes children throughout.
 
-    ``on``: the ranks with the spell: ``one``, ``first`` or ``all``; the others step on, and wait. ``at``: ``spell``
+    ``on``: the ranks with the spell, ``one`` or ``all``; the others step on, and wait. ``at``: ``spell``
     after 40 steps, ``start`` before the first one, ``whole`` in place of all steps. ``outside``: called in a process
     that is not of the job, for as long as the job lasts. ``launch``: how the job is started (``alive.py``).
     ``tools``: programs that it takes; ``root``: it takes root.
@@ -37,9 +37,13 @@ class Case:
     own: tuple[str, ...] = ()
 
     def has_spell(self, rank: int, world: int) -> bool:
-        """Which rank it is depends on the name alone, unless it has to be the first one."""
-        chosen = 0 if self.on == "first" else zlib.crc32(self.name.encode()) % world
-        return self.on == "all" or rank == chosen
+        """Which rank it is depends on the name alone."""
+        return self.on == "all" or rank == zlib.crc32(self.name.encode()) % world
+
+    @property
+    def talks(self) -> bool:
+        """Whether the process outside and a rank meet at a port of this host."""
+        return self.outside is not None and "port" in self.outside.__code__.co_consts
 
 
 CASES: dict[str, Case] = {}
@@ -108,14 +112,11 @@ class Outside(Place):
 
     def begun(self, number: int = 1) -> list[int]:
         """The pids of the ranks whose spell has begun, once there are ``number`` of them."""
-        found = until(
-            lambda: (
-                [p for p in [*self.scratch.glob("begun-?"), *self.scratch.glob("begun-??")]][number - 1 :]
-                and [int(p.read_text()) for p in sorted(self.scratch.glob("begun-*")) if p.suffix != ".new"]
-            ),
-            PATIENCE_S + 2 * self.quiet,
-        )
-        return found
+        until(lambda: len(self._marks()) >= number, PATIENCE_S + 2 * self.quiet)
+        return [int(mark.read_text()) for mark in self._marks()]
+
+    def _marks(self) -> list[Path]:
+        return sorted(path for path in self.scratch.glob("begun-*") if path.suffix != ".new")
 
     def rest(self) -> None:
         """Until the spell is over."""
