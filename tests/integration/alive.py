@@ -135,7 +135,7 @@ def _interpreter(case: Case, scratch: Path, how: How, mine: Sequence[str | Path]
     if kind == "py-spy":
         return [os.fspath(_bare(scratch, does)), "-m", "safelaunch"]
     if kind == "slow-link":
-        link = f"ip link set lo up && tc qdisc add dev lo root tbf rate {LINK} burst 64kb latency 2s"
+        link = f"ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {LINK} burst 64kb limit 16mb"
         return ["unshare", "--net", "sh", "-c", f'{link} && exec "$@"', "sh", *program]
     if kind.startswith("slow-reader"):
         reader = shlex.join([sys.executable, *map(os.fspath, mine), "--reader"])
