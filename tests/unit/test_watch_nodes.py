@@ -16,7 +16,7 @@ from safelaunch.roster.progress import Roster
 from safelaunch.supervise.watch import Watch
 from safelaunch.watch.stall import Policy
 
-POLICY = Policy(stall_s=5.0, startup_s=60.0, max_stall_s=60.0, startup_max_s=None)
+POLICY = Policy(stall_s=5.0, startup_s=60.0, max_stall_s=60.0)
 
 
 class Node:

@@ -9,22 +9,29 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
+from safelaunch.model import Answer
 from safelaunch.watch.stall import (
+    ALIVE_BUNDLE_S,
     CLOCK_GAP_S,
+    UNLIMITED,
     Event,
+    Found,
+    Limits,
     Mark,
-    Movement,
     Policy,
     Stall,
     State,
     Status,
     conclude,
+    ends_after_s,
     oldest,
     started,
+    suspect_after_s,
     tick,
 )
 
-POLICY = Policy(stall_s=30.0, startup_s=100.0, max_stall_s=360.0, startup_max_s=500.0, confirm_s=2.0)
+POLICY = Policy(stall_s=30.0, startup_s=100.0, max_stall_s=360.0, confirm_s=2.0)
+GIVEN = replace(POLICY, stall_given=True, startup_given=True)
 TICK_S = 0.25
 START_S = 1000.0  # CLOCK_MONOTONIC does not begin at 0 when a job does
 
@@ -41,7 +48,7 @@ class Replay:
     """Plays a job: ``marks`` at each tick, and what a closer look would see; collects events with their times."""
 
     marks: Callable[[float], Sequence[Mark]]
-    movement: Callable[[float], Movement] = lambda now: "still"
+    found: Callable[[float], Found] = lambda now: "dead"
     policy: Policy = POLICY
     state: State = field(default_factory=lambda: started(START_S))
     now: float = 0.0
@@ -66,7 +73,7 @@ class Replay:
             self._look = None
         elif self._look is not None and self.now >= self._look[0]:
             stall, self._look = self._look[1], None
-            self.state, event = conclude(self.state, stall, self.movement(self.now), self.policy, clock)
+            self.state, event = conclude(self.state, stall, self.found(self.now), self.policy, clock)
             self._note(event)
 
     def _note(self, event: Event | None) -> None:
@@ -148,23 +155,22 @@ def test_a_rank_that_never_stepped_is_not_judged_once_another_has() -> None:
     assert job.until(2000) == []
 
 
-def test_a_never_stepped_rank_that_computes_is_never_given_up_without_a_limit() -> None:
-    policy = replace(POLICY, startup_max_s=None)
-    job = Replay(lambda now: [rank(0)], lambda now: "active", policy)
+def test_a_never_stepped_rank_that_works_is_never_given_up() -> None:
+    job = Replay(lambda now: [rank(0)], lambda now: "alive")
     job.until(20_000)
     assert set(job.kinds) == {"suspect", "undecided"}
-    assert len(job.events) > 500
+    assert len(job.events) > 300
     assert job.state.status is not Status.HUNG
 
 
-def test_a_never_stepped_rank_that_computes_is_given_up_at_the_limit() -> None:
-    job = Replay(lambda now: [rank(0)], lambda now: "active")
+def test_a_never_stepped_rank_that_works_is_given_up_at_the_users_limit() -> None:
+    job = Replay(lambda now: [rank(0)], lambda now: "alive", GIVEN)
     job.until(600)
-    assert job.events[-1] == (500.0, "hang")
+    assert job.events[-1] == (360.0, "hang")
 
 
-def test_without_a_limit_a_rank_that_does_nothing_is_given_up_all_the_same() -> None:
-    job = Replay(lambda now: [rank(0)], policy=replace(POLICY, startup_max_s=None))
+def test_a_start_that_is_proved_dead_is_given_up_at_once() -> None:
+    job = Replay(lambda now: [rank(0)])
     assert job.until(200) == [(100.0, "suspect"), (102.0, "hang")]
 
 
@@ -223,7 +229,7 @@ def test_pauses_one_after_another_are_all_excused() -> None:
 
 
 def test_a_pause_ends_an_undecided_wait() -> None:
-    job = Replay(lambda now: [rank(0, 10.0, paused=now >= 60)], lambda now: "active")
+    job = Replay(lambda now: [rank(0, 10.0, paused=now >= 60)], lambda now: "alive")
     assert job.until(100) == [
         (40.0, "suspect"),
         (42.0, "undecided"),
@@ -326,7 +332,7 @@ def test_a_gap_during_a_closer_look_makes_the_look_worthless() -> None:
     state, event = tick(job.state, (rank(0, 10.0),), POLICY, START_S + 100)
     assert event is not None
     assert event.kind == "clock-restarted"
-    assert conclude(state, job.stalls[0], "still", POLICY, START_S + 100) == (state, None)
+    assert conclude(state, job.stalls[0], "dead", POLICY, START_S + 100) == (state, None)
 
 
 def test_a_gap_after_the_verdict_changes_nothing() -> None:
@@ -358,33 +364,33 @@ def test_a_new_attempt_starts_the_clock() -> None:
 
 def test_a_mark_during_the_closer_look() -> None:
     """The step came while we looked: no event but the conclusion's own, and the watch goes on."""
-    job = Replay(lambda now: [rank(0, 10.0 if now < 41 else 41.0)], lambda now: "moving" if now < 50 else "still")
+    job = Replay(lambda now: [rank(0, 10.0 if now < 41 else 41.0)], lambda now: "moving" if now < 50 else "dead")
     assert job.until(80) == [(40.0, "suspect"), (42.0, "recovered"), (71.0, "suspect"), (73.0, "hang")]
 
 
 def test_undecided_then_a_step() -> None:
     """A long evaluation: suspected, undecided, and then the next step: recovered, once."""
-    job = Replay(lambda now: [rank(0, 10.0 if now < 45 else stepping(now, 1.0))], lambda now: "active")
+    job = Replay(lambda now: [rank(0, 10.0 if now < 45 else stepping(now, 1.0))], lambda now: "alive")
     assert job.until(200) == [(40.0, "suspect"), (42.0, "undecided"), (45.0, "recovered")]
     assert job.state.status is Status.WATCHING
 
 
 def test_undecided_until_max_stall() -> None:
-    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "active")
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", GIVEN)
     job.until(400)
     assert job.events[-1] == (370.0, "hang"), "360 s after the last step, exactly"
     assert set(job.kinds[:-1]) == {"suspect", "undecided"}
 
 
 def test_undecided_then_still() -> None:
-    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "active" if now < 60 else "still")
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive" if now < 60 else "dead")
     job.until(100)
     assert job.kinds[-1] == "hang"
     assert 60 <= job.events[-1][0] <= 70
 
 
 def test_looks_grow_no_denser_than_a_quarter_of_the_threshold_and_at_most_a_minute_apart() -> None:
-    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "active", replace(POLICY, stall_s=600.0, max_stall_s=7200.0))
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", replace(POLICY, stall_s=600.0, max_stall_s=7200.0))
     job.until(7000)
     looks = [at for at, kind in job.events if kind == "suspect"]
     assert len(looks) > 10
@@ -405,45 +411,75 @@ def test_a_job_that_moves_again_after_the_verdict_stays_condemned() -> None:
 
 
 STALL = Stall((0,), START_S, 40.0, 30.0, before_first_step=False)
-STARTUP = replace(STALL, before_first_step=True)
-CONCLUSIONS: dict[str, tuple[Stall, Movement, float, Policy, str, Status]] = {
+CONCLUSIONS: dict[str, tuple[Stall, Found, float, Policy, str, Status]] = {
     "a mark": (STALL, "moving", 40, POLICY, "recovered", Status.WATCHING),
-    "a mark beats the limit": (STALL, "moving", 4000, POLICY, "recovered", Status.WATCHING),
+    "a mark beats the limit": (STALL, "moving", 4000, GIVEN, "recovered", Status.WATCHING),
     "stopped": (STALL, "stopped", 40, POLICY, "clock-restarted", Status.WATCHING),
-    "stopped beats the limit": (STALL, "stopped", 4000, POLICY, "clock-restarted", Status.WATCHING),
-    "still": (STALL, "still", 40, POLICY, "hang", Status.HUNG),
-    "active": (STALL, "active", 40, POLICY, "undecided", Status.UNDECIDED),
-    "active just below the limit": (STALL, "active", 359.9, POLICY, "undecided", Status.UNDECIDED),
-    "active at the limit": (STALL, "active", 360, POLICY, "hang", Status.HUNG),
-    "unseen ranks may move": (STALL, "elsewhere", 40, POLICY, "undecided", Status.UNDECIDED),
-    "unseen ranks at the limit": (STALL, "elsewhere", 360, POLICY, "hang", Status.HUNG),
-    "unseen ranks have a limit at startup": (
-        STARTUP,
-        "elsewhere",
-        360,
-        replace(POLICY, startup_max_s=None),
-        "hang",
-        Status.HUNG,
-    ),
-    "startup has its own limit": (STARTUP, "active", 360, POLICY, "undecided", Status.UNDECIDED),
-    "startup at its limit": (STARTUP, "active", 500, POLICY, "hang", Status.HUNG),
-    "startup without one": (STARTUP, "active", 1e6, replace(POLICY, startup_max_s=None), "undecided", Status.UNDECIDED),
+    "stopped beats the limit": (STALL, "stopped", 4000, GIVEN, "clock-restarted", Status.WATCHING),
+    "dead": (STALL, "dead", 40, POLICY, "hang", Status.HUNG),
+    "alive": (STALL, "alive", 1e6, POLICY, "undecided", Status.UNDECIDED),
+    "unknown": (STALL, "unknown", 40, POLICY, "undecided", Status.UNDECIDED),
+    "unknown at the limit": (STALL, "unknown", 360, POLICY, "hang", Status.HUNG),
+    "unknown, by the user's threshold": (STALL, "unknown", 40, GIVEN, "hang", Status.HUNG),
+    "unseen, by the user's threshold": (STALL, "unseen", 40, GIVEN, "undecided", Status.UNDECIDED),
 }
 
 
 @pytest.mark.parametrize("case", CONCLUSIONS)
 def test_conclusions(case: str) -> None:
-    stall, movement, now, policy, kind, status = CONCLUSIONS[case]
+    stall, found, now, policy, kind, status = CONCLUSIONS[case]
     state = State(Status.CONFIRMING, START_S, START_S + now, mark_s=stall.mark_s)
-    after, event = conclude(state, stall, movement, policy, START_S + now)
+    after, event = conclude(state, stall, found, policy, START_S + now)
     assert event == Event(kind, stall)  # type: ignore[arg-type]
     assert after.status is status
     assert after.base_s == (START_S + now if kind == "clock-restarted" else START_S)
 
 
+AUTO = Policy(stall_s=60.0, startup_s=1800.0, max_stall_s=1800.0)
+EIGHT = Policy(stall_s=8.0, startup_s=1800.0, max_stall_s=96.0, stall_given=True)
+CAPPED = replace(AUTO, max_stall_s=300.0, max_stall_given=True)
+STARTS = replace(AUTO, startup_s=20.0, max_stall_s=240.0, startup_given=True)
+WAITS, ALONE, GROUP = UNLIMITED, Limits(None, waits=False), Limits(600.0)
+# policy, threshold, answer, limits: when it is ended, and when the bundle of a job that continues is due
+TABLE: dict[str, tuple[Policy, bool, Answer, Limits, float | None, float | None]] = {
+    "dead": (AUTO, False, "dead", WAITS, 60.0, 60.0),
+    "alive": (AUTO, False, "alive", WAITS, None, ALIVE_BUNDLE_S),
+    "alive, in a group": (AUTO, False, "alive", GROUP, None, 540.0),
+    "unknown": (AUTO, False, "unknown", WAITS, 1800.0, 60.0),
+    "unknown, in a group": (AUTO, False, "unknown", GROUP, 540.0, 60.0),
+    "unknown, in a group of a short timeout": (AUTO, False, "unknown", Limits(15.0), 60.0, 60.0),
+    "unknown, in a group of a long timeout": (AUTO, False, "unknown", Limits(7200.0), 1800.0, 60.0),
+    "unseen": (AUTO, False, "unseen", WAITS, 1800.0, 60.0),
+    "unseen, in a group": (AUTO, False, "unseen", GROUP, 1800.0, 60.0),
+    "unseen, in a group of a long timeout": (AUTO, False, "unseen", Limits(7200.0), 7200.0, 60.0),
+    "given: dead": (EIGHT, False, "dead", WAITS, 8.0, None),
+    "given: alive": (EIGHT, False, "alive", GROUP, 96.0, None),
+    "given: unknown": (EIGHT, False, "unknown", GROUP, 8.0, None),
+    "given: unseen": (EIGHT, False, "unseen", GROUP, 96.0, None),
+    "max-stall: alive": (CAPPED, False, "alive", WAITS, 300.0, ALIVE_BUNDLE_S),
+    "max-stall: unknown": (CAPPED, False, "unknown", WAITS, 300.0, 60.0),
+    "start: dead": (AUTO, True, "dead", WAITS, 1800.0, 1800.0),
+    "start: alive": (AUTO, True, "alive", WAITS, None, 1800.0),
+    "start: unknown": (AUTO, True, "unknown", WAITS, 1800.0, 1800.0),
+    "start: a server that nobody calls": (AUTO, True, "unknown", ALONE, None, 1800.0),
+    "start: the threshold of steps says nothing": (EIGHT, True, "unknown", WAITS, 1800.0, 1800.0),
+    "start given: unknown": (STARTS, True, "unknown", ALONE, 20.0, None),
+    "start given: alive": (STARTS, True, "alive", ALONE, 240.0, None),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_what_follows_from_an_answer(case: str) -> None:
+    policy, before_first_step, answer, limits, ends_s, bundle_s = TABLE[case]
+    threshold_s = policy.startup_s if before_first_step else policy.stall_s
+    stall = Stall((0,), START_S, threshold_s, threshold_s, before_first_step=before_first_step)
+    assert ends_after_s(policy, stall, answer, limits) == ends_s
+    assert suspect_after_s(policy, stall, answer, limits) == bundle_s
+
+
 def test_the_last_look_before_the_limit_is_timed_to_decide() -> None:
     state = State(Status.CONFIRMING, START_S, START_S + 355, mark_s=START_S)
-    after, _ = conclude(state, STALL, "active", POLICY, START_S + 355)
+    after, _ = conclude(state, STALL, "alive", GIVEN, START_S + 355)
     assert after.look_again_s == START_S + 360 - POLICY.confirm_s
 
 

@@ -21,7 +21,7 @@ from safelaunch.supervise.watch import Watch
 from safelaunch.watch import stall
 from safelaunch.watch.rhythm import Bounds
 
-POLICY = stall.Policy(stall_s=600.0, startup_s=1800.0, max_stall_s=1800.0, startup_max_s=None)
+POLICY = stall.Policy(stall_s=600.0, startup_s=1800.0, max_stall_s=1800.0)
 
 
 class Ranks:
