@@ -303,6 +303,25 @@ def test_whose_code_waits_in_a_futex(start: Start, tmp_path: Path, case: str, tr
         assert rests(state := program.wait_for(rests), expected), state.main_thread
 
 
+@pytest.mark.torch
+def test_who_waits_for_a_collective_rests_in_torch(start: Start, tmp_path: Path) -> None:
+    source = """
+        import sys, time
+        import torch, torch.distributed as dist
+        rank, file = int(sys.argv[1]), sys.argv[2]
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(1))
+        print("up", flush=True)
+        if rank:
+            time.sleep(10000)
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+    """
+    ranks = [start(source, str(number), os.fspath(tmp_path / "store")) for number in range(2)]
+    assert [rank.line() for rank in ranks] == ["up", "up"]
+    state = ranks[0].wait_for(lambda state: in_call("futex")(state) and state.threads[0].rests_in not in ("", "lock"))
+    assert state.threads[0].rests_in.startswith("libtorch")
+
+
 @pytest.mark.parametrize("content", [b"", b"\x7fELF\x02\x01", b"\x7fELF\x02\x01" + b"\xff" * 200, b"#!/bin/sh\n" * 9])
 def test_a_file_that_is_no_program_has_no_functions(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
