@@ -76,6 +76,7 @@ class _Prover:
         self._case = case
         self._living = frozenset(living)
         self._processes: dict[tuple[str, int], _Process] = {}
+        self._roots: dict[_Call, set[tuple[int | None, int | None]]] = {}  # that those who wait in a call have named
         for rank in living:
             one = case.ranks[rank].evidence
             for process in (one.main, *one.children):
@@ -148,7 +149,9 @@ class _Prover:
             return None
         entry = self._entry(view, wait.group, wait.seq, is_p2p=wait.kind == "p2p")
         if entry is not None:
-            return (Need(frozenset({_call(entry, view.rank.rank)}), described(entry), claim),)
+            call = _call(entry, view.rank.rank)
+            self._roots.setdefault(call, set()).add((wait.source, wait.target))
+            return (Need(frozenset({call}), described(entry), claim),)
         if wait.kind == "p2p":
             peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {view.rank.rank})
             return (Need(self._any_of(peers), wait.words, claim),)
@@ -203,6 +206,8 @@ class _Prover:
     def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         """Whoever holds a lock, or fills a queue, is a thread that runs Python: any other one of the process."""
         lock = calls.lock_wait(view.stack.called)
+        if lock is None and _rests_in(view).startswith("_multiprocessing"):
+            lock = calls.LockWait("a multiprocessing lock")
         if lock is None and _rests_in(view) != "lock":
             return None
         what = lock.what if lock is not None else "a lock"
@@ -293,6 +298,9 @@ class _Prover:
                 if behind is not None and behind != node and entry.started is not True:
                     needs[node] = (*needs[node], Need(frozenset({behind}), f"the calls before {described(entry)} end"))
                 seen[entry.group] = node
+        for call, roots in self._roots.items():
+            if len(roots) > 1 and not call.is_p2p and call in needs:
+                needs[call] = (*needs[call], Need(_NEVER, f"all ranks name the same root in {self._name(call)}"))
 
     def _of_call(self, entry: Collective, rank: int) -> tuple[Need, ...]:
         """What the members have yet to do; empty where they are all there, or are not known."""
