@@ -359,16 +359,6 @@ def _launched(about: Circumstances) -> Launched:
     return msgspec.convert(about.launch, Launched)
 
 
-def stuck_for_good(found: Collected) -> Mapping[int, int]:
-    """See ``ranks_stuck_for_good``. If a rule fails, no rank counts as stuck."""
-    from safelaunch.diagnose import ranks_stuck_for_good
-
-    try:
-        return ranks_stuck_for_good(found.evidence)
-    except Exception:  # noqa: BLE001 - the verdict will say what the rule failed on
-        return {}
-
-
 def mark_recovered(report: Report) -> Task[None]:
     """Notes in the verdict of a bundle that the job went on. In a thread: its disk may not answer."""
 
