@@ -19,7 +19,7 @@ import msgspec
 from safelaunch.beacon import layout
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
-from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
+from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, rewrite, roomier
 from safelaunch.capture import collect, user_source
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
 from safelaunch.capture.parallel import gather_into
@@ -364,11 +364,8 @@ def mark_recovered(report: Report) -> Task[None]:
 
     def note() -> None:
         path = report.published.path / "verdict.json"
-        beside = path.with_name(f".{path.name}")
-        verdict = msgspec.structs.replace(report.verdict, recovered=True)
         try:
-            beside.write_bytes(msgspec.json.format(msgspec.json.encode(verdict), indent=2) + b"\n")
-            beside.replace(path)
+            rewrite(path, msgspec.structs.replace(report.verdict, recovered=True))
         except OSError as error:
             say(f"{path} could not be marked as recovered: {error.strerror or error}")
 
