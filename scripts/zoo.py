@@ -5,16 +5,19 @@ python scripts/zoo.py --only asleep,gil     # some classes
 python scripts/zoo.py --ranks 4 --json zoo.json
 python scripts/zoo.py --nodes 2                 # the ranks spread over nodes, in network namespaces (root)
 python scripts/zoo.py --first-word          # with nothing configured: how soon is the right rank on the screen?
+python scripts/zoo.py --default --culprit 1     # with nothing configured: which classes are proved, and what follows?
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,8 @@ def main() -> int:
         world = words.ranks or specimen.ranks
         culprits = range(world) if words.culprit is None else [words.culprit]
         cases += [(specimen, culprit, world, words.nodes) for culprit in culprits]
+    if words.default:
+        return _by_default(cases, words.jobs, Path(words.json) if words.json else None)
     if words.first_word:
         return _first_words(cases, words.jobs, Path(words.json) if words.json else None)
     print(f"{'class':<18}{'culprit':<9}{'seconds':>7}  {'cause':<24}{'confidence':<11}verdict")
@@ -75,6 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="concurrent jobs [2]")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--first-word", action="store_true", help="measure the time to the first word instead")
+    parser.add_argument("--default", action="store_true", help="print the answers with nothing configured instead")
     parser.add_argument("--keep", metavar="DIR", help="keep bundles and output below DIR")
     words = parser.parse_args()
     if words.nodes > 1 and (reason := netns.cannot()):
@@ -108,6 +114,54 @@ def _first_word(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, A
     wrong = zoo.judge_word(specimen, culprit, word, ranks=world)
     row = {"class": specimen.name, "culprit": culprit, "ranks": world, "wrong": wrong}
     return {**row, "seconds": word.quiet_s if word else 0.0, "words": word.words if word else ""}
+
+
+ANSWER_S = 150.0  # the floor of the threshold is a minute
+_WORD, _WORKS = re.compile(r"^safelaunch: quiet for (\d+) s", re.MULTILINE), "but the job works"
+
+
+def _by_default(cases: list[tuple[zoo.Specimen, int, int, int]], jobs: int, file: Path | None) -> int:
+    """Every class of which a wait of the job's own is the cause has to be proved, and no other one is ended."""
+    print(f"{'class':<18}{'culprit':<9}{'answer':<10}{'word s':>7}{'bundle s':>9}{'end s':>7}  verdict")
+    rows = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for row in pool.map(lambda case: _answer(*case[:3]), cases):
+            rows.append(row)
+            times = "".join(f"{row[name] or '-':>{width}}" for name, width in (("word", 7), ("bundle", 9), ("end", 7)))
+            print(
+                f"{row['class']:<18}{row['culprit']}/{row['ranks']:<7}{row['answer']:<10}{times}  {row['verdict']}",
+                flush=True,
+            )
+    if file is not None:
+        file.write_text(json.dumps(rows, indent=1) + "\n")
+    counts = Counter(str(row["answer"]) for row in rows)
+    print(", ".join(f"{count} {answer}" for answer, count in counts.most_common()))
+    return 0
+
+
+def _answer(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, Any]:
+    """What the watch says of one hang, and when: seconds since the last step."""
+    scratch = Path(tempfile.mkdtemp(prefix="zoo-"))
+    row: dict[str, Any] = {"class": specimen.name, "culprit": culprit, "ranks": world, "answer": "none yet"}
+    row |= {"word": 0, "bundle": 0, "end": 0, "verdict": "-"}
+    with zoo.start(specimen, culprit, scratch, ranks=world, configured=False) as job:
+        try:
+            job.until(lambda: job.bundles or _WORKS in job.stderr, "an answer", ANSWER_S, every_s=0.5)
+        except AssertionError:
+            pass  # before the first step, the threshold is half an hour
+        if _WORKS in job.stderr:
+            row["answer"] = "alive"
+        for bundle in job.bundles:
+            verdict, watch = bundle.verdict, bundle.json("manifest.json")["watch"]
+            row |= {"answer": "proved" if verdict["proof"] else watch["answer"], "bundle": round(watch["stalled_s"])}
+            row["verdict"] = f"{verdict['outcome']}: {verdict['cause']} ({verdict['confidence']})"
+            if verdict["outcome"] == "hang":
+                job.wait()
+                row["end"] = round(watch["stalled_s"] + time.time() - bundle.json("manifest.json")["written_unix_s"])
+        found = _WORD.search(job.stderr)
+        row["word"] = int(found[1]) if found is not None else 0
+    shutil.rmtree(scratch, ignore_errors=True)
+    return row
 
 
 def _one(specimen: zoo.Specimen, culprit: int, world: int, nodes: int, keep: Path | None) -> dict[str, object]:
