@@ -55,6 +55,15 @@ def _free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def rewrite(path: Path, value: object) -> None:
+    """Replaces a file of a published bundle by a record that has been in it before. Raises OSError."""
+    beside = path.with_name(f".{path.name}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, FILE_MODE)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(clean_json(msgspec.json.format(msgspec.json.encode(value), indent=1).decode()))
+    beside.replace(path)
+
+
 class Staging(Sink):
     """A bundle in progress: writes every file as soon as it arrives, and lists every artifact.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -56,15 +56,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """One process at one moment; ``state`` None: it is gone.
-
-    ``files``: the sizes of what it has open to read, where its main thread sleeps: it may be waiting for more.
-    """
+    """One process at one moment; ``state`` None: it is gone."""
 
     pid: int
     state: ProcessState | None
     stack: Result[StackSample]
-    files: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +206,7 @@ def _process(pid: int, before: dict[int, ProcessState], deadline_s: float, stop:
     except CaptureError as error:
         return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
     stack = stacks.stack_of(pid, before.get(pid, state), stop=stop, deadline_s=deadline_s)
-    return ProcessLook(pid, _with_polled_lock(state, stack), stack, proc.files_to_read(state))
+    return ProcessLook(pid, _with_polled_lock(state, stack), stack)
 
 
 def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> ProcessState:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from stat import S_ISREG, S_IWUSR
 from typing import NamedTuple
 
 from msgspec import structs
@@ -32,7 +31,6 @@ from safelaunch.system import procstat
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PATH = 4096
 MAX_THREADS = 4096
-MAX_FILES = 256  # of one process
 
 
 def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
@@ -308,36 +306,6 @@ def _rest(descriptor: int, address: int, data: bytes, size: int) -> bytes:
 
 def _text(path: Path) -> str:
     return path.read_text("utf-8", "replace").strip()
-
-
-def files_to_read(state: ProcessState, *, deadline_s: float = 0.5) -> dict[str, int]:
-    """The sizes of the regular files that a process has open to read only, where its main thread sleeps; else empty."""
-    asleep = state.main_thread is not None and kind_of(state.main_thread) in ("sleep", "select")
-    try:
-        return within(deadline_s, f"/proc/{state.pid}/fd", lambda: _files_to_read(state.pid)) if asleep else {}
-    except (CaptureError, OSError):
-        return {}  # another user's process, or a file system that does not answer
-
-
-def _files_to_read(pid: int) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for path in list(Path(f"/proc/{pid}/fd").iterdir())[:MAX_FILES]:
-        with suppress(OSError):  # closed meanwhile
-            status = path.stat()
-            if S_ISREG(status.st_mode) and not path.lstat().st_mode & S_IWUSR:
-                found[str(path.readlink())] = status.st_size
-    return found
-
-
-def times_scheduled(pid: int) -> int:
-    """How often the kernel has scheduled the process's main thread (the third number of ``schedstat``); 0 if gone.
-
-    The number changes whenever that thread wakes up, however briefly. Other threads don't count.
-    """
-    try:
-        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[2])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 class Scheduled(NamedTuple):

@@ -36,7 +36,6 @@ from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.diagnose.rules_results import with_wrong_results
-from safelaunch.diagnose.rules_wait import stuck_for_good
 from safelaunch.diagnose.series import with_early_looks
 from safelaunch.diagnose.shortage import with_device_memory
 from safelaunch.diagnose.standing import with_the_time_without_a_step
@@ -45,7 +44,7 @@ from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
 
-__all__ = ["diagnose", "ranks_stuck_for_good"]
+__all__ = ["diagnose"]
 
 SCHEMA = 1
 # What is added to a finding, in this order.
@@ -91,14 +90,6 @@ def _conclude(case: Case) -> tuple[Finding, list[str]]:
         if ruling:
             ruled_out.append(ruling)
     raise AssertionError("the last rule concludes in any case")
-
-
-def ranks_stuck_for_good(evidence: Evidence) -> dict[int, int]:
-    """The ranks that keep the job from going on whatever ranks that were not seen may do: rank → the process at fault.
-
-    Without those whose wait may end by itself, by a message, or by what an unseen rank does.
-    """
-    return stuck_for_good(Case.of(evidence))
 
 
 def _proof(case: Case) -> tuple[ProofEdge, ...]:

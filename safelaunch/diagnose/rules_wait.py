@@ -71,17 +71,6 @@ def held_up(case: Case) -> Ruling:
     return blame(case, cause, sure, named, sorted(case.waits.waiting), claims=claims, ruled_out=ruled)
 
 
-def stuck_for_good(case: Case) -> dict[int, int]:
-    """The ranks that will never come to where a peer waits for them, whatever ranks that were not seen may do.
-
-    Each with the process at fault. Whether somebody waits for a rank has to be on record: an evaluator beside the
-    trainers, or a rank that has done its part, may sleep as long as it likes.
-    """
-    needed = _needed(case)
-    own = {rank: condition for rank, condition in conditions(case).items() if rank in needed and condition.for_good}
-    return {rank: condition.pid or case.ranks[rank].evidence.pid for rank, condition in own.items()}
-
-
 def _needed(case: Case) -> frozenset[int]:
     """The ranks that peers wait for in a collective of a group whose members are known."""
     return frozenset(

@@ -285,14 +285,6 @@ def runs_event_loop(frames: Sequence[Frame]) -> bool:
     return any(_in(f, "/asyncio/base_events.py") and short(f.function) == "_run_once" for f in frames)
 
 
-def serves(frames: Sequence[Frame]) -> bool:
-    """A thread of a server: it waits for whoever may want something, and has no work until then."""
-    return any(
-        (_in(f, "/socketserver.py") and short(f.function) == "serve_forever") or "/uvicorn/" in normal(f.file)
-        for f in frames
-    )
-
-
 _Threads = Literal["", "work", "signal", "engine", "lock"]
 
 

@@ -33,6 +33,7 @@ from safelaunch.report.report import (
     nccl_lines,
     node_state,
     node_words,
+    proof_words,
     stalled_words,
     suspect_lines,
 )
@@ -103,6 +104,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "more": clean(verdict.summary)[len(_first_sentence(clean(verdict.summary))) :].strip(),
         "confidence": verdict.confidence,
         "doubts": verdict.doubts,
+        "proof": proof_words(verdict),
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
         "victims": verdict.victims,
         "nodes_at_fault": [*(node_words(node) for node in verdict.nodes_at_fault), *suspect_lines(verdict)],

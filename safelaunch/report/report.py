@@ -264,6 +264,8 @@ def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[t
 def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
     """What is below the evidence, in ``space`` lines: of a second piece of advice all or nothing."""
     lines = []
+    if proved := proof_words(verdict):
+        lines += _cut(_wrap(clean(proved), room, "  "), 3)
     if verdict.victims:
         what = "held up by it" if verdict.culprits else "waiting"
         lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
@@ -274,6 +276,16 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
     for advice in second:
         lines += advice if len(lines) + len(advice) + _EVIDENCE_LINES <= space else []
     return list(map(Line, lines))
+
+
+def proof_words(verdict: Verdict) -> str:
+    """Why the job cannot go on, in a line: what the ranks wait for, which nobody outside of these waits can give."""
+    waits = [f"{edge.who} needs {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
+    never = [edge.why for edge in verdict.proof if not edge.waits_for]
+    if never:
+        return f"proved: nothing can come of this any more: {never[0]}"
+    more = f", and {len(waits) - 3} more waits" if len(waits) > 3 else ""
+    return f"proved: only ranks that wait could end these waits: {'; '.join(waits[:3])}{more}" if waits else ""
 
 
 def beside_next(verdict: Verdict) -> list[str]:
@@ -346,6 +358,7 @@ def markdown(
         f"Confidence: **{_md(verdict.confidence)}**."
         + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
         _md(stalled_words(evidence)),
+        _md(proof_words(verdict)),
         _md(contract_words(evidence, facts)),
         _md_list("Noticed while it ran", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),

@@ -63,6 +63,12 @@ def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
     return set(), children | ({main.pid} if waits.threads in ("work", "engine") else set())
 
 
+def all_are_stopped(look: Look) -> bool:
+    """Every rank is stopped by a signal, a debugger or its control group: the job is suspended."""
+    states = [rank.main.state for rank in look.ranks.values() if rank.main is not None and rank.main.state is not None]
+    return bool(states) and all(state.state in "Tt" or state.frozen for state in states)
+
+
 def what_was_not_seen(look: Look, looks: Looks) -> str:
     """What a look lacks, or which process is stopped, in a clause; empty for nothing."""
     if looks.counters and looks.counters[-1][1].partial:
@@ -100,8 +106,7 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
     from safelaunch.diagnose.waits import Case
 
     last = looks.taken[-1]
-    states = [rank.main.state for rank in last.ranks.values() if rank.main is not None and rank.main.state is not None]
-    if states and all(state.state in "Tt" or state.frozen for state in states):
+    if all_are_stopped(last):
         return Judged("stopped")
     done = () if looks.collectives_moved else work_in(looks, background)
     unseen = what_was_not_seen(last, looks)

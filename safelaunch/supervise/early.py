@@ -134,7 +134,9 @@ class EarlyLooks:
         alone = not self._watch.unseen
         if done or looks.collectives_moved:  # a rank that stands still loses nothing by a look
             self._quiet = quiet.spent(self._quiet, looking.cost_s)
-        if not (done or looks.collectives_moved):
+        if answer.all_are_stopped(looks.taken[-1]):
+            self._under_way = None
+        elif not (done or looks.collectives_moved):
             looking.word = self._word(looking.spell, looks, None)
         elif active and alone and looking.spell.stage == "steps":
             looking.word = self._word(looking.spell, looks, active)

@@ -19,7 +19,7 @@ import msgspec
 from safelaunch.beacon import layout
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
-from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, roomier
+from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, rewrite, roomier
 from safelaunch.capture import collect, user_source
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
 from safelaunch.capture.parallel import gather_into
@@ -359,26 +359,13 @@ def _launched(about: Circumstances) -> Launched:
     return msgspec.convert(about.launch, Launched)
 
 
-def stuck_for_good(found: Collected) -> Mapping[int, int]:
-    """See ``ranks_stuck_for_good``. If a rule fails, no rank counts as stuck."""
-    from safelaunch.diagnose import ranks_stuck_for_good
-
-    try:
-        return ranks_stuck_for_good(found.evidence)
-    except Exception:  # noqa: BLE001 - the verdict will say what the rule failed on
-        return {}
-
-
 def mark_recovered(report: Report) -> Task[None]:
     """Notes in the verdict of a bundle that the job went on. In a thread: its disk may not answer."""
 
     def note() -> None:
         path = report.published.path / "verdict.json"
-        beside = path.with_name(f".{path.name}")
-        verdict = msgspec.structs.replace(report.verdict, recovered=True)
         try:
-            beside.write_bytes(msgspec.json.format(msgspec.json.encode(verdict), indent=2) + b"\n")
-            beside.replace(path)
+            rewrite(path, msgspec.structs.replace(report.verdict, recovered=True))
         except OSError as error:
             say(f"{path} could not be marked as recovered: {error.strerror or error}")
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from safelaunch.capture import cgroups, filelocks, sockets, syscalls
 from safelaunch.capture.proc import (
-    files_to_read,
     parse_io,
     parse_schedstat,
     parse_syscall,
     process_tree,
-    read_process,
     role_of,
 )
 from safelaunch.model import Frame, ProcessState, StackSample, Thread
@@ -40,29 +35,6 @@ def test_stat_survives_any_name(name: str) -> None:
 def test_stat_rejects_other_text(text: str) -> None:
     with pytest.raises(ValueError):
         procstat.parse(text)
-
-
-def test_the_files_that_a_sleeping_process_has_open_to_read(tmp_path: Path) -> None:
-    grown, own = tmp_path / "grown", tmp_path / "own"
-    grown.write_text("x" * 60)
-    code = f"import time\na, b = open({str(grown)!r}), open({str(own)!r}, 'w')\nprint(flush=True)\ntime.sleep(3600)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        try:
-            for _ in range(1000):
-                state = read_process(child.pid)
-                if found := files_to_read(state):
-                    break
-                time.sleep(0.01)
-            assert found.get(str(grown)) == 60 and str(own) not in found
-            assert state.main_thread is not None
-            awake = structs.replace(
-                state, threads=(structs.replace(state.main_thread, syscall_name="futex", wchan=""),)
-            )
-            assert files_to_read(awake) == {}
-        finally:
-            child.kill()
 
 
 LOCKS = """\

@@ -27,7 +27,7 @@ from evidence import (
     waiting,
 )
 
-from safelaunch.diagnose import diagnose, ranks_stuck_for_good
+from safelaunch.diagnose import diagnose
 from safelaunch.model import Evidence, Frame, RankEvidence, RankException
 
 LOCK = (Frame(f"{STDLIB}/threading.py", 168, "_RLock.acquire"), *in_user(7))
@@ -88,20 +88,18 @@ PERHAPS = {
 
 
 @pytest.mark.parametrize("how", FOR_GOOD)
-def test_who_will_not_go_on_is_named_and_a_reason_to_act(how: str) -> None:
+def test_who_will_not_go_on_is_named(how: str) -> None:
     evidence = node(waiting(2), FOR_GOOD[how])
     assert [culprit.rank for culprit in diagnose(evidence).culprits] == [3]
-    assert list(ranks_stuck_for_good(evidence)) == [3]
 
 
 @pytest.mark.parametrize("how", PERHAPS)
 @pytest.mark.parametrize("outcome", ["hang", "dump"])
-def test_who_may_be_waiting_for_an_unseen_rank_is_neither(how: str, outcome: str) -> None:
+def test_who_may_be_waiting_for_an_unseen_rank_is_not(how: str, outcome: str) -> None:
     evidence = node(waiting(2), PERHAPS[how], outcome=outcome)
     verdict = diagnose(evidence)
     assert (verdict.culprits, verdict.confidence) == ((), "low")
     assert "ranks 0-1 were not seen" in verdict.summary
-    assert ranks_stuck_for_good(evidence) == {}
 
 
 def test_what_such_a_rank_does_is_told_all_the_same() -> None:
@@ -123,8 +121,7 @@ def test_with_every_rank_seen_the_same_ranks_are_named() -> None:
         assert [culprit.rank for culprit in verdict.culprits] == [3], how
 
 
-def test_who_waits_for_peers_is_never_stuck_for_good() -> None:
-    assert ranks_stuck_for_good(node(waiting(2), waiting(3))) == {}
+def test_who_waits_for_unseen_peers_is_not_named() -> None:
     assert diagnose(node(waiting(2), waiting(3))).culprits == ()
 
 
@@ -133,9 +130,9 @@ def test_a_rank_that_nobody_needs_may_sleep() -> None:
     entered = entry("all_reduce", 4, group="1", line=50)
     trainer = waiting(2, flight=record(*past(3), entered, groups={"1": (0, 1, 2)}))
     evaluator = third(in_user(7), "sleep", step=None)
-    assert ranks_stuck_for_good(node(trainer, evaluator)) == {}
+    assert diagnose(node(trainer, evaluator)).culprits == ()
     member = waiting(2, flight=record(*past(3), entered, groups={"1": (0, 2, 3)}))
-    assert ranks_stuck_for_good(node(member, evaluator)) == {3: 1030}
+    assert [culprit.pid for culprit in diagnose(node(member, evaluator)).culprits] == [1030]
 
 
 def test_a_rank_of_which_nobody_here_shows_that_it_is_needed() -> None:
@@ -143,7 +140,6 @@ def test_a_rank_of_which_nobody_here_shows_that_it_is_needed() -> None:
     asleep = third(in_user(7), "sleep")
     for evidence in (node(asleep, world=5), node(rank(2, in_c10d("all_reduce", 50)), asleep)):
         assert diagnose(evidence).culprits == ()
-        assert ranks_stuck_for_good(evidence) == {}
 
 
 def test_who_has_not_come_to_the_rendezvous_because_it_may_wait_elsewhere() -> None:

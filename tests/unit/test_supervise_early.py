@@ -15,13 +15,14 @@ from evidence import at, behind, in_user, rank, with_culprit
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.capture.look import Look, ProcessLook, Questions, RankLook, Target
 from safelaunch.capture.result import Result
-from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
-from safelaunch.supervise import early, early_verdict, incident
+from safelaunch.model import EarlyLook, FirstWord, Place, ProcessState, StackSample, Thread
+from safelaunch.supervise import answer, early, early_verdict, incident
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.looks import Looks
 from safelaunch.watch.quiet import Spell
 from safelaunch.watch.stall import Status
+from safelaunch.watch.work import Background, Work
 
 ASLEEP = FirstWord("rank 1 is asleep in train.py:7 (load)", "stuck-in-user-code", (Place(1, at(7, "load")),))
 COMPUTES = FirstWord("rank 0 is active at train.py:33 (evaluate)", "", (Place(0, at(33, "evaluate")),), common=True)
@@ -38,7 +39,8 @@ class Watch:
     attempt: tuple[int, int] = (0, 1)
     unseen: tuple[int, ...] = ()
     early: tuple[EarlyLook, ...] = ()
-    has_pulse_only: bool = False
+    quiet: None = None
+    background: Background = field(default_factory=Background)
     state: Any = field(default_factory=lambda: SimpleNamespace(status=Status.WATCHING, due_s=10_000.0))
 
     def spell(self, now: float) -> Spell | None:
@@ -48,13 +50,17 @@ class Watch:
     def targets(self) -> tuple[()]:
         return ()
 
+    def read_quiet_again(self) -> None: ...
+
 
 class Job:
-    """``movement`` and ``word``: what the looks find."""
+    """``works``: the processes that do; ``word``: what the looks find."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watch, self.said, self.told = Watch(), list[str](), list[dict[str, str]]()
-        self.movement: Any = ("still", ())
+        self.works: tuple[int, ...] = ()
+        self.ranks: Any = {}
+        self.entries: tuple[dict[int, int], ...] = ({}, {})
         self.word, self.looks, self.asked = ASLEEP, 0, list[bool]()
         job = self
 
@@ -64,13 +70,14 @@ class Job:
 
         def look_at(targets: Any, looks: Looks | None, **_: Any) -> Looks:
             job.looks += 1
-            return Looks((), taken=(SimpleNamespace(ranks={}),))  # type: ignore[arg-type]
+            one = Look(0.0, 0.0, self.ranks)
+            return Looks((Target(0, 0, 1000, 0),), taken=(one,), entries=self.entries if looks is not None else ())
 
         def evidence_of(*_: Any, ask: bool) -> None:
             job.asked.append(ask)
 
         monkeypatch.setattr(early, "look_at", look_at)
-        monkeypatch.setattr(early, "movement_of", lambda looks, **_: self.movement)
+        monkeypatch.setattr(answer, "work_in", lambda *_: tuple(Work(p, p, p, "cpu", 900.0) for p in self.works))
         monkeypatch.setattr(early, "say", self.said.append)
         monkeypatch.setattr(incident, "known_of", lambda *_: None)
         monkeypatch.setattr(incident, "evidence_of", evidence_of)
@@ -111,7 +118,7 @@ def test_a_rank_that_stands_still_is_told_within_seconds_and_again_at_growing_di
 
 
 def test_an_evaluation_is_told_once_and_the_command_is_not_run(job: Job) -> None:
-    job.movement, job.word = ("active", (0,)), COMPUTES
+    job.works, job.word = (1000,), COMPUTES
     for _ in range(4):
         job.wait(30)
         job.step()
@@ -121,16 +128,23 @@ def test_an_evaluation_is_told_once_and_the_command_is_not_run(job: Job) -> None
     assert job.asked == [False] * 2, "a rank that computes is not asked for anything"
 
 
-@pytest.mark.parametrize("movement", ["stopped", "moving"])
-def test_ranks_that_are_stopped_or_go_on_are_no_news(job: Job, movement: str) -> None:
-    job.movement = (movement, ())
+def test_ranks_that_go_on_are_no_news(job: Job) -> None:
+    job.entries = ({0: 4}, {0: 5})
+    job.wait(60)
+    assert job.looks
+    assert (job.said, job.told, job.watch.early) == ([], [], ())
+
+
+def test_a_job_that_is_stopped_as_a_whole_is_no_news(job: Job) -> None:
+    stopped = RankLook(0, ProcessLook(1000, ProcessState(1000, 1, 1, 0.0, "python", (), "T"), Result(None, "", 0.0)))
+    job.ranks = {0: stopped, 1: stopped}
     job.wait(60)
     assert job.looks
     assert (job.said, job.told, job.watch.early) == ([], [], ())
 
 
 def test_work_that_no_rank_of_this_job_does_is_no_news(job: Job) -> None:
-    job.movement = ("active", ())
+    job.works = (7,)
     job.wait(60)
     assert job.said == []
 
@@ -152,7 +166,7 @@ def test_a_node_among_others_tells_of_what_its_own_ranks_do(job: Job, word: Firs
 
 
 def test_on_a_node_among_others_work_is_no_news(job: Job) -> None:
-    job.watch.unseen, job.movement, job.word = (2, 3), ("active", (0,)), COMPUTES
+    job.watch.unseen, job.works, job.word = (2, 3), (1000,), COMPUTES
     job.wait(60)
     assert job.said == []
 
@@ -187,7 +201,7 @@ def test_an_error_ends_the_early_looks_and_not_the_watch(job: Job, monkeypatch: 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(early, "movement_of", fails)
+    monkeypatch.setattr(answer, "work_in", fails)
     job.wait(60)
     assert job.said == ["an internal error ended the early looks (RuntimeError: no); still watching"]
 

@@ -11,11 +11,13 @@ import pytest
 
 from safelaunch.capture.look import Look, Target
 from safelaunch.cluster.messages import Page, Vote
+from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.watch import Glance
 from safelaunch.watch.rhythm import Threshold
-from safelaunch.watch.stall import Event, Policy, Stall
+from safelaunch.watch.stall import Event, Limits, Policy, Stall
+from safelaunch.watch.work import Background
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
 
@@ -23,9 +25,15 @@ SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, 
 class Watch:
     """A job without ranks that stands still."""
 
-    policy = Policy(3.0, 60.0, 1000.0, None, confirm_s=0.0)
-    has_pulse_only = learns = False
+    policy = Policy(3.0, 60.0, 1000.0, confirm_s=0.0, stall_given=True)
     attempt = (0, 1)
+    quiet, background, unseen, notes, early, inconsistent, world_size = None, Background(), (), (), (), (), 0
+    roster = SimpleNamespace(pages=dict, workers={})
+
+    def steps(self) -> dict[int, int]:
+        return {}
+
+    def read_quiet_again(self) -> None: ...
 
     def targets(self) -> tuple[()]:
         return ()
@@ -44,7 +52,7 @@ class Together:
     """The other nodes, which open incidents one after the other."""
 
     def __init__(self) -> None:
-        self.open = 0
+        self.open = self.limits = 0
         self.asked = 0
         self.joined = 0
         self.votes: list[tuple[int, Vote]] = []
@@ -52,6 +60,9 @@ class Together:
     def suspect(self, window_s: float) -> bool:
         self.asked += 1
         return True
+
+    def at_limit(self) -> None:
+        self.limits += 1
 
     def calls(self) -> Page | None:
         return Page(leader=1, phase="looking", incident=self.open, window_s=0.0) if self.open > self.joined else None
@@ -132,19 +143,27 @@ def test_ranks_that_were_started_anew_are_under_no_suspicion(tmp_path: Path) -> 
     assert case.looking and together.joined == 1
 
 
+PROVED = Judged("dead")
+OVER = Judged("unknown", limits=Limits(200.0), group="'0'")
+
+
 @pytest.mark.parametrize(
-    ("last_steps_s", "said"),
+    ("last_steps_s", "judged", "said"),
     [
-        ((40.0, 40.0, 40.1), "nothing has moved for 60 s (last step 61): collecting"),
-        ((99.9, 40.0, 99.8), "rank 1 has made no step for 60 s (last step 61), while the others go on: collecting"),
-        ((40.0, 40.0, 99.8), "ranks 0-1 have made no step for 60 s (last step 61), while the others go on: collecting"),
+        ((40.0, 40.0, 40.1), PROVED, "no progress for 60 s (last step 61): collecting"),
+        ((99.9, 40.0, 99.8), PROVED, "rank 1 has made no step for 60 s (last step 61), while the others go on: coll"),
+        ((40.0, 40.0, 99.8), PROVED, "ranks 0-1 have made no step for 60 s (last step 61), while the others go on: c"),
+        ((40.0, 40.0, 40.1), OVER, "nothing proves a hang, but the time limit of group '0' ends then: collecting"),
+        ((40.0, 40.0, 40.1), Judged("unseen"), "nothing proves a hang, but that is --max-stall: collecting"),
     ],
 )
-def test_what_is_said_of_ranks_that_stand_alone(
-    last_steps_s: tuple[float, ...], said: str, capfd: pytest.CaptureFixture[str]
+def test_what_is_said_before_a_job_is_ended(
+    last_steps_s: tuple[float, ...], judged: Judged, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks that meet in every step make their last one at nearly the same moment: that is no going on."""
     pages = {rank: SimpleNamespace(last_step_ns=int(at_s * 1e9)) for rank, at_s in enumerate(last_steps_s)}
-    case = SimpleNamespace(_watch=SimpleNamespace(last_progress=pages))
-    StallCase._say_hang(case, Stall((0,), 40.0, 60.0, 60.0, False, 61), 100.0)  # type: ignore[arg-type]
-    assert said in capfd.readouterr().err
+    watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0))
+    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
+    case = StallCase(watch, about, dict, Together())  # type: ignore[arg-type]
+    case._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), judged, 100.0)
+    assert said in " ".join(capfd.readouterr().err.split())

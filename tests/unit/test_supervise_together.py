@@ -203,7 +203,7 @@ def half(*ranks: int) -> Evidence:
 def test_the_leader_judges_the_evidence_of_all(node: Together, channel: Channel, tmp_path: Path) -> None:
     evidence = {2: condensed(half(2, 3)), 3: [b"garbage"]}
     channel.say(page={"incident": 3, "phase": "collecting"}, leads=True, complete=True, evidence=evidence)
-    settled = node.settle(3, half(0, 1))
+    settled = node.settle(3, replace(half(0, 1), ends=True))
     assert settled is not None and settled.common is not None
     assert [rank.rank for rank in settled.common.evidence.ranks] == [0, 1, 2, 3]
     assert [rank.rank for rank in settled.common.others] == [2, 3]

@@ -390,7 +390,7 @@ def test_undecided_then_still() -> None:
 
 
 def test_looks_grow_no_denser_than_a_quarter_of_the_threshold_and_at_most_a_minute_apart() -> None:
-    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", replace(POLICY, stall_s=600.0, max_stall_s=7200.0))
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", replace(GIVEN, stall_s=600.0, max_stall_s=7200.0))
     job.until(7000)
     looks = [at for at, kind in job.events if kind == "suspect"]
     assert len(looks) > 10

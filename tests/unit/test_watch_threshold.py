@@ -1,22 +1,16 @@
-"""The watch learns its threshold from the pages; patience with workers that wake up now and then."""
+"""The watch learns its threshold from the pages."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import pytest
 
-from safelaunch.capture.proc import times_scheduled
 from safelaunch.launch.process import identify
 from safelaunch.model import Progress
-from safelaunch.supervise.looks import LEAST_S, Patience
 from safelaunch.supervise.watch import Watch
 from safelaunch.watch import stall
 from safelaunch.watch.rhythm import Bounds
@@ -144,59 +138,3 @@ def test_a_pause_is_not_learned_and_ranks_may_count_differently() -> None:
 
 
 # --- patience ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def process(request: pytest.FixtureRequest) -> Iterator[int]:
-    script = f"import time\nprint(flush=True)\n{request.param}"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(0.2)
-        yield child.pid
-        child.kill()
-
-
-def judged(pid: int) -> tuple[str, float]:
-    patience, begin = Patience([pid], 1.0, time.monotonic()), time.monotonic()
-    while (movement := patience.advance(time.monotonic())) is None:
-        time.sleep(0.05)
-    return movement, time.monotonic() - begin
-
-
-@pytest.mark.parametrize("process", ["while True: time.sleep(2)"], indirect=True)
-def test_a_worker_that_sleeps_between_items_is_active(process: int) -> None:
-    assert judged(process)[0] == "active"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", ["time.sleep(86400)"], indirect=True)
-def test_a_worker_that_never_wakes_is_still(process: int) -> None:
-    movement, took_s = judged(process)
-    assert (movement, took_s >= LEAST_S) == ("still", True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("process", "movement"),
-    [
-        ("import os, threading\nr, w = os.pipe()\n"
-         "def feed():\n while True: time.sleep(1); os.write(w, b'x' * 60)\n"
-         "threading.Thread(target=feed, daemon=True).start()\nwhile True: os.read(r, 60)", "active"),
-        ("import os, threading\nr, w = os.pipe()\n"
-         "def log():\n while True: time.sleep(1); open(os.devnull, 'w').write('line')\n"
-         "threading.Thread(target=log, daemon=True).start()\nos.read(r, 60)", "still"),
-    ],
-    indirect=["process"],
-    ids=["a line a second", "a thread that logs beside it"],
-)  # fmt: skip
-def test_a_reader_that_gets_a_line_a_second_is_active(process: int, movement: str) -> None:
-    patience = Patience([], 1.0, time.monotonic(), receiving=[process])
-    while (found := patience.advance(time.monotonic())) is None:
-        time.sleep(0.05)
-    assert found == movement
-
-
-def test_a_process_that_is_gone_is_never_scheduled() -> None:
-    assert times_scheduled(2**22 + 1) == 0
-    assert times_scheduled(os.getpid()) > 0

@@ -8,7 +8,8 @@ function head() {
       [1, 2, 3].map((n) => h("i", { class: n <= levels[it.confidence] ? "on" : null }))),
     `Confidence: ${it.confidence}`,
     it.doubts.length ? "" : h("span", { class: "dim" }, it.confidence === "high" ? ": nothing seen speaks against it." : ".")),
-    it.doubts.length ? h("ul", {}, it.doubts.map((text) => h("li", {}, text))) : null);
+    it.doubts.length ? h("ul", {}, it.doubts.map((text) => h("li", {}, text))) : null,
+    it.proof ? h("p", {}, capital(it.proof)) : null);
   const pasted = (text, label, id) => h("div", { class: "command", id },
     h("code", { tabindex: "0", "aria-label": label }, text), copyButton("Copy command", text));
   const [why, next] = it.next;

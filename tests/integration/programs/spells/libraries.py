@@ -385,8 +385,8 @@ def duckdb_aggregates(spell: Spell) -> None:
     import duckdb
 
     while spell.lasts:
-        found = duckdb.sql("select sum(range * 2) from range(20000000)").fetchone()
-        assert found is not None and int(found[0]) == 399999980000000
+        found = duckdb.connect().execute("select sum(range * 2) from range(20000000)").fetchall()
+        assert int(found[0][0]) == 399999980000000
 
 
 # --- machine learning -------------------------------------------------------------------------------------------------
