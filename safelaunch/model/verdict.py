@@ -83,7 +83,7 @@ class BlamedBefore(Record, frozen=True, omit_defaults=False):
 
 
 class ProofEdge(Record, frozen=True, omit_defaults=False):
-    """A wait in a proof: ``who`` waits for all of ``waits_for``, or for nobody if nothing can end the wait any more.
+    """A wait in a proof. Any one of ``waits_for`` could end it, and all of these wait in turn; empty: nothing can.
 
     ``why``: what has to happen, and cannot; ``file``: of the bundle, which shows it.
     """

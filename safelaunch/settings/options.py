@@ -109,7 +109,8 @@ _WATCHING = (
         "SECONDS|auto",
         parse_stall_timeout,
         f"{AUTO} or {_A_DURATION}",
-        "Suspect a hang after this long without a step; auto learns it from the job's own steps [auto].",
+        "Suspect a hang after this long without a step, and end the job unless it works; auto learns this from the "
+        "job's own steps, and at that time ends only a job that is proved dead [auto].",
         _RUNS,
     ),
     Option(
@@ -133,8 +134,8 @@ _WATCHING = (
         "SECONDS",
         parse_seconds,
         _A_DURATION,
-        "Act after this long without a step, even if the job still computes or waits for another node [12 x an "
-        "explicit --stall-timeout, else 30m].",
+        "End the job after this long without a step, even if it works; under --stall-timeout auto, the default does "
+        "not end a job that works [12 x an explicit --stall-timeout, else 30m].",
         _RUNS,
     ),
     Option(
@@ -142,7 +143,8 @@ _WATCHING = (
         "SECONDS",
         parse_seconds,
         _A_DURATION,
-        "Allow this long until the first step [30m].",
+        "Suspect a hang after this long without a first step; a value that you set counts like an explicit "
+        "--stall-timeout [30m].",
         _RUNS,
     ),
     Option(
@@ -150,7 +152,8 @@ _WATCHING = (
         "kill|restart|dump",
         parse_on_stall,
         "kill, restart or dump",
-        "After collecting the evidence: end the job (kill), start its ranks again, or let it run (dump) [kill].",
+        "What to do about a hang after its bundle is written: end the job (kill), start its ranks again, or let it run "
+        "(dump) [kill].",
         _RUNS,
     ),
     Option(
