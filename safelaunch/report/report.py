@@ -489,11 +489,12 @@ def _md_stacks(laid_out: Overview) -> str:
 
 
 def stalled_words(evidence: Evidence) -> str:
-    """How long nothing had moved, and why that was too long; empty where that is not what the bundle is about."""
+    """How long there was no progress, and why that was too long; empty where the bundle is not about that."""
     if not evidence.threshold_s:
         return ""
     why = f" ({evidence.threshold_why})" if evidence.threshold_why else ""
-    return f"Nothing had moved for {evidence.stall_s:.0f} s; suspected after {evidence.threshold_s:.4g} s{why}."
+    worked = f" Work was seen meanwhile: {'; '.join(evidence.work[:2])}." if evidence.work else ""
+    return f"No progress for {evidence.stall_s:.0f} s; suspected after {evidence.threshold_s:.4g} s{why}.{worked}"
 
 
 def early_lines(evidence: Evidence) -> list[str]:

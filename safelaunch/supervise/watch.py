@@ -50,6 +50,7 @@ class Watch:
         )
         self.state = stall.started(now)
         self._bounds = bounds
+        self._given_start = policy.startup_given
         self._limits = pulse.Limits(policy.startup_s, policy.stall_s, bounds)
         self._pulse = pulse.Pulse()
         self._learned = rhythm.Learned()
@@ -79,7 +80,7 @@ class Watch:
             self._learned = rhythm.Learned()
             self._pulse = pulse.Pulse()
             self.background, self._quiet = Background(), None
-            self.policy = replace(self.policy, startup_s=self._limits.startup_s)
+            self.policy = replace(self.policy, startup_s=self._limits.startup_s, startup_given=self._given_start)
         damaged = self.roster.damaged()
         for rank in damaged:
             self.last_progress.pop(rank, None)
@@ -162,7 +163,8 @@ class Watch:
     def hear(self, newest: Mapping[int, int], now: float) -> None:
         """Records how far the ranks' collectives are: rank → number of the newest."""
         self._pulse = pulse.heard(self._pulse, newest, now)
-        self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds)
+        given = self._given_start or (not self.learns and self.is_in_loop)  # the threshold is that of steps then
+        self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=given)
 
     def heard_s(self, rank: int) -> float | None:
         """When a rank that marks no step was last found in a new collective (CLOCK_MONOTONIC)."""

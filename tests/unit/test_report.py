@@ -175,7 +175,7 @@ def test_reports_say_when_it_was_suspected_and_why() -> None:
     evidence = sleeping()
     learned = job(*evidence.ranks, threshold_s=60.0, threshold_why="the floor")
     for render in (report.markdown, page_data):
-        assert "Nothing had moved for 30 s; suspected after 60 s" in render(diagnose(learned), learned, ())
+        assert "No progress for 30 s; suspected after 60 s" in render(diagnose(learned), learned, ())
         assert "suspected" not in render(diagnose(evidence), evidence, ())
 
 

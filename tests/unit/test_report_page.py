@@ -366,7 +366,7 @@ def test_what_hung_is_read_from_top_to_bottom(show: Show) -> None:
     assert "Confidence: high" in opened.text("#confidence")
     head = opened.text("#head")
     for word in (
-        "Nothing had moved for 30 s",
+        "No progress for 30 s",
         "2.13.0",
         "hang-debug",
         "4 ranks",
