@@ -101,7 +101,10 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
 
 
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:
-    """The answer of two looks. ``covers``: every rank of the job is here. ``mark_s``: since when it makes no step."""
+    """The answer of two looks at what is here. ``covers``: that is every rank of the job; else nothing is proved.
+
+    ``mark_s``: since when it makes no step.
+    """
     from safelaunch.diagnose.proof import limit_of, prove
     from safelaunch.diagnose.waits import Case
 
@@ -122,6 +125,4 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
         return Judged("dead", done, "", limits, limit.group)
     if done or looks.collectives_moved:
         return Judged("alive", done, unseen, limits, limit.group)
-    if not covers and not unseen:
-        unseen = "other nodes were not seen"
     return Judged("unseen" if unseen else "unknown", done, unseen, limits, limit.group)

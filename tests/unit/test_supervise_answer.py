@@ -1,0 +1,145 @@
+"""The answer of two looks: what was seen, what works, and what is proved. The looks are built, not taken."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from evidence import at, entry, in_c10d, in_user, job, past, record, waiting
+from evidence import rank as side
+from msgspec.structs import replace
+
+from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook, Target
+from safelaunch.capture.result import Result
+from safelaunch.model import Evidence, Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.supervise import answer
+from safelaunch.supervise.looks import Looks
+from safelaunch.watch.work import Background
+
+TORN_APART = job(
+    waiting(0),
+    waiting(1, flight=record(*past(3), entry("all_gather", 4, line=60))),
+)  # under one number, two operations
+
+
+def process(pid: int, frames: tuple[Frame, ...] = (), *, state: str = "S", kind: str = "", **more: Any) -> ProcessLook:
+    thread = ThreadState(pid, "python", state, **more)
+    kernel = ProcessState(pid, 1, pid, 0.0, "python", (), state, (thread,))
+    stack = StackSample(pid, 0.0, "", (Thread(frames, "MainThread", pid),)) if frames else None
+    return ProcessLook(pid, kernel, Result(stack, "py-spy", 0.1, missing="" if stack else "no answer", kind=kind))
+
+
+def looks(*ranks: RankLook, used_ms: dict[int, int] | None = None, entries: tuple[int, int] = (4, 4)) -> Looks:
+    """Two looks at ``ranks``, ten seconds apart; ``used_ms``: pid → CPU between them."""
+    look = Look(0.0, 0.1, {one.rank: one for one in ranks})
+    mains = {one.rank: one.main.pid for one in ranks if one.main is not None}
+
+    def counters(at_s: float, used: dict[int, int]) -> Counters:
+        found = {
+            (each.pid, each.pid): ProcessCounters(mains[one.rank], threads={each.pid: Used(used.get(each.pid, 0))})
+            for one in ranks
+            for each in one.processes
+        }
+        return Counters(at_s, int(at_s * 100), found)
+
+    first, second = counters(0.0, {}), counters(10.0, used_ms or {})
+    return Looks(
+        tuple(Target(one.rank, one.rank, mains.get(one.rank, 0), 0) for one in ranks),
+        taken=(look, look),
+        entries=tuple(dict.fromkeys(mains, newest) for newest in entries),
+        counters=((first, first), (second, second)),
+    )
+
+
+IN_CALL = (RankLook(0, process(1000, in_c10d("all_reduce", 50))), RankLook(1, process(1010, in_c10d("all_gather", 60))))
+
+
+def judged(taken: Looks, evidence: Evidence = TORN_APART, *, covers: bool = True) -> answer.Judged:
+    return answer.judge(taken, evidence, Background(), covers=covers, mark_s=time.monotonic() - 60)
+
+
+def test_a_closed_set_of_waits_is_dead() -> None:
+    assert judged(looks(*IN_CALL)).found == "dead"
+
+
+def test_a_proof_counts_whatever_else_works() -> None:
+    assert judged(looks(*IN_CALL, used_ms={1000: 9000})).found == "dead"
+
+
+def test_the_half_of_a_job_proves_nothing() -> None:
+    assert judged(looks(*IN_CALL), covers=False).found == "unknown"
+
+
+def test_calls_that_go_on_are_work() -> None:
+    assert judged(looks(*IN_CALL, entries=(4, 5))).found == "alive"
+
+
+def test_the_main_threads_cpu_is_work_unless_it_waits_for_peers() -> None:
+    computing = RankLook(0, process(1000, in_user(7)))
+    assert judged(looks(computing, used_ms={1000: 9000}), job(side(0, in_user(7)))).found == "alive"
+    spinning = looks(IN_CALL[0], used_ms={1000: 9000})
+    assert answer.work_in(spinning, Background()) == ()
+
+
+def test_what_a_main_thread_waits_for_is_never_background() -> None:
+    child = process(2000, (at(9, "encode"),))
+    main = process(1000, (Frame("/usr/lib/python3.11/subprocess.py", 1264, "Popen.wait"), *in_user(7)))
+    taken = looks(RankLook(0, main, (child,)), used_ms={2000: 4000})
+    from safelaunch.watch import work
+
+    known = work.learn(Background(), taken.counters[0][0], taken.counters[1][0])
+    assert [found.pid for found in answer.work_in(taken, known)] == [2000]
+    beside = looks(RankLook(0, process(1000, in_user(7)), (child,)), used_ms={2000: 4000})
+    assert answer.work_in(beside, known) == ()
+
+
+STOPPED = process(1000, in_user(7), state="t")
+UNSEEN: dict[str, tuple[RankLook, str]] = {
+    "no look": (RankLook(0, None), "rank 0 was not seen"),
+    "no stack": (RankLook(0, process(1000)), "no stack of rank 0 (no answer)"),
+    "a child without a state": (
+        RankLook(0, process(1000, in_user(7)), (ProcessLook(2000, None, Result(None, "", 0.0)),)),
+        "process 2000 of rank 0 was not seen",
+    ),
+    "a child's stack too late": (
+        RankLook(0, process(1000, in_user(7)), (process(2000, kind="timeout"),)),
+        "no stack of process 2000 of rank 0 in time",
+    ),
+    "a child under a debugger": (
+        RankLook(0, process(1000, in_user(7)), (process(2000, in_user(8), state="t"),)),
+        "process 2000 of rank 0 is stopped",
+    ),
+    "many children": (
+        RankLook(0, process(1000, in_user(7)), tuple(process(2000 + n, in_user(8)) for n in range(MAX_CHILDREN))),
+        "more than 48 child processes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_missing_evidence_is_no_reason(case: str) -> None:
+    rank, words = UNSEEN[case]
+    found = judged(looks(rank, IN_CALL[1]))
+    assert (found.found, words in found.unseen) == ("unseen", True), found
+
+
+def test_a_child_that_runs_no_python_lacks_nothing() -> None:
+    shell = process(2000, kind="absent")
+    assert judged(looks(RankLook(0, process(1000, in_user(7)), (shell,))), job(side(0, in_user(7)))).found == "unknown"
+
+
+def test_a_job_that_is_stopped_as_a_whole_is_not_judged() -> None:
+    assert judged(looks(RankLook(0, STOPPED))).found == "stopped"
+    assert judged(looks(RankLook(0, STOPPED), IN_CALL[1])).found == "unseen"
+
+
+def test_the_first_time_limit_of_a_group_in_which_a_rank_waits() -> None:
+    now_ns = time.time_ns()
+    call = replace(entry("all_reduce", 4, line=50), created_ns=now_ns - 50 * 10**9, timeout_ms=600_000)
+    waits = waiting(0, flight=record(*past(3), call))
+    found = judged(looks(*IN_CALL), job(waits, side(1, in_user(7), "sleep")))
+    assert found.limits.waits and found.limits.abort_s == pytest.approx(610, abs=5)
+    assert found.limits.before_abort_s == pytest.approx(550, abs=6)
+    assert judged(looks(*IN_CALL), job(side(0, in_user(7), "sleep"))).limits.waits is False
