@@ -96,6 +96,8 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
         yield f"process {process.pid} of rank {number} was not seen"
     elif state.frozen or any(thread.state in "Tt" for thread in state.threads):
         yield f"process {process.pid} of rank {number} is stopped by a debugger, a signal or its control group"
+    elif state.note and state.state not in "ZX":
+        yield f"process {process.pid} of rank {number}: {state.note}"
     elif process.stack.value is None and process.stack.kind == "timeout":
         yield f"no stack of process {process.pid} of rank {number} in time"
 

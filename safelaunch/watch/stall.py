@@ -217,6 +217,12 @@ def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits
 ALIVE_BUNDLE_S = 1800.0
 
 
+def look_again_after_s(policy: Policy, stall: Stall, now: float) -> float:
+    """Two looks and what they ask for take about a second of CPU, so they grow rarer as the wait grows longer."""
+    often_s = max(stall.threshold_s / 4, 0.15 * (now - stall.mark_s))
+    return max(policy.confirm_s, 5.0, min(often_s, 60.0))
+
+
 def conclude(
     state: State, stall: Stall, found: Found, policy: Policy, now: float, limits: Limits = UNLIMITED
 ) -> tuple[State, Event | None]:
@@ -231,8 +237,7 @@ def conclude(
     limit = ends_after_s(policy, stall, found, limits)
     if limit is not None and now - stall.mark_s >= limit:
         return replace(state, status=Status.HUNG), Event("hang", stall)
-    # Looking closer costs the job a little, so the looks grow rarer as the wait grows longer.
-    wait = max(policy.confirm_s, min(stall.threshold_s / 4, 60.0))
+    wait = look_again_after_s(policy, stall, now)
     for due in (limit, suspect_after_s(policy, stall, found, limits)):
         if due is not None and now - stall.mark_s < due:
             wait = min(wait, max(0.0, stall.mark_s + due - now - policy.confirm_s))
