@@ -2,7 +2,8 @@
 
 ``copier.py STAGED DIRECTORY NAME KEEP ARCHIVE_S`` writes the final path and a NUL byte to stdout as soon as the bundle
 is in place. Then, unless KEEP is 0, it removes all but the KEEP newest bundles. Unless ARCHIVE_S is 0, it writes an
-archive beside the bundle, in at most that many seconds. Problems with these two follow the NUL byte, one per line.
+archive beside the bundle, in at most that many seconds. Problems with these two, and with the link ``latest``, follow
+the NUL byte, one per line.
 
 It is a separate process, so that the supervisor can abandon it if the disk does not answer. It makes the directory its
 working directory: whatever others do to the name, the files go there. Others who may write there (a project's group)
@@ -25,6 +26,7 @@ BUNDLE = re.compile(r".+-(?P<time>\d{8}T\d{6}Z)-(?:hang|suspect|crash|dump)(?:-(
 STALE_S = 24 * 3600
 REPLACED = "another user who may write there has replaced the bundle"
 WHOLE = ("verdict.json", "manifest.json")
+LINKS = ("latest", "latest-2", "latest-3", "latest-4")
 
 
 def main(staged: str, directory: str, name: str, keep: str, archive_s: str, whole: str = "") -> int:
@@ -53,8 +55,8 @@ def main(staged: str, directory: str, name: str, keep: str, archive_s: str, whol
             _remove_directory(partial, written)
         print(f"{directory}: {error.strerror or error}", file=sys.stderr)
         return 1
-    _link_latest(".", whole if whole and os.path.isdir(whole) else final)
-    sys.stdout.buffer.write(os.fsencode(os.path.join(directory, final)) + b"\0")
+    note = _link_latest(whole if whole and os.path.isdir(whole) else final)
+    sys.stdout.buffer.write(os.fsencode(os.path.join(directory, final)) + b"\0" + note.encode())
     sys.stdout.buffer.flush()
     _report("the remains of an earlier copy could not be removed", lambda: _remove_stale("."))
     if float(archive_s):
@@ -222,16 +224,42 @@ def _rename(partial: str, wanted: str) -> str:
     raise FileExistsError(f"{wanted} and a thousand numbered names exist already")
 
 
-def _link_latest(directory: str, name: str) -> None:
-    link = os.path.join(directory, "latest")
-    partial = os.path.join(directory, f".latest.{os.getpid()}-{time.time_ns()}")
-    if os.path.lexists(link) and not os.path.islink(link):
-        return  # a file or folder of the user with that name stays
+def _link_latest(name: str) -> str:
+    """Makes the link ``latest``, or one of ``LINKS`` where something that has to stay is called so.
+
+    Returns a line about that, or an empty string.
+    """
+    partial = f".latest.{os.getpid()}-{time.time_ns()}"
     try:
         os.symlink(name, partial)
-        os.replace(partial, link)
     except OSError:
-        return  # a disk without links: the bundle itself is in place
+        return ""  # a disk without links: the bundle itself is in place
+    for link in LINKS:
+        try:
+            if _make_way(link):
+                os.replace(partial, link)
+                return "" if link == LINKS[0] else f"{LINKS[0]} is not safelaunch's: the newest bundle is {link}\n"
+        except OSError:
+            continue  # another user's, and the directory's sticky bit protects it
+    os.unlink(partial)
+    return f"no link to the newest bundle: {', '.join(LINKS)} are not safelaunch's\n"
+
+
+def _make_way(link: str) -> bool:
+    """Whether ``link`` may be replaced. A file or folder of this user stays; another user's is removed or set aside."""
+    try:
+        found = os.lstat(link)
+    except FileNotFoundError:
+        return True
+    if stat.S_ISLNK(found.st_mode):
+        return True
+    if found.st_uid == os.geteuid():
+        return False
+    try:
+        os.rmdir(link)
+    except OSError:
+        os.rename(link, f"{link}.of-user-{found.st_uid}-{time.time_ns()}")
+    return True
 
 
 def is_ours_alone(directory: os.stat_result) -> bool:
@@ -305,12 +333,14 @@ def _archive(name: str, bundle: int, deadline_s: float) -> None:
 
 
 def _remove_old(keep: int, just_written: str) -> None:
-    """Removes all but the ``keep`` newest bundles of this user, but never the new one or the target of ``latest``."""
+    """Removes all but the ``keep`` newest bundles of this user, but never the new one or what ``LINKS`` lead to."""
     names = sorted((name for name in os.listdir(".") if _is_bundle(name)), key=_age)
-    try:
-        spared = {just_written, os.path.basename(os.readlink("latest"))}
-    except OSError:
-        spared = {just_written}
+    spared = {just_written}
+    for link in LINKS:
+        try:
+            spared.add(os.path.basename(os.readlink(link)))
+        except OSError:
+            continue
     for name in names[: max(0, len(names) - keep)]:
         if name not in spared:
             _remove(name)

@@ -7,14 +7,21 @@ missed it is not retried.
 
 from __future__ import annotations
 
+import ast
 import os
 import stat
+from collections.abc import Iterator
 
 from safelaunch.capture.result import within
 from safelaunch.errors import CaptureError
+from safelaunch.model import Evidence, Frame, RankEvidence
+from safelaunch.model.entries import Entries
+from safelaunch.reading.source import tree_of
+from safelaunch.redaction.redactor import Redactor
 
 DEADLINE_S = 1.0
 MOST_BYTES = 4 << 20
+SOURCE_FILE = "source.json"  # of a bundle: path → excerpt
 _dead: set[str] = set()
 
 
@@ -56,3 +63,70 @@ def _read(path: str) -> str | None:
             return file.read(MOST_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
         return None
+
+
+# --- what a verdict has read ------------------------------------------------------------------------------------------
+
+
+class Excerpts:
+    """The source that a verdict may read, and that the bundle keeps, so that reading it again gives the same verdict.
+
+    Of a file, these are the functions, classes and other statements of the module in which the evidence has a line. All
+    other lines are empty, and there are no secrets. ``read``: path → excerpt, of all that ``text`` was asked for.
+    """
+
+    def __init__(self, evidence: Evidence, redactor: Redactor) -> None:
+        self._evidence = evidence
+        self._redactor = redactor
+        self._lines: dict[str, set[int]] | None = None
+        self.read: dict[str, str] = {}
+
+    def text(self, path: str) -> str | None:
+        """The excerpt, or None if the file can't be read."""
+        if path not in self.read:
+            if self._lines is None:  # most verdicts read nothing
+                self._lines = _lines_of(self._evidence)
+            kept = excerpt(text(path) or "", self._lines.get(path, set()))
+            whole = self._redactor.said(kept)
+            if whole.count("\n") != kept.count("\n"):  # a secret of several lines would move those after it
+                whole = "\n".join(self._redactor.said(one) for one in kept.split("\n"))
+            self.read[path] = whole
+        return self.read[path] or None
+
+
+def excerpt(source: str, lines: set[int]) -> str:
+    """``source`` with only those of the module's statements that hold one of ``lines``; the others' lines are empty."""
+    tree = tree_of(source)
+    kept: set[int] = set()
+    for statement in tree.body if tree is not None else ():
+        decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+        first = min([statement.lineno, *(one.lineno for one in decorators)])
+        whole = range(first, (statement.end_lineno or first) + 1)
+        if lines.intersection(whole):
+            kept.update(whole)
+    last = max(kept, default=0)
+    split = source.split("\n")[:last]
+    return "".join(f"{line if number in kept else ''}\n" for number, line in enumerate(split, 1))
+
+
+def _lines_of(evidence: Evidence) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for rank in evidence.ranks:
+        for frame in _frames_of(rank):
+            found.setdefault(frame.file, set()).add(frame.line)
+    return found
+
+
+def _frames_of(rank: RankEvidence) -> Iterator[Frame]:
+    for process in (rank.main, *rank.children):
+        for sample in process.stacks if process is not None else ():
+            for thread in sample.threads:
+                yield from thread.frames
+    if rank.flight_record is not None:
+        entries = rank.flight_record.entries
+        for kind in entries.used().values() if isinstance(entries, Entries) else entries:
+            yield from kind.frames
+    for told in (rank.exception, rank.fatal, rank.exit_call, *rank.gil.handling):
+        yield from told.frames if told is not None else ()
+    for one in rank.caught:
+        yield from (one.raised, one.caught)

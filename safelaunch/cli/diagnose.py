@@ -200,14 +200,13 @@ def _diagnose(path: Path, called: str, wanted: _Wanted) -> _Told:
 
 def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     """Reads PATH, in the child."""
-    from safelaunch.capture import user_source
     from safelaunch.diagnose import diagnose
     from safelaunch.postmortem import locate
 
     found = locate.read_folder(folder, scratch)
     if wanted.table is not None and not wanted.files:
         return _calls(found, wanted.table, as_json=wanted.as_json)
-    verdict = diagnose(found.evidence, read_source=user_source.text_for_stranger)
+    verdict = diagnose(found.evidence, read_source=found.read_source)
     files = _files(verdict, found, wanted.files)
     verdict = _pointing_at(verdict, found)
     document = json_text(msgspec.to_builtins(verdict))

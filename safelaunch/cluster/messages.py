@@ -205,6 +205,11 @@ class Codec:
 
             self._key = hashlib.blake2b(key, digest_size=32).digest()
 
+    @property
+    def signs(self) -> bool:
+        """Whether what this job's nodes write can be told from what anybody else does."""
+        return bool(self._key)
+
     def encode(self, place: str, message: Message) -> bytes:
         return self.seal(place, msgspec.msgpack.encode(message))
 

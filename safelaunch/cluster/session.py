@@ -31,7 +31,7 @@ from safelaunch.cluster.messages import (
     Question,
 )
 from safelaunch.cluster.seen import Answers, Crash, Neighbour, Peer, Seen, Word
-from safelaunch.cluster.store import Store
+from safelaunch.cluster.store import LARGEST_VALUE, Store
 
 ANSWER_S = 15.0  # the store's only thread may be resolving a name
 GOODBYE_S = 1.0
@@ -61,6 +61,7 @@ class Session:
         self._hearing = Hearing()
         self._succession = Succession()
         self._unreadable = Hearing()  # a page that changes, in whatever key, is somebody's
+        self._unreadable_s: tuple[float, float] | None = None  # the first and the latest, since one could be read
         self._leader: Leader | None = None
         self._page_bytes = b""
         self._slots: set[int] = set()  # whose beats have been seen
@@ -153,7 +154,7 @@ class Session:
         if self._leader is not None:
             page, complete = self._lead(self._leader, deciding, now)
         elif page is None:
-            if not self._page_bytes or self._unreadable.silent_s(0, now) >= SILENT_S:
+            if not self._page_bytes or self._is_strangers(now):
                 self._begin_to_lead(Page(leader=self._slot), now)
                 page = self._page
         elif self._succession.is_orphaned(page, now) and self._succession.is_due(self._slot, page, now):
@@ -175,7 +176,7 @@ class Session:
         answers = self._of_all(page, now) if page is not None else None
         return Seen(
             page=page,
-            why="" if page is not None else "they speak with another key, or in another version",
+            why="they speak with another key, or in another version" if self._unreadable_s is not None else "",
             leads=self._leader is not None,
             complete=complete,
             silent_s=silent_s,
@@ -286,14 +287,19 @@ class Session:
             return None
         if data == self._page_bytes:
             return self._page
-        self._page_bytes, leader, self._leader = data, self._leader, None  # somebody has taken over
+        self._page_bytes = data
         try:
             found = self._codec.decode("head", data, Page)
-        except BadMessage:
+        except BadMessage:  # whoever leads writes over it
             self._unreadable.hear({0: (data[-200:].hex(), len(data))}, now)
+            self._unreadable_s = (self._unreadable_s or (now, now))[0], now
             return self._page
-        if leader is not None and found == leader.page:
-            self._leader = leader  # our own, of which the store's answer was lost
+        self._unreadable_s = None
+        if self._leader is not None:
+            own = self._leader.page
+            if (found.epoch, -found.leader) <= (own.epoch, -own.leader):
+                return self._page  # our own, or of an earlier term: nobody has taken over
+            self._leader = None
         self._page, self._page_s = found, now
         return self._page
 
@@ -429,10 +435,27 @@ class Session:
 
     # --- leading ----------------------------------------------------------------------------------------------------
 
+    def _is_strangers(self, now: float) -> bool:
+        """Whether nobody of this job can have written the page that can't be read.
+
+        One that changes may be that of supervisors of another version; of a job with a key, none of its own.
+        """
+        if self._unreadable_s is None:
+            return False
+        known_s = now - self._unreadable_s[0] if self._codec.signs else self._unreadable.silent_s(0, now)
+        return known_s >= SILENT_S
+
+    def _replace_page(self, data: bytes) -> bytes:
+        """Stores ``data`` where the page is still the one that was read last. Returns what is stored then."""
+        head = f"{self._prefix}/head"
+        if len(self._page_bytes) <= LARGEST_VALUE:
+            return self._store.compare_set(head, self._page_bytes, data, deadline_s=ANSWER_S)
+        self._store.set(head, data, deadline_s=ANSWER_S)  # no page of ours; a server would not take it for comparing
+        return data
+
     def _begin_to_lead(self, page: Page, now: float, hearing: Hearing | None = None) -> None:
         data = self._codec.encode("head", page)
-        stored = self._store.compare_set(f"{self._prefix}/head", self._page_bytes, data, deadline_s=ANSWER_S)
-        if stored == data:
+        if self._replace_page(data) == data:
             self._page, self._page_bytes, self._page_s = page, data, now
             self._leader = Leader(page, now)
             self._members_bytes = b""
@@ -451,16 +474,17 @@ class Session:
             slot for slot in here if self._hearing.silent_s(slot, now) >= QUIET_S and (slot in silent or slot in heard)
         )
         given = Given(heard, silent, decided, quiet, beats)
-        before = self._page_bytes
         page = leader.page = self.board.with_wrong(self._introduce(leader.next(given, now), beats))
         if self.board.compares:
             self.board.read_checks(heard, now + FETCH_S)
         if deciding is not None and decided and page.phase == "decided":  # it is there before the page says so
             self._decision = page.incident, self._first(f"d/{page.incident}", deciding[1])
         data = self._codec.encode("head", page)
-        stored = self._store.compare_set(f"{self._prefix}/head", before, data, deadline_s=ANSWER_S)
+        stored = self._replace_page(data)
         if stored != data:
-            self._leader = None  # somebody has taken over, having heard nothing of us for long
+            self._read_page(
+                stored, now
+            )  # if it can be read, somebody has taken over, having heard nothing of us for long
             return page, False
         self._page, self._page_bytes, self._page_s = page, data, now
         if page.phase == "collecting":

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.capture.flight_dump import MAX_RANKS
+from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.diagnose.exits import failed_by_itself, has_lost_a_peer
 from safelaunch.errors import CaptureError
 from safelaunch.model import (
@@ -215,7 +216,8 @@ def read_bundle(root: Path) -> Found:
         gpus=_gpus(bundle),
         remembered=bundle.json("blamed.json", Remembered),
     )
-    return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken)
+    source = bundle.json(SOURCE_FILE, dict[str, str])
+    return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)
 
 
 def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:

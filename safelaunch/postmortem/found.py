@@ -26,7 +26,8 @@ class Found:
 
     ``files``: the file in a claim (``ranks/3/flight_recorder.json``) → the real file, if that is another one.
     ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
-    when it was written, in Unix seconds; zeros where that is not known.
+    when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
+    files, by their paths; None where that is not kept.
     """
 
     what: str
@@ -35,6 +36,15 @@ class Found:
     files: Mapping[str, str] = field(default_factory=dict)
     bundles: tuple[Path, ...] = ()
     taken: tuple[float, float] = (0.0, 0.0)
+    source: Mapping[str, str] | None = None
+
+    def read_source(self, path: str) -> str | None:
+        """The text of a source file for the verdict: as it was then, otherwise what has that path here and now."""
+        if self.source is not None:
+            return self.source.get(path) or None
+        from safelaunch.capture import user_source
+
+        return user_source.text_for_stranger(path)
 
 
 def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:

@@ -101,7 +101,7 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     alone = inside[0] if len(inside) == 1 else whole_of(inside)
     if alone is not None:
         found = read_bundle(alone)
-        return Found(f"the bundle {alone.name}", found.evidence, found.problems, {"": f"{alone.name}/"}, (alone,))
+        return replace(found, what=f"the bundle {alone.name}", files={"": f"{alone.name}/"}, bundles=(alone,))
     if inside:
         merged = merge([read_bundle(path) for path in inside], [path.name for path in inside])
         return replace(merged, bundles=tuple(inside))

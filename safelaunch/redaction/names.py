@@ -19,6 +19,7 @@ _SECRETS = {
     "token", "secret", "secrets", "pass", "passkey", "apikey", "authkey", "authtoken", "accesskey", "secretkey",
     "credential", "credentials", "creds", "auth", "authorization", "bearer", "cookie", "cookies", "session",
     "sessionid", "jwt", "private", "dsn", "signature", "netrc", "webhook", "webhooks", "mnemonic", "pepper", "ghpat",
+    "oauth",
 }  # fmt: skip
 _ENDINGS = (
     ("password", "password"), ("passwd", "password"), ("passphrase", "password"), ("passcode", "password"),
@@ -33,7 +34,7 @@ _SECRET_PAIRS = re.compile(
 )
 _PIN = re.compile(r"(?:.*_)?(?:sim)?pin(?:_?(?:codes?|numbers?|nr|no|\d))?|(?:.*_)?(?:cvv|ssn)")
 _SHORT_PASSWORD = re.compile(r"(?:db|root|user|my|admin|smtp|mail|ftp|bind|ldap|mysql|pg|u)(?:pass|pw)")
-_LAST_MAYBE = {"pat", "sig", "sas", "salt", "key", "keys"}
+_LAST_MAYBE = {"pat", "sig", "sas", "salt", "key", "keys", "api", "sk", "tok"}
 # Tokens of a language model are counted and printed; these are of a service.
 _OF_A_SERVICE = re.compile(
     r"(?:.*_)?(?:api|access|auth|refresh|bearer|secret|service|deploy|json|hf|hub|huggingface|github|gitlab|gh|gl|git|slack"

@@ -61,12 +61,26 @@ _OPTION = re.compile(
     r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s\"'\-][^\s\"']*)"
 )
 _XML = re.compile(r"<(?P<name>[A-Za-z][\w.\-]{1,64})>(?P<value>[^<>\s][^<>\n]{0,1024})</")
-# curl -u user:password, mysql -ppassword, sshpass -p password; also as a list of words.
+# curl -u user:password, mysql -ppassword, docker login -p password, sshpass -p password; also as a list of words.
 _USER_OPTION = re.compile(
     r"(?<![\w\-])(?:-u|--user|--proxy-user)(?:[\"'],?\s{0,8}[\"']|[\s=]{1,8}[\"']?)[^\s:\"',]{1,128}:(?P<value>[^\s\"']+)"
 )
-_DATABASE_CLIENT = re.compile(r"(?<![\w\-])(?:mysql|mariadb)[a-z\-]{0,16}(?![\w])")
-_DATABASE_OPTION = re.compile(r"(?<=[\s\"'])-p(?P<value>[^\s\"',]+)")
+_NEXT_WORD = r"[\"']?,?\s{1,8}[\"']?"
+# Programs, and their one-letter options for a password. Of all others, ``-p`` is a port, a path, a number of processes.
+_CLIENTS = tuple(
+    (
+        re.compile(rf"(?<![\w\-])(?:{programs})(?![\w])"),
+        letter,
+        re.compile(rf"(?<=[\s\"'])-{letter}(?:{_NEXT_WORD}(?!-))?(?P<value>[^\s\"',]+)"),
+    )
+    for programs, letter in (
+        (r"(?:mysql|mariadb)[a-z\-]{0,16}|mongo(?:sh)?", "p"),
+        (rf"(?:docker|podman|nerdctl|az|oc){_NEXT_WORD}login", "p"),
+        (r"(?:redis|valkey|keydb)-cli", "a"),
+    )
+)
+_NEXT_COMMAND = re.compile(r"\s(?:&&?|\|\|?)\s|;\s|\n")
+_STARTS = {"--", "sudo", "exec", "env", "nice", "nohup"}  # before the name of a program
 _SSHPASS = re.compile(r"(?<![\w\-])sshpass[\"',]{0,2}\s{1,8}[\"']?-p[\"',]{0,2}\s{0,8}[\"']?(?P<value>[^\s\"',]+)")
 # ~/.netrc, on one line or on several.
 _NETRC = re.compile(
@@ -226,10 +240,15 @@ def _commands(text: str) -> Iterator[Span]:
                 yield match.span("value")
     if "sshpass" in text:
         yield from _found(_SSHPASS, text)
-    done = 0
-    for client in _DATABASE_CLIENT.finditer(text) if "mysql" in text or "mariadb" in text else ():
-        begin, done = max(client.end(), done), client.end() + _COMMAND
-        yield from (match.span("value") for match in _DATABASE_OPTION.finditer(text, begin, done))
+    for programs, letter, option in _CLIENTS:
+        if f"-{letter}" not in text:
+            continue
+        done = 0
+        for client in programs.finditer(text):
+            begin, done = max(client.end(), done), client.end() + _COMMAND
+            following = _NEXT_COMMAND.search(text, client.end(), done)
+            end = following.start() if following else done
+            yield from (match.span("value") for match in option.finditer(text, begin, end))
 
 
 # --- environments and command lines -----------------------------------------------------------------------------------
@@ -257,7 +276,10 @@ def redact_argv(argv: Iterable[str]) -> list[str]:
     result: list[str] = []
     before = program = ""
     for argument in argv:
-        program = program or argument
+        if not result or before in _STARTS:
+            program = argument
+        elif argument == "login":
+            program += " login"
         result.append(_argument(argument, before, program))
         before = argument
     return result
@@ -270,11 +292,18 @@ def _argument(argument: str, before: str, program: str) -> str:
         return argument if kind == "maybe" and is_plain_value(kind, argument) else REDACTED
     if equals and re.fullmatch(r"-*[A-Za-z_][\w.\-]*", name) and (kind := kind_of(name)):
         return argument if kind == "maybe" and is_plain_value(kind, value) else f"{name}={REDACTED}"
-    if named in ("-u", "--user", "--proxy-user", "-p") or (argument.startswith("-p") and _takes_password(program)):
+    letter = _password_option(program)
+    if letter and named == f"-{letter}" and not argument.startswith("-"):
+        return REDACTED
+    if letter and argument.startswith(f"-{letter}") and len(argument) > 2:
+        return f"-{letter}{REDACTED}"
+    if named in ("-u", "--user", "--proxy-user", "-p"):
         together = f"{program} {named} {argument}"
         return redact_text(together)[len(program) + len(named) + 2 :]
     return redact_text(argument)
 
 
-def _takes_password(program: str) -> bool:
-    return bool(_DATABASE_CLIENT.match(program.rpartition("/")[2]))
+def _password_option(program: str) -> str:
+    """The letter of the option with which this program, ``docker login`` for example, takes a password."""
+    name = program.rpartition("/")[2]
+    return next((letter for programs, letter, _ in _CLIENTS if programs.fullmatch(name)), "")

@@ -20,10 +20,11 @@ from safelaunch.beacon import layout
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
 from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, rewrite, roomier
-from safelaunch.capture import collect, user_source
+from safelaunch.capture import collect
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
 from safelaunch.capture.parallel import gather_into
 from safelaunch.capture.sink import Gate, Nowhere
+from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
 from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import (
@@ -378,9 +379,10 @@ def discard(found: Collected) -> None:
     found.about.unfinished.let_go(found.staging.root)
 
 
-def judged(evidence: Evidence, about: Circumstances) -> Verdict:
-    """The verdict, without secrets. Never raises."""
-    return without_secrets(_verdict(recall.recalled(evidence, about)), about.redactor)
+def judged(evidence: Evidence, about: Circumstances, source: Excerpts | None = None) -> Verdict:
+    """The verdict, without secrets. Never raises. ``source`` has what it reads of the user's files."""
+    source = source or Excerpts(evidence, about.redactor)
+    return without_secrets(_verdict(recall.recalled(evidence, about), source), about.redactor)
 
 
 def finish(found: Collected, outcome: Outcome | None = None, common: Common | None = None) -> Report:
@@ -392,7 +394,7 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
     if outcome is not None:
         evidence = msgspec.structs.replace(evidence, outcome=outcome)
     if common is not None:
-        evidence, verdict = common.evidence, common.verdict
+        evidence = common.evidence
         for side in common.others:
             collect.of_another_node(side, staging)
             _add_rank(side, staging)
@@ -400,7 +402,11 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
         evidence = recall.recalled(evidence, about)
     else:
         evidence = recall.recalled(evidence, about, staging.root)
-        verdict = judged(evidence, about)
+    source = Excerpts(evidence, about.redactor)
+    own = judged(evidence, about, source)  # also where all nodes have one already: for what it reads
+    verdict = common.verdict if common is not None else own
+    if source.read:
+        staging.add_json(Artifact(SOURCE_FILE, OURS, 0.0), source.read)
     timeline = found.timeline.plus("verdict")
     name = common.name if common is not None else name_of(about.run_name, time.time(), verdict.outcome)
     place = verdict.bundle or None
@@ -460,12 +466,12 @@ def _without_stacks(looks: Looks) -> str:
     return next(iter(reasons)) if len(reasons) == 1 and not any(stack.value for stack in found) else ""
 
 
-def _verdict(evidence: Evidence) -> Verdict:
+def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
     """The diagnosis. A failing rule costs the verdict, but neither the bundle nor the action on the job."""
     from safelaunch.diagnose import diagnose  # late: a run that never stalls does not pay for it
 
     try:
-        return diagnose(evidence, read_source=user_source.text)
+        return diagnose(evidence, read_source=source.text)
     except Exception as error:  # noqa: BLE001 - whatever a rule fails on
         return Verdict(
             schema=1,

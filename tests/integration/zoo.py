@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 from jobs import PATIENCE_S, PROGRAMS, Job, Result
 
-from safelaunch.capture import user_source
 from safelaunch.control import protocol
 from safelaunch.diagnose import diagnose
 from safelaunch.errors import SafelaunchError
@@ -267,9 +266,10 @@ def judge(specimen: Specimen, culprit: int, result: Result, *, ranks: int | None
 
 
 def _judge_again(result: Result) -> list[str]:
-    """Checks that the bundle's files lead to the same verdict."""
+    """Checks that the bundle's files alone lead to the same verdict, as on another machine."""
     found = locate.read(result.bundle.path)
-    again = json.loads(msgspec.json.encode(diagnose(found.evidence, read_source=user_source.text_for_stranger)))
+    kept = found.source or {}
+    again = json.loads(msgspec.json.encode(diagnose(found.evidence, read_source=kept.get)))
     wrong = [f"not read again: {problem}" for problem in found.problems]
     for field in again.keys() - {"bundle"}:  # which names the directory, and how it was written
         if again[field] != result.verdict[field]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.capture import user_source
+from safelaunch.model import Evidence, Frame, RankEvidence, RankException
+from safelaunch.redaction.redactor import Redactor
 
 
 def test_lines_are_counted_from_one(tmp_path: Path) -> None:
@@ -52,3 +54,51 @@ def test_a_strangers_relative_path_is_not_looked_up_here(tmp_path: Path, monkeyp
     assert user_source.text_for_stranger("train.py") is None
     assert user_source.line_for_stranger("train.py", 1) is None
     assert user_source.line_for_stranger(str(tmp_path / "train.py"), 1) == "x = 1"
+
+
+MODULE = """import os
+KEY = "AB"
+
+
+@decorated
+def one():
+    return 1
+
+
+def other(path):
+    if path:
+        wait(path, token="hunter2hunter2")
+
+
+class Kept:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [((), ()), ((7,), (5, 6, 7)), ((12,), (10, 11, 12)), ((1, 15), (1, 15, 16)), ((3, 99), ())],
+)
+def test_an_excerpt_has_the_statements_that_hold_the_lines(lines: tuple[int, ...], kept: tuple[int, ...]) -> None:
+    found = user_source.excerpt(MODULE, set(lines)).split("\n")
+    whole = MODULE.split("\n")
+    assert {number: line for number, line in enumerate(found, 1) if line} == {n: whole[n - 1] for n in kept}
+
+
+def test_what_is_no_python_has_no_excerpt() -> None:
+    assert user_source.excerpt("def f(:\n", {1}) == ""
+
+
+def test_what_a_verdict_has_read_is_kept_without_secrets(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MODULE)
+    frames = (Frame(str(script), 12, "other"),)
+    raised = RankException("ValueError", "", 0.0, frames)
+    evidence = Evidence("crash", 1, (RankEvidence(0, "here", 1, exception=raised),))
+    source = user_source.Excerpts(evidence, Redactor())
+    assert source.text(str(tmp_path / "gone.py")) is None
+    text = source.text(str(script))
+    assert text is not None and text.splitlines()[11] == "        wait(path, token=[redacted])"
+    script.write_text("changed\n")
+    assert source.text(str(script)) == text
+    assert source.read == {str(script): text, str(tmp_path / "gone.py"): ""}

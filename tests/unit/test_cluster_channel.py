@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from msgspec.structs import replace
@@ -239,6 +240,45 @@ def test_garbage_in_the_store_costs_nothing_but_the_channel(
         until(lambda: one.seen.leads or other.seen.leads, "a leader again")
         until(covered(one, other), "each other again")
     hostile.close()
+
+
+@contextmanager
+def scribbling(address: Address, value: Callable[[int], bytes]) -> Iterator[None]:
+    """A stranger that writes ``value`` of a growing number over the leader's page, again and again."""
+    ended = threading.Event()
+
+    def scribble() -> None:
+        hostile, number = Store(address), 0
+        while not ended.wait(0.3):
+            number += 1
+            hostile.set("safelaunch/1/test/head", value(number), deadline_s=60.0)
+        hostile.close()
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("largest", [1 << 20, 20], ids=["small", "too large to compare"])
+def test_a_stranger_cannot_separate_nodes_that_have_a_key(
+    server: tuple[subprocess.Popen[str], Address],
+    join: Callable[..., Channel],
+    monkeypatch: pytest.MonkeyPatch,
+    largest: int,
+) -> None:
+    monkeypatch.setattr(sessions, "SILENT_S", 2.0)
+    monkeypatch.setattr(sessions, "LARGEST_VALUE", largest)
+    with scribbling(server[1], lambda number: bytes([number % 256]) * 40):
+        one, other = join(0, 1, key=b"k"), join(2, 3, key=b"k")
+        until(covered(one, other), "each other")
+        pages = [node.seen.page for node in (one, other) if node.seen.page]
+        until(lambda: all(n.seen.page and n.seen.page.count > pages[0].count + 5 for n in (one, other)), "newer pages")
+        assert covered(one, other)()
+        assert sum(node.seen.leads for node in (one, other)) == 1
 
 
 def test_whose_connection_breaks_keeps_its_slot(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:

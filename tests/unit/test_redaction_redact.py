@@ -59,6 +59,12 @@ SECRET_NAMES = [
     "my_key",
     "HFTOKEN",
     "_token",
+    "HF_TOK",
+    "STRIPE_SK",
+    "OAUTH",
+    "GOOGLE_OAUTH",
+    "OAUTH2_CLIENT",
+    "DD_API",
     "Pwd",
 ]
 
@@ -101,6 +107,10 @@ PLAIN_NAMES = [
     "state_dict_keys",
     "KeyError",
     "design",
+    "tok_per_s",
+    "api_version",
+    "risk",
+    "task",
 ]
 
 
@@ -162,6 +172,9 @@ def test_secrets_by_shape(secret: str) -> None:
         ("['curl', '-u', 'me:hunter2']", f"['curl', '-u', 'me:{REDACTED}']"),
         ("mysql -u root -phunter2 db", f"mysql -u root -p{REDACTED} db"),
         ("['mysqldump', '-phunter2', 'db']", f"['mysqldump', '-p{REDACTED}', 'db']"),
+        ("docker login -u me -p hunter2 r && t.py -p 8", f"docker login -u me -p {REDACTED} r && t.py -p 8"),
+        ("['az', 'login', '-p', 'hunter2']", f"['az', 'login', '-p', '{REDACTED}']"),
+        ("redis-cli -a hunter2 ping; ls -a x", f"redis-cli -a {REDACTED} ping; ls -a x"),
         ("sshpass -p hunter2 ssh h", f"sshpass -p {REDACTED} ssh h"),
         ("['t.py', '--token', 'abc']", f"['t.py', '--token', {REDACTED}]"),
         ("pw=hunter2", f"pw={REDACTED}"),
@@ -204,7 +217,8 @@ def test_secrets_in_text(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "step 60: loss=1.25 tokens=1000000 tokens_per_s=31337",
+        "step 60: loss=1.25 tokens=1000000 tokens_per_s=31337 tok=1234567 tok/s: 31337.5",
+        "docker run -p 8080:80 image; python train.py -p 8 -a x; ssh -p 22 host",
         "token: the smallest unit",
         "/usr/lib/python3.11/secrets.py:37: DeprecationWarning: gone",
         "./password.yaml:12:5: not valid YAML (see auth_token.py:123)",
@@ -274,6 +288,16 @@ def test_only_variables_that_are_known_are_shown() -> None:
         (["t.py", "s3://u:p@h/x"], ["t.py", f"s3://u:{REDACTED}@h/x"]),
         (["curl", "-u", "me:pw"], ["curl", "-u", f"me:{REDACTED}"]),
         (["/usr/bin/mysql", "-ppw", "db"], ["/usr/bin/mysql", f"-p{REDACTED}", "db"]),
+        (["mysql", "-p", "-u", "root"], ["mysql", "-p", "-u", "root"]),
+        (["docker", "login", "-u", "me", "-p", "a pw"], ["docker", "login", "-u", "me", "-p", REDACTED]),
+        (["x", "--", "/usr/bin/podman", "login", "-ppw"], ["x", "--", "/usr/bin/podman", "login", f"-p{REDACTED}"]),
+        (["sudo", "az", "login", "-p", "pw"], ["sudo", "az", "login", "-p", REDACTED]),
+        (["redis-cli", "-h", "db", "-a", "pw"], ["redis-cli", "-h", "db", "-a", REDACTED]),
+        (["docker", "run", "-p", "8080:80", "i"], ["docker", "run", "-p", "8080:80", "i"]),
+        (["python", "t.py", "-p", "8", "-a", "b"], ["python", "t.py", "-p", "8", "-a", "b"]),
+        (["t.py", "--db", "mysql", "-p", "8"], ["t.py", "--db", "mysql", "-p", "8"]),
+        (["t.py", "--api", "rest", "--tok", "bpe"], ["t.py", "--api", "rest", "--tok", "bpe"]),
+        (["t.py", "--tok", "aB3dE5gH7j"], ["t.py", "--tok", REDACTED]),
         (["sshpass", "-p", "pw", "ssh"], ["sshpass", "-p", REDACTED, "ssh"]),
         (["t.py", "--sort-key", "loss", "--key", "layer_1"], ["t.py", "--sort-key", "loss", "--key", "layer_1"]),
         (["t.py", "--key", "aB3dE5gH7j"], ["t.py", "--key", REDACTED]),
