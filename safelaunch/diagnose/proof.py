@@ -17,7 +17,7 @@ from functools import cached_property
 from safelaunch.diagnose.collectives import described, label_of, number_of, op_name, signature
 from safelaunch.diagnose.conditions import View
 from safelaunch.diagnose.graph import Need, Node, stuck
-from safelaunch.diagnose.peers import peer_wait
+from safelaunch.diagnose.peers import PeerWait, peer_wait
 from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Collective, Frame, ProcessEvidence, ProofEdge, StackSample, Thread, format_ranks
 from safelaunch.model.entries import Entries
@@ -51,6 +51,27 @@ class _Call:
     is_p2p: bool
     signature: tuple[object, ...]
     rank: int = -1  # of a send or receive
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A send or receive of a thread; None for what was not seen. ``peer``: a rank of the world."""
+
+    sends: bool | None
+    peer: int | None
+    tag: int | None
+
+    @classmethod
+    def of(cls, wait: PeerWait) -> _Transfer:
+        named = {word for word in ("send", "recv") if word in wait.op}
+        sends = (wait.target is not None) if wait.peer is not None else ("send" in named) if len(named) == 1 else None
+        return cls(sends, wait.peer, wait.tag)
+
+    def may_meet(self, rank: int, other: _Transfer, other_rank: int) -> bool:
+        """Whether this one, of ``rank``, and ``other`` may be the two ends of a transfer that is under way."""
+        directions = self.sends is None or other.sends is None or self.sends is not other.sends
+        tags = self.tag is None or other.tag is None or self.tag == other.tag
+        return directions and tags and self.peer in (None, other_rank) and other.peer in (None, rank)
 
 
 @dataclass(frozen=True)
@@ -117,7 +138,7 @@ class _Prover:
 
     def _needs(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         """None: it may go on."""
-        if not _is_steady(view, spins=self._uses_device(view)):
+        if not _is_steady(view, spins=self._uses_device(view) and not _in_lock(view)):
             return None
         if view.wait.kind in ("running", "stopped", "disk", "sleep", "select", "dead"):
             return self._on_device(view) if view.wait.kind == "running" else None
@@ -147,15 +168,44 @@ class _Prover:
             return self._of_new_group(view, claim)
         if wait is None or (wait.group is None and wait.kind != "p2p"):
             return None
-        entry = self._entry(view, wait.group, wait.seq, is_p2p=wait.kind == "p2p")
-        if entry is not None:
-            call = _call(entry, view.rank.rank)
-            self._roots.setdefault(call, set()).add((wait.source, wait.target))
-            return (Need(frozenset({call}), described(entry), claim),)
-        if wait.kind == "p2p":
-            peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {view.rank.rank})
-            return (Need(self._any_of(peers), wait.words, claim),)
-        return None
+        entries = self._entries(view, is_p2p=wait.kind == "p2p") if wait.group is not None else []
+        if entries:
+            possible = [_call(entry, view.rank.rank) for entry in entries]
+            if len(possible) == 1 and (wait.source, wait.target) != (None, None):
+                self._roots.setdefault(possible[0], set()).add((wait.source, wait.target))
+            return (Need(frozenset(possible), " or ".join(map(described, entries[-3:])), claim),)
+        return self._of_transfer(view, wait) if wait.kind == "p2p" else None
+
+    def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
+        """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
+        mine, rank = _Transfer.of(wait), view.rank.rank
+        peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
+        if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
+            return None  # it may be under way
+        givers = self._any_of(peers).union(*(self._with_user_code(peer) for peer in peers))
+        return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
+
+    @cached_property
+    def _transfers(self) -> dict[int, list[_Transfer]]:
+        """Rank → the sends and receives that its threads are in, with all of their batches."""
+        found: dict[int, list[_Transfer]] = {}
+        for process in self._processes.values():
+            mine = found.setdefault(process.rank, [])
+            for _, view in self._views(process):
+                wait = peer_wait(view.rank, view, self._case.alignment)
+                mine += [_Transfer.of(wait)] if wait is not None and wait.kind == "p2p" else []
+        for rank, mine in found.items():
+            posted = self._case.ranks[rank].evidence.gil.posted
+            mine += [_Transfer(one.sends, one.peer, one.tag) for one in posted]
+        return found
+
+    def _with_user_code(self, rank: int) -> frozenset[Node]:
+        one = self._case.ranks[rank].evidence if rank in self._living else None
+        process = self._processes[one.host, one.pid] if one is not None else None
+        if one is None or process is None:
+            return _NEVER
+        seen = (thread for thread in process.python if fr.stack_of(one, fr.python_frames(thread)).user_frame)
+        return frozenset(self._actor(process, thread) for thread in seen)
 
     def _has_come(self, rank: int) -> bool:
         """It is in ``init_process_group``, or past it."""
@@ -182,7 +232,7 @@ class _Prover:
 
     def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
-        if view.wait.kind not in ("lock", "poll", "io"):
+        if view.wait.kind != "lock" and calls.native_wait(view.process.stacks, view.os_tid) != "peers":
             return None
         rests_in = _rests_in(view)
         if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
@@ -194,12 +244,13 @@ class _Prover:
             wait = self._case.ranks[view.rank.rank].wait if view.other is None else None
             if not of_torch or wait is None or wait.kind != "p2p":
                 return None
-            peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {view.rank.rank})
-            return (Need(self._any_of(peers), wait.words, wait.claims[0] if wait.claims else None),)
+            return self._of_transfer(view, wait)
         if not of_torch and rests_in:
             return None  # a library of its own
         givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
         if not of_torch and not calls.in_torch(view.stack):
+            if view.wait.left_s is not None:
+                return None
             givers |= self._other_threads(process, view)  # or it is a lock, after all
         return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
 
@@ -275,11 +326,13 @@ class _Prover:
             found[rank] = [ring[position] for position in ring.positions_of(kinds)]
         return found
 
-    def _entry(self, view: View, group: str | None, number: int | None, *, is_p2p: bool) -> Collective | None:
-        for entry in self._pending(view):
-            if (entry.group, number_of(entry), entry.is_p2p) == (group, number, is_p2p):
-                return entry
-        return None
+    def _entries(self, view: View, *, is_p2p: bool) -> list[Collective]:
+        """The calls in one of which the thread waits: those of its line, else all that no other Python thread made."""
+        threads = view.sample.threads if view.sample is not None else ()
+        others = {thread.ident for thread in threads if thread is not view.thread} - {0}
+        mine = [one for one in self._pending(view) if one.is_p2p == is_p2p and one.thread not in others]
+        here = [one for one in mine if _same_line(fr.stack_of(view.rank, one.frames).user_frame, view.user_frame)]
+        return here or mine
 
     def _uses_device(self, view: View) -> bool:
         return bool(view.device) or any(not entry.op.startswith("gloo:") for entry in self._pending(view))
@@ -314,6 +367,8 @@ class _Prover:
             return ()
         needs = []
         for member in sorted(members - {rank}):
+            if member in self._living and member not in self._case.alignment.records:
+                return ()  # it may have entered the call
             other = self._case.alignment.entry(member, entry.group, entry.seq)
             if other is not None and not _can_meet(entry, other):
                 why = f"rank {member} has made {described(other)} under the number of {described(entry)}"
@@ -454,6 +509,14 @@ def _rests_in(view: View) -> str:
     states = view.process.states[-2:]
     found = {t.rests_in for state in states for t in state.threads if t.tid == view.os_tid}
     return found.pop() if len(found) == 1 else ""
+
+
+def _in_lock(view: View) -> bool:
+    return _rests_in(view) in ("lock", "gil") or calls.lock_wait(view.stack.called) is not None
+
+
+def _same_line(one: Frame | None, other: Frame | None) -> bool:
+    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
 
 
 def _is_own_line(view: View) -> bool:
