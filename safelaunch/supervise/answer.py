@@ -102,6 +102,17 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
         yield f"no stack of process {process.pid} of rank {number} in time"
 
 
+def proves(evidence: Evidence) -> bool:
+    """Whether the evidence proves that the job is dead; a fault of a rule's proves nothing."""
+    from safelaunch.diagnose.proof import prove
+    from safelaunch.diagnose.waits import Case
+
+    try:
+        return bool(prove(Case.of(replace(evidence, outcome="hang"))))
+    except Exception:  # noqa: BLE001 - the verdict will say what the rule failed on
+        return False
+
+
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:
     """The answer of two looks at what is here. ``covers``: that is every rank of the job; else nothing is proved.
 

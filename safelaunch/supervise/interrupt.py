@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from msgspec import structs
 
 from safelaunch.launch.job import HOLD_S
-from safelaunch.model import Outcome
+from safelaunch.model import Answer, Outcome
 from safelaunch.supervise import incident
-from safelaunch.supervise.answer import work_in
+from safelaunch.supervise.answer import proves, work_in
 from safelaunch.supervise.incident import Circumstances, Exits, Report, Timeline
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.together import Together
@@ -104,6 +106,9 @@ class Interrupt:
             ranks_seen=taken.set,
             timeline=timeline,
         )
+        if outcome == "hang":
+            answer: Answer = "dead" if proves(found.evidence) else "unknown"
+            found = replace(found, evidence=structs.replace(found.evidence, answer=answer))
         if steps != self._steps():
             incident.discard(found)
             say("a rank has made a step meanwhile: it was slow, not stuck, and there is no bundle")

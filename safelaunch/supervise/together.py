@@ -30,6 +30,7 @@ from safelaunch.launch.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, Rendezvous
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.settings.config import Settings
+from safelaunch.supervise.answer import proves
 from safelaunch.supervise.incident import Circumstances, Common, judged
 from safelaunch.supervise.joint_checks import JointChecks
 from safelaunch.supervise.joint_crash import JointCrash
@@ -391,10 +392,7 @@ def with_answer(evidence: Evidence) -> Evidence:
 
     Without a proof the job ends only if a node says so whose answer is the one of all.
     """
-    from safelaunch.diagnose.proof import prove
-    from safelaunch.diagnose.waits import Case
-
-    if evidence.answer in (None, "unknown") and prove(Case.of(evidence)):
+    if evidence.answer in (None, "unknown") and proves(evidence):
         return replace(evidence, answer="dead", outcome="hang")
     return replace(evidence, outcome="hang" if evidence.ends else "suspect")
 

@@ -118,6 +118,7 @@ THIRD_PARTY = {
         "supervise.answer",
         "supervise.contract",
         "supervise.incident",
+        "supervise.interrupt",
         "supervise.live",
         "supervise.recording",
         "supervise.stall",
