@@ -146,12 +146,12 @@ def _answer(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, Any]:
     row |= {"word": 0, "bundle": 0, "end": 0, "verdict": "-"}
     with zoo.start(specimen, culprit, scratch, ranks=world, configured=False) as job:
         try:
-            job.until(lambda: job.bundles or _WORKS in job.stderr, "an answer", ANSWER_S, every_s=0.5)
+            job.until(lambda: job.bundles() or _WORKS in job.stderr, "an answer", ANSWER_S, every_s=0.5)
         except AssertionError:
             pass  # before the first step, the threshold is half an hour
         if _WORKS in job.stderr:
             row["answer"] = "alive"
-        for bundle in job.bundles:
+        for bundle in job.bundles():
             verdict, watch = bundle.verdict, bundle.json("manifest.json")["watch"]
             row |= {"answer": "proved" if verdict["proof"] else watch["answer"], "bundle": round(watch["stalled_s"])}
             row["verdict"] = f"{verdict['outcome']}: {verdict['cause']} ({verdict['confidence']})"

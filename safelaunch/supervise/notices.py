@@ -103,7 +103,7 @@ class Notices:
         why = f" ({self._others.why_alone})" if self._others is not None else ""
         say(
             f"{here}; the others are on other nodes, whose supervisors this one can't reach{why}. safelaunch ends the "
-            "job from here only if a rank of this node can't continue, or at --max-stall."
+            "job from here only at --max-stall."
         )
 
     def _say_without_beacon(self) -> None:

@@ -25,7 +25,7 @@ def test_nccl_says_that_the_stopped_rank_does_not_answer(version: str, tmp_path:
     assert result.code == 124, result.stderr
     bundle, verdict = result.bundle, result.verdict
     assert bundle.problems() == []
-    assert (verdict["cause"], verdict["confidence"]) == ("rank-stopped", "high")
+    assert (verdict["cause"], verdict["confidence"]) == ("rank-stopped", "medium")
     [answer] = bundle.path.glob("node/*/nccl_ras.txt")
     assert json.dumps(version) in answer.read_text()
     [claim] = [claim for claim in verdict["evidence"] if claim["file"].endswith("nccl_ras.txt")]
