@@ -117,6 +117,7 @@ def _first_word(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, A
 
 
 ANSWER_S = 150.0  # the floor of the threshold is a minute
+KNOWN = ("--after=60",)  # steps, from which the threshold is learned
 _WORD, _WORKS = re.compile(r"^safelaunch: quiet for (\d+) s", re.MULTILINE), "but the job works"
 
 
@@ -144,7 +145,7 @@ def _answer(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, Any]:
     scratch = Path(tempfile.mkdtemp(prefix="zoo-"))
     row: dict[str, Any] = {"class": specimen.name, "culprit": culprit, "ranks": world, "answer": "none yet"}
     row |= {"word": 0, "bundle": 0, "end": 0, "verdict": "-"}
-    with zoo.start(specimen, culprit, scratch, ranks=world, configured=False) as job:
+    with zoo.start(specimen, culprit, scratch, ranks=world, configured=False, more=KNOWN) as job:
         try:
             job.until(lambda: job.bundles() or _WORKS in job.stderr, "an answer", ANSWER_S, every_s=0.5)
         except AssertionError:

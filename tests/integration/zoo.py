@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,11 +180,22 @@ SPECIMENS: tuple[Specimen, ...] = (
 BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
 
 
-def start(specimen: Specimen, culprit: int, scratch: Path, *, ranks: int | None = None, configured: bool = True) -> Job:
-    """Starts ``specimen`` under safelaunch in the empty directory ``scratch``. ``configured`` False: by defaults."""
+def start(
+    specimen: Specimen,
+    culprit: int,
+    scratch: Path,
+    *,
+    ranks: int | None = None,
+    configured: bool = True,
+    more: Sequence[str] = (),
+) -> Job:
+    """Starts ``specimen`` under safelaunch in the empty directory ``scratch``. ``configured`` False: by defaults.
+
+    ``more``: arguments of the program.
+    """
     prepare(specimen, scratch)
     own = [*(options_of(specimen) if configured else ()), f"--nproc-per-node={ranks or specimen.ranks}"]
-    return Job([*own, *script_of(specimen, culprit, scratch)], scratch)
+    return Job([*own, *script_of(specimen, culprit, scratch), *more], scratch)
 
 
 def prepare(specimen: Specimen, scratch: Path) -> None:
