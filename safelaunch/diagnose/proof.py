@@ -200,10 +200,10 @@ class _Prover:
         return found
 
     def _with_user_code(self, rank: int) -> frozenset[Node]:
-        one = self._case.ranks[rank].evidence if rank in self._living else None
-        process = self._processes[one.host, one.pid] if one is not None else None
-        if one is None or process is None:
+        if rank not in self._living:
             return _NEVER
+        one = self._case.ranks[rank].evidence
+        process = self._processes[one.host, one.pid]
         seen = (thread for thread in process.python if fr.stack_of(one, fr.python_frames(thread)).user_frame)
         return frozenset(self._actor(process, thread) for thread in seen)
 

@@ -45,9 +45,8 @@ class Watch:
         self.policy = policy
         self.cap_s: float | None = None
         self.background = Background()  # of this attempt, learned by ``WorkTaker`` while it makes steps
-        self._quiet: tuple[float, Counters] | None = (
-            None  # since when it is quiet, and what it had done some time later
-        )
+        # Since when the job is quiet, and what it had done some time later.
+        self._quiet: tuple[float, Counters] | None = None
         self.state = stall.started(now)
         self._bounds = bounds
         self._given_start = policy.startup_given

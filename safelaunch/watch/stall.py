@@ -32,6 +32,10 @@ class Policy(msgspec.Struct, frozen=True):
     startup_given: bool = False
     max_stall_given: bool = False
 
+    def is_given(self, stall: Stall) -> bool:
+        """Whether the threshold that ``stall`` has passed is the user's."""
+        return self.startup_given if stall.before_first_step else self.stall_given
+
 
 def confirm_after_s(stall_s: float) -> float:
     """How far apart the two looks lie: further where steps are slow."""
@@ -192,7 +196,7 @@ def _base_s(state: State, covers: frozenset[tuple[int, float]], policy: Policy, 
 def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
     """How long the job may go without progress before it is ended; None: for ever."""
     threshold_s, limit_s = stall.threshold_s, max(policy.max_stall_s, stall.threshold_s)
-    given = policy.startup_given if stall.before_first_step else policy.stall_given
+    given = policy.is_given(stall)
     if answer == "dead" or (answer == "unknown" and given):
         return threshold_s
     if given or policy.max_stall_given:
@@ -206,7 +210,7 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
 
 def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
     """When a bundle of the job that continues is due; None: never, as the user's threshold decides."""
-    if policy.startup_given if stall.before_first_step else policy.stall_given:
+    if policy.is_given(stall):
         return None
     if answer != "alive":
         return stall.threshold_s
