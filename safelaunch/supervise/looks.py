@@ -65,14 +65,13 @@ def look_at(
     *,
     collectives: bool = False,
     network: bool = False,
-    stop: bool = False,
     quiet: Counters | None = None,
     deadline_s: float = LOOK_DEADLINE_S,
 ) -> Looks:
     """Takes one more look at the ranks; the first one with ``looks`` None.
 
     ``collectives``: also reads how far each rank's Flight Recorder is. Not in a crash, where all ranks wait for us.
-    ``network``: also reads whether its words arrive, for a vote of several nodes. ``stop``: as for ``look.take``.
+    ``network``: also reads whether its words arrive, for a vote of several nodes.
     ``quiet``: of the first look, see ``Looks``.
     """
     earlier = looks.taken[-1] if looks is not None and looks.taken else None
@@ -82,8 +81,8 @@ def look_at(
         looks = replace(looks, targets=_as_known_now(looks.targets, targets))
     pids = [each.pid for each in looks.targets]
     begin = counters.read(pids, looks.counters[-1][1] if looks.counters else looks.quiet)
-    with _one_at_a_time:  # two py-spies that stop one process: the second is refused
-        look = take(targets, deadline_s=deadline_s, earlier=earlier, stop=stop)
+    with _one_at_a_time:  # one reader of a process at a time, as a native look stops it
+        look = take(targets, deadline_s=deadline_s, earlier=earlier)
     entries = newest_entries(looks.targets) if collectives else {}
     return replace(
         looks,
