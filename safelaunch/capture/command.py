@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ GRACE_S = 0.5  # to reap a killed helper; a thread waits for one that is stuck i
 
 
 class HelperReports:
-    """Reports the pid of each helper as it starts.
+    """Reports the pid of each helper as it starts, and ends those that are left.
 
     The supervisor passes the pids to its guardian. If the supervisor is killed, only the guardian can still end a
     helper that hangs.
@@ -30,6 +31,7 @@ class HelperReports:
 
     def __init__(self) -> None:
         self._report: Callable[[int], None] = lambda pid: None
+        self._running: set[subprocess.Popen[bytes]] = set()
 
     def send_to(self, report: Callable[[int], None]) -> None:
         """Calls ``report(pid)`` for every helper that starts from here on."""
@@ -37,6 +39,21 @@ class HelperReports:
 
     def started(self, pid: int) -> None:
         self._report(pid)
+
+    @contextmanager
+    def running(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Reports its start; while this lasts, ``end_all`` ends it."""
+        self._running.add(process)
+        self.started(process.pid)
+        try:
+            yield
+        finally:
+            self._running.discard(process)
+
+    def end_all(self) -> None:
+        """Kills the helpers that still run: the threads that would are gone with their process."""
+        for process in tuple(self._running):
+            _kill(process)
 
 
 helper_reports = HelperReports()
@@ -69,19 +86,19 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
         )
     except OSError as error:
         raise CaptureError(f"cannot start {argv[0]}: {error.strerror or error}") from error
-    helper_reports.started(process.pid)
-    readers = [_Reader(process.stdout), _Reader(process.stderr)]
-    for reader in readers:  # the pipes first: unlike waiting for a pid, this needs no polling
-        reader.thread.join(_left(begin, deadline_s))
-    timed_out = any(reader.thread.is_alive() for reader in readers)  # or a child of the helper keeps them open
-    try:
-        process.wait(_left(begin, deadline_s))
-    except subprocess.TimeoutExpired:
-        timed_out = True
-    if timed_out:
-        _kill(process)
-        for reader in readers:
-            reader.thread.join(GRACE_S)
+    with helper_reports.running(process):
+        readers = [_Reader(process.stdout), _Reader(process.stderr)]
+        for reader in readers:  # the pipes first: unlike waiting for a pid, this needs no polling
+            reader.thread.join(_left(begin, deadline_s))
+        timed_out = any(reader.thread.is_alive() for reader in readers)  # or a child of the helper keeps them open
+        try:
+            process.wait(_left(begin, deadline_s))
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        if timed_out:
+            _kill(process)
+            for reader in readers:
+                reader.thread.join(GRACE_S)
     stdout, stderr = (bytes(reader.data) for reader in readers)
     return Output(process.returncode, stdout, stderr.decode("utf-8", "replace"), timed_out)
 

@@ -26,13 +26,14 @@ class FirstWord(Record, frozen=True):
     """What ranks do while a job is quiet. ``words``: a clause, empty if there is nothing to say.
 
     ``cause``: what a verdict would name; ``places``: the ranks that stand out. ``common``: many a healthy start looks
-    like this.
+    like this. ``proved``: the job is dead.
     """
 
     words: str = ""
     cause: str = ""
     places: tuple[Place, ...] = ()
     common: bool = False
+    proved: bool = False
 
 
 class EarlyLook(Record, frozen=True):

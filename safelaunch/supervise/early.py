@@ -1,7 +1,7 @@
 """Early looks: a first word within seconds of a stop, long before the threshold.
 
 Two looks at the ranks, a moment apart, and a line about what they do. Nothing is ever ended for it, and no bundle is
-written. Where the ordinary suspicion begins, it has the word.
+written; a proof that the job is dead brings the ordinary suspicion forward. Where that begins, it has the word.
 """
 
 from __future__ import annotations
@@ -32,21 +32,26 @@ from safelaunch.watch.stall import Status
 
 BETWEEN_S = 2.0
 NEARLY_DUE_S = 4.0  # so near, the ordinary suspicion is left to itself
+LOOK_CPU_S = 0.05  # of a rank's time, at most: it is read while it runs
 KEPT = 8
 QUESTION_FILE = "early"
 
 
 @dataclass
 class _Looking:
-    """A look in progress. ``second_s``: when the second one is due; ``cost_s``: of both; ``word``: what they found."""
+    """A look in progress. ``second_s``: when the second one is due; ``word``: what both found, and whether that is a
+    proof of death."""
 
     spell: Spell
     begin_s: float
     task: Task[Looks]
     looks: Looks | None = None
     second_s: float | None = None
-    word: Task[EarlyLook | None] | None = None
-    cost_s: float = 0.0
+    word: Task[tuple[EarlyLook | None, bool]] | None = None
+
+    @property
+    def cost_s(self) -> float:
+        return LOOK_CPU_S * (len(self.looks.taken) if self.looks is not None else 1)
 
 
 class EarlyLooks:
@@ -59,7 +64,7 @@ class EarlyLooks:
         self._quiet = Quiet(time.monotonic())
         self._attempt = watch.attempt
         self._under_way: _Looking | None = None
-        self._left: Task[Looks] | Task[EarlyLook | None] | None = None  # of a look that was given up
+        self._left: Task[Looks] | Task[tuple[EarlyLook | None, bool]] | None = None  # of a look that was given up
         self._failed = False
         self._kept: tuple[EarlyLook, ...] = ()
 
@@ -113,15 +118,16 @@ class EarlyLooks:
     def _go_on(self, looking: _Looking, now: float) -> None:
         if looking.word is not None:
             if looking.word.done:
-                self._under_way = None
-                self._watch.read_quiet_again()
-                self._tell(looking, looking.word.result(), now)
+                found, proved = looking.word.result()
+                self._end()
+                if proved:
+                    self._watch.is_proved_dead(looking.spell.since_s)
+                self._tell(looking, found, now)
         elif looking.second_s is not None:
             if now >= looking.second_s:
                 looking.second_s, looking.task = None, self._look(looking.looks)
         elif looking.task.done:
             first, looking.looks = looking.looks is None, looking.task.result()
-            looking.cost_s += cost_s(looking.looks.taken[-1])
             if first:
                 looking.second_s = now + BETWEEN_S
             else:
@@ -135,26 +141,31 @@ class EarlyLooks:
         if done or looks.collectives_moved:  # a rank that stands still loses nothing by a look
             self._quiet = quiet.spent(self._quiet, looking.cost_s)
         if answer.all_are_stopped(looks.taken[-1]):
-            self._under_way = None
+            self._end()
         elif not (done or looks.collectives_moved):
             looking.word = self._word(looking.spell, looks, None)
         elif active and alone and looking.spell.stage == "steps":
             looking.word = self._word(looking.spell, looks, active)
         else:
-            self._under_way = None
+            self._end()
 
-    def _word(self, spell: Spell, looks: Looks, active: tuple[int, ...] | None) -> Task[EarlyLook | None]:
+    def _end(self) -> None:
+        self._under_way = None
+        self._watch.read_quiet_again()
+
+    def _word(self, spell: Spell, looks: Looks, active: tuple[int, ...] | None) -> Task[tuple[EarlyLook | None, bool]]:
         """Finds what to say, in a thread. ``active``: the ranks that compute, read or write; None: none moves."""
         known, still = incident.known_of(self._watch, self._exits()), active is None
+        prove = still and not self._watch.unseen and not answer.what_was_not_seen(looks.taken[-1], looks)
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
 
-        def find() -> EarlyLook | None:
+        def find() -> tuple[EarlyLook | None, bool]:
             evidence = incident.evidence_of("hang", looks, known, self._about, ask=still)
-            found = early_verdict.ask(evidence, active, self._about.run_dir / QUESTION_FILE)
+            found = early_verdict.ask(evidence, active, self._about.run_dir / QUESTION_FILE, prove=prove)
             found = without_secrets(found, self._about.redactor)
             if not found.words or (found.common and spell.stage != "steps"):
-                return None
-            return EarlyLook(
+                return None, found.proved
+            look = EarlyLook(
                 unix_s=round(time.time(), 3),
                 quiet_s=0.0,
                 usual_s=round(spell.usual_s, 4),
@@ -163,6 +174,7 @@ class EarlyLooks:
                 cause=found.cause,
                 places=found.places,
             )
+            return look, found.proved
 
         return Task("early word", find)
 
@@ -215,9 +227,3 @@ def without_the_gil(target: Target, look: Look) -> Target:
     sample = rank.main.stack.value if rank is not None and rank.main is not None else None
     free = sample is not None and not any(thread.owns_gil for thread in sample.threads)
     return target if free else replace(target, questions=None)
-
-
-def cost_s(look: Look) -> float:
-    """The longest that a look may have kept a rank from its work: all are read at once."""
-    mains = (rank.main for rank in look.ranks.values())
-    return max((main.stack.duration_s for main in mains if main is not None), default=0.0)

@@ -23,17 +23,21 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class _Question(msgspec.Struct, frozen=True):
-    """``active``: the ranks that compute, read or write; None: none moves."""
+    """``active``: the ranks that compute, read or write; None: none moves. ``prove``: everything was seen."""
 
     evidence: list[bytes]
     missing_ranks: tuple[int, ...] = ()
     active: tuple[int, ...] | None = None
+    prove: bool = False
 
 
-def ask(evidence: Evidence, active: Collection[int] | None, place: Path) -> FirstWord:
-    """The answer of a new process, or an empty one if it fails; takes ``DEADLINE_S`` at most. ``place``: for a file."""
+def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prove: bool = False) -> FirstWord:
+    """The answer of a new process, or an empty one if it fails; takes ``DEADLINE_S`` at most. ``place``: for a file.
+
+    ``prove``: also whether the evidence, which lacks nothing, proves that the job is dead.
+    """
     ranks = tuple(active) if active is not None else None
-    question = _Question(condensed(evidence), evidence.missing_ranks, ranks)
+    question = _Question(condensed(evidence), evidence.missing_ranks, ranks, prove)
     try:
         place.write_bytes(msgspec.msgpack.encode(question))
         # The working directory may hold anybody's modules.
@@ -51,12 +55,14 @@ def main(place: str) -> None:
     """Prints the answer to the question in the file ``place``."""
     from safelaunch.capture import user_source
     from safelaunch.diagnose import first_word
+    from safelaunch.supervise import answer
 
     question = msgspec.msgpack.decode(Path(place).read_bytes(), type=_Question)
     evidence, _ = received(question.evidence)
     evidence = msgspec.structs.replace(evidence, missing_ranks=question.missing_ranks)
     if question.active is None:
         found = first_word.of_still(evidence, user_source.text)
+        found = msgspec.structs.replace(found, proved=question.prove and answer.proves(evidence))
     else:
         found = first_word.of_active(evidence, question.active)
     sys.stdout.buffer.write(msgspec.json.encode(found))

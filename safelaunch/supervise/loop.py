@@ -74,6 +74,7 @@ def policy_of(settings: Settings) -> Policy:
         stall_given=settings.stall_timeout_s is not None,
         startup_given=settings.is_explicit("startup-timeout"),
         max_stall_given=settings.is_explicit("max-stall"),
+        proved_s=settings.stall_timeout_s or settings.stall_floor_s,
     )
 
 
@@ -175,6 +176,7 @@ class Supervisor:
             return self._run()
         finally:
             self._together.close()
+            command.helper_reports.end_all()
 
     def _run(self) -> int:
         sweep(self._job.plan.run_dir.parent)

@@ -164,6 +164,8 @@ class StallCase:
             self._look(self._suspicion)
 
     def _why(self, stall: Stall) -> str:
+        if stall.proved:
+            return "an early look has proved that the job hangs"
         if stall.phase and stall.threshold_s != self._watch.policy.stall_s:
             return f"phase {stall.phase!r}"
         threshold = self._watch.threshold_without_steps() if stall.before_first_step else self._watch.threshold()

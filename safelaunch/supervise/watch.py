@@ -267,24 +267,29 @@ class Watch:
 
     def release(self, mark_s: float, now: float) -> None:
         """What was held goes on, and is looked at again later."""
-        again_s = now + max(self.policy.confirm_s, min(self.policy.stall_s / 4, 60.0))
+        held = self.standing(now)
+        again_s = now + (stall.look_again_after_s(self.policy, held, now) if held is not None else 0.0)
         self.state = replace(self.state, status=stall.Status.UNDECIDED, mark_s=mark_s, look_again_s=again_s)
+
+    def is_proved_dead(self, mark_s: float) -> None:
+        """An early look has proved it, of the quiet time since ``mark_s``."""
+        self.state = replace(self.state, proved_mark_s=mark_s)
 
     @property
     def quiet(self) -> Counters | None:
         """What the job had done some time after it became quiet; None while that is not known."""
-        mark_s = self._slowest_s
-        return self._quiet[1] if self._quiet is not None and self._quiet[0] == mark_s else None
+        return self._quiet[1] if self._quiet is not None and self._quiet[0] == self._slowest_s else None
 
     @property
     def _slowest_s(self) -> float:
-        return min((mark.last_step_s or 0.0 for mark in self._marks if not mark.exited), default=0.0)
+        found = stall.oldest(self._marks, self.policy, self.state.base_s, 0.0)
+        return found.mark_s if found is not None else 0.0
 
     def take_quiet(self, used: Counters) -> None:
         self._quiet = (self._slowest_s, used)
 
     def read_quiet_again(self) -> None:
-        """A look has asked the ranks: what they did to answer is not to be taken for work."""
+        """A look is over. What the ranks did to answer it is no work; nor is what they did before it, at the next."""
         self._quiet = None
 
     def start_again(self, now: float) -> None:

@@ -8,6 +8,7 @@ slowest stepping rank. Times are seconds of CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -22,7 +23,10 @@ CLOCK_GAP_S = 5.0
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Thresholds in seconds. ``stall_given``, ``startup_given``, ``max_stall_given``: by the user."""
+    """Thresholds in seconds. ``stall_given``, ``startup_given``, ``max_stall_given``: by the user.
+
+    ``proved_s``: of a job that an early look has proved dead, where the threshold is not the user's.
+    """
 
     stall_s: float
     startup_s: float
@@ -31,6 +35,7 @@ class Policy(msgspec.Struct, frozen=True):
     stall_given: bool = False
     startup_given: bool = False
     max_stall_given: bool = False
+    proved_s: float = math.inf
 
     def is_given(self, stall: Stall) -> bool:
         """Whether the threshold that ``stall`` has passed is the user's."""
@@ -80,11 +85,15 @@ class State(msgspec.Struct, frozen=True):
     mark_s: float = 0.0  # the slowest rank's mark that the present suspicion rests on
     covers: frozenset[tuple[int, float]] = frozenset()
     excused: bool = False
+    proved_mark_s: float = 0.0  # the slowest rank's mark since when an early look has proved the job dead
     due_s: float = 0.0  # when the slowest rank is suspected unless it marks progress; 0: nobody is judged
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """Why the job is suspected. ``ranks``: those whose mark is the oldest. ``before_first_step``: none has stepped."""
+    """Why the job is suspected. ``ranks``: those whose mark is the oldest. ``before_first_step``: none has stepped.
+
+    ``proved``: an early look has proved the job dead, which lowers the threshold.
+    """
 
     ranks: tuple[int, ...]
     mark_s: float
@@ -93,6 +102,7 @@ class Stall(msgspec.Struct, frozen=True):
     before_first_step: bool
     step: int | None = None
     phase: str = ""
+    proved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +180,7 @@ def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> t
     base_s = _base_s(state, covers, policy, now)
     if state.status is Status.HUNG:
         return replace(state, last_tick_s=now, base_s=base_s, covers=covers), None
-    stall = oldest(marks, policy, base_s, now)
+    stall = _if_proved(oldest(marks, policy, base_s, now), state, policy)
     due_s = max(stall.mark_s + stall.threshold_s, state.look_again_s) if stall is not None else 0.0
     state = replace(state, last_tick_s=now, base_s=base_s, covers=covers, excused=stall is None, due_s=due_s)
     if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
@@ -181,6 +191,13 @@ def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> t
     if state.status is Status.CONFIRMING or stall.stalled_s < stall.threshold_s or now < state.look_again_s:
         return state, None
     return replace(state, status=Status.CONFIRMING, mark_s=stall.mark_s), Event("suspect", stall)
+
+
+def _if_proved(stall: Stall | None, state: State, policy: Policy) -> Stall | None:
+    """With the lower threshold, if an early look has proved the job dead: only a healthy job needs patience."""
+    if stall is None or stall.mark_s != state.proved_mark_s or stall.phase or policy.is_given(stall):
+        return stall
+    return replace(stall, threshold_s=min(stall.threshold_s, policy.proved_s), proved=True)
 
 
 def _base_s(state: State, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
@@ -238,6 +255,8 @@ def conclude(
         return replace(state, status=Status.WATCHING), Event("recovered", stall)
     if found == "stopped":
         return State(base_s=now, last_tick_s=now), Event("clock-restarted", stall)
+    if stall.proved and found != "dead":  # the ordinary threshold counts again
+        return replace(state, status=Status.WATCHING, proved_mark_s=0.0), None
     limit = ends_after_s(policy, stall, found, limits)
     if limit is not None and now - stall.mark_s >= limit:
         return replace(state, status=Status.HUNG), Event("hang", stall)

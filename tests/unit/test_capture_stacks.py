@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from safelaunch.capture import proc, stacks, tracing
+from safelaunch.capture import command, proc, stacks, tracing
 from safelaunch.errors import CaptureError
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.system.task import Task
 
 
 def spy_thread(**changes: object) -> dict[str, object]:
@@ -279,3 +282,13 @@ def test_what_cannot_be_read_at_rest_is_not_read_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(proc, "scheduled", lambda pid: {10: proc.Scheduled(False, ("1",))})
     assert "torn" in stacks.stack_of(os.getpid(), py_spy=str(fake)).missing
     assert log.read_text().count("x") == 2  # with and without local variables
+
+
+def test_a_helper_that_still_runs_is_ended_with_its_supervisor() -> None:
+    started = threading.Event()
+    command.helper_reports.send_to(lambda pid: started.set())
+    task = Task("helper", lambda: command.run(["sleep", "600"], deadline_s=600))
+    assert started.wait(30)
+    command.helper_reports.end_all()
+    assert task.wait(30)
+    assert task.result().returncode == -signal.SIGKILL

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from evidence import at, behind, in_user, rank, with_culprit
+from msgspec.structs import replace
 
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.capture.look import Look, ProcessLook, Questions, RankLook, Target
@@ -50,7 +51,14 @@ class Watch:
     def targets(self) -> tuple[()]:
         return ()
 
-    def read_quiet_again(self) -> None: ...
+    quiet_readings: int = 0  # how often what the job had done was forgotten
+    proved_s: float = 0.0
+
+    def read_quiet_again(self) -> None:
+        self.quiet_readings += 1
+
+    def is_proved_dead(self, mark_s: float) -> None:
+        self.proved_s = mark_s
 
 
 class Job:
@@ -61,7 +69,7 @@ class Job:
         self.works: tuple[int, ...] = ()
         self.ranks: Any = {}
         self.entries: tuple[dict[int, int], ...] = ({}, {})
-        self.word, self.looks, self.asked = ASLEEP, 0, list[bool]()
+        self.word, self.looks, self.asked, self.proves = ASLEEP, 0, list[bool](), list[bool]()
         job = self
 
         class Suspects(Notifier):
@@ -81,7 +89,12 @@ class Job:
         monkeypatch.setattr(early, "say", self.said.append)
         monkeypatch.setattr(incident, "known_of", lambda *_: None)
         monkeypatch.setattr(incident, "evidence_of", evidence_of)
-        monkeypatch.setattr(early_verdict, "ask", lambda *_: self.word)
+
+        def ask(*_: Any, prove: bool) -> FirstWord:
+            job.proves.append(prove)
+            return replace(job.word, proved=prove and job.word.proved)
+
+        monkeypatch.setattr(early_verdict, "ask", ask)
         about = Circumstances("train", tmp_path, tmp_path, tmp_path, {}, host="here", suspects=Suspects())
         self.early = EarlyLooks(self.watch, about, dict)  # type: ignore[arg-type]
         self.now = self.watch.mark_s
@@ -169,6 +182,41 @@ def test_on_a_node_among_others_work_is_no_news(job: Job) -> None:
     job.watch.unseen, job.works, job.word = (2, 3), (1000,), COMPUTES
     job.wait(60)
     assert job.said == []
+
+
+ALL_SEEN = RankLook(
+    0,
+    ProcessLook(
+        1000,
+        ProcessState(1000, 1, 1, 0.0, "python", (), "S"),
+        Result(StackSample(1000, 1.0, "py-spy", (Thread((), os_tid=1000),)), None, "", 0.1),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("seen", "unseen", "word", "proved"),
+    [
+        (True, (), replace(ASLEEP, proved=True), True),
+        (True, (), replace(NOBODY, proved=True), True),
+        (True, (), ASLEEP, False),
+        (False, (), replace(ASLEEP, proved=True), False),
+        (True, (2, 3), replace(ASLEEP, proved=True), False),
+    ],
+)
+def test_a_proof_needs_every_rank_and_no_line(
+    job: Job, seen: bool, unseen: tuple[int, ...], word: FirstWord, proved: bool
+) -> None:
+    job.ranks, job.watch.unseen, job.word, job.watch.stage = {0: ALL_SEEN} if seen else {}, unseen, word, "start"
+    job.wait(20)
+    assert job.watch.proved_s == (job.watch.mark_s if proved else 0.0)
+
+
+def test_what_the_job_did_before_a_look_is_not_counted_at_the_next(job: Job) -> None:
+    """Else what a start has read would be work for as long as the job then waits."""
+    job.works = (7,)
+    job.wait(60)
+    assert job.looks == 6 and job.watch.quiet_readings == 3
 
 
 def test_a_step_drops_the_look(job: Job) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from safelaunch.beacon import layout, page
+from safelaunch.capture.counters import Counters
 from safelaunch.launch.paths import RunPaths
 from safelaunch.roster.progress import Roster
 from safelaunch.supervise.watch import Watch
@@ -141,3 +142,20 @@ def test_how_long_the_supervisor_itself_was_stopped_is_known_for_a_while(node: N
     for now in (1.0, 2.0, 45.0, 46.0):
         node.watch.tick(now)
     assert (node.watch.missed_s(46.0), node.watch.missed_s(100.0)) == (43.0, 0.0)
+
+
+def test_what_a_job_had_done_belongs_to_the_quiet_time_that_it_was_read_in(node: Node) -> None:
+    """Before the first step as well, where the newest collective is the newest sign of progress."""
+    node.starts(0, 1)
+    node.rank(0, 2)
+    node.rank(1, 2)
+    before, after = Counters(5.0, 0, {}), Counters(25.0, 0, {})
+    node.watch.tick(1.0)
+    node.watch.take_quiet(before)
+    node.watch.tick(2.0)
+    assert node.watch.quiet is before
+    node.watch.hear({0: 1, 1: 1}, 20.0)
+    node.watch.tick(20.5)
+    assert node.watch.quiet is None
+    node.watch.take_quiet(after)
+    assert node.watch.quiet is after

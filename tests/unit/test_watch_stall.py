@@ -477,6 +477,26 @@ def test_what_follows_from_an_answer(case: str) -> None:
     assert suspect_after_s(policy, stall, answer, limits) == bundle_s
 
 
+PROVED = replace(POLICY, proved_s=15.0)
+STEPS, STARTING = [rank(0, 0.0), rank(1, 0.0)], [rank(0), rank(1)]
+# policy, marks, whether the looks of the suspicion find the proof as well: the events
+PROOFS: dict[str, tuple[Policy, list[Mark], Found, list[tuple[float, str]]]] = {
+    "steps": (PROVED, STEPS, "dead", [(15.0, "suspect"), (17.0, "hang")]),
+    "start": (PROVED, STARTING, "dead", [(15.0, "suspect"), (17.0, "hang")]),
+    "given": (replace(GIVEN, proved_s=15.0), STEPS, "dead", [(30.0, "suspect"), (32.0, "hang")]),
+    "not again": (PROVED, STEPS, "unknown", [(15.0, "suspect"), (30.0, "suspect"), (32.0, "undecided")]),
+    "of another time": (PROVED, [rank(0, 0.5)], "dead", [(30.5, "suspect"), (32.5, "hang")]),
+    "in a phase": (PROVED, [rank(0, 0.0, phase="evaluate", phase_timeout_s=25.0)], "dead", [(25.0, "suspect")]),
+}
+
+
+@pytest.mark.parametrize("case", PROOFS)
+def test_a_proof_of_an_early_look_lowers_the_threshold_while_it_holds(case: str) -> None:
+    policy, marks, found, events = PROOFS[case]
+    job = Replay(lambda now: marks, lambda now: found, policy, replace(started(START_S), proved_mark_s=START_S))
+    assert job.until(32.5)[: len(events)] == events
+
+
 def test_the_last_look_before_the_limit_is_timed_to_decide() -> None:
     state = State(Status.CONFIRMING, START_S, START_S + 355, mark_s=START_S)
     after, _ = conclude(state, STALL, "alive", GIVEN, START_S + 355)
