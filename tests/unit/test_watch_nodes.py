@@ -149,13 +149,13 @@ def test_what_a_job_had_done_belongs_to_the_quiet_time_that_it_was_read_in(node:
     node.starts(0, 1)
     node.rank(0, 2)
     node.rank(1, 2)
-    before, after = Counters(5.0, 0, {}), Counters(25.0, 0, {})
+    before, after = Counters(1.5, 0, {}), Counters(3.5, 0, {})
     node.watch.tick(1.0)
     node.watch.take_quiet(before)
     node.watch.tick(2.0)
     assert node.watch.quiet is before
-    node.watch.hear({0: 1, 1: 1}, 20.0)
-    node.watch.tick(20.5)
+    node.watch.hear({0: 1, 1: 1}, 3.0)
+    node.watch.tick(3.5)
     assert node.watch.quiet is None
     node.watch.take_quiet(after)
     assert node.watch.quiet is after
