@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +150,14 @@ def test_what_a_job_had_done_belongs_to_the_quiet_time_that_it_was_read_in(node:
     node.starts(0, 1)
     node.rank(0, 2)
     node.rank(1, 2)
-    before, after = Counters(1.5, 0, {}), Counters(3.5, 0, {})
-    node.watch.tick(1.0)
+    begin_s = time.monotonic()
+    node.watch.tick(begin_s)
+    before, after = Counters(begin_s, 0, {}), Counters(begin_s + 3.5, 0, {})
     node.watch.take_quiet(before)
-    node.watch.tick(2.0)
+    node.watch.tick(begin_s + 1.0)
     assert node.watch.quiet is before
-    node.watch.hear({0: 1, 1: 1}, 3.0)
-    node.watch.tick(3.5)
+    node.watch.hear({0: 1, 1: 1}, begin_s + 3.0)
+    node.watch.tick(begin_s + 3.5)
     assert node.watch.quiet is None
     node.watch.take_quiet(after)
     assert node.watch.quiet is after
