@@ -85,18 +85,13 @@ class Look:
     ranks: dict[int, RankLook] = field(default_factory=dict)
 
 
-def take(targets: Sequence[Target], *, deadline_s: float, earlier: Look | None = None, stop: bool = False) -> Look:
-    """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; never raises.
-
-    ``stop``: py-spy may stop processes to read them, which a healthy one may take for an error. ``earlier`` then shows
-    which D states last, so that py-spy does not wait for those.
-    """
+def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
+    """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; never raises. No process is stopped."""
     begin = time.monotonic()
     table = proc.process_table()
-    before = _states(earlier)
 
     def one(target: Target) -> RankLook:
-        return _rank(target, table, before, min(deadline_s, stacks.DEADLINE_S), stop)
+        return _rank(target, table, min(deadline_s, stacks.DEADLINE_S))
 
     results = gather([lambda target=target: one(target) for target in targets], deadline_s=deadline_s)  # type: ignore[misc]
     ranks = {
@@ -172,40 +167,25 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int]) -> dict[int, Ra
     }
 
 
-def _states(look: Look | None) -> dict[int, ProcessState]:
-    found: dict[int, ProcessState] = {}
-    for rank in look.ranks.values() if look else ():
-        for process in rank.processes:
-            if process.state is not None:
-                found[process.pid] = process.state
-    return found
-
-
-def _rank(
-    target: Target,
-    table: dict[int, tuple[int, int]],
-    before: dict[int, ProcessState],
-    deadline_s: float,
-    stop: bool,
-) -> RankLook:
-    main = _process(target.pid, before, deadline_s, stop)
+def _rank(target: Target, table: dict[int, tuple[int, int]], deadline_s: float) -> RankLook:
+    main = _process(target.pid, deadline_s)
     if main.state is not None and main.state.start_ticks != target.start_ticks:
         main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
     below = proc.process_tree(target.pid, table)[:MAX_CHILDREN]
     looks = gather(
-        [lambda pid=pid: _process(pid, before, deadline_s, stop) for pid, _ in below],  # type: ignore[misc]
+        [lambda pid=pid: _process(pid, deadline_s) for pid, _ in below],  # type: ignore[misc]
         deadline_s=2 * deadline_s,
         workers=4,
     )
     return RankLook(target.rank, main, tuple(look for look in looks if look is not None and look.state is not None))
 
 
-def _process(pid: int, before: dict[int, ProcessState], deadline_s: float, stop: bool) -> ProcessLook:
+def _process(pid: int, deadline_s: float) -> ProcessLook:
     try:
         state = proc.read_process(pid)
     except CaptureError as error:
         return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
-    stack = stacks.stack_of(pid, before.get(pid, state), stop=stop, deadline_s=deadline_s)
+    stack = stacks.stack_of(pid, state, deadline_s=deadline_s)
     return ProcessLook(pid, _with_polled_lock(state, stack), stack)
 
 

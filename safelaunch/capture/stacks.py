@@ -194,40 +194,22 @@ def stack_of(
     pid: int,
     state: ProcessState | None = None,
     *,
-    stop: bool = False,
     deadline_s: float = DEADLINE_S,
     py_spy: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result[StackSample]:
-    """The stacks of ``pid``, read without stopping it unless ``stop`` allows that; never raises.
+    """The stacks of ``pid``, read without stopping it, for at most ``deadline_s`` seconds; never raises.
 
-    ``state``: an earlier look at the process. It shows whether a D state lasts, and whether the pid was reused. Takes
-    at most ``deadline_s`` seconds, or 1.5 times that with ``stop``, if the first way times out.
+    ``state``: an earlier look at the process, which shows whether its pid was reused.
+
+    Reads up to ``READS`` times, until no thread that sleeps now ran meanwhile; each thread as first read whole.
     """
     begin = time.monotonic()
-
-    def missing(reason: str) -> Result[StackSample]:
-        return Result(None, "py-spy dump --json", time.monotonic() - begin, missing=reason)
-
+    until = begin + deadline_s
     try:
-        now = _alive(pid, state, clock)
+        _alive(pid, state, clock)
     except CaptureError as error:
-        return missing(error.message)
-    if not stop:
-        return replace(_undisturbed(pid, deadline_s, py_spy, clock), duration_s=time.monotonic() - begin)
-    why = why_nonblocking(now, state)
-    first = dump(pid, deadline_s=deadline_s, nonblocking=bool(why), py_spy=py_spy, clock=clock)
-    if why or first.value is not None or first.kind != "timeout":
-        return _noted(first, why, begin)
-    second = dump(pid, deadline_s=deadline_s / 2, nonblocking=True, py_spy=py_spy, clock=clock)
-    if second.value is None:
-        return missing(f"{first.missing}; then {second.missing}")
-    return _noted(second, first.missing, begin)
-
-
-def _undisturbed(pid: int, deadline_s: float, py_spy: str | None, clock: Callable[[], float]) -> Result[StackSample]:
-    """Reads up to ``READS`` times, until no thread that sleeps now ran meanwhile; each thread as first read whole."""
-    until = time.monotonic() + deadline_s
+        return Result(None, "py-spy dump --json", time.monotonic() - begin, missing=error.message)
     found: Result[StackSample] | None = None
     for _ in range(READS):
         before = proc.scheduled(pid)
@@ -247,7 +229,7 @@ def _undisturbed(pid: int, deadline_s: float, py_spy: str | None, clock: Callabl
         if not again or time.monotonic() >= until:
             break
     assert found is not None
-    return found
+    return replace(found, duration_s=time.monotonic() - begin)
 
 
 def _seen(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet: Collection[int]) -> Thread:
@@ -346,11 +328,6 @@ def _kernel(thread: ThreadState | None) -> str:
 
 def _frame(frame: Frame) -> str:
     return f"{frame.function} ({frame.file}:{frame.line})" if frame.line else f"{frame.function} ({frame.file})"
-
-
-def _noted(result: Result[StackSample], why: str, begin: float) -> Result[StackSample]:
-    note = f"read with --nonblocking, so it may be inexact: {why}" if why else ""
-    return replace(result, duration_s=time.monotonic() - begin, note=note)
 
 
 def _set_running(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:

@@ -74,7 +74,6 @@ def look_at(
     ``network``: also reads whether its words arrive, for a vote of several nodes.
     ``quiet``: of the first look, see ``Looks``.
     """
-    earlier = looks.taken[-1] if looks is not None and looks.taken else None
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)
     else:
@@ -82,7 +81,7 @@ def look_at(
     pids = [each.pid for each in looks.targets]
     begin = counters.read(pids, looks.counters[-1][1] if looks.counters else looks.quiet)
     with _one_at_a_time:  # one reader of a process at a time, as a native look stops it
-        look = take(targets, deadline_s=deadline_s, earlier=earlier)
+        look = take(targets, deadline_s=deadline_s)
     entries = newest_entries(looks.targets) if collectives else {}
     return replace(
         looks,

@@ -386,9 +386,8 @@ def test_a_stopped_process_stays_stopped(start: Start) -> None:
     program.wait_for(in_call("clock_nanosleep"))
     os.kill(program.pid, signal.SIGSTOP)
     program.wait_for(lambda s: s.state == "T")
-    result = stack_of(program.pid, stop=True)
+    result = stack_of(program.pid)
     assert functions(result) == ["train", "<module>"]
-    assert "the process is stopped" in result.note
     assert proc.state_letter(program.pid) == "T"
 
 
@@ -405,7 +404,8 @@ def uninterruptible(start: Start, tmp_path: Path) -> Program:
         """,
         os.fspath(library),
     )
-    program.wait_for(lambda state: state.state == "D")
+    # With its child: a process that loads a library waits for the disk in this state as well.
+    program.wait_for(lambda state: state.state == "D" and bool(proc.process_tree(program.pid)))
     return program
 
 
@@ -413,24 +413,15 @@ def test_uninterruptible_sleep(uninterruptible: Program) -> None:
     state = proc.read_process(uninterruptible.pid)
     assert state.main_thread is not None
     assert state.main_thread.wchan
-    result = stack_of(uninterruptible.pid, state, stop=True)
+    result = stack_of(uninterruptible.pid, state)
     assert functions(result)[-2:] == ["load_shard", "<module>"]
-    assert "uninterruptible sleep" in result.note and "no answer" not in result.note
+    assert "uninterruptible sleep" in stacks.with_c_frames_of(uninterruptible.pid, state, deadline_s=20).missing
 
 
 def test_py_spy_that_waits_for_a_d_state_is_given_up(uninterruptible: Program) -> None:
     blocked = stacks.dump(uninterruptible.pid, deadline_s=0.5)
     assert "no answer within 0.5 s" in blocked.missing
-    # An earlier look saw no D state: the first way is tried, given up, and the other one taken.
-    now = proc.read_process(uninterruptible.pid)
-    before = ProcessState(now.pid, now.ppid, now.start_ticks, 0.0, now.name, now.cmdline, "S")
-    for deadline_s in (0.5, 5.0, 40.0):  # a busy machine may not answer the other way in time either
-        result = stacks.stack_of(uninterruptible.pid, before, stop=True, deadline_s=deadline_s)
-        if not result.missing:
-            break
-    assert functions(result)[-2:] == ["load_shard", "<module>"]
-    assert f"no answer within {deadline_s:g} s" in result.note
-    # And when the wait ends, the process goes on as if nobody had looked.
+    # When the wait ends, the process goes on as if nobody had looked.
     (child, _), *_ = proc.process_tree(uninterruptible.pid)
     os.kill(child, signal.SIGKILL)
     assert uninterruptible.process.wait(PATIENCE_S) == 0
@@ -545,9 +536,8 @@ def test_a_frozen_process(freezer: Path, start: Start) -> None:
     switch.write_text(on)
     try:
         state = program.wait_for(lambda s: s.frozen)
-        result = stack_of(program.pid, state, stop=True)
+        result = stack_of(program.pid, state)
         assert functions(result) == ["train", "<module>"]
-        assert "frozen" in result.note
     finally:
         switch.write_text(off)
         program.process.kill()

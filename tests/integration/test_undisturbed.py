@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture import look, proc
+from safelaunch.capture import look, proc, stacks
 
 PROGRAM = """
 import ctypes, subprocess, sys, time
@@ -84,10 +84,9 @@ def test_looks_disturb_nothing(tmp_path: Path, semaphore: int, times: int) -> No
     with running(tmp_path, semaphore, WRITES) as process:
         reader = threading.Thread(target=read_slowly)
         reader.start()
-        earlier, read, calls = None, 0, set()
+        read, calls = 0, set()
         for _ in range(times):
-            earlier = look.take([target(process)], deadline_s=60.0, earlier=earlier)
-            seen = earlier.ranks[0].processes
+            seen = look.take([target(process)], deadline_s=60.0).ranks[0].processes
             read += sum(one.stack.value is not None for one in seen)
             calls |= {thread.syscall_name for one in seen if one.state for thread in one.state.threads}
             assert process.poll() is None, process.stderr and process.stderr.read()
@@ -104,6 +103,6 @@ def test_a_stop_would_disturb_it(tmp_path: Path, semaphore: int) -> None:
         for _ in range(20):
             if process.poll() is not None:
                 break
-            look.take([target(process)], deadline_s=60.0, stop=True)
+            stacks.dump(process.pid, deadline_s=60.0)
         assert process.wait(60) == 3 and process.stderr is not None
         assert process.stderr.read().endswith(": EINTR\n")

@@ -92,8 +92,8 @@ def test_a_look_does_not_cut_a_write_short() -> None:
         assert writer.stdout is not None
         try:
             before = wait_for_write(writer.pid)
-            found = stacks.stack_of(writer.pid, state=before, stop=True, deadline_s=20)
-            assert "write" in (found.note or "") and found.value is not None
+            found = stacks.stack_of(writer.pid, state=before, deadline_s=20)
+            assert found.value is not None
             assert len(writer.stdout.read()) == 300_000
         finally:
             writer.kill()
