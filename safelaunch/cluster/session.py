@@ -40,6 +40,7 @@ MOST_NAMED = 8
 CROWD, CROWD_MEMBERS = 64, 16  # nodes; of more, so many at most are told of: each of them reads it
 MOST_HALVES = 64  # of a crash, that one node reads
 NEW_AT_ONCE, MOST_QUESTIONS = 64, 64  # slots that are asked for together; such questions in a round
+OVERWRITES = 3  # in a round, of what a stranger writes over the leader's page
 FETCH_S = 2.0  # for evidence in one round: a leader that reads on is not heard
 
 
@@ -453,6 +454,20 @@ class Session:
         self._store.set(head, data, deadline_s=ANSWER_S)  # no page of ours; a server would not take it for comparing
         return data
 
+    def _overwrite_page(self, data: bytes, now: float) -> bool:
+        """Stores the leader's page, also over what a stranger writes meanwhile; False if it could not.
+
+        A page that can be read is of somebody who has taken over, having heard nothing of us for long.
+        """
+        for _ in range(OVERWRITES):
+            stored = self._replace_page(data)
+            if stored == data:
+                return True
+            self._read_page(stored, now)
+            if self._unreadable_s is None:
+                break
+        return False
+
     def _begin_to_lead(self, page: Page, now: float, hearing: Hearing | None = None) -> None:
         data = self._codec.encode("head", page)
         if self._replace_page(data) == data:
@@ -480,11 +495,7 @@ class Session:
         if deciding is not None and decided and page.phase == "decided":  # it is there before the page says so
             self._decision = page.incident, self._first(f"d/{page.incident}", deciding[1])
         data = self._codec.encode("head", page)
-        stored = self._replace_page(data)
-        if stored != data:
-            self._read_page(
-                stored, now
-            )  # if it can be read, somebody has taken over, having heard nothing of us for long
+        if not self._overwrite_page(data, now):
             return page, False
         self._page, self._page_bytes, self._page_s = page, data, now
         if page.phase == "collecting":

@@ -104,8 +104,8 @@ def test_the_store_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None
         training(nodes)
         host = next(job for job in nodes.jobs if STARTED in job.stderr)
         other = next(job for job in nodes.jobs if job is not host)
+        host.until(lambda: len(set(stores()) & set(host.pids())) == 1, "the store")
         mine = set(stores()) & set(host.pids())
-        assert len(mine) == 1
         host.process.send_signal(signal.SIGKILL)
         host.until(lambda: not mine & set(stores()), "the store to end")
         result = other.wait()

@@ -270,7 +270,7 @@ def test_a_stranger_cannot_separate_nodes_that_have_a_key(
     monkeypatch: pytest.MonkeyPatch,
     largest: int,
 ) -> None:
-    monkeypatch.setattr(sessions, "SILENT_S", 2.0)
+    monkeypatch.setattr(sessions, "SILENT_S", 6.0)
     monkeypatch.setattr(sessions, "LARGEST_VALUE", largest)
     with scribbling(server[1], lambda number: bytes([number % 256]) * 40):
         one, other = join(0, 1, key=b"k"), join(2, 3, key=b"k")
