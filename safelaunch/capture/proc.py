@@ -96,6 +96,7 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
         frozen=is_frozen(pid),
         throttled_ms=throttled_ms(pid),
         wait_status=stat.wait_status if stat.state in "ZX" else 0,
+        handles_signals=stat.handles_signals,
     )
 
 

@@ -145,8 +145,8 @@ class _Prover:
         found = self._of_c10d(view, process)
         if found is not None:
             return found
-        if view.wait.left_s is not None:
-            return None  # a time limit ends it
+        if view.wait.left_s is not None or _may_be_interrupted(view):
+            return None  # a time limit ends it, or a timer
         if view.wait.kind == "lock":
             return self._of_lock(view, process)
         if view.wait.kind == "child":
@@ -509,6 +509,11 @@ def _rests_in(view: View) -> str:
     states = view.process.states[-2:]
     found = {t.rests_in for state in states for t in state.threads if t.tid == view.os_tid}
     return found.pop() if len(found) == 1 else ""
+
+
+def _may_be_interrupted(view: View) -> bool:
+    """A signal's handler runs in the main thread, and may raise there. Calls of c10d don't return for it."""
+    return view.os_tid == view.process.pid and view.process.states[-1].handles_signals
 
 
 def _in_lock(view: View) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 
 _TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
+_SIGNALS = sum(1 << (number - 1) for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP))
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -13,7 +15,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Stat:
     """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot.
     ``faults``: of pages, minor and major. ``wait_status``: of a zombie, as ``waitpid`` would return it; 0 for another
-    user's process."""
+    user's process. ``handles_signals``: one that others, or a timer, send for the program's own
+    purposes."""
 
     pid: int
     name: str
@@ -24,6 +27,7 @@ class Stat:
     rss_bytes: int
     wait_status: int = 0
     faults: int = 0
+    handles_signals: bool = False
 
 
 def parse(text: str) -> Stat:
@@ -36,8 +40,18 @@ def parse(text: str) -> Stat:
     cpu = (int(fields[11]) + int(fields[12])) * _TICK_MS
     status = int(fields[49]) if len(fields) > 49 and fields[49].isdigit() else 0
     faults = int(fields[7]) + int(fields[9])
+    caught = int(fields[31]) if len(fields) > 31 and fields[31].isdigit() else 0  # of the signals below 32
     return Stat(
-        int(head), name, fields[0], int(fields[1]), cpu, int(fields[19]), int(fields[21]) * _PAGE, status, faults
+        int(head),
+        name,
+        fields[0],
+        int(fields[1]),
+        cpu,
+        int(fields[19]),
+        int(fields[21]) * _PAGE,
+        status,
+        faults,
+        bool(caught & _SIGNALS),
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from safelaunch.capture import cgroups, filelocks, sockets, syscalls
+from safelaunch.capture import cgroups, filelocks, proc, sockets, syscalls
 from safelaunch.capture.proc import (
     parse_io,
     parse_schedstat,
@@ -35,6 +36,23 @@ def test_stat_survives_any_name(name: str) -> None:
 def test_stat_rejects_other_text(text: str) -> None:
     with pytest.raises(ValueError):
         procstat.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "handler", "found"),
+    [
+        ("SIGALRM", "print", True),
+        ("SIGUSR1", "print", True),
+        ("SIGALRM", "signal.SIG_IGN", False),
+        ("SIGTERM", "print", False),
+    ],
+)
+def test_which_signals_a_program_handles(name: str, handler: str, found: bool) -> None:
+    code = f"import signal; signal.signal(signal.{name}, {handler}); print('up', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None and program.stdout.readline() == b"up\n"
+        assert proc.read_quick(program.pid).handles_signals is found
+        program.kill()
 
 
 LOCKS = """\

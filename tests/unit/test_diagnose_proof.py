@@ -121,6 +121,10 @@ def changed(one: RankEvidence, change: Any, *args: Any, **fields: Any) -> RankEv
     return structs.replace(one, main=change(one.main, *args, **fields))
 
 
+def with_signals(one: ProcessEvidence) -> ProcessEvidence:
+    return structs.replace(one, states=tuple(structs.replace(state, handles_signals=True) for state in one.states))
+
+
 def in_lock(number: int, *, flight: Any = None, **fields: Any) -> RankEvidence:
     """Its main thread and another one wait for locks."""
     beside = [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), "futex")]
@@ -209,6 +213,7 @@ PROVED = {
     "a pipe to a child that waits as well": job(
         structs.replace(at_pipe(1000, 1500), children=(reader(1000, 1500),)), waiting(1)
     ),
+    "a signal ends no call of c10d": job(changed(waiting(0), with_signals), waiting(1, "all_gather")),
     "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
     "a thread asleep that never called": job(with_side_thread(0, 1), in_group(1, "b", TWO)),
     "a receive, and a rank in a collective whose thread waits, too": job(
@@ -239,6 +244,8 @@ NOT_PROVED = {
     "a rank asleep": job(waiting(0), rank(1, in_user(7), "sleep", flight=behind())),
     "a rank that was not seen": job(waiting(0), missing_ranks=(1,)),
     "a time limit": job(changed(in_library(QUEUE), with_kernel, ends_s=60.0), waiting(1)),
+    "a signal may set an event": job(changed(in_library(EVENT), with_signals), waiting(1)),
+    "a signal may end the wait for a lock": job(changed(in_lock(0), with_signals), waiting(1)),
     "a pipe to another program": job(at_pipe(1000, 77), waiting(1)),
     "a pipe, and nobody looked who has it": job(rank(0, in_user(40), "pipe", flight=behind()), waiting(1)),
     "a child that sleeps": job(with_child(process(1500, in_user(60), "sleep", role="child")), waiting(1)),
