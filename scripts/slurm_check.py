@@ -32,7 +32,6 @@ import benchlib
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [os.fspath(ROOT / "tests" / each) for each in ("integration", "docs")]
 import slurm  # noqa: E402
-from pages import blocks  # noqa: E402
 
 # A job that says that it has begun; "slow" ones wait for the file "go".
 SCRIPT = """\
@@ -426,25 +425,6 @@ def a_job_of_two_nodes_hangs(row: Row) -> None:
     assert [len(row.ran()[name]) for name in ("stuck", "well")] == [1, 1], row.ran()
 
 
-def a_blamed_node_is_drained(row: Row) -> None:
-    """The script of the page: a node is blamed at two places, suspected, and drained by --on-bundle.
-
-    Two incidents on two nodes may be chance (1 in 2), for which the page's script only tells somebody; here it drains.
-    """
-    text = next(block.text for block in blocks("docs/slurm.md") if block.title == "suspect.sh")
-    assert "0.0*)" in text, text
-    (row.place / "suspect.sh").write_text(text.replace("0.0*)", "0.*)"))
-    found = two_nodes(row, "jobs: {broken: {retries: 1}}\n", '--on-bundle "sh suspect.sh"')
-    try:
-        assert (found["broken"]["state"], found["broken"]["attempts"]) == ("failed", 2), found
-        shown = row.cluster.run(["scontrol", "show", "node", "zz2"]).stdout
-        assert "DRAIN" in shown and "Reason=safelaunch: " in shown, shown
-        others = {row.node_state(node) for node in row.cluster.nodes if node != "zz2"}
-        assert not any("drain" in state for state in others), others
-    finally:
-        row.cluster.run(["scontrol", "update", "nodename=zz2", "state=resume"])
-
-
 def slurms_time_limit(row: Row) -> None:
     """One minute, the least that Slurm has; jobs within it are not touched."""
     (row.place / "sweep.yaml").write_text(SPEC.replace("HOW", "quick") + "  long:\n    gpus: 1\n    slurm: {time: 1}\n"
@@ -557,7 +537,6 @@ ROWS: tuple[Callable[[Row], None], ...] = (
     slurms_time_limit,
     a_node_is_killed,
     a_node_is_killed_and_requeue_is_off,
-    a_blamed_node_is_drained,
     a_job_of_two_nodes_hangs,
     kill_and_all_end_meanwhile,
     ctrl_c,

@@ -9,12 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safelaunch.blame import memory
-from safelaunch.blame.repeats import suspected_gpus
 from safelaunch.cli import program
 from safelaunch.cli.colaunch_options import Options, parse
 from safelaunch.cli.colaunch_rows import (
@@ -76,8 +73,7 @@ def main(argv: list[str]) -> int:
     if options.engine == "slurm":
         check_jobs(jobs, "Slurm", environ)
         return _on_slurm(options, jobs, paths, environ)
-    blamed = partial(blamed_in, paths) if options.exclude_blamed else frozenset[str]
-    pool = make_pool(jobs, options.slots, options.max_parallel, environ, blamed)
+    pool = make_pool(jobs, options.slots, options.max_parallel, environ)
     check_jobs(jobs, pool.kind, environ)
     if options.dry_run:
         show("\n".join(describe(jobs, paths, pool)))
@@ -227,7 +223,6 @@ OURS = {
     "--wait-timeout": "colaunch waits by itself",
     "--no-lease": "colaunch leases the GPUs it assigns",
     "--gpu-busy-memory": "it applies to all jobs: set SAFELAUNCH_GPU_BUSY_MEMORY, or put it into safelaunch.yaml",
-    "--exclude-blamed": "give it to colaunch, which assigns the GPUs",
     "--dry-run": "give it to colaunch",
 }
 
@@ -235,21 +230,12 @@ OURS = {
 # --- before anything starts -------------------------------------------------------------------------------------------
 
 
-def make_pool(
-    jobs: Sequence[Job],
-    slots: int | None,
-    at_most: int | None,
-    environ: Mapping[str, str],
-    blamed: Callable[[], frozenset[str]] = frozenset,
-) -> Pool:
-    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError.
-
-    ``blamed``: the UUIDs of GPUs that are to be left out where there are others.
-    """
+def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, environ: Mapping[str, str]) -> Pool:
+    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
     pool: Pool | None = None
     if slots is None:
         settings = resolve((), environ, working_directory(), lambda: None)
-        node = NodeGpus(environ, settings.gpu_busy_memory_bytes, blamed)
+        node = NodeGpus(environ, settings.gpu_busy_memory_bytes)
         pool = Gpus(node) if node.pool.gpus else None
         if pool is None:
             say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
@@ -259,17 +245,6 @@ def make_pool(
         pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
     check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
     return pool
-
-
-def blamed_in(paths: SweepPaths) -> frozenset[str]:
-    """The GPUs that the verdicts on all jobs of the sweep, taken together, make suspect."""
-    now = time.time()
-
-    def read() -> frozenset[str]:
-        incidents = [one for name in paths.job_names() for one in memory.read(paths.bundles(name), now)]
-        return suspected_gpus(incidents, together=True)
-
-    return memory.within(read, frozenset[str]())
 
 
 def check_jobs(jobs: Sequence[Job], kind: str, environ: Mapping[str, str]) -> None:

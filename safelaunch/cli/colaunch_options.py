@@ -83,7 +83,6 @@ class Options:
     metric_file: str = ""
     dry_run: bool = False
     engine: str = "local"
-    exclude_blamed: bool = False
 
 
 def parse(argv: list[str]) -> Options:
@@ -92,9 +91,9 @@ def parse(argv: list[str]) -> Options:
     command = tuple(argv[split + 1 :])
     words = parser().parse_args(argv[:split])
     _check_kind(words, command, has_command=split < len(argv))
-    if words.engine != "local" and (words.slots is not None or words.exclude_blamed):
+    if words.engine != "local" and words.slots is not None:
         raise UsageError(
-            "colaunch: --slots and --exclude-blamed work only on this node.",
+            "colaunch: --slots works only on this node.",
             f"Leave it out, or leave out --engine {words.engine}.",
         )
     axes = tuple(parse_grid(word) for word in words.grid)
@@ -121,7 +120,6 @@ def parse(argv: list[str]) -> Options:
         metric_file=words.metric_file or "",
         dry_run=words.dry_run,
         engine=words.engine,
-        exclude_blamed=words.exclude_blamed,
     )
 
 
@@ -177,11 +175,6 @@ def parser() -> Parser:
     add("--sweep-dir", metavar="DIR", help="where the sweep's files go [./safelaunch-sweeps/NAME]")
     add("--metric", action="append", default=[], metavar="REGEX", help="a column: the last match in each job's output")
     add("--metric-file", metavar="FILE", help="columns from a JSON file that each job writes, e.g. {job_dir}/m.json")
-    add(
-        "--exclude-blamed",
-        action="store_true",
-        help="give jobs other GPUs, where they are free, than those that verdicts on jobs of this sweep make suspect",
-    )
     add("--dry-run", action="store_true", help="show the jobs; start nothing")
     return found
 

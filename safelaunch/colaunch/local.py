@@ -256,8 +256,7 @@ class Local:
         self._active[job.name] = Active(
             job, attempt, share, started, command.log, before, now, patterns=job.metrics, measured_s=now
         )
-        note = f" ({share.note})" if share.note else ""
-        self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}{note}")
+        self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
     def _environment(self, job: Job, share: Share) -> dict[str, str]:
         own = {**self._place.environ, **dict(job.env), **share.env}

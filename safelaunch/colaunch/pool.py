@@ -9,7 +9,6 @@ from typing import Protocol
 
 from safelaunch.colaunch.jobs import Job
 from safelaunch.errors import ResourceError
-from safelaunch.leases.choose import Gpu
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.lease import Lease
 from safelaunch.model import format_ranks
@@ -20,7 +19,7 @@ class Share:
     """One job's share. ``units``: the numbers of its slots; ``label``: its units in words.
 
     ``env``: the job's variables for it; ``cores``: its CPU affinity, empty for all. ``lease``: GPUs and ports to hand
-    over to the job's safelaunch. ``ports``: their numbers. ``note``: what to say of it when the job starts.
+    over to the job's safelaunch. ``ports``: their numbers.
     """
 
     units: tuple[int, ...] = ()
@@ -30,7 +29,6 @@ class Share:
     env: Mapping[str, str] = field(default_factory=dict)
     lease: Lease = field(default_factory=lambda: Lease({}))
     ports: tuple[int, ...] = ()
-    note: str = ""
 
 
 class Pool(Protocol):
@@ -149,8 +147,8 @@ class Gpus:
         labels = [gpu.label for gpu in taken.gpus]
         label = format_ranks([int(label) for label in labels]) if all(map(str.isdecimal, labels)) else ",".join(labels)
         gpus = tuple(gpu.uuid for gpu in taken.gpus)
-        env, note = {"CUDA_VISIBLE_DEVICES": taken.visible}, about_suspected(self._node.suspected(), taken.gpus)
-        return Share(label=label, gpus=gpus, env=env, lease=taken.lease, note=note)
+        env = {"CUDA_VISIBLE_DEVICES": taken.visible}
+        return Share(label=label, gpus=gpus, env=env, lease=taken.lease)
 
     def wait(self, job: Job, ours: Collection[int]) -> str:
         return self._node.queue(job.gpus, job.name, ours)
@@ -164,15 +162,6 @@ class Gpus:
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------
-
-
-def about_suspected(suspected: Sequence[Gpu], taken: Sequence[Gpu]) -> str:
-    """What became of GPUs that verdicts make suspect."""
-    with_it = [gpu.label for gpu in suspected if gpu in taken]
-    if with_it:
-        return f"earlier verdicts make GPU {', '.join(with_it)} suspect, but not enough others are free"
-    left_out = ", ".join(gpu.label for gpu in suspected)
-    return f"not GPU {left_out}, which earlier verdicts make suspect" if left_out else ""
 
 
 def share_out(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:

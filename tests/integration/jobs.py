@@ -272,7 +272,7 @@ class Job:
 
 def is_memory(path: Path) -> bool:
     """Whether it is what a bundle directory remembers of its runs: a lock, or a whole document."""
-    if not path.name.startswith((".safelaunch-blamed-", ".safelaunch-runs-")):
+    if not path.name.startswith(".safelaunch-runs-"):
         return False
     return path.suffix == ".lock" or (path.suffix == ".json" and bool(json.loads(path.read_bytes())))
 

@@ -8,15 +8,13 @@ import os
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path, PurePath
 
 import msgspec
 import pytest
 import stub
 
-from safelaunch.blame import memory
-from safelaunch.cli.colaunch import OURS, blamed_in, check_jobs, make_pool, picture
+from safelaunch.cli.colaunch import OURS, check_jobs, make_pool, picture
 from safelaunch.cli.colaunch_options import parse
 from safelaunch.cli.colaunch_rows import (
     COLUMNS,
@@ -34,7 +32,7 @@ from safelaunch.colaunch import active, metrics, summary
 from safelaunch.colaunch.bundles import newest, verdict_of
 from safelaunch.colaunch.jobs import Job, Outcome, Track, ranks, threads
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Gpus, Pool, Share, Slots, by_topology, check_fits, default_slots, share_out
+from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, share_out
 from safelaunch.colaunch.steps import slowest, wrong_cause
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
@@ -42,7 +40,7 @@ from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
-from safelaunch.model import BlamedRank, Incident, Inconsistency, Progress, format_ranks
+from safelaunch.model import Inconsistency, Progress, format_ranks
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:
@@ -166,36 +164,6 @@ def test_slots_are_given_once_and_come_back() -> None:
     assert (pool.free(), pool.take(job())) == (0, None)
     pool.release(first)
     assert (pool.free(), pool.units(0), pool.units(3)) == (2, 1, 3)
-
-
-def test_a_sweep_leaves_out_the_gpu_that_its_jobs_blame(node: stub.Node, tmp_path: Path) -> None:
-    """Counted over all its jobs; by each job alone, nothing repeats. Asked anew for each job."""
-
-    def in_time(pool: Pool, count: int = 1) -> Share | None:
-        """After a job's end, the driver is asked anew, and the pool does not wait for it."""
-        deadline = time.monotonic() + 60
-        while (share := pool.take(job(gpus=count))) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return share
-
-    paths = SweepPaths(tmp_path / "sweep")
-    pool = make_pool([job()], None, None, {**os.environ, **node.environ}, partial(blamed_in, paths))
-    before = in_time(pool)
-    assert before is not None and before.label == "0"
-    pool.release(before)
-    for name, line in (("lr-1", 41), ("lr-2", 57)):
-        blamed = BlamedRank(0, "node1", stub.uuid(0), "/train.py", line)
-        told = Incident(name, name, time.time(), "hang", "gpu-kernel", "high", (blamed,), units=("gpu",), of_gpus=2)
-        paths.bundles(name).mkdir(parents=True)
-        assert memory.add(paths.bundles(name), told, time.time()) == ""
-    after = in_time(pool)
-    assert after is not None and after.label == "1"
-    assert after.note == "not GPU 0, which earlier verdicts make suspect"
-    pool.release(after)
-    everything = in_time(pool, 8)
-    assert everything is not None and everything.label == "0-7", "better a suspected GPU than none"
-    assert everything.note == "earlier verdicts make GPU 0 suspect, but not enough others are free"
-    pool.release(everything)
 
 
 def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> None:
