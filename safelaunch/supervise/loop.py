@@ -127,13 +127,7 @@ class Supervisor:
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
-        self._contracts = Contracts(
-            job.run,
-            self._watch,
-            settings.bundle_dir,
-            job.plan.run_name,
-            remembers=settings.is_explicit("run-name"),
-        )
+        self._contracts = Contracts(job.run, self._watch)
         self._consistency = Consistency(job.run, self._watch, self._together) if settings.check_every else None
         self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)

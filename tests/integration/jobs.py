@@ -270,13 +270,6 @@ class Job:
         shutil.rmtree(self._own_runtime, ignore_errors=True)
 
 
-def is_memory(path: Path) -> bool:
-    """Whether it is what a bundle directory remembers of its runs: a lock, or a whole document."""
-    if not path.name.startswith(".safelaunch-runs-"):
-        return False
-    return path.suffix == ".lock" or (path.suffix == ".json" and bool(json.loads(path.read_bytes())))
-
-
 def _command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

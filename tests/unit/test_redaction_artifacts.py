@@ -80,7 +80,6 @@ WRITERS = {
     "postmortem.guard": "a child's answer, through a pipe",
     "postmortem.rundirs": "copies of dumps, to read them",
     "launch.process": "an errno, and a go, through pipes",
-    "system.private_file": "names of runs, and numbers",
     "supervise.early": "early looks, already cleaned, for status",
     "supervise.early_verdict": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
