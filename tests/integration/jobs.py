@@ -82,8 +82,7 @@ class Bundle:
             elif name not in files:
                 found.append(f"{name} is neither there nor said to be missing")
         found += [f"{name} is not in the manifest" for name in sorted(files - set(listed) - {"manifest.json"})]
-        exports = {"timeline.perfetto.json", "stacks.speedscope.json"}
-        needed = {"verdict.json", "report.md", "report.html", "launch.json", *exports} - files
+        needed = {"verdict.json", "report.md", "report.html", "launch.json", "timeline.perfetto.json"} - files
         found += [f"there is no {name}" for name in sorted(needed)]
         if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
             found.append(f"its mode is {stat.S_IMODE(self.path.stat().st_mode):o}")

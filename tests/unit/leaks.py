@@ -256,7 +256,7 @@ DEADLINES = (
 )
 EXPECTED = {
     "verdict.json", "report.md", "report.html", "manifest.json", "launch.json", "early.json", "(screen)", "(on-bundle)",
-    "timeline.perfetto.json", "stacks.speedscope.json",
+    "timeline.perfetto.json",
     *(f"ranks/0/{name}" for name in (
         "stack.txt", "stack.json", "flight_recorder.pickle", "flight_recorder.json", "proc.json", "progress.json",
         "log_tail.txt", "exception.json", "caught.json", "fault.txt", "rank.json")),

@@ -200,7 +200,7 @@ complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l json -d 'print the document of verdict.json on stdout; with --calls, the calls'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l html -xka "(__fish_complete_path (commandline -ct))" -d 'write the report as one HTML file'
-complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s o -l output -xka "(__fish_complete_directories)" -d 'write report.html, timeline.perfetto.json, stacks.speedscope.json and verdict.json into DIR'
+complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s o -l output -xka "(__fish_complete_directories)" -d 'write report.html, timeline.perfetto.json and verdict.json into DIR'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s j -l calls -d 'print the Flight Recorders'"'"' calls as a table, not the verdict'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l ranks -x -d 'of these ranks only: 0,4-7 (implies --calls)'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l groups -x -d 'of these process groups only, by name or description: 0,tp (implies --calls)'
