@@ -42,8 +42,9 @@ exit 0
 """
 SPEC = """\
 defaults: {gpus: 1, slurm: {partition: main, sbatch: --mem=10M}}
+matrix: {x: 1..4}
 jobs:
-  many: {command: "exec -- bash job.sh {name} HOW", matrix: {x: 1..4}, env: {X: "{x}"}}
+  many: {command: "exec -- bash job.sh {name} HOW", env: {X: "{x}"}}
   later: {command: "exec -- bash job.sh {name}", needs: many}
 """
 NAMES = ("many_x-1", "many_x-2", "many_x-3", "many_x-4", "later")
@@ -681,7 +682,7 @@ def bench(json_file: Path | None) -> int:
 
 def one_round(cluster: slurm.Cluster, root: Path, number: int) -> tuple[float, float, float]:
     spec = "defaults: {gpus: 1, slurm: {sbatch: --mem=10M}}\n"
-    spec += 'jobs: {s: {command: "exec -- sleep 1", matrix: {x: 1..16}, env: {X: "{x}"}}}\n'
+    spec += 'matrix: {x: 1..16}\njobs: {s: {command: "exec -- sleep 1", env: {X: "{x}"}}}\n'
     plain = array(cluster, "sleep 1")
     watched = array(cluster, f"{sys.executable} -P -m safelaunch exec -- sleep 1")
     row, begin_s = Row(cluster, root / f"bench-{number}", spec), time.monotonic()

@@ -36,12 +36,12 @@ from safelaunch.colaunch.journal import Attempt, Journal, attempts
 from safelaunch.colaunch.local import Local, Place
 from safelaunch.colaunch.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.pool import Gpus, Pool, Slots, by_topology, check_fits, default_slots
+from safelaunch.colaunch.pool import Gpus, Pool, Slots, check_fits, default_slots
 from safelaunch.colaunch.resume import History, history, recovered, wait_for_remains
 from safelaunch.colaunch.runner import Runner
 from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.slurm.engine import SlurmEngine
-from safelaunch.colaunch.spec import Extra, Template, templates_of
+from safelaunch.colaunch.spec import Template, templates_of
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.errors import PresetError, SpecError, UsageError
@@ -104,7 +104,6 @@ def _on_slurm(options: Options, jobs: Sequence[Job], paths: SweepPaths, environ:
 
 
 def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
-    metric_file = Text(options.metric_file, "--metric-file") if options.metric_file else None
     if options.spec is not None:
         try:
             root = read_yaml(cwd / Path(options.spec).expanduser(), options.spec)
@@ -113,7 +112,7 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
                 "within {...} and [...] text that holds a {placeholder} needs quotes" if "YAML" in error.message else ""
             )
             raise SpecError(error.message, error.fix or hint) from error
-        return templates_of(root, Extra(options.metrics, metric_file))
+        return templates_of(root, options.metrics)
     template = Template(
         group="",
         where="the command line",
@@ -124,7 +123,6 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
         timeout_s=options.timeout_s,
         retries=options.retries,
         metrics=options.metrics,
-        metric_file=metric_file,
     )
     return (template,)
 
@@ -240,7 +238,7 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
         if pool is None:
             say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
     if pool is None:
-        cores = by_topology(sorted(os.sched_getaffinity(0)))
+        cores = sorted(os.sched_getaffinity(0))
         units = [max(1, job.gpus) for job in jobs]
         pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
     check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)

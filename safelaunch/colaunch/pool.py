@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from safelaunch.colaunch.jobs import Job
@@ -187,20 +186,3 @@ def check_fits(needs: Mapping[str, int], pool: Pool) -> None:
                 f"the job {name} needs {units} {pool.kind}s, but this node has {pool.capacity}.",
                 "request fewer" + (", or give more --slots" if pool.kind == "slot" else ""),
             )
-
-
-# --- the node ---------------------------------------------------------------------------------------------------------
-
-
-def by_topology(cores: Sequence[int]) -> tuple[int, ...]:
-    """Cores ordered by package and physical core, so hyperthreads and cores of one socket are neighbours."""
-
-    def place(core: int) -> tuple[int, int, int]:
-        topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
-        try:
-            package = int((topology / "physical_package_id").read_text())
-            return package, int((topology / "core_id").read_text()), core
-        except (OSError, ValueError):
-            return 0, core, core
-
-    return tuple(sorted(cores, key=place))

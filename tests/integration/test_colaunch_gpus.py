@@ -143,12 +143,12 @@ def test_a_job_has_ports_of_its_own(node: stub.Node, tmp_path: Path) -> None:
     (tmp_path / "serve.py").write_text(serve)
     (tmp_path / "up").mkdir()
     spec = f"""
+matrix: {{n: 0..2}}
 jobs:
   s:
     ports: 2
     command: exec -- {sys.executable} serve.py {{port}} {{port2}}
     env: {{UP: "up/{{name}}", N: "{{n}}", TB: "{{port2}}"}}
-    matrix: {{n: 0..2}}
 """
     with Sweep(tmp_path, spec, "--slots", "3", env={"SAFELAUNCH_LEASE_DIR": os.fspath(node.lease_dir)}) as sweep:
         result = sweep.wait()

@@ -32,7 +32,7 @@ from safelaunch.colaunch import active, metrics, summary
 from safelaunch.colaunch.bundles import newest, verdict_of
 from safelaunch.colaunch.jobs import Job, Outcome, Track, ranks, threads
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Gpus, Share, Slots, by_topology, check_fits, default_slots, share_out
+from safelaunch.colaunch.pool import Gpus, Share, Slots, check_fits, default_slots, share_out
 from safelaunch.colaunch.steps import slowest, wrong_cause
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
@@ -110,28 +110,6 @@ def test_infinities_and_nan_stay_text_for_json_has_none() -> None:
     assert found == {"a": "nan", "b": "inf", "c": "-1e400", "d": 7.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (
-            '{"loss": 0.5, "n": 3, "tag": "x", "deep": {"a": 1}, "ok": true, "none": null}',
-            {"loss": 0.5, "n": 3.0, "tag": "x"},
-        ),
-        ('{"loss": NaN, "text": "1.5"}', {"loss": "nan", "text": 1.5}),
-        ("[1, 2]", {}),
-        ("{", {}),
-        ("", {}),
-        ("[" * 100000, {}),
-    ],
-)
-def test_numbers_from_a_json_file(tmp_path: Path, text: str, found: dict[str, object]) -> None:
-    (tmp_path / "m.json").write_text(text)
-    assert metrics.from_file(tmp_path / "m.json") == found
-    assert metrics.from_file(tmp_path / "none.json") == {}
-    os.mkfifo(tmp_path / "fifo.json")
-    assert metrics.from_file(tmp_path / "fifo.json") == {}
-
-
 # --- slots and GPUs ---------------------------------------------------------------------------------------------------
 
 
@@ -188,11 +166,6 @@ def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
 )
 def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
     assert format_ranks(numbers) == text
-
-
-def test_the_cores_of_this_machine_are_all_there_in_some_order() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    assert sorted(by_topology(cores)) == cores
 
 
 @pytest.mark.parametrize(

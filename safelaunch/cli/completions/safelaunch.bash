@@ -9,7 +9,7 @@ _shtab_safelaunch_subparsers=(demo exec colaunch presets status dump record diag
 
 _shtab_safelaunch_demo_option_strings=(-h --help --bundle-dir --preset)
 _shtab_safelaunch_exec_option_strings=(-h --help --preset --stall-timeout --stall-floor --stall-ceiling --max-stall --startup-timeout --on-stall --no-early-look --on-suspect --check-every --on-inconsistent --pg-timeout --memory-history --no-watch --bundle-dir --bundle-archive --keep-bundles --artifact-limit --on-bundle --run-name --gpus --wait --wait-timeout --gpu-busy-memory --no-lease --cluster-key-file --cluster-store --config --dry-run)
-_shtab_safelaunch_colaunch_option_strings=(-h --help --grid --gpus-per-job --ports-per-job --timeout --retries --engine --slots --max-parallel --fail-fast --resume --sweep-dir --metric --metric-file --dry-run)
+_shtab_safelaunch_colaunch_option_strings=(-h --help --grid --gpus-per-job --ports-per-job --timeout --retries --engine --slots --max-parallel --fail-fast --resume --sweep-dir --metric --dry-run)
 _shtab_safelaunch_presets_option_strings=(-h --help --json)
 _shtab_safelaunch_status_option_strings=(-h --help --watch --json)
 _shtab_safelaunch_dump_option_strings=(-h --help --bundle-dir --json)
@@ -31,7 +31,6 @@ _shtab_safelaunch_exec___cluster_key_file_COMPGEN=_shtab_compgen_files
 _shtab_safelaunch_exec___config_COMPGEN=_shtab_compgen_files
 _shtab_safelaunch_colaunch_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_safelaunch_colaunch___sweep_dir_COMPGEN=_shtab_compgen_dirs
-_shtab_safelaunch_colaunch___metric_file_COMPGEN=_shtab_compgen_files
 _shtab_safelaunch_presets_pos_0_COMPGEN=_shtab_cmd_compgen_9a19454c
 _shtab_safelaunch_status_pos_0_COMPGEN=_shtab_cmd_compgen_a934fa28
 _shtab_safelaunch_dump_pos_0_COMPGEN=_shtab_cmd_compgen_a934fa28

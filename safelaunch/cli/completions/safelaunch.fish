@@ -51,7 +51,7 @@ function _shtab_safelaunch_using
 end
 
 set -g _shtab_safelaunch_commands demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help
-set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --engine --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
+set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --engine --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
 
 complete -c safelaunch -e
 complete -c safelaunch -f
@@ -171,7 +171,6 @@ complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l fail-fast -d 'st
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l resume -d 'continue this sweep: run the jobs that have not succeeded'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l sweep-dir -xka "(__fish_complete_directories)" -d 'where the sweep'"'"'s files go [./safelaunch-sweeps/NAME]'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l metric -x -d 'a column: the last match in each job'"'"'s output'
-complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l metric-file -xka "(__fish_complete_path (commandline -ct))" -d 'columns from a JSON file that each job writes, e.g. {job_dir}/m.json'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l dry-run -d 'show the jobs; start nothing'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch; and test $_shtab_safelaunch_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'the sweep as a file'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a presets -d 'list the shipped presets, or show one with its reasons'
