@@ -175,18 +175,6 @@ def read_reproductions(files: Sequence[Path]) -> Found:
     return Found(f"{result}, {wrong_of_all} differ", ("", "seen"), tuple(table))
 
 
-def read_suspicions(files: Sequence[Path]) -> Found:
-    rows = json.loads(files[0].read_text())
-    script = [row for row in rows if row["found"] is None]
-    broken = [row for row in rows if row["found"] is not None]
-    table = [(row["case"], f"{row['suspected']:.1%}", f"{row['firmly']:.1%}", "") for row in script]
-    table += [(row["case"], f"{row['suspected']:.1%}", f"{row['firmly']:.1%}", f"{row['found']:.1%}") for row in broken]
-    worst = max(row["firmly"] for row in rows)
-    found = min(row["found"] for row in broken)
-    seen = f"innocent hardware firmly suspected in at most {worst:.1%} of histories, broken one found in {found:.1%}"
-    return Found(seen, ("who is at fault", "innocent suspected", "firmly", "broken one found"), tuple(table))
-
-
 def read_consistency(files: Sequence[Path]) -> Found:
     rows = json.loads(files[0].read_text())
     healthy = [row for row in rows if row["healthy"]]
@@ -379,7 +367,6 @@ CHECKS = {
         ),
         resumes=True,
     ),
-    "suspicions": _script("scripts/suspicions.py", 4, read_suspicions),
     "consistency": _script(
         "scripts/consistency.py", 8, read_consistency, *_JOBS, words=("--record", "build/verify/consistency.rows")
     ),

@@ -32,7 +32,6 @@ import benchlib
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [os.fspath(ROOT / "tests" / each) for each in ("integration", "docs")]
 import slurm  # noqa: E402
-from pages import blocks  # noqa: E402
 
 # A job that says that it has begun; "slow" ones wait for the file "go".
 SCRIPT = """\
@@ -43,8 +42,9 @@ exit 0
 """
 SPEC = """\
 defaults: {gpus: 1, slurm: {partition: main, sbatch: --mem=10M}}
+matrix: {x: 1..4}
 jobs:
-  many: {command: "exec -- bash job.sh {name} HOW", matrix: {x: 1..4}, env: {X: "{x}"}}
+  many: {command: "exec -- bash job.sh {name} HOW", env: {X: "{x}"}}
   later: {command: "exec -- bash job.sh {name}", needs: many}
 """
 NAMES = ("many_x-1", "many_x-2", "many_x-3", "many_x-4", "later")
@@ -426,25 +426,6 @@ def a_job_of_two_nodes_hangs(row: Row) -> None:
     assert [len(row.ran()[name]) for name in ("stuck", "well")] == [1, 1], row.ran()
 
 
-def a_blamed_node_is_drained(row: Row) -> None:
-    """The script of the page: a node is blamed at two places, suspected, and drained by --on-bundle.
-
-    Two incidents on two nodes may be chance (1 in 2), for which the page's script only tells somebody; here it drains.
-    """
-    text = next(block.text for block in blocks("docs/slurm.md") if block.title == "suspect.sh")
-    assert "0.0*)" in text, text
-    (row.place / "suspect.sh").write_text(text.replace("0.0*)", "0.*)"))
-    found = two_nodes(row, "jobs: {broken: {retries: 1}}\n", '--on-bundle "sh suspect.sh"')
-    try:
-        assert (found["broken"]["state"], found["broken"]["attempts"]) == ("failed", 2), found
-        shown = row.cluster.run(["scontrol", "show", "node", "zz2"]).stdout
-        assert "DRAIN" in shown and "Reason=safelaunch: " in shown, shown
-        others = {row.node_state(node) for node in row.cluster.nodes if node != "zz2"}
-        assert not any("drain" in state for state in others), others
-    finally:
-        row.cluster.run(["scontrol", "update", "nodename=zz2", "state=resume"])
-
-
 def slurms_time_limit(row: Row) -> None:
     """One minute, the least that Slurm has; jobs within it are not touched."""
     (row.place / "sweep.yaml").write_text(SPEC.replace("HOW", "quick") + "  long:\n    gpus: 1\n    slurm: {time: 1}\n"
@@ -557,7 +538,6 @@ ROWS: tuple[Callable[[Row], None], ...] = (
     slurms_time_limit,
     a_node_is_killed,
     a_node_is_killed_and_requeue_is_off,
-    a_blamed_node_is_drained,
     a_job_of_two_nodes_hangs,
     kill_and_all_end_meanwhile,
     ctrl_c,
@@ -702,7 +682,7 @@ def bench(json_file: Path | None) -> int:
 
 def one_round(cluster: slurm.Cluster, root: Path, number: int) -> tuple[float, float, float]:
     spec = "defaults: {gpus: 1, slurm: {sbatch: --mem=10M}}\n"
-    spec += 'jobs: {s: {command: "exec -- sleep 1", matrix: {x: 1..16}, env: {X: "{x}"}}}\n'
+    spec += 'matrix: {x: 1..16}\njobs: {s: {command: "exec -- sleep 1", env: {X: "{x}"}}}\n'
     plain = array(cluster, "sleep 1")
     watched = array(cluster, f"{sys.executable} -P -m safelaunch exec -- sleep 1")
     row, begin_s = Row(cluster, root / f"bench-{number}", spec), time.monotonic()

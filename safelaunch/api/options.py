@@ -40,7 +40,6 @@ class Options(TypedDict, total=False):
     wait: bool
     wait_timeout: Seconds
     gpu_busy_memory: Size
-    exclude_blamed: bool
     no_lease: bool
     run_name: str
     cluster_key_file: Text

@@ -148,7 +148,7 @@ def _supervise(job: Job, line: Line, given: Resources) -> Done:
 
         forwarder = Forwarder(None)
         processes = CallersProcesses(job.agent, line, job.run, forwarder)
-        supervisor = Supervisor(job, processes, given.touch, forwarder, exchange=given.exchange)
+        supervisor = Supervisor(job, processes, given.touch, forwarder)
         code = os.waitstatus_to_exitcode(supervisor.run())
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
         say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")

@@ -75,9 +75,6 @@ LIFE = "life"
 KEEPERS = "keepers"
 RESCUE = "rescue"
 MEMBERS = "members"
-GPUS = "gpus"  # lines of: UUID, TAB, the UUID that ranks which start from now on have instead, TAB, its ranks' lock
-GPUS_PENDING = "gpus.pending"  # there while the supervisor may yet write such a line for ranks that start meanwhile
-EXCHANGE_S = 10.0  # for which such ranks wait
 # The guardian's interpreter runs code from an environment variable, so that its command line does not name its owner.
 GUARDIAN_CODE = "SL_GUARDIAN"
 GUARDIAN_ARGUMENTS = ("-E", "-S", "-c", f"import os; exec(os.environ.pop('{GUARDIAN_CODE}'))")

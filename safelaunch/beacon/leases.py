@@ -7,9 +7,6 @@ well. Programs that the process executes do not inherit it.
 from __future__ import annotations
 
 import os
-from time import monotonic, sleep
-
-from . import layout
 
 _held: list[int] = []
 _TRIES = 50
@@ -26,27 +23,6 @@ def hold(paths: str) -> None:
 
         for fd in _held:
             descriptors.protect(fd)
-
-
-def exchange(run_dir: str, supervisor_pid: int) -> None:
-    """Gives this rank other GPUs than those that were leased at the start, as the supervisor has written down.
-
-    torchrun starts ranks anew at once after a crash, so wait for the verdict on it if that may bring an exchange.
-    Nothing has asked CUDA for its devices yet.
-    """
-    deadline = monotonic() + layout.EXCHANGE_S
-    pending, path = os.path.join(run_dir, layout.GPUS_PENDING), os.path.join(run_dir, layout.GPUS)
-    while os.path.exists(pending) and monotonic() < deadline and os.path.exists(f"/proc/{supervisor_pid}"):
-        sleep(0.02)
-    if not os.path.exists(path):
-        return
-    with open(path, encoding="ascii") as file:
-        lines = [line.rstrip("\n").split("\t") for line in file]
-    for old, new, lock in lines:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if old in visible:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(new if one == old else one for one in visible)
-        hold(lock)
 
 
 def _open(path: str) -> int:

@@ -84,7 +84,6 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     words[layout.READY] = layout.MAGIC
     supervisor = int(env.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     for step in (
-        lambda: leases.exchange(run_dir, supervisor),
         lambda: leases.hold(env.get("SAFELAUNCH_LEASES", "")),
         lambda: _end_with_job(run_dir, env),
         lambda: _keep_output(base),

@@ -84,7 +84,6 @@ class Notifier:
 
 def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
     """The command's variables for a bundle."""
-    suspects = verdict.suspected
     return _usable(
         {
             "SAFELAUNCH_BUNDLE": os.fspath(bundle),
@@ -95,9 +94,6 @@ def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
             "SAFELAUNCH_SUMMARY": " ".join(verdict.summary.split()),
             "SAFELAUNCH_CULPRITS": ",".join(str(culprit.rank) for culprit in verdict.culprits),
             "SAFELAUNCH_RUN_NAME": run_name,
-            "SAFELAUNCH_SUSPECT_GPU": next((one.name for one in suspects if one.unit == "gpu"), ""),
-            "SAFELAUNCH_SUSPECT_HOST": next((one.host for one in suspects), ""),
-            "SAFELAUNCH_SUSPECT_CHANCE": next((f"{one.chance:.4f}" for one in suspects), ""),
         }
     )
 

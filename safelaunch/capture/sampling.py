@@ -31,7 +31,7 @@ MOST_CHILDREN = 4  # of a rank: its loader's workers are alike
 MOST_PROCESSES = 256  # of a node
 PATIENCE_S = 5.0  # beyond the duration: py-spy reads the symbols first, on a busy node
 LARGEST_FILE = 32 << 20
-MOST_STACKS, MOST_LINE = 4000, 2000  # of a thread
+MOST_STACKS = 4000  # of a thread
 DEEPEST = 200
 STOPPED = "it is stopped by a signal"
 
@@ -197,7 +197,6 @@ class OneThread:
 
     name: str = ""
     seconds: dict[tuple[Frame, ...], float] = field(default_factory=dict)
-    line: list[tuple[int, tuple[Frame, ...] | None]] = field(default_factory=list)
 
 
 Threads = dict[int, OneThread]
@@ -238,8 +237,6 @@ def from_trace(data: bytes) -> Threads:
             stack.pop()
     for stack in open_stacks.values():
         _close(found, stack, None, 0)
-    for thread in found.values():
-        thread.line.sort(key=lambda item: item[0])
     return found
 
 
@@ -252,11 +249,6 @@ def _close(found: Threads, stack: list[tuple[str, Frame]], since: int | None, no
     frames = tuple(frame for _, frame in stack if frame.file or frame.line)[:DEEPEST]
     if frames:
         thread.seconds[frames] = thread.seconds.get(frames, 0.0) + (now - since) / 1e6
-        if thread.line and thread.line[-1] == (since // 1000, None):
-            thread.line.pop()
-        if not thread.line or thread.line[-1][1] != frames:
-            thread.line.append((since // 1000, frames))
-        thread.line.append((now // 1000, None))
 
 
 def _tid(text: str) -> int:
@@ -302,7 +294,6 @@ def records_of(pid: int, passes: dict[str, Threads], numbers: Numbers) -> list[T
                 stacks=_numbered(seen, numbers),
                 active=_numbered(on_cpu, numbers),
                 gil=_numbered(holding, numbers),
-                line=_line(seen, numbers) if tid == main else [],
             )
         )
     return made
@@ -311,10 +302,6 @@ def records_of(pid: int, passes: dict[str, Threads], numbers: Numbers) -> list[T
 def _numbered(thread: OneThread, numbers: Numbers) -> list[tuple[int, float]]:
     most = sorted(thread.seconds.items(), key=lambda item: -item[1])[:MOST_STACKS]
     return [(numbers.of(frames), round(seconds, 3)) for frames, seconds in most]
-
-
-def _line(thread: OneThread, numbers: Numbers) -> list[tuple[int, int]]:
-    return [(at_ms, numbers.of(frames) if frames else -1) for at_ms, frames in thread.line[-MOST_LINE:]]
 
 
 def role_of(process: Sampled, threads: Threads) -> str:

@@ -9,12 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safelaunch.blame import memory
-from safelaunch.blame.repeats import suspected_gpus
 from safelaunch.cli import program
 from safelaunch.cli.colaunch_options import Options, parse
 from safelaunch.cli.colaunch_rows import (
@@ -39,12 +36,12 @@ from safelaunch.colaunch.journal import Attempt, Journal, attempts
 from safelaunch.colaunch.local import Local, Place
 from safelaunch.colaunch.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.pool import Gpus, Pool, Slots, by_topology, check_fits, default_slots
+from safelaunch.colaunch.pool import Gpus, Pool, Slots, check_fits, default_slots
 from safelaunch.colaunch.resume import History, history, recovered, wait_for_remains
 from safelaunch.colaunch.runner import Runner
 from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.slurm.engine import SlurmEngine
-from safelaunch.colaunch.spec import Extra, Template, templates_of
+from safelaunch.colaunch.spec import Template, templates_of
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.errors import PresetError, SpecError, UsageError
@@ -76,8 +73,7 @@ def main(argv: list[str]) -> int:
     if options.engine == "slurm":
         check_jobs(jobs, "Slurm", environ)
         return _on_slurm(options, jobs, paths, environ)
-    blamed = partial(blamed_in, paths) if options.exclude_blamed else frozenset[str]
-    pool = make_pool(jobs, options.slots, options.max_parallel, environ, blamed)
+    pool = make_pool(jobs, options.slots, options.max_parallel, environ)
     check_jobs(jobs, pool.kind, environ)
     if options.dry_run:
         show("\n".join(describe(jobs, paths, pool)))
@@ -108,7 +104,6 @@ def _on_slurm(options: Options, jobs: Sequence[Job], paths: SweepPaths, environ:
 
 
 def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
-    metric_file = Text(options.metric_file, "--metric-file") if options.metric_file else None
     if options.spec is not None:
         try:
             root = read_yaml(cwd / Path(options.spec).expanduser(), options.spec)
@@ -117,7 +112,7 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
                 "within {...} and [...] text that holds a {placeholder} needs quotes" if "YAML" in error.message else ""
             )
             raise SpecError(error.message, error.fix or hint) from error
-        return templates_of(root, Extra(options.metrics, metric_file))
+        return templates_of(root, options.metrics)
     template = Template(
         group="",
         where="the command line",
@@ -128,7 +123,6 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
         timeout_s=options.timeout_s,
         retries=options.retries,
         metrics=options.metrics,
-        metric_file=metric_file,
     )
     return (template,)
 
@@ -227,7 +221,6 @@ OURS = {
     "--wait-timeout": "colaunch waits by itself",
     "--no-lease": "colaunch leases the GPUs it assigns",
     "--gpu-busy-memory": "it applies to all jobs: set SAFELAUNCH_GPU_BUSY_MEMORY, or put it into safelaunch.yaml",
-    "--exclude-blamed": "give it to colaunch, which assigns the GPUs",
     "--dry-run": "give it to colaunch",
 }
 
@@ -235,41 +228,21 @@ OURS = {
 # --- before anything starts -------------------------------------------------------------------------------------------
 
 
-def make_pool(
-    jobs: Sequence[Job],
-    slots: int | None,
-    at_most: int | None,
-    environ: Mapping[str, str],
-    blamed: Callable[[], frozenset[str]] = frozenset,
-) -> Pool:
-    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError.
-
-    ``blamed``: the UUIDs of GPUs that are to be left out where there are others.
-    """
+def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, environ: Mapping[str, str]) -> Pool:
+    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
     pool: Pool | None = None
     if slots is None:
         settings = resolve((), environ, working_directory(), lambda: None)
-        node = NodeGpus(environ, settings.gpu_busy_memory_bytes, blamed)
+        node = NodeGpus(environ, settings.gpu_busy_memory_bytes)
         pool = Gpus(node) if node.pool.gpus else None
         if pool is None:
             say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
     if pool is None:
-        cores = by_topology(sorted(os.sched_getaffinity(0)))
+        cores = sorted(os.sched_getaffinity(0))
         units = [max(1, job.gpus) for job in jobs]
         pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
     check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
     return pool
-
-
-def blamed_in(paths: SweepPaths) -> frozenset[str]:
-    """The GPUs that the verdicts on all jobs of the sweep, taken together, make suspect."""
-    now = time.time()
-
-    def read() -> frozenset[str]:
-        incidents = [one for name in paths.job_names() for one in memory.read(paths.bundles(name), now)]
-        return suspected_gpus(incidents, together=True)
-
-    return memory.within(read, frozenset[str]())
 
 
 def check_jobs(jobs: Sequence[Job], kind: str, environ: Mapping[str, str]) -> None:

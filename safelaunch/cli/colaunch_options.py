@@ -41,17 +41,15 @@ the same sweep as a file, which has more keys
   matrix:                        # every combination is a job, called e.g. train_lr-1e-3_seed-0
     lr: [1e-3, 3e-4]
     seed: 0..4
-    exclude: [{lr: 1e-3, seed: 4}]
-    include: [{lr: 1e-2, seed: 0}]
-  jobs:                          # optional: several kinds of jobs, with that matrix or their own
-    prepare: {command: exec -- bash prepare.sh, matrix: {}, gpus: 0}
+  jobs:                          # optional: several kinds of jobs, each for the parameters that it uses
+    prepare: {command: exec -- bash prepare.sh, gpus: 0}
     train: {needs: prepare}      # runs after all of prepare has succeeded; else it is skipped
-  more keys of a job: name (with placeholders), cwd, metric-file, and ports. 'ports: 2' leases two ports for the job;
+  more keys of a job: name (with placeholders), cwd, and ports. 'ports: 2' leases two ports for the job;
   use them as {port} and {port2} in its command and env
   with --engine slurm also: nodes, and slurm: {partition, account, qos, time, sbatch: [--cpus-per-task=8]}
 
-placeholders, in command, env, cwd, needs, name and metric-file: {PARAMETER}; {name}, {job_dir} and {sweep_dir} are
-the job's name, its directory and the sweep's. In command and env, {port}, {port2}, ... are the job's ports. For braces,
+placeholders, in command, env, cwd, needs and name: {PARAMETER}; {name}, {job_dir} and {sweep_dir} are the job's name,
+its directory and the sweep's. In command and env, {port}, {port2}, ... are the job's ports. For braces,
 write {{ and }}. An unknown placeholder, or a parameter or port that nothing uses, is an error: nothing starts.
 
 the sweep directory: journal.jsonl (read by --resume), summary.json, summary.csv, and for each job jobs/NAME/ with
@@ -80,10 +78,8 @@ class Options:
     resume: bool = False
     sweep_dir: str = ""
     metrics: tuple[str, ...] = ()
-    metric_file: str = ""
     dry_run: bool = False
     engine: str = "local"
-    exclude_blamed: bool = False
 
 
 def parse(argv: list[str]) -> Options:
@@ -92,9 +88,9 @@ def parse(argv: list[str]) -> Options:
     command = tuple(argv[split + 1 :])
     words = parser().parse_args(argv[:split])
     _check_kind(words, command, has_command=split < len(argv))
-    if words.engine != "local" and (words.slots is not None or words.exclude_blamed):
+    if words.engine != "local" and words.slots is not None:
         raise UsageError(
-            "colaunch: --slots and --exclude-blamed work only on this node.",
+            "colaunch: --slots works only on this node.",
             f"Leave it out, or leave out --engine {words.engine}.",
         )
     axes = tuple(parse_grid(word) for word in words.grid)
@@ -118,10 +114,8 @@ def parse(argv: list[str]) -> Options:
         resume=words.resume,
         sweep_dir=words.sweep_dir or "",
         metrics=tuple(words.metric),
-        metric_file=words.metric_file or "",
         dry_run=words.dry_run,
         engine=words.engine,
-        exclude_blamed=words.exclude_blamed,
     )
 
 
@@ -176,12 +170,6 @@ def parser() -> Parser:
     add("--resume", action="store_true", help="continue this sweep: run the jobs that have not succeeded")
     add("--sweep-dir", metavar="DIR", help="where the sweep's files go [./safelaunch-sweeps/NAME]")
     add("--metric", action="append", default=[], metavar="REGEX", help="a column: the last match in each job's output")
-    add("--metric-file", metavar="FILE", help="columns from a JSON file that each job writes, e.g. {job_dir}/m.json")
-    add(
-        "--exclude-blamed",
-        action="store_true",
-        help="give jobs other GPUs, where they are free, than those that verdicts on jobs of this sweep make suspect",
-    )
     add("--dry-run", action="store_true", help="show the jobs; start nothing")
     return found
 

@@ -178,7 +178,6 @@ def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
         about += [f"needs {', '.join(job.needs)}"] if job.needs else []
         about += [f"at most {job.timeout_s:g} s"] if job.timeout_s is not None else []
         about += [f"retries {job.retries}"] if job.retries else []
-        about += [f"metrics from {job.metric_file}"] if job.metric_file else []
         lines.append(f"  {'; '.join(about)}")
     return lines
 

@@ -19,7 +19,7 @@ from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.model import Claim, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
-from safelaunch.report import PERFETTO, SPEEDSCOPE
+from safelaunch.report import PERFETTO
 from safelaunch.settings.values import parse_count
 from safelaunch.system.console import PREFIX, Display, display, json_text, put, say, terminal_safe
 from safelaunch.system.printable import clean
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what shows something is imported for what is asked for: --j
 
 REACHED, NOT_ENOUGH = 0, 1
 HTML, VERDICT = "report.html", "verdict.json"
-FILES = (HTML, PERFETTO, SPEEDSCOPE, VERDICT)
+FILES = (HTML, PERFETTO, VERDICT)
 LAST = 50
 MAX_RANKS = 1 << 20
 _SHOWN_PROBLEMS = 5
@@ -261,7 +261,6 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
         made[HTML] = page.html(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
     if PERFETTO in names:
         made[PERFETTO] = exports.as_json(exports.perfetto(facts, about.bundle))
-        made[SPEEDSCOPE] = exports.as_json(exports.speedscope(facts, about.bundle))
     return {name: redactor.markup(text) for name, text in made.items()}
 
 

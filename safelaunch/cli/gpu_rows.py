@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from safelaunch.leases.choose import Gpu, is_avoided, users_of
+from safelaunch.leases.choose import Gpu, users_of
 from safelaunch.leases.holder import Holder, moment
 from safelaunch.leases.users import User
 from safelaunch.system.printable import clean
@@ -26,17 +26,13 @@ STYLES: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A GPU, its state, its holder (None: nobody) and the processes that NVML sees on it.
-
-    ``blamed``: verdicts make it suspect.
-    """
+    """A GPU, its state, its holder (None: nobody) and the processes that NVML sees on it."""
 
     gpu: Gpu
     state: State
     holder: Holder | None
     users: tuple[User, ...]
     note: str = ""
-    blamed: bool = False
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -45,7 +41,7 @@ class Row:
             self.gpu.label,
             clean(self.gpu.name).removeprefix("NVIDIA ") or "-",
             _memory(self.gpu),
-            f"{self.state}, blamed" if self.blamed else self.state,
+            self.state,
             *self._who,
         )
 
@@ -63,23 +59,16 @@ class Row:
 
 
 def rows(
-    gpus: Sequence[Gpu],
-    held: Mapping[str, Holder],
-    users: Mapping[int, User],
-    most_bytes: int,
-    blamed: Collection[str] = (),
+    gpus: Sequence[Gpu], held: Mapping[str, Holder], users: Mapping[int, User], most_bytes: int
 ) -> tuple[Row, ...]:
-    """One row per GPU. A GPU counts as used if more than ``most_bytes`` of its memory is in use.
-
-    ``blamed``: the UUIDs of those that verdicts make suspect.
-    """
+    """One row per GPU. A GPU counts as used if more than ``most_bytes`` of its memory is in use."""
     found = []
     for gpu in gpus:
         on_it = tuple(users.get(process.pid, User(process.pid)) for process in gpu.processes)
         holder = held.get(gpu.uuid)
         use = users_of(gpu, most_bytes)
         note = "" if on_it or not use else use if gpu.error else "no process is visible on it"
-        found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, note, is_avoided(gpu, blamed)))
+        found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, note))
     return tuple(found)
 
 
@@ -113,7 +102,6 @@ def _gpu(row: Row) -> dict[str, Any]:
         "memory_total_bytes": gpu.memory_total_bytes,
         "state": row.state,
         "note": gpu.error or row.note,
-        "blamed": row.blamed,
         "lease": _holder(row.holder) if row.holder is not None else None,
         "processes": [
             {**asdict(user), "memory_bytes": process.memory_bytes}

@@ -51,7 +51,7 @@ def parser() -> Parser:
         "record",
         description="Samples where all ranks of a live run are, for a while, and says what slows the run: ranks that "
         "the others wait for, data loading, the GIL, communication, by line. The job continues. Writes a flame graph "
-        "of all ranks (record.html), and files for Perfetto and speedscope.",
+        "of all ranks (record.html), and a file for speedscope.",
         epilog="Exit code: 0 with samples, 1 if no rank could be sampled, 2 if RUN names no live run.",
     )
     made.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid; needed if several are live")
@@ -128,15 +128,14 @@ def _report(
 
 
 def _files(recorded: Any) -> dict[str, str]:
-    from safelaunch.report import PERFETTO, SPEEDSCOPE, page
+    from safelaunch.report import SPEEDSCOPE, page
     from safelaunch.report.exports import as_json
     from safelaunch.report.recording import SCRIPT, content, markdown
-    from safelaunch.report.recording_exports import perfetto, speedscope
+    from safelaunch.report.recording_exports import speedscope
 
     return {
         "record.html": page.render(content(recorded), SCRIPT),
         "report.md": markdown(recorded),
-        PERFETTO: as_json(perfetto(recorded.recording)),
         SPEEDSCOPE: as_json(speedscope(recorded.recording)),
         "recording.json": msgspec.json.encode(recorded.recording).decode(),
     }

@@ -23,21 +23,13 @@ LINGER_S = 8.0
 MEASURE_EVERY_S, NEWEST_BYTES, MEASURE_CPU_S = 5.0, 64 << 10, 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """The bundles and metrics that existed before an attempt."""
-
-    bundles: set[str]
-    metric_file: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class Active:
     """One attempt. ``process`` is its safelaunch; times are CLOCK_MONOTONIC, in seconds.
 
     ``ended_by_us``: its state because we asked it to end; ``asked_s``: when (it is killed if it doesn't end).
     ``below``: the processes below it when it was killed. ``status``: its wait status once it has been reaped.
-    ``metrics``: the newest ones, found at ``measured_s`` with ``patterns``.
+    ``before``: the bundles that there were. ``metrics``: the newest ones, found at ``measured_s`` with ``patterns``.
     """
 
     job: Job
@@ -45,7 +37,7 @@ class Active:
     share: Share
     process: ProcessId
     log: Path
-    before: Before
+    before: set[str]
     began_s: float
     ended_by_us: State | None = None
     asked_s: float | None = None
@@ -59,11 +51,6 @@ class Active:
 
 
 # --- how an attempt ended: from its wait status, its bundle, and our own request to end it ---------------------------
-
-
-def before_of(job: Job, paths: SweepPaths) -> Before:
-    """The state before an attempt; call it before the attempt starts."""
-    return Before(paths.bundles_of(job.name), metrics.stamp(Path(job.metric_file)))
 
 
 def lingers(active: Active, now: float) -> bool:
@@ -87,10 +74,8 @@ def outcome_of(
     """The outcome of an attempt that has been reaped. ``wrong``: what --check-every had found, for want of a bundle."""
     assert active.status is not None
     job = active.job
-    bundle = newest(paths.bundles_of(job.name) - active.before.bundles)
+    bundle = newest(paths.bundles_of(job.name) - active.before)
     code = exit_code(active.status)
-    written = job.metric_file and metrics.stamp(Path(job.metric_file)) != active.before.metric_file
-    found = metrics.from_file(Path(job.metric_file)) if written else {}
     verdict, cause = verdict_of(bundle)
     return Outcome(
         state=state_of(code, verdict, active.ended_by_us),
@@ -99,7 +84,7 @@ def outcome_of(
         last_step=last_step,
         gpus=active.share.gpus,
         bundle=bundle,
-        metrics={**metrics.from_log(active.log, job.metrics, say), **found},
+        metrics=metrics.from_log(active.log, job.metrics, say),
         cause=cause or wrong,
     )
 
@@ -117,16 +102,13 @@ def so_far(active: Active, pace: Pace, now: float) -> Outcome:
 
 def metrics_now(active: Active, now: float) -> dict[str, Metric]:
     """The newest metrics of a running job, looked for now and then, in the end of its output."""
-    if now - active.measured_s < MEASURE_EVERY_S or not (active.job.metrics or active.job.metric_file):
+    if now - active.measured_s < MEASURE_EVERY_S or not active.job.metrics:
         return active.metrics
     active.measured_s = now
     slow: list[str] = []
     found = metrics.from_log(active.log, active.patterns, slow.append, NEWEST_BYTES, MEASURE_CPU_S)
     if slow:
         active.patterns = ()  # at its end, it gets the time that it takes
-    path = Path(active.job.metric_file)
-    if active.job.metric_file and metrics.stamp(path) != active.before.metric_file:
-        found |= metrics.from_file(path)
     active.metrics = {**active.metrics, **found}
     return active.metrics
 

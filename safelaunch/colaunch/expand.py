@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from safelaunch.colaunch.grid import BUILTIN, MAX_JOBS, Params
+from safelaunch.colaunch.grid import BUILTIN, MAX_JOBS, Matrix, Params
 from safelaunch.colaunch.jobs import Job, port_marks, port_names
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.spec import Template
@@ -39,6 +39,7 @@ def expand(templates: Sequence[Template], places: Places) -> tuple[Job, ...]:
             raise SpecError(f"{template.where}: more than {MAX_JOBS} jobs", "split the sweep")
     if not found:
         raise SpecError("the sweep has no jobs")
+    _check_used(templates, [job for job, _ in found])
     _check_names([job for job, _ in found])
     groups: dict[str, list[str]] = {}
     for job, _ in found:
@@ -49,7 +50,7 @@ def expand(templates: Sequence[Template], places: Places) -> tuple[Job, ...]:
 
 
 def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...]]]:
-    """The jobs of one template, with unresolved needs."""
+    """The jobs of one template, with unresolved needs: one for each combination of the parameters that it uses."""
     known = [*(axis.name for axis in template.matrix.axes), *BUILTIN]
     ports = _ports(template)
     used = {
@@ -57,26 +58,28 @@ def _jobs(template: Template, places: Places) -> list[tuple[Job, tuple[Text, ...
         for text in template.working_texts()
         for name in text.check(known if text is template.cwd else [*known, *ports])
     }
+    matrix = Matrix(tuple(axis for axis in template.matrix.axes if axis.name in used))
+    known = [*(axis.name for axis in matrix.axes), *BUILTIN]
     for text in template.other_texts():
         text.check([name for name in known if text is not template.name or name not in BUILTIN])
-    for axis in template.matrix.axes:
-        if axis.name not in used:
-            hint = ", or give that job a matrix of its own (matrix: {} for none)" if template.group else ""
-            owner = f" by the job {template.group!r}" if template.group else ""
-            raise SpecError(
-                f"{axis.where}: the parameter {axis.name!r} is not used{owner}",
-                f"put {{{axis.name}}} into the command, env or cwd{hint}",
-            )
     for name in ports:
         if name not in used:
             raise SpecError(
                 f"{template.where}: the port {{{name}}} is not used", "put it into the command or env, or request fewer"
             )
-    combinations = template.matrix.combinations()
-    if not combinations:
-        raise SpecError(f"{template.where}: every combination of the matrix is excluded")
+    combinations = matrix.combinations()
     names = _names(template, combinations)
     return [_job(template, params, name, places) for params, name in zip(combinations, names, strict=True)]
+
+
+def _check_used(templates: Sequence[Template], jobs: Sequence[Job]) -> None:
+    used = {name for job in jobs for name, _ in job.params}
+    for axis in templates[0].matrix.axes:
+        if axis.name not in used:
+            raise SpecError(
+                f"{axis.where}: the parameter {axis.name!r} is not used",
+                f"put {{{axis.name}}} into the command, env or cwd",
+            )
 
 
 def _ports(template: Template) -> tuple[str, ...]:
@@ -95,7 +98,6 @@ def _job(template: Template, params: Params, name: str, places: Places) -> tuple
     values = {**dict(params), **own}
     with_ports = {**values, **port_marks(template.ports)}
     cwd = posixpath.join(places.cwd, template.cwd.fill(values)) if template.cwd is not None else places.cwd
-    metric_file = posixpath.join(cwd, template.metric_file.fill(values)) if template.metric_file is not None else ""
     job = Job(
         name=name,
         words=tuple(text.fill(with_ports) for text in (*_after_exec(template)[0], *_after_exec(template)[1])),
@@ -109,7 +111,6 @@ def _job(template: Template, params: Params, name: str, places: Places) -> tuple
         timeout_s=template.timeout_s,
         retries=template.retries,
         metrics=template.metrics,
-        metric_file=metric_file,
         nodes=template.nodes,
         batch=template.batch,
     )

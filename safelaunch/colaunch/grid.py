@@ -1,4 +1,4 @@
-"""Parameters and their values: ranges, combinations, exclusions and inclusions."""
+"""Parameters and their values: ranges and combinations."""
 
 from __future__ import annotations
 
@@ -28,59 +28,22 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """An entry of ``include`` or ``exclude``: values of parameters."""
-
-    params: Params
-    where: str
-
-
-@dataclass(frozen=True, slots=True)
 class Matrix:
-    """Every combination of ``axes`` that does not match ``exclude``, and those of ``include``."""
+    """Every combination of ``axes``."""
 
     axes: tuple[Axis, ...] = ()
-    include: tuple[Selection, ...] = ()
-    exclude: tuple[Selection, ...] = ()
 
     def combinations(self) -> tuple[Params, ...]:
-        """All combinations in the order of the axes, the first changing slowest; included ones come last.
-
-        Raises SpecError for a selection that does not fit the axes, and for one without effect.
-        """
+        """All combinations in the order of the axes, the first changing slowest. Raises SpecError for too many."""
         size = 1
         for axis in self.axes:
             size *= len(axis.values)
         if size > MAX_JOBS:
             raise SpecError(f"{self.axes[0].where}: {size} combinations, more than {MAX_JOBS}", "split the sweep")
         names = [axis.name for axis in self.axes]
-        found = [tuple(zip(names, values, strict=True)) for values in itertools.product(*(a.values for a in self.axes))]
-        for selection in self.exclude:
-            self._check(selection, "exclude")
-            kept = [params for params in found if not set(selection.params) <= set(params)]
-            if len(kept) == len(found):
-                raise SpecError(f"{selection.where}: exclude: no combination is {_shown(selection.params)}")
-            found = kept
-        for selection in self.include:
-            self._check(selection, "include")
-            given = dict(selection.params)
-            missing = [name for name in names if name not in given]
-            if missing:
-                raise SpecError(f"{selection.where}: include: no value for {', '.join(missing)}")
-            params = tuple((name, given[name]) for name in names)
-            if params in found:
-                raise SpecError(f"{selection.where}: include: the matrix already has {_shown(params)}")
-            found.append(params)
-        return tuple(found)
-
-    def _check(self, selection: Selection, what: str) -> None:
-        names = [axis.name for axis in self.axes]
-        for name, _ in selection.params:
-            if name not in names:
-                raise SpecError(
-                    f"{selection.where}: {what}: {name!r} is not a parameter of this matrix",
-                    f"its parameters: {', '.join(names) or 'none'}",
-                )
+        return tuple(
+            tuple(zip(names, values, strict=True)) for values in itertools.product(*(a.values for a in self.axes))
+        )
 
 
 def axis(name: str, words: Sequence[str], where: str) -> Axis:
@@ -121,10 +84,6 @@ def _range(word: str, where: str) -> list[str]:
     if last - first >= MAX_JOBS:
         raise SpecError(f"{where}: the range {word} has more than {MAX_JOBS} values", "split the sweep")
     return [str(number) for number in range(first, last + 1)]
-
-
-def _shown(params: Params) -> str:
-    return ", ".join(f"{name}={value}" for name, value in params)
 
 
 _ABOUT_BUILTIN = "the job's name, its directory or the sweep's"

@@ -37,8 +37,8 @@ class Job:
 
     ``words``: the arguments of ``safelaunch``, without the name and bundle directory that colaunch adds. ``ports``: the
     number of ports that it gets at its start; until then, ``words`` and ``env`` contain marks for them. ``group``: the
-    job's key in the specification, shared by all combinations of its matrix. ``needs``: names of jobs. ``cwd`` and
-    ``metric_file`` are absolute. ``nodes``: it runs on so many, with ``gpus`` on each. ``batch``: further words for
+    job's key in the specification, shared by all combinations of its matrix. ``needs``: names of jobs. ``cwd``
+    is absolute. ``nodes``: it runs on so many, with ``gpus`` on each. ``batch``: further words for
     sbatch. ``where``: the ``file:line``, or word of the command line, that it comes from.
     """
 
@@ -55,7 +55,6 @@ class Job:
     timeout_s: float | None = None
     retries: int = 0
     metrics: tuple[str, ...] = ()
-    metric_file: str = ""
     nodes: int = 1
     batch: tuple[str, ...] = ()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.colaunch import spawn
-from safelaunch.colaunch.active import Active, before_of, lingers, outcome_of, so_far, view_of, view_without
+from safelaunch.colaunch.active import Active, lingers, outcome_of, so_far, view_of, view_without
 from safelaunch.colaunch.engine import Ended
 from safelaunch.colaunch.jobs import Job, Outcome, threads
 from safelaunch.colaunch.journal import Journal
@@ -247,7 +247,7 @@ class Local:
             exit_file=paths.exit_file(job.name, attempt),
             keep=descriptors,
         )
-        before = before_of(job, paths)
+        before = paths.bundles_of(job.name)
         started = spawn.start(command, record)
         share.lease.forget()
         self._waiting = False
@@ -256,8 +256,7 @@ class Local:
         self._active[job.name] = Active(
             job, attempt, share, started, command.log, before, now, patterns=job.metrics, measured_s=now
         )
-        note = f" ({share.note})" if share.note else ""
-        self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}{note}")
+        self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
     def _environment(self, job: Job, share: Share) -> dict[str, str]:
         own = {**self._place.environ, **dict(job.env), **share.env}

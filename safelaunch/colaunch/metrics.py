@@ -1,8 +1,7 @@
-"""Numbers that a job reports, found by a pattern in its output or in a JSON file that it writes."""
+"""Numbers that a job reports, found by a pattern in its output."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,7 +15,6 @@ from safelaunch.system.deadline import CPU, at_most
 # The part at the end of a job's output that is searched; the last value of a metric counts.
 TAIL_BYTES = 32 << 20
 LONGEST_LINE = 1 << 16
-LARGEST_FILE = 1 << 20
 MOST_CPU_S = 2.0  # 32 MiB of lines without a match take about one
 
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_./-]*)")
@@ -102,40 +100,10 @@ def _backwards(data: bytes) -> Iterator[str]:
         end = begin - 1
 
 
-def from_file(path: Path) -> dict[str, Metric]:
-    """Numbers and texts at the top level of a JSON file; none if it is missing or something else."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block us
-        with open(descriptor, "rb") as file:
-            document = json.loads(file.read(LARGEST_FILE) or b"")
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(document, dict):
-        return {}
-    found: dict[str, Metric] = {}
-    for name, value in document.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            continue
-        found[name] = value_of(value) if isinstance(value, str) else _finite(float(value), str(value))
-    return found
-
-
-def stamp(path: Path) -> tuple[int, ...]:
-    """A value that changes when the file is written; empty if it does not exist."""
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def value_of(text: str) -> Metric:
     """The text as a number if it is one. JSON has no infinities and no NaN, so these stay text."""
     try:
-        return _finite(float(text), text)
+        number = float(text)
     except ValueError:
         return text
-
-
-def _finite(number: float, text: str) -> Metric:
     return number if math.isfinite(number) else text

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from safelaunch.colaunch.jobs import Job
 from safelaunch.errors import ResourceError
-from safelaunch.leases.choose import Gpu
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.lease import Lease
 from safelaunch.model import format_ranks
@@ -20,7 +18,7 @@ class Share:
     """One job's share. ``units``: the numbers of its slots; ``label``: its units in words.
 
     ``env``: the job's variables for it; ``cores``: its CPU affinity, empty for all. ``lease``: GPUs and ports to hand
-    over to the job's safelaunch. ``ports``: their numbers. ``note``: what to say of it when the job starts.
+    over to the job's safelaunch. ``ports``: their numbers.
     """
 
     units: tuple[int, ...] = ()
@@ -30,7 +28,6 @@ class Share:
     env: Mapping[str, str] = field(default_factory=dict)
     lease: Lease = field(default_factory=lambda: Lease({}))
     ports: tuple[int, ...] = ()
-    note: str = ""
 
 
 class Pool(Protocol):
@@ -149,8 +146,8 @@ class Gpus:
         labels = [gpu.label for gpu in taken.gpus]
         label = format_ranks([int(label) for label in labels]) if all(map(str.isdecimal, labels)) else ",".join(labels)
         gpus = tuple(gpu.uuid for gpu in taken.gpus)
-        env, note = {"CUDA_VISIBLE_DEVICES": taken.visible}, about_suspected(self._node.suspected(), taken.gpus)
-        return Share(label=label, gpus=gpus, env=env, lease=taken.lease, note=note)
+        env = {"CUDA_VISIBLE_DEVICES": taken.visible}
+        return Share(label=label, gpus=gpus, env=env, lease=taken.lease)
 
     def wait(self, job: Job, ours: Collection[int]) -> str:
         return self._node.queue(job.gpus, job.name, ours)
@@ -164,15 +161,6 @@ class Gpus:
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------
-
-
-def about_suspected(suspected: Sequence[Gpu], taken: Sequence[Gpu]) -> str:
-    """What became of GPUs that verdicts make suspect."""
-    with_it = [gpu.label for gpu in suspected if gpu in taken]
-    if with_it:
-        return f"earlier verdicts make GPU {', '.join(with_it)} suspect, but not enough others are free"
-    left_out = ", ".join(gpu.label for gpu in suspected)
-    return f"not GPU {left_out}, which earlier verdicts make suspect" if left_out else ""
 
 
 def share_out(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
@@ -198,20 +186,3 @@ def check_fits(needs: Mapping[str, int], pool: Pool) -> None:
                 f"the job {name} needs {units} {pool.kind}s, but this node has {pool.capacity}.",
                 "request fewer" + (", or give more --slots" if pool.kind == "slot" else ""),
             )
-
-
-# --- the node ---------------------------------------------------------------------------------------------------------
-
-
-def by_topology(cores: Sequence[int]) -> tuple[int, ...]:
-    """Cores ordered by package and physical core, so hyperthreads and cores of one socket are neighbours."""
-
-    def place(core: int) -> tuple[int, int, int]:
-        topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
-        try:
-            package = int((topology / "physical_package_id").read_text())
-            return package, int((topology / "core_id").read_text()), core
-        except (OSError, ValueError):
-            return 0, core, core
-
-    return tuple(sorted(cores, key=place))

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from safelaunch.colaunch import metrics, spawn
 from safelaunch.colaunch.jobs import Job, Outcome
@@ -98,13 +97,12 @@ def recovered(attempt: Attempt, jobs: Sequence[Job], paths: SweepPaths) -> Outco
     exit_file = paths.exit_file(attempt.job, attempt.number)
     if job is None or spawn.exit_code_in(exit_file) != 0:
         return None
-    found = metrics.from_file(Path(job.metric_file)) if job.metric_file else {}
     return Outcome(
         "succeeded",
         exit_code=0,
         duration_s=round(max(0.0, exit_file.stat().st_mtime - attempt.began_unix_s), 3),
         gpus=attempt.gpus,
-        metrics={**metrics.from_log(paths.log(job.name, attempt.number), job.metrics), **found},
+        metrics=metrics.from_log(paths.log(job.name, attempt.number), job.metrics),
     )
 
 

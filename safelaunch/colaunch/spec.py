@@ -9,10 +9,8 @@
     matrix:                         # every combination is a job
       lr: [1e-3, 3e-4]
       seed: 0..4
-      exclude: [{lr: 1e-3, seed: 4}]
-      include: [{lr: 1e-2, seed: 0}]
-    jobs:                           # optional: several kinds of jobs, each with the matrix above or its own
-      prepare: {command: --no-python bash prepare.sh, matrix: {}, gpus: 0}
+    jobs:                           # optional: several kinds of jobs, each for the parameters that it uses
+      prepare: {command: --no-python bash prepare.sh, gpus: 0}
       train: {needs: prepare, nodes: 2, slurm: {partition: gpu, time: 120}}   # with --engine slurm
 
 Scalars keep their text as written (``1e-3`` stays ``1e-3``), because they become words of a command line.
@@ -25,7 +23,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from safelaunch.colaunch.grid import Axis, Matrix, Selection, axis
+from safelaunch.colaunch.grid import Axis, Matrix, axis
 from safelaunch.colaunch.metrics import check_pattern
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.slurm import words as slurm_words
@@ -48,34 +46,27 @@ SHARED = (
     "needs",
     "cwd",
     "metric",
-    "metric-file",
     "slurm",
 )
-OF_A_JOB = (*SHARED, "name", "matrix")
+OF_A_JOB = (*SHARED, "name")
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """Options of the command line that apply to every job of the file."""
+def templates_of(root: Node, metrics: tuple[str, ...] = ()) -> tuple[Template, ...]:
+    """The templates in a parsed file. Raises SpecError or PresetError, naming file and line.
 
-    metrics: tuple[str, ...] = ()
-    metric_file: Text | None = None
-
-
-def templates_of(root: Node, extra: Extra | None = None) -> tuple[Template, ...]:
-    """The templates in a parsed file. Raises SpecError or PresetError, naming file and line."""
+    ``metrics``: more of them, for every job.
+    """
     if root.kind == "nothing":
         raise SpecError(f"{root.where}: the file is empty", "it needs 'jobs', or 'defaults' with a command")
     top = {key: node for key, _, node in known_entries(root, TOP, "a sweep")}
     defaults = _entries(top["defaults"], SHARED, "defaults") if "defaults" in top else {}
     shared = _matrix(top["matrix"]) if "matrix" in top else Matrix()
-    extra = extra or Extra()
     if "jobs" not in top:
         if "command" not in defaults:
             raise SpecError(f"{root.where}: both 'jobs' and a 'command' in 'defaults' are missing")
-        return (_template("", root.where, defaults, shared, extra),)
+        return (_template("", root.where, defaults, shared, metrics),)
     if top["jobs"].kind == "list":
         raise SpecError(
             f"{top['jobs'].where}: jobs must be a mapping from each job's name to its keys, not a list",
@@ -85,8 +76,7 @@ def templates_of(root: Node, extra: Extra | None = None) -> tuple[Template, ...]
     for key, node in mapping_entries(top["jobs"], "jobs"):
         _check_group(key)
         own = {} if node.kind == "nothing" else _entries(node, OF_A_JOB, f"the job {key.text!r}")
-        matrix = _matrix(own["matrix"]) if "matrix" in own else shared
-        found.append(_template(key.text, key.where, _merged(defaults, own), matrix, extra))
+        found.append(_template(key.text, key.where, _merged(defaults, own), shared, metrics))
     if not found:
         raise SpecError(f"{top['jobs'].where}: 'jobs' is empty")
     return tuple(found)
@@ -119,7 +109,7 @@ def _merged(defaults: Mapping[str, Node], own: Mapping[str, Node]) -> dict[str, 
     return merged
 
 
-def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, extra: Extra) -> Template:
+def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, more: tuple[str, ...]) -> Template:
     if "command" not in keys:
         raise SpecError(f"{where}: the job {group!r} has no 'command'", "give what you would give safelaunch")
     metrics = _metrics(keys["metric"]) if "metric" in keys else ()
@@ -137,8 +127,7 @@ def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, 
         ports=_count(keys, "ports", 0),
         timeout_s=_seconds(keys, "timeout"),
         retries=_count(keys, "retries", 0),
-        metrics=(*metrics, *extra.metrics),
-        metric_file=extra.metric_file or _text(keys, "metric-file"),
+        metrics=(*metrics, *more),
         nodes=_nodes(keys),
         batch=_batch(keys["slurm"]) if "slurm" in keys else (),
     )
@@ -269,33 +258,18 @@ def _metrics(node: Node) -> tuple[str, ...]:
 
 def _matrix(node: Node) -> Matrix:
     axes: list[Axis] = []
-    chosen: dict[str, tuple[Selection, ...]] = {}
     for key, value in mapping_entries(node, "matrix"):
-        if key.text in ("include", "exclude"):
-            chosen[key.text] = _selections(value, key.text)
-        else:
-            nodes = value.items if value.kind == "list" else (value,)
-            axes.append(axis(key.text, [_scalar(item, key.text) for item in nodes], key.where))
-    return Matrix(tuple(axes), chosen.get("include", ()), chosen.get("exclude", ()))
-
-
-def _selections(node: Node, what: str) -> tuple[Selection, ...]:
-    if node.kind != "list":
-        raise SpecError(f"{node.where}: {what} must be a list of mappings", f"{what}: [{{lr: 1e-3, seed: 0}}]")
-    found = []
-    for item in node.items:
-        entries = mapping_entries(item, what)
-        if not entries:
-            raise SpecError(f"{item.where}: {what}: an empty mapping selects nothing")
-        found.append(Selection(tuple((key.text, _scalar(value, key.text)) for key, value in entries), item.where))
-    return tuple(found)
+        nodes = value.items if value.kind == "list" else (value,)
+        axes.append(axis(key.text, [_scalar(item, key.text) for item in nodes], key.where))
+    return Matrix(tuple(axes))
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """One entry of ``jobs``, or the one job of a grid. ``group`` is its key, or empty.
 
-    ``options``: safelaunch's options before ``command``. ``needs``: names of groups or jobs. ``batch``: words for
+    ``matrix``: the sweep's; the job runs for each combination of the parameters that it uses. ``options``: safelaunch's
+    options before ``command``. ``needs``: names of groups or jobs. ``batch``: words for
     sbatch.
     """
 
@@ -313,7 +287,6 @@ class Template:
     timeout_s: float | None = None
     retries: int = 0
     metrics: tuple[str, ...] = ()
-    metric_file: Text | None = None
     nodes: int = 1
     batch: tuple[str, ...] = ()
 
@@ -323,4 +296,4 @@ class Template:
         return (*self.command, *self.options, *(text for _, text in self.env), *cwd)
 
     def other_texts(self) -> tuple[Text, ...]:
-        return (*self.needs, *(text for text in (self.name, self.metric_file) if text is not None))
+        return (*self.needs, *(() if self.name is None else (self.name,)))

@@ -9,7 +9,7 @@ which way to go, nobody is named: ``unless_drawn``. Where all ranks at fault are
 ``with_node_behind``. The groups and GPUs of those at fault are told:
 ``with_belonging``. Then early looks that saw the same: ``with_early_looks``, and wrong results that were found before:
 ``with_wrong_results``. Last, how long a job that somebody looks at stands: ``with_the_time_without_a_step``. To the
-verdict itself, what earlier ones add is added: ``with_repeats``.
+verdict itself, hardware is added that may be broken, and how often it was blamed: ``with_gpus``, ``with_repeats``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from safelaunch.diagnose.outsiders import with_unusual_group, with_wrong_group
 from safelaunch.diagnose.own_words import with_own_words
 from safelaunch.diagnose.proof import prove
 from safelaunch.diagnose.rank_state import Facts
-from safelaunch.diagnose.repeats import with_repeats
+from safelaunch.diagnose.repeats import with_gpus, with_repeats
 from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
@@ -77,7 +77,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     finding, ruled_out = _conclude(case)
     for explained in EXPLANATIONS:
         finding = explained(case, finding)
-    return with_repeats(_verdict(case, finding, ruled_out), evidence)
+    return with_repeats(with_gpus(_verdict(case, finding, ruled_out), evidence), evidence)
 
 
 def _conclude(case: Case) -> tuple[Finding, list[str]]:

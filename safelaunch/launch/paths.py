@@ -58,16 +58,6 @@ class RunPaths:
         return self.root / "control"
 
     @property
-    def gpus(self) -> Path:
-        """Which GPUs ranks that are started anew have in place of others."""
-        return self.root / layout.GPUS
-
-    @property
-    def gpus_pending(self) -> Path:
-        """There while that may yet change."""
-        return self.root / layout.GPUS_PENDING
-
-    @property
     def pages(self) -> Path:
         return self.root / "pages"
 

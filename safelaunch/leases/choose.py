@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import comb
@@ -255,23 +255,6 @@ def nearest(free: Sequence[Gpu], count: int, distances: Mapping[tuple[str, str],
 
     best = min(_some_combinations(count, free, distances), key=cost)
     return tuple(free[number] for number in sorted(best))
-
-
-def is_avoided(gpu: Gpu, avoid: Collection[str]) -> bool:
-    """``avoid``: UUIDs. An instance is part of its GPU, and a GPU is not better than its instance."""
-    return gpu.uuid in avoid or (bool(gpu.parent) and gpu.parent in avoid)
-
-
-def nearest_without(
-    free: Sequence[Gpu], count: int, distances: Mapping[tuple[str, str], int], avoid: Collection[str]
-) -> tuple[Gpu, ...] | None:
-    """Like ``nearest``, without those to ``avoid`` where there are enough others; else with as few as possible."""
-    good = [gpu for gpu in free if not is_avoided(gpu, avoid)]
-    if count <= len(good):
-        return nearest(good, count, distances)
-    short = count - len(good)
-    bad = [gpu for gpu in free if is_avoided(gpu, avoid)][:short]
-    return nearest([gpu for gpu in free if gpu in good or gpu in bad], count, distances)
 
 
 def _some_combinations(

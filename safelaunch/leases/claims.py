@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.leases.choose import Gpu, Inventory, Wish, nearest_without, users_of
+from safelaunch.leases.choose import Gpu, Inventory, Wish, nearest, users_of
 from safelaunch.leases.holder import Holder, described, moment, told
 from safelaunch.leases.lease import Lease
 from safelaunch.leases.store import Attempt, Store
@@ -36,13 +36,11 @@ class Terms:
     """The request, who makes it, and when an unleased GPU counts as used.
 
     ``tolerant``: use without a lease gives only a note, because the user named these GPUs in CUDA_VISIBLE_DEVICES.
-    ``avoid``: UUIDs of GPUs that are taken only where there are not enough others.
     """
 
     wish: Wish
     about: Holder
     most_unleased_bytes: int = MOST_UNLEASED_BYTES
-    avoid: frozenset[str] = frozenset()
 
     @property
     def tolerant(self) -> bool:
@@ -152,7 +150,7 @@ class Claim:
         wish = self.terms.wish
         used = {} if self.terms.tolerant else self.survey.users(wish.candidates, self.terms.most_unleased_bytes)
         free = [gpu for gpu in wish.candidates if gpu.uuid not in held and gpu.uuid not in used]
-        chosen = nearest_without(free, wish.count, self.survey.found.distances, self.terms.avoid)
+        chosen = nearest(free, wish.count, self.survey.found.distances)
         return [gpu.uuid for gpu in chosen] if chosen is not None else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from safelaunch.errors import InterruptedWait, ResourceError
-from safelaunch.leases.choose import Gpu, Pool, Wish, is_avoided, pool_of
+from safelaunch.leases.choose import Pool, Wish, pool_of
 from safelaunch.leases.claims import MOST_UNLEASED_BYTES, Claim, Survey, Taken, Terms, refusal, table, what
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.inventory import Asking, inventory
@@ -76,16 +76,9 @@ class NodeGpus:
     A scheduler has one place in the node's queue, however many of its jobs wait.
     """
 
-    def __init__(
-        self,
-        environ: Mapping[str, str],
-        most_unleased_bytes: int = MOST_UNLEASED_BYTES,
-        avoid: Callable[[], frozenset[str]] = frozenset,
-    ) -> None:
-        """``avoid``: UUIDs of GPUs that are taken only where there are not enough others; asked for each job."""
+    def __init__(self, environ: Mapping[str, str], most_unleased_bytes: int = MOST_UNLEASED_BYTES) -> None:
         found = inventory(environ)
         self._most_unleased_bytes = most_unleased_bytes
-        self._avoid = avoid
         self.missing = found.missing
         self.pool: Pool = pool_of(environ, found.gpus)
         self._asking = Asking(environ)
@@ -94,8 +87,7 @@ class NodeGpus:
 
     def _terms(self, count: int, name: str) -> Terms:
         wish = Wish(self.pool.gpus, count, name)
-        avoid = self._avoid() if count else frozenset()
-        return Terms(wish, ourselves(name, "safelaunch colaunch"), self._most_unleased_bytes, avoid)
+        return Terms(wish, ourselves(name, "safelaunch colaunch"), self._most_unleased_bytes)
 
     def free(self) -> int | None:
         """The number of GPUs that are free and not promised to others; None while the driver has not answered.
@@ -108,10 +100,6 @@ class NodeGpus:
         """``count`` GPUs near each other for the job ``name``; None if they are not available."""
         self._claim.terms = self._terms(count, name)
         return self._claim.advance()
-
-    def suspected(self) -> tuple[Gpu, ...]:
-        """The GPUs that the last request was to leave out where there are enough others."""
-        return tuple(gpu for gpu in self.pool.gpus if is_avoided(gpu, self._claim.terms.avoid))
 
     def queue(self, count: int, name: str, ours: Collection[int]) -> str:
         """Joins the queue, or keeps its place, until GPUs are taken.

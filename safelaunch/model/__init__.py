@@ -6,7 +6,6 @@ check the type of every field. msgspec checks types while decoding, at the speed
 
 from __future__ import annotations
 
-from safelaunch.model.blamed import BlamedRank, Incident, Remembered, Unit
 from safelaunch.model.evidence import Answer, EarlyLook, Evidence, FirstWord, Inconsistency, Launched, Outcome, Place
 from safelaunch.model.nodes import (
     AgentState,
@@ -56,7 +55,6 @@ from safelaunch.model.ranks import (
 )
 from safelaunch.model.verdict import (
     Artifact,
-    BlamedBefore,
     BundlePlace,
     Claim,
     Confidence,
@@ -64,7 +62,6 @@ from safelaunch.model.verdict import (
     NextStep,
     NodeAtFault,
     ProofEdge,
-    Suspect,
     Verdict,
     format_ranks,
 )
@@ -75,8 +72,6 @@ __all__ = [
     "Allocations",
     "Answer",
     "Artifact",
-    "BlamedBefore",
-    "BlamedRank",
     "BundlePlace",
     "CallArguments",
     "CaughtException",
@@ -98,7 +93,6 @@ __all__ = [
     "GpuUse",
     "GroupStatus",
     "HandledException",
-    "Incident",
     "Inconsistency",
     "Launched",
     "Lost",
@@ -125,13 +119,10 @@ __all__ = [
     "RankExit",
     "RankFile",
     "Record",
-    "Remembered",
     "Rendezvous",
     "StackSample",
-    "Suspect",
     "Thread",
     "ThreadState",
-    "Unit",
     "Verdict",
     "format_ranks",
 ]

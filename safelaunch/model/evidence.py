@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from safelaunch.model.blamed import Remembered
 from safelaunch.model.nodes import GpuUse, NcclWitness, NodeEvidence, Rendezvous
 from safelaunch.model.processes import Frame, Record
 from safelaunch.model.ranks import RankEvidence
@@ -128,7 +127,7 @@ class Evidence(Record, frozen=True):
     launched: Launched | None = None
     stopped: tuple[int, ...] = ()
     gpus: tuple[GpuUse, ...] = ()
-    remembered: Remembered | None = None  # whom earlier verdicts of this run's name have blamed
+    earlier: tuple[tuple[str, ...], ...] | None = None  # the GPUs and hosts that each of the last bundles blames
     answer: Answer | None = None  # of the watch, where it has asked
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
     ends: bool = False  # the time has come to end the job without a proof

@@ -18,8 +18,7 @@ class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One thread: ``stacks``, ``active`` and ``gil`` are pairs of a stack's number and the seconds spent in it.
 
     ``active``: of these on a CPU or runnable; ``gil``: holding the interpreter's lock. Each is sampled on its own, so
-    a stack may have a little more of one than of another. ``line``: when the thread entered which stack, in
-    milliseconds after the recording began, oldest first; the last entry is the end (stack -1).
+    a stack may have a little more of one than of another.
     """
 
     name: str = ""
@@ -27,7 +26,6 @@ class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     stacks: list[tuple[int, float]] = []
     active: list[tuple[int, float]] = []
     gil: list[tuple[int, float]] = []
-    line: list[tuple[int, int]] = []
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -92,7 +90,6 @@ def check(recording: Recording) -> None:
     for thread in threads_of(recording):
         pairs = (*thread.stacks, *thread.active, *thread.gil)
         whole = whole and all(0 <= stack < stacks for stack, _ in pairs)
-        whole = whole and all(-1 <= stack < stacks for _, stack in thread.line)
     if not whole:
         raise msgspec.ValidationError("a recording whose numbers lead nowhere")
 
@@ -143,15 +140,14 @@ def _renumbered(rank: RankRecord, new: list[int]) -> RankRecord:
             stacks=[(new[stack], s) for stack, s in one.stacks],
             active=[(new[stack], s) for stack, s in one.active],
             gil=[(new[stack], s) for stack, s in one.gil],
-            line=[(at_ms, new[stack] if stack >= 0 else -1) for at_ms, stack in one.line],
         )
 
     return _with_processes(rank, process)
 
 
 def bounded(recording: Recording, fits: Callable[[Recording], bool]) -> Recording:
-    """The recording with less and less of it until it ``fits``: times, children, then threads and rare stacks."""
-    for keep in (_whole, _without_lines, _without_children, _main_threads(200), _main_threads(30)):
+    """The recording with less and less of it until it ``fits``: children, then threads and rare stacks."""
+    for keep in (_whole, _without_children, _main_threads(200), _main_threads(30)):
         smaller = msgspec.structs.replace(recording, ranks=[keep(rank) for rank in recording.ranks])
         smaller = recording if keep is _whole else merged([smaller])
         if fits(smaller):
@@ -168,20 +164,14 @@ def _whole(rank: RankRecord) -> RankRecord:
     return rank
 
 
-def _without_lines(rank: RankRecord) -> RankRecord:
-    return _with_threads(rank, lambda threads: [msgspec.structs.replace(one, line=[]) for one in threads])
-
-
 def _without_children(rank: RankRecord) -> RankRecord:
-    return msgspec.structs.replace(_without_lines(rank), children=[])
+    return msgspec.structs.replace(rank, children=[])
 
 
 def _main_threads(most: int) -> Callable[[RankRecord], RankRecord]:
     def kept(threads: list[ThreadRecord]) -> list[ThreadRecord]:
         return [
-            msgspec.structs.replace(
-                one, stacks=one.stacks[:most], active=one.active[:most], gil=one.gil[:most], line=[]
-            )
+            msgspec.structs.replace(one, stacks=one.stacks[:most], active=one.active[:most], gil=one.gil[:most])
             for one in threads
             if one.main
         ]

@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from safelaunch.model.blamed import Unit
 from safelaunch.model.evidence import Outcome
 from safelaunch.model.processes import Frame, Record
 
@@ -30,7 +29,10 @@ Confidence = Literal["high", "medium", "low"]
 
 
 class Culprit(Record, frozen=True, omit_defaults=False):
-    """One rank at fault. ``process``: ``main``, ``dataloader worker (pid N)``, or another child's role and pid."""
+    """One rank at fault. ``process``: ``main``, ``dataloader worker (pid N)``, or another child's role and pid.
+
+    ``gpu``: the UUID of its GPU, only where that may be broken.
+    """
 
     rank: int
     host: str
@@ -39,6 +41,7 @@ class Culprit(Record, frozen=True, omit_defaults=False):
     frame: Frame | None
     step: int | None
     reason: str
+    gpu: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Claim(Record, frozen=True, omit_defaults=False):
@@ -74,14 +77,6 @@ class BundlePlace(Record, frozen=True, omit_defaults=False):
     whole: bool
 
 
-class BlamedBefore(Record, frozen=True, omit_defaults=False):
-    """An earlier verdict that blamed the same hardware: when, for what and where, and its bundle on ``host``."""
-
-    words: str
-    bundle: str
-    host: str
-
-
 class ProofEdge(Record, frozen=True, omit_defaults=False):
     """A wait in a proof. Any one of ``waits_for`` could end it, and all of these wait in turn; empty: nothing can.
 
@@ -94,28 +89,12 @@ class ProofEdge(Record, frozen=True, omit_defaults=False):
     file: str
 
 
-class Suspect(Record, frozen=True, omit_defaults=False):
-    """Hardware that verdicts blame again and again in ways that the script does not explain.
-
-    ``name``: the GPU's UUID, or the host's; ``chance``: the probability of such a repeat without its fault, at most;
-    ``before``: the earlier verdicts, the newest first.
-    """
-
-    unit: Unit
-    name: str
-    host: str
-    times: int
-    chance: float
-    words: str
-    before: tuple[BlamedBefore, ...]
-
-
 class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
 
     ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
     ``doubts``: why the confidence is not high, a sentence each. ``next``: None where the run's command line is not
-    known. ``suspects``: only where this verdict blames the same hardware as earlier ones.
+    known. ``blamed_before``: how many of the last bundles have blamed the same GPU or node, a sentence each.
     ``proof``: the closed set of waits that the job cannot leave; empty where nothing proves that it hangs.
     ``recovered``: the job went on after this bundle was written.
     """
@@ -135,17 +114,13 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
     doubts: tuple[str, ...] = ()
     next: NextStep | None = None
-    suspects: tuple[Suspect, ...] | msgspec.UnsetType = msgspec.UNSET
+    blamed_before: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     proof: tuple[ProofEdge, ...] = ()
     recovered: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:
         return self.nodes or ()
-
-    @property
-    def suspected(self) -> tuple[Suspect, ...]:
-        return self.suspects or ()
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:

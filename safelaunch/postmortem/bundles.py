@@ -33,7 +33,6 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankFile,
-    Remembered,
     Rendezvous,
 )
 from safelaunch.postmortem.cores import parse_all
@@ -78,6 +77,7 @@ class _Manifest(msgspec.Struct):
     watch: _Watch = msgspec.field(default_factory=_Watch)
     job: _Job = msgspec.field(default_factory=_Job)
     notes: tuple[str, ...] = ()
+    earlier: tuple[tuple[str, ...], ...] | None = None
     written_unix_s: float = 0.0
     timeline: tuple[_Moment, ...] = ()
 
@@ -214,7 +214,7 @@ def read_bundle(root: Path) -> Found:
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
         gpus=_gpus(bundle),
-        remembered=bundle.json("blamed.json", Remembered),
+        earlier=manifest.earlier,
     )
     source = bundle.json(SOURCE_FILE, dict[str, str])
     return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)

@@ -34,7 +34,6 @@ _KINDS = tuple(re.compile(kind) for kind in (_OF_URLS, _OF_HTML, _OF_PROGRAMS))
 _ESCAPES = re.compile("|".join((_OF_URLS, _OF_HTML, _OF_PROGRAMS)))
 _LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0"}
 # Colours and other things that a terminal does, and characters that nobody sees.
-_NUL = re.compile(r"\x00")
 _UNSEEN = re.compile(
     r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"
     r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\xad\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]"
@@ -51,17 +50,12 @@ _QUOTED = re.compile(rf"\r?\n{_BEFORE_REST}[│┃|>][ \t]*")
 _BOX_END = re.compile(r"[│┃|][ \t]{0,4}\r?\n")
 _BOXED = re.compile(rf"[ \t]{{0,4}}[│┃|][ \t]{{0,4}}\r?\n{_BEFORE_REST}[│┃|][ \t]*")
 _ERASED = re.compile(r"[^\x08]\x08")
-# Lists of bytes, what stands between two, and what is put there: ``5a:71``, ``5a71 6b6e``, ``0x5a, 0x71``; ``90, 113``.
-ByteList = tuple[re.Pattern[str], re.Pattern[str], str]
-HEXADECIMAL = (
-    re.compile(  # as it begins decides how fast it is
-        r"[0-9a-fA-F][0-9a-fA-F](?:[0-9a-fA-F]{2})?[\s,:;\-]{1,12}(?:0[xX])?"
-        r"(?:[0-9a-fA-F]{2}(?:[0-9a-fA-F]{2})?[\s,:;\-]{1,12}(?:0[xX])?){2,}[0-9a-fA-F]{2,4}"
-    ),
-    re.compile(r"[\s,:;\-]{1,12}(?:0[xX])?"),
-    "",
+# Lists of bytes (``5a:71``, ``5a71 6b6e``, ``0x5a, 0x71``), and what stands between two.
+_LISTS = re.compile(  # as it begins decides how fast it is
+    r"[0-9a-fA-F][0-9a-fA-F](?:[0-9a-fA-F]{2})?[\s,:;\-]{1,12}(?:0[xX])?"
+    r"(?:[0-9a-fA-F]{2}(?:[0-9a-fA-F]{2})?[\s,:;\-]{1,12}(?:0[xX])?){2,}[0-9a-fA-F]{2,4}"
 )
-DECIMAL = (re.compile(r"(?:\d{2,3}[\s,]{1,12}){7,}\d{2,3}"), re.compile(r"[\s,]{1,12}"), " ")
+_BETWEEN = re.compile(r"[\s,:;\-]{1,12}(?:0[xX])?")
 
 
 class Reading:
@@ -76,8 +70,7 @@ class Reading:
 def readings(text: str) -> list[Reading]:
     """``text`` itself, then as displayed, then with layer after layer of escapes decoded; also with lines joined."""
     found = [Reading(text, _here)]
-    narrow = _read(found[0], _NUL, _nothing) or found[0]  # a colour in UTF-16
-    if seen := _read(narrow, _UNSEEN, _nothing) or (narrow if narrow is not found[0] else None):
+    if seen := _read(found[0], _UNSEEN, _nothing):
         found.append(seen)
     # One kind alone: what a secret itself has of another kind is no escape.
     alone = [reading for kind in _KINDS if (reading := _read(found[-1], kind, _decoded))]
@@ -98,14 +91,13 @@ def readings(text: str) -> list[Reading]:
     return [*found, *(reading for reading in joined if reading is not None)]
 
 
-def listed_in(reading: Reading, forms: Iterable[str], kind: ByteList) -> Iterator[tuple[int, int]]:
-    """Where a list of bytes of that kind holds one of ``forms``, in small letters."""
-    lists, between, by = kind
-    runs = [(match.start(), match[0]) for match in lists.finditer(reading.text)]
-    everything = "\n".join(between.sub(by, run) for _, run in runs).lower()
+def listed_in(reading: Reading, forms: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Where a list of bytes in hexadecimal holds one of ``forms``, in small letters."""
+    runs = [(match.start(), match[0]) for match in _LISTS.finditer(reading.text)]
+    everything = "\n".join(_BETWEEN.sub("", run) for _, run in runs).lower()
     present = [form for form in forms if form in everything]
     for start, run in runs if present else ():
-        bytewise = _read(Reading(run, _here), between, lambda _: by)
+        bytewise = _read(Reading(run, _here), _BETWEEN, _nothing)
         text = bytewise.text.lower() if bytewise else ""
         for form in present:
             at = text.find(form)

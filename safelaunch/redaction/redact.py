@@ -134,19 +134,17 @@ def secrets_in(text: str) -> Iterator[Span]:
 def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], words: re.Pattern[str] = ENCODED) -> Iterator[Span]:
     """Base64 words whose decoded text has a match of ``rule``."""
     for match in words.finditer(text):
-        decoded = _printable(match[0])
-        if decoded and next(rule(decoded), None) is not None:
+        decoded = from_base64(match[0])
+        printable = "\ufffd" not in decoded and decoded.replace("\n", "").replace("\t", "").isprintable()
+        if printable and next(rule(decoded), None) is not None:
             yield match.span()
 
 
-def _printable(word: str) -> str:
-    """The decoded base64 if it is ASCII text, else an empty string."""
+def from_base64(word: str) -> str:
+    """What a word of base64 stands for, as far as it is text."""
     bare = word.rstrip("=").replace("-", "+").replace("_", "/")
-    if len(bare) % 4 == 1 or not base64.b64decode(bare[:4].ljust(4, "A")).isascii():
-        return ""
-    data = base64.b64decode(bare + "=" * (-len(bare) % 4))
-    text = data.decode("latin-1")
-    return text if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable() else ""
+    bare = bare[:-1] if len(bare) % 4 == 1 else bare
+    return base64.b64decode(bare + "=" * (-len(bare) % 4)).decode("utf-8", "replace")
 
 
 def by_rule(text: str) -> Iterator[Span]:

@@ -1,8 +1,9 @@
 """Keeps one job's own secrets out of its bundle, wherever they stand: a rank may print the password that it got.
 
-Values that cannot be mistaken are replaced in every text, in every reading and encoding. Short ones, numbers and plain
-words are replaced only where the job itself speaks (its output, messages, command lines, names it gave), and only as
-whole words; a number also not where it counts something: ``PIN=1234`` leaves step 1234, line 1234 and port 1234 alone.
+Values that cannot be mistaken are replaced in every text, in every reading, in base64 and in hexadecimal. Short ones,
+numbers and plain words are replaced only where the job itself speaks (its output, messages, command lines, names that
+it gave), and only as whole words; a number also not where it counts something: ``PIN=1234`` leaves step 1234, line 1234
+and port 1234 alone.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from safelaunch.redaction.job_secrets import COMMON_WORDS, is_mixed, is_telling
-from safelaunch.redaction.readings import DECIMAL, HEXADECIMAL, listed_in, readings
-from safelaunch.redaction.redact import by_rule, encoded_in, merged, redact_argv, replaced
+from safelaunch.redaction.readings import listed_in, readings
+from safelaunch.redaction.redact import by_rule, encoded_in, from_base64, merged, redact_argv, replaced
 from safelaunch.redaction.shapes import Span, shapes_in
 
 _EDGE = 6  # characters of a value that tell it where the text was cut there
@@ -29,6 +30,7 @@ _CALLED_SO = re.compile(
     re.IGNORECASE,
 )
 _SHORT_ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
+_ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{11,}={0,2}")  # of eight bytes, and more
 _LINE_HEAD = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (?:out|err)\| ")
 _CUT_OFF = ".… '\")]}\n"  # what is put behind a text that was cut
 _MARK = r"\.{2,}|…|\*{2,}|x{4,}|X{4,}|[ \[(<]{0,2}(?:\.{3}|…|truncated|snip|omitted|cut)"
@@ -76,12 +78,8 @@ class Redactor:
 
     @cached_property
     def _digits(self) -> tuple[str, ...]:
-        """In hexadecimal, as UTF-8 and as UTF-16."""
-        return tuple(data.hex() for value in self._telling for data in (_bytes(value), _utf16(value)))
-
-    @cached_property
-    def _numbers(self) -> tuple[str, ...]:
-        return tuple(" ".join(map(str, _bytes(value))) for value in self._telling)
+        """In hexadecimal."""
+        return tuple(_bytes(value).hex() for value in self._telling)
 
     @cached_property
     def _telling(self) -> tuple[str, ...]:
@@ -131,18 +129,15 @@ class Redactor:
             for begin, end in self._in_reading(reading.text, None if reading.joined else rule, short):
                 yield reading.origin(begin, end)
             if self._telling:
-                yield from listed_in(reading, self._digits, HEXADECIMAL)
-                yield from listed_in(reading, self._numbers, DECIMAL)
+                yield from listed_in(reading, self._digits)
         if self._telling:
             yield from self._cut_off(text)
 
     def _in_reading(self, text: str, rule: Callable[[str], Iterator[Span]] | None, short: bool) -> Iterator[Span]:
         """``rule`` None: lines are joined here, so that only what cannot be mistaken counts."""
-        for form in self._forms:
-            yield from _occurrences(form, text)
-        small = lowered(text) if self._any_case else ""
-        for form in self._any_case:
-            yield from _occurrences(form, small)
+        yield from self._values_in(text)
+        if self._telling:
+            yield from self._encoded_values_in(text)
         if rule is None:
             return
         yield from rule(text)
@@ -151,6 +146,19 @@ class Redactor:
             yield from self._short_in(text)
             yield from encoded_in(text, self._short_in, _SHORT_ENCODED)
             yield from self._short_hexadecimal_in(text)
+
+    def _values_in(self, text: str) -> Iterator[Span]:
+        for form in self._forms:
+            yield from _occurrences(form, text)
+        small = lowered(text) if self._any_case else ""
+        for form in self._any_case:
+            yield from _occurrences(form, small)
+
+    def _encoded_values_in(self, text: str) -> Iterator[Span]:
+        """Base64 words in which a value is, beside others (``user:password``)."""
+        words = [(match.span(), from_base64(match[0])) for match in _ENCODED.finditer(text)]
+        if next(self._values_in("\n".join(word for _, word in words)), None) is not None:
+            yield from (span for span, word in words if next(self._values_in(word), None) is not None)
 
     def _short_in(self, text: str) -> Iterator[Span]:
         for value in self._short:
@@ -244,16 +252,8 @@ def _forms_of(value: str) -> Iterator[str]:
     yield value
     yield value.replace(" ", "+")  # in a URL
     yield _identifier(value)
-    for data in (raw, _utf16(value)):
-        for shift in range(3):  # how many bytes that are not the value's are encoded together with its first
-            text = base64.b64encode(bytes(shift) + data).decode()
-            own = text[(0, 2, 3)[shift] : 8 * (shift + len(data)) // 6]
-            yield own
-            yield own.replace("+", "-").replace("/", "_")
-    yield base64.b32encode(raw).decode().rstrip("=")[: 8 * len(raw) // 5]
-    whole = raw[: len(raw) // 4 * 4]
-    yield base64.b85encode(whole).decode()
-    yield base64.a85encode(whole).decode()
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        yield encode(raw).decode()[: 8 * len(raw) // 6]  # more may be encoded together with its last byte
     if not value.isascii():
         yield from _ascii_forms(value, raw)
 
@@ -291,11 +291,6 @@ def _alike(one: str, other: str) -> int:
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
-
-
-def _utf16(value: str) -> bytes:
-    """What both orders of bytes have in common."""
-    return value.encode("utf-16-le", "surrogatepass")[:-1]
 
 
 def lowered(text: str) -> str:

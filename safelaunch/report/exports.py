@@ -1,13 +1,12 @@
-"""The evidence for two viewers: ``timeline.perfetto.json`` (Perfetto, chrome://tracing) and ``stacks.speedscope.json``.
+"""The evidence for Perfetto and chrome://tracing: ``timeline.perfetto.json``.
 
-Both formats are JSON. Perfetto reads the Trace Event Format that chrome://tracing defines; times there are in
-microseconds. speedscope reads the format of its own schema.
+Perfetto reads the Trace Event Format that chrome://tracing defines; times there are in microseconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +14,16 @@ import msgspec
 
 from safelaunch import __version__
 from safelaunch.diagnose.collectives import describe, op_name
-from safelaunch.diagnose.conditions import View
-from safelaunch.diagnose.rank_state import Facts, child_views, view_of
-from safelaunch.model import Collective, Frame, RankEvidence, format_ranks
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.model import Collective, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.reading.frames import stack_of
 from safelaunch.report.calls import state
-from safelaunch.report.overview import main_frames, without_ours
 from safelaunch.report.timeline import LONGEST_S
 
 MOST_EVENTS = 40_000
 LEAST_CALLS = 8  # of a rank
 MOST_CALLS = 500
-SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
 def as_json(document: dict[str, Any]) -> str:
@@ -129,75 +125,3 @@ def _of_rank(
             "args": {"number": ring.p2p_seqs[at] if one.is_p2p else ring.seqs[at], **one.arguments},
         })  # fmt: skip
     return [*events, *reversed(made)]
-
-
-def speedscope(facts: Facts, name: str = "") -> dict[str, Any]:
-    """Two profiles, in which a sample weighs as many ranks as have that stack: main threads, and all processes'."""
-    mains: dict[tuple[Frame, ...], list[int]] = {}
-    everything: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
-    for rank, one in facts.ranks.items():
-        view = view_of(one.evidence)
-        if mine := main_frames(one.evidence):
-            mains.setdefault(mine, []).append(rank)
-        for label, stack in _stacks(view, child_views(one.evidence)):
-            everything.setdefault((label, stack), []).append(rank)
-    numbers: dict[Frame, int] = {}
-    titles: dict[str, int] = {}
-    frames: list[dict[str, Any]] = []
-
-    def number(frame: Frame) -> int:
-        if frame not in numbers:
-            numbers[frame] = len(frames)
-            frames.append({"name": frame.function or frame.file or "?", "file": frame.file, "line": frame.line})
-        return numbers[frame]
-
-    def title(text: str) -> int:
-        if text not in titles:
-            titles[text] = len(frames)
-            frames.append({"name": text})
-        return titles[text]
-
-    of_mains = {
-        (title(_who(ranks)), *(number(frame) for frame in reversed(stack))): len(ranks)
-        for stack, ranks in mains.items()
-    }
-    of_all = {
-        (title(label), title(_who(ranks)), *(number(frame) for frame in reversed(stack))): len(ranks)
-        for (label, stack), ranks in everything.items()
-    }
-    return {
-        "$schema": SPEEDSCOPE_SCHEMA,
-        "name": name or "ranks",
-        "exporter": f"safelaunch@{__version__}",
-        "activeProfileIndex": 0,
-        "shared": {"frames": frames},
-        "profiles": [profile("main threads", of_mains), profile("all threads and processes", of_all)],
-    }
-
-
-def _stacks(view: View | None, children: list[View]) -> list[tuple[str, tuple[Frame, ...]]]:
-    found = []
-    for one in (view, *children):
-        for thread in one.sample.threads if one is not None and one.sample is not None else ():
-            frames = without_ours(one.stack_of(thread).frames) if one is not None else ()
-            if frames:
-                role = "main process" if one is view else one.process.role if one is not None else ""
-                found.append((role, frames))
-    return found
-
-
-def _who(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
-
-
-def profile(name: str, stacks: Mapping[tuple[int, ...], float], unit: str = "none") -> dict[str, Any]:
-    """One profile of a speedscope file: stacks of numbered frames, outermost first, and their weights."""
-    return {
-        "type": "sampled",
-        "name": name,
-        "unit": unit,
-        "startValue": 0,
-        "endValue": sum(stacks.values()),
-        "samples": [list(stack) for stack in stacks],
-        "weights": list(stacks.values()),
-    }

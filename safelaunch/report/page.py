@@ -35,7 +35,6 @@ from safelaunch.report.report import (
     node_words,
     proof_words,
     stalled_words,
-    suspect_lines,
 )
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
@@ -107,7 +106,10 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "proof": proof_words(verdict),
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
         "victims": verdict.victims,
-        "nodes_at_fault": [*(node_words(node) for node in verdict.nodes_at_fault), *suspect_lines(verdict)],
+        "nodes_at_fault": [
+            *(node_words(node) for node in verdict.nodes_at_fault),
+            *map(clean, verdict.blamed_before or ()),
+        ],
         "suggestions": beside_next(verdict),
         "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
         "notes": [*evidence.notes],

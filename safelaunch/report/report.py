@@ -26,7 +26,6 @@ from safelaunch.model import (
     NodeAtFault,
     NodeEvidence,
     RankEvidence,
-    Suspect,
     Verdict,
     format_ranks,
 )
@@ -113,7 +112,8 @@ def screen(
         who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
-    who += [line for suspect in verdict.suspected[:1] for line in _suspect(suspect, room)]
+    for text in verdict.blamed_before or ():
+        who += [Line(part) for part in _wrap(clean(text), room, "  ")]
     command = [*_command(verdict.next), *_place(place, clean(bundle_path), room, clean(cwd))]
     space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
@@ -185,22 +185,6 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
     if source:
         lines.append(Line(_shorten(f"    > {clean(source).strip()}", room), "strong"))
     return lines
-
-
-def _suspect(suspect: Suspect, room: int) -> list[Line]:
-    lines = [Line(text, "strong") for text in _cut(_wrap(clean(suspect.words), room, "  "), 4)]
-    for one in suspect.before[:2]:
-        lines += [Line(text) for text in _wrap(f"before, {clean(one.words)}:", room, "    ")[:2]]
-        lines += [Line(f"      {clean(one.bundle)}", whole=True)] if one.bundle else []
-    return lines
-
-
-def suspect_lines(verdict: Verdict) -> list[str]:
-    """What is said of suspected hardware, with the earlier bundles."""
-    return [
-        clean(" ".join([one.words, *(f"Before, {past.words} ({past.bundle})." for past in one.before)]))
-        for one in verdict.suspected
-    ]
 
 
 def node_words(node: NodeAtFault) -> str:
@@ -364,7 +348,7 @@ def markdown(
         _md_list("Early looks", early_lines(evidence)),
         _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
-        _md_list("Suspected hardware", suspect_lines(verdict)),
+        _md_list("Blamed before", verdict.blamed_before or ()),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),
         _md_next(verdict.next),

@@ -76,9 +76,6 @@ HOOK_ENV = tuple(
         "RANKS",
         "QUIET_S",
         "USUAL_S",
-        "SUSPECT_GPU",
-        "SUSPECT_HOST",
-        "SUSPECT_CHANCE",
     ]
 )
 NOT_OPTIONS = INTERNAL_ENV | {*HOOK_ENV, *PLACES_ENV}
@@ -137,7 +134,6 @@ class Settings:
     wait_timeout_s: float | None = None
     gpu_busy_memory_bytes: int = DEFAULT_GPU_BUSY_MEMORY_BYTES
     lease: bool = True
-    exclude_blamed: bool = False
     run_name: str | None = None
     cluster_key_file: Path | None = None
     cluster_store: str | None = None
@@ -231,7 +227,6 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
         wait_timeout_s=value("wait-timeout", None),
         gpu_busy_memory_bytes=value("gpu-busy-memory", DEFAULT_GPU_BUSY_MEMORY_BYTES),
         lease=not value("no-lease", False),
-        exclude_blamed=value("exclude-blamed", False),
         run_name=value("run-name", None),
         cluster_key_file=cwd / Path(key_file).expanduser() if key_file is not None else None,
         cluster_store=value("cluster-store", None),

@@ -248,8 +248,7 @@ _BUNDLES = (
         parse_command,
         "a command",
         "Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, "
-        "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS, _RUN_NAME, _SUSPECT_GPU, _SUSPECT_HOST and "
-        "_SUSPECT_CHANCE.",
+        "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.",
         _RUNS,
     ),
     Option(
@@ -286,14 +285,6 @@ _GPUS = (
         "a size such as 64MB, 500k or 2G",
         "A GPU without a lease counts as used if more memory than this is in use on it [256MB].",
         _RUNS,
-    ),
-    Option(
-        "exclude-blamed",
-        None,
-        parse_flag,
-        "1 or 0",
-        "Lease other GPUs, where they are free, than those that earlier verdicts in the bundle directory make suspect.",
-        _RUNS | {"colaunch"},
     ),
     Option("no-lease", None, parse_flag, "1 or 0", "Lease no GPUs: share them, as under torchrun.", _RUNS),
 )

@@ -58,7 +58,7 @@ def add_reports(
     from safelaunch.diagnose.belonging import mesh
     from safelaunch.diagnose.rank_state import Facts
     from safelaunch.postmortem import surroundings
-    from safelaunch.report import PERFETTO, SPEEDSCOPE, exports, page, report
+    from safelaunch.report import PERFETTO, exports, page, report
 
     said = redactor.said
 
@@ -82,11 +82,8 @@ def add_reports(
     def perfetto() -> str:
         return exports.as_json(exports.perfetto(facts(), run_name))
 
-    def speedscope() -> str:
-        return exports.as_json(exports.speedscope(facts(), run_name))
-
     begin = time.monotonic()
-    made = {PERFETTO: perfetto, SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}
+    made = {PERFETTO: perfetto, "report.md": markdown, "report.html": html}
     for path, make in made.items():
         try:
             text: str | None = make()

@@ -399,9 +399,7 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
             collect.of_another_node(side, staging)
             _add_rank(side, staging)
         _add_files(common, staging)
-        evidence = recall.recalled(evidence, about)
-    else:
-        evidence = recall.recalled(evidence, about, staging.root)
+    evidence = recall.recalled(evidence, about)
     source = Excerpts(evidence, about.redactor)
     own = judged(evidence, about, source)  # also where all nodes have one already: for what it reads
     verdict = common.verdict if common is not None else own
@@ -419,9 +417,6 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
     about.unfinished.let_go(staging.root)
     if published.note:
         say(published.note)
-    if not (published.lost or published.problem):
-        id_ = name if common is not None else f"{name} {about.host} {os.getpid()}"
-        recall.remember(verdict, evidence, about, id_, published.path)
     if not published.lost:
         about.notifier.tell(verdict, published.path, about.run_name)
     return Report(verdict, evidence, published, found.without_stacks)
@@ -506,8 +501,6 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         staging.add_json(Artifact("early.json", OURS, 0.0), evidence.early)
     if evidence.inconsistent:
         staging.add_json(Artifact("inconsistent.json", OURS, 0.0), evidence.inconsistent)
-    if verdict.suspected and evidence.remembered is not None:
-        staging.add_json(Artifact("blamed.json", OURS, 0.0), evidence.remembered)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
     at_unix_s = timeline.moments[-1].unix_s
@@ -527,6 +520,7 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         },
         "job": job_of(evidence, shape),
         "notes": evidence.notes,
+        "earlier": evidence.earlier,
         "timeline": timeline.plus("written").moments,
         "artifacts": listed,
         "missing": [artifact.path for artifact in listed if artifact.missing],

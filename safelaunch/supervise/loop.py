@@ -33,7 +33,6 @@ from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
-from safelaunch.supervise.exchange import Exchange, GpuExchange
 from safelaunch.supervise.incident import Report
 from safelaunch.supervise.interrupt import Interrupt
 from safelaunch.supervise.launch_info import circumstances
@@ -111,12 +110,8 @@ class Supervisor:
         processes: JobProcesses,
         touch: Callable[[], None] = lambda: None,
         forwarder: Forwarder | None = None,
-        exchange: Exchange = lambda gpu: None,
     ) -> None:
-        """``forwarder``: of the signals that this process gets; by default to the job's first process.
-
-        ``exchange``: leases another GPU in place of a suspected one.
-        """
+        """``forwarder``: of the signals that this process gets; by default to the job's first process."""
         assert job.run is not None
         self._job = job
         self._processes = processes
@@ -133,13 +128,7 @@ class Supervisor:
         self._stall = StallCase(self._watch, about, self._exits, self._together)
         self._crash = CrashCase(self._watch, about, self._exits, self._together)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
-        self._contracts = Contracts(
-            job.run,
-            self._watch,
-            settings.bundle_dir,
-            job.plan.run_name,
-            remembers=settings.is_explicit("run-name"),
-        )
+        self._contracts = Contracts(job.run, self._watch)
         self._consistency = Consistency(job.run, self._watch, self._together) if settings.check_every else None
         self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
         self._live = Live(job, self._watch, about, self._exits, self._together)
@@ -167,7 +156,6 @@ class Supervisor:
         self._has_ended = False
         self.shown: Report | None = None  # the newest report
         self._touch = touch
-        self._gpus = GpuExchange(job.run, exchange, wanted=settings.exclude_blamed)
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
     def run(self) -> int:
@@ -259,8 +247,6 @@ class Supervisor:
             if event.event == "started":
                 self._restarting = -1
             if self._is_a_crash(event):
-                if event.event == "failing":
-                    self._gpus.expect()
                 self._crash.on_agent(event)
             if event.event == "raised":
                 self._raised = event
@@ -389,12 +375,10 @@ class Supervisor:
         if self._crash.begun and self._stall.looking:
             self._stall.abandon()
         if report is None:
-            if not self._crash.unfinished:
-                self._gpus.drop()
             return
         self._show(report)
-        if self._agent_lives() and (not self._on_stall_is("restart") or self._give_up_or_go_on(report)):
-            Task("other GPUs", lambda: self._gpus.decide(report.verdict.suspected))
+        if self._agent_lives() and self._on_stall_is("restart"):
+            self._give_up_or_go_on(report)
 
     def _on_stall(self, glance: Glance, now: float) -> None:
         report = self._stall.advance(glance, now)
@@ -431,12 +415,7 @@ class Supervisor:
     def _restart(self, report: Report) -> None:
         """Ends the ranks of this attempt, so that torchrun starts others."""
         self._restarting = self._watch.roster.attempt
-
-        def end() -> None:
-            self._gpus.decide(report.verdict.suspected)
-            self._processes.end_ranks()
-
-        Task("end ranks", end)
+        Task("end ranks", self._processes.end_ranks)
 
     def _on_stall_is(self, policy: str) -> bool:
         return self._job.plan.settings.on_stall == policy

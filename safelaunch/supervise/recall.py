@@ -1,79 +1,69 @@
-"""Whom earlier verdicts of this run's name have blamed, for this one; and this one, for those to come."""
+"""Which hardware the last bundles in the bundle directory blame."""
 
 from __future__ import annotations
 
-import os
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from safelaunch.blame import memory
-from safelaunch.model import Evidence, Incident, Remembered, Verdict
-from safelaunch.redaction.evidence import without_secrets
-from safelaunch.system.console import say
+from safelaunch.bundle.copier import BUNDLE
+from safelaunch.model import BundlePlace, Evidence
+from safelaunch.postmortem.found import Unreadable, read_limited
+from safelaunch.system.task import Task
 
 if TYPE_CHECKING:
     from safelaunch.supervise.incident import Circumstances
 
-_MOST_GPUS_BYTES = 4 << 20
+LAST = 5
+DEADLINE_S = 3.0  # the disk of the bundle directory may not answer
+_MOST_READ = 64
+_MOST_BYTES = 4 << 20
 
 
-class _Gpu(msgspec.Struct):
-    index: int
-    uuid: str | None = None
-    name: str | None = None
+class _Culprit(msgspec.Struct):
+    gpu: str = ""
 
 
-class _Gpus(msgspec.Struct):
-    gpus: tuple[_Gpu, ...] = ()
+class _Node(msgspec.Struct):
+    host: str = ""
 
 
-def recalled(evidence: Evidence, about: Circumstances, staged: Path | None = None) -> Evidence:
-    """The evidence with what the bundle directory remembers; as it is, if it has that already.
+class _Verdict(msgspec.Struct):
+    outcome: str = ""
+    culprits: tuple[_Culprit, ...] = ()
+    nodes: tuple[_Node, ...] = ()
+    bundle: BundlePlace | None = None
 
-    ``staged``: the bundle so far, which has this node's GPUs.
-    """
-    if evidence.remembered is not None or evidence.outcome in ("dump", "suspect"):
+
+def recalled(evidence: Evidence, about: Circumstances) -> Evidence:
+    """The evidence with what the last bundles blame; as it is, if it has that already. Never raises."""
+    if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
         return evidence
-    now = time.time()
-    known: tuple[Incident, ...] = memory.within(lambda: memory.read(about.bundle_dir, now), ())
-    remembered = Remembered(
-        run_name=about.run_name,
-        unix_s=now,
-        host=about.host,
-        incidents=tuple(one for one in known if one.run_name == about.run_name),
-        uuids=_uuids(staged / "node" / about.host / "gpus.json") if staged is not None else {},
-    )
-    return msgspec.structs.replace(evidence, remembered=remembered)
-
-
-def remember(verdict: Verdict, evidence: Evidence, about: Circumstances, incident_id: str, bundle: Path) -> None:
-    """Writes down whom the verdict blames. A disk that does not take it costs only that."""
-    from safelaunch.diagnose.repeats import incident_of  # late: a run that never stalls does not pay for it
-
-    one = incident_of(verdict, evidence)
-    if one is None:
-        return
-    told = msgspec.structs.replace(one, id=incident_id, bundle=os.fspath(bundle), written_on=about.host)
-    told = without_secrets(told, about.redactor)
-    silent = "whom this verdict blames could not be remembered: the disk does not answer"
-    problem = memory.within(lambda: _add(about.bundle_dir, told), silent)
-    if problem:
-        say(problem)
-
-
-def _add(directory: Path, incident: Incident) -> str:
-    return memory.add(directory, incident, time.time())
-
-
-def _uuids(path: Path) -> dict[str, str]:
-    """NVML's number → UUID. CUDA numbers GPUs of different models by their speed, so theirs may be other numbers."""
+    task = Task("earlier bundles", lambda: blamed_in(about.bundle_dir))
     try:
-        data = path.read_bytes()
-        gpus = msgspec.json.decode(data, type=_Gpus).gpus if len(data) <= _MOST_GPUS_BYTES else ()
-    except (OSError, msgspec.DecodeError):
-        return {}
-    alike = len({one.name for one in gpus}) == 1
-    return {str(one.index): one.uuid for one in gpus if one.uuid} if alike else {}
+        earlier = task.result() if task.wait(DEADLINE_S) else ()
+    except OSError:
+        earlier = ()  # there is no such directory yet, or it cannot be read
+    return msgspec.structs.replace(evidence, earlier=earlier)
+
+
+def blamed_in(directory: Path) -> tuple[tuple[str, ...], ...]:
+    """The GPUs and hosts that each of the last bundles of a hang or crash blames, the newest first. Raises OSError."""
+    matches = (BUNDLE.fullmatch(path.name) for path in directory.iterdir())
+    names = sorted(filter(None, matches), key=lambda name: name["time"])
+    found: list[tuple[str, ...]] = []
+    for name in reversed(names[-_MOST_READ:]):
+        if len(found) < LAST:
+            found += _blamed(directory / name[0] / "verdict.json")
+    return tuple(found)
+
+
+def _blamed(path: Path) -> Iterator[tuple[str, ...]]:
+    try:
+        one = msgspec.json.decode(read_limited(path, _MOST_BYTES), type=_Verdict)
+    except (Unreadable, msgspec.DecodeError, RecursionError):
+        return  # another user's, or damaged
+    if one.outcome in ("hang", "crash") and (one.bundle is None or one.bundle.whole):
+        yield tuple(filter(None, dict.fromkeys((*(c.gpu for c in one.culprits), *(n.host for n in one.nodes)))))

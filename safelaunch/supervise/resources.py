@@ -18,7 +18,7 @@ from safelaunch.system.console import say
 if TYPE_CHECKING:
     from safelaunch.launch.torchrun import Torch
     from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
-    from safelaunch.leases.claims import Claim, Survey, Taken
+    from safelaunch.leases.claims import Claim, Survey
     from safelaunch.leases.holder import Holder
     from safelaunch.leases.lease import Lease
     from safelaunch.leases.ports import Ports
@@ -34,8 +34,7 @@ class Resources:
     """What a job holds. ``visible_gpus``: the value of CUDA_VISIBLE_DEVICES, None leaves it as it is.
 
     ``lease`` and ``ports`` are held until ``release``, and so is what our parent has ``handed`` over. ``rank_locks``:
-    paths of the files that the ranks' beacons lock. ``note``: the GPUs in words, for ``--dry-run``. ``spare``: leases
-    another GPU than those, where the user has named none; it may take seconds.
+    paths of the files that the ranks' beacons lock. ``note``: the GPUs in words, for ``--dry-run``.
     """
 
     command: CommandLine
@@ -45,7 +44,6 @@ class Resources:
     handed: Lease | None = None
     rank_locks: tuple[str, ...] = ()
     note: str = ""
-    spare: Callable[[frozenset[str]], Taken | None] = lambda avoid: None
 
     @property
     def _leases(self) -> tuple[Lease, ...]:
@@ -75,20 +73,6 @@ class Resources:
             return ()
         there = listening()
         return tuple(port for port in self.ports.numbers if port in there)
-
-    def exchange(self, gpu: str) -> tuple[str, str] | None:
-        """Leases a free GPU in place of this one, which stays leased as well; returns it and its ranks' lock.
-
-        None if the job has no lease of it. Raises ResourceError if the user has named the GPUs, or no other is free.
-        """
-        if self.lease is None or gpu not in self.lease.keys:
-            return None
-        taken = self.spare(frozenset({gpu}))
-        if taken is None:
-            raise ResourceError("no other GPU that this job may have is free")
-        ((uuid, lock),) = zip(taken.lease.keys, taken.lease.rank_files, strict=True)
-        self.lease.add(taken.lease)
-        return uuid, lock
 
     def release(self) -> None:
         """Frees everything: the job is over."""
@@ -203,12 +187,11 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         if found.trouble and settings.gpus is None:
             say(f"this job's GPUs are not leased, so other jobs may use them: {found.missing}")
         return plain
-    avoid = _blamed(settings)
-    terms = Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes, avoid)
+    terms = Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes)
     claim = Claim(store_of(environ), terms, _survey(found, environ))
     try:
         if settings.dry_run:
-            return _foreseen(plain, claim, avoid)
+            return _foreseen(plain, claim)
         taken = take(claim, Patience(settings.wait, settings.wait_timeout_s, say))
     except StoreError as error:
         if settings.gpus is not None or settings.wait:
@@ -219,67 +202,22 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         say(note)
     if not wish.keep:
         say(f"GPUs of this job: {', '.join(gpu.label for gpu in taken.gpus)} ({wish.origin})")
-    for note in _about_blamed(wish, taken.gpus, avoid):
-        say(note)
     return replace(
         plain,
         visible_gpus=_visible(taken.gpus, wish),
         lease=taken.lease,
         rank_locks=taken.lease.rank_files,
         note=_words(taken.gpus, found),
-        spare=lambda more: None if wish.keep else _spare(claim, avoid | more),
     )
 
 
-def _spare(claim: Claim, avoid: frozenset[str]) -> Taken | None:
-    """One GPU more, of those that the job may have, and none to avoid."""
-    from safelaunch.leases.choose import is_avoided
-
-    wish = claim.terms.wish
-    others = tuple(gpu for gpu in wish.candidates if not is_avoided(gpu, avoid))
-    if wish.count == len(wish.candidates) or not others:
-        return None
-    claim.terms = replace(claim.terms, wish=replace(wish, candidates=others, count=1))
-    try:
-        return claim.advance()
-    finally:
-        claim.terms = replace(claim.terms, wish=wish)
-
-
-def _blamed(settings: Settings) -> frozenset[str]:
-    """With --exclude-blamed, the GPUs that the verdicts in the bundle directory make suspect."""
-    if not settings.exclude_blamed:
-        return frozenset()
-    import time
-
-    from safelaunch.blame import memory
-    from safelaunch.blame.repeats import suspected_gpus
-
-    now = time.time()
-    return memory.within(lambda: suspected_gpus(memory.read(settings.bundle_dir, now)), frozenset[str]())
-
-
-def _about_blamed(wish: Wish, taken: tuple[Gpu, ...], avoid: frozenset[str]) -> list[str]:
-    """What became of the GPUs that are to be left out."""
-    from safelaunch.leases.choose import is_avoided
-
-    notes = []
-    blamed = [gpu for gpu in wish.candidates if is_avoided(gpu, avoid)]
-    if left_out := [gpu.label for gpu in blamed if gpu not in taken]:
-        notes.append(f"left out, as earlier verdicts make it suspect: GPU {', '.join(left_out)} (--exclude-blamed)")
-    if with_it := [gpu.label for gpu in blamed if gpu in taken]:
-        notes.append(f"earlier verdicts make GPU {', '.join(with_it)} suspect, but not enough others are free")
-    return notes
-
-
-def _foreseen(plain: Resources, claim: Claim, avoid: frozenset[str]) -> Resources:
+def _foreseen(plain: Resources, claim: Claim) -> Resources:
     """For --dry-run: the GPUs that a start would lease now."""
     wish = claim.terms.wish
     chosen = claim.foresee()
     if chosen is None:
         return replace(plain, note=f"not free now: this job needs {wish.count} of {len(wish.candidates)}")
     note = f"{_words(chosen, claim.survey.found)}, free now; leased when the job starts"
-    note = "; ".join([note, *_about_blamed(wish, chosen, avoid)])
     return replace(plain, visible_gpus=_visible(chosen, wish), note=note)
 
 

@@ -78,7 +78,7 @@ def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
     try:
         from safelaunch.supervise.loop import Supervisor
 
-        supervisor = Supervisor(job, processes, given.touch, exchange=given.exchange)
+        supervisor = Supervisor(job, processes, given.touch)
         status = supervisor.run()
         return _End(status, for_nothing=status != 0 and supervisor.began_nothing)
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job

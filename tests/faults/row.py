@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from jobs import Bundle, Result, is_memory
+from jobs import Bundle, Result
 from scene import HOLDING, MOMENTS, TRAINING, Kind, MissedMoment, Scene, Setting, let_the_copy_go_on
 
 import safelaunch
@@ -277,13 +277,10 @@ def _of_bundles(promise: Promise, bundles: list[Bundle]) -> list[str]:
 
 
 def _halves(scene: Scene, whole: tuple[Bundle, ...]) -> list[str]:
-    """Returns files in the bundle directory or the local one that are neither bundles nor links to one.
-
-    What a directory remembers of its runs is whole: it is read back.
-    """
+    """Returns files in the bundle directory or the local one that are neither bundles nor links to one."""
     names = {bundle.path.name for bundle in whole} | {"latest", "data"}
     places = [scene.job.bundle_dir] if scene.job.bundle_dir.is_dir() else []
-    found = [str(p) for place in places for p in place.iterdir() if p.name not in names and not is_memory(p)]
+    found = [str(p) for place in places for p in place.iterdir() if p.name not in names]
     found += [str(path) for path in run_root({}, 0).parent.glob(f"safelaunch-*/bundles/.r{scene.pid}-*")]
     return [f"half of a bundle: {path}" for path in found]
 

@@ -82,8 +82,7 @@ class Bundle:
             elif name not in files:
                 found.append(f"{name} is neither there nor said to be missing")
         found += [f"{name} is not in the manifest" for name in sorted(files - set(listed) - {"manifest.json"})]
-        exports = {"timeline.perfetto.json", "stacks.speedscope.json"}
-        needed = {"verdict.json", "report.md", "report.html", "launch.json", *exports} - files
+        needed = {"verdict.json", "report.md", "report.html", "launch.json", "timeline.perfetto.json"} - files
         found += [f"there is no {name}" for name in sorted(needed)]
         if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
             found.append(f"its mode is {stat.S_IMODE(self.path.stat().st_mode):o}")
@@ -268,13 +267,6 @@ class Job:
         assert self.process.stdin is not None
         self.process.stdin.close()
         shutil.rmtree(self._own_runtime, ignore_errors=True)
-
-
-def is_memory(path: Path) -> bool:
-    """Whether it is what a bundle directory remembers of its runs: a lock, or a whole document."""
-    if not path.name.startswith((".safelaunch-blamed-", ".safelaunch-runs-")):
-        return False
-    return path.suffix == ".lock" or (path.suffix == ".json" and bool(json.loads(path.read_bytes())))
 
 
 def _command_of(pid: int) -> str:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import PROGRAMS, SECRET_VALUES, Bundle, Job, is_memory
+from jobs import PROGRAMS, SECRET_VALUES, Bundle, Job
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
@@ -125,7 +125,7 @@ def test_everything_that_is_kept_of_two_crashes(tmp_path: Path) -> None:
     assert f"crash 1 {bundle.path}" in lines
     assert result.said.count("--on-bundle failed with exit code 7") == 2
     archive = bundle.path.parent / f"{bundle.path.name}.tar.gz"
-    kept = {path.name for path in bundle.path.parent.iterdir() if not is_memory(path)}
+    kept = {path.name for path in bundle.path.parent.iterdir()}
     assert kept == {bundle.path.name, archive.name, "latest"}
     assert stat.S_IMODE(archive.stat().st_mode) == 0o600
     with tarfile.open(archive) as tar:

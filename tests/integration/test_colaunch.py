@@ -81,44 +81,40 @@ defaults:
   command: {SWEPT} {{name}} {{how}} 0.2
   env: {{EXTRA: "job {{name}}"}}
   metric: loss=([0-9]+)
-  metric-file: "{{job_dir}}/m.json"
+matrix: {{how: [ok, flaky]}}
 jobs:
   prepare: {{command: "{SWEPT} {{name}} ok 0"}}
-  good: {{needs: prepare, matrix: {{how: [ok, flaky]}}, retries: 1}}
-  bad: {{needs: prepare, matrix: {{how: fail}}, retries: 1}}
-  report: {{needs: good, command: "{SWEPT} {{name}} ok 0 {{job_dir}}/m.json"}}
+  good: {{needs: prepare, retries: 1}}
+  bad: {{needs: prepare, command: "{SWEPT} {{name}} fail 0.2", retries: 1}}
+  report: {{needs: good, command: "{SWEPT} {{name}} ok 0"}}
   never: {{needs: [good, bad], command: "{SWEPT} {{name}} ok 0"}}
 """
 
 
 def test_every_kind_of_job_at_once(tmp_path: Path) -> None:
-    (tmp_path / "s" / "jobs" / "good_how-ok").mkdir(parents=True)
-    (tmp_path / "s" / "jobs" / "good_how-ok" / "m.json").write_text('{"val": 9}')  # not of this sweep
     sweep, result = run(tmp_path, ALL_KINDS, "--slots", "2", env={"OMP_NUM_THREADS": None})
     assert result.code == 1, result.stderr
     assert sweep.states() == {
         "prepare": "succeeded",
         "good_how-ok": "succeeded",
         "good_how-flaky": "succeeded",
-        "bad_how-fail": "failed",
+        "bad": "failed",
         "report": "succeeded",
         "never": "skipped",
     }
     attempts = {name: entry["attempts"] for name, entry in sweep.jobs.items()}
     assert list(attempts.values()) == [1, 1, 2, 2, 1, 0]
-    assert sweep.jobs["bad_how-fail"]["exit_code"] == 7
-    assert sweep.jobs["report"]["metrics"] == {"loss": 1.0, "val": 0.5, "note": "x"}
+    assert sweep.jobs["bad"]["exit_code"] == 7
+    assert sweep.jobs["report"]["metrics"] == {"loss": 1.0}
     assert sweep.jobs["good_how-ok"]["metrics"] == {"loss": 1.0}
     for name, entry in sweep.jobs.items():
         for attempt in range(1, entry["attempts"] + 1):
             assert whole(sweep.log(name, attempt), name), (name, attempt)
             assert f"visible job {name}" in sweep.log(name, attempt)
-    assert Path(sweep.jobs["bad_how-fail"]["bundle"], "verdict.json").is_file()
-    assert sweep.jobs["bad_how-fail"]["bundle"].startswith(
-        os.fspath(tmp_path / "s/jobs/bad_how-fail/bundles/bad_how-fail-")
-    )
+    assert Path(sweep.jobs["bad"]["bundle"], "verdict.json").is_file()
+    assert sweep.jobs["bad"]["bundle"].startswith(os.fspath(tmp_path / "s/jobs/bad/bundles/bad-"))
     assert "6 jobs: 4 succeeded, 1 skipped, 1 failed" in result.stdout
-    assert "needs bad_how-fail, which failed" in result.stdout
+    assert "needs bad, which failed" in result.stdout
     assert sweep.marks("twice") == {}
 
 
@@ -247,7 +243,8 @@ def test_a_job_that_asks_for_more_than_there_is_is_refused(tmp_path: Path) -> No
 def several(how: str, limit: float | str, count: int = 6) -> str:
     return f"""
 defaults: {{command: "{SWEPT} {{name}} {how} {limit}"}}
-jobs: {{j: {{name: "j{{n}}", env: {{N: "{{n}}"}}, matrix: {{n: 0..{count - 1}}}}}}}
+matrix: {{n: 0..{count - 1}}}
+jobs: {{j: {{name: "j{{n}}", env: {{N: "{{n}}"}}}}}}
 """
 
 

@@ -23,7 +23,8 @@ defaults:
   command: --nproc-per-node={RANKS} {PROGRAMS / "swept_gloo.py"} {{name}} {STEPS}
   env: {{SEED: "{{seed}}"}}
   metric: val_loss=([0-9.]+)
-jobs: {{j: {{name: "j{{seed}}", matrix: {{seed: 0..{count - 1}}}}}}}
+matrix: {{seed: 0..{count - 1}}}
+jobs: {{j: {{name: "j{{seed}}"}}}}
 """
 
 

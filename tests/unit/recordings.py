@@ -54,17 +54,12 @@ def recording(
     made = []
     for rank, shares in enumerate(ranks):
         on_cpu = {stack: share * (active or {}).get(stack, 1.0) for stack, share in shares.items()}
-        begin, line = 0.0, []
-        for stack, share in shares.items():
-            line.append((round(begin), numbers.of(stack)))
-            begin += 10_000 * share
         main = ThreadRecord(
             "MainThread",
             True,
             pairs(shares),
             pairs(on_cpu),
             pairs(gil[rank]) if gil else [],
-            [*line, (round(begin), -1)],
         )
         other = [ThreadRecord("prefetch", stacks=[], gil=pairs(holders[rank]))] if holders else []
         made.append(

@@ -729,9 +729,6 @@ def test_the_command_learns_of_the_bundle(tmp_path: Path) -> None:
         "SAFELAUNCH_OUTCOME=hang",
         "SAFELAUNCH_RUN_NAME=train",
         "SAFELAUNCH_SUMMARY=Rank 1 waits for 'it'; $(touch x)",
-        "SAFELAUNCH_SUSPECT_CHANCE=",
-        "SAFELAUNCH_SUSPECT_GPU=",
-        "SAFELAUNCH_SUSPECT_HOST=",
         f"SAFELAUNCH_VERDICT={tmp_path}/b/verdict.json",
     ]
     assert not Path("x").exists()

@@ -38,7 +38,6 @@ def test_the_verdict_is_shown_and_the_folder_is_private(
         "recording.json",
         "report.md",
         "stacks.speedscope.json",
-        "timeline.perfetto.json",
     ]
     assert err.startswith("safelaunch: Rank 0 waits ") and "against" in err
     assert main(["record", "--bundle-dir", "here", "--compare", str(folder)]) == 0

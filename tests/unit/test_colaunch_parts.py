@@ -8,15 +8,13 @@ import os
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path, PurePath
 
 import msgspec
 import pytest
 import stub
 
-from safelaunch.blame import memory
-from safelaunch.cli.colaunch import OURS, blamed_in, check_jobs, make_pool, picture
+from safelaunch.cli.colaunch import OURS, check_jobs, make_pool, picture
 from safelaunch.cli.colaunch_options import parse
 from safelaunch.cli.colaunch_rows import (
     COLUMNS,
@@ -34,7 +32,7 @@ from safelaunch.colaunch import active, metrics, summary
 from safelaunch.colaunch.bundles import newest, verdict_of
 from safelaunch.colaunch.jobs import Job, Outcome, Track, ranks, threads
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Gpus, Pool, Share, Slots, by_topology, check_fits, default_slots, share_out
+from safelaunch.colaunch.pool import Gpus, Share, Slots, check_fits, default_slots, share_out
 from safelaunch.colaunch.steps import slowest, wrong_cause
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.errors import UsageError
@@ -42,7 +40,7 @@ from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
-from safelaunch.model import BlamedRank, Incident, Inconsistency, Progress, format_ranks
+from safelaunch.model import Inconsistency, Progress, format_ranks
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:
@@ -112,28 +110,6 @@ def test_infinities_and_nan_stay_text_for_json_has_none() -> None:
     assert found == {"a": "nan", "b": "inf", "c": "-1e400", "d": 7.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (
-            '{"loss": 0.5, "n": 3, "tag": "x", "deep": {"a": 1}, "ok": true, "none": null}',
-            {"loss": 0.5, "n": 3.0, "tag": "x"},
-        ),
-        ('{"loss": NaN, "text": "1.5"}', {"loss": "nan", "text": 1.5}),
-        ("[1, 2]", {}),
-        ("{", {}),
-        ("", {}),
-        ("[" * 100000, {}),
-    ],
-)
-def test_numbers_from_a_json_file(tmp_path: Path, text: str, found: dict[str, object]) -> None:
-    (tmp_path / "m.json").write_text(text)
-    assert metrics.from_file(tmp_path / "m.json") == found
-    assert metrics.from_file(tmp_path / "none.json") == {}
-    os.mkfifo(tmp_path / "fifo.json")
-    assert metrics.from_file(tmp_path / "fifo.json") == {}
-
-
 # --- slots and GPUs ---------------------------------------------------------------------------------------------------
 
 
@@ -168,36 +144,6 @@ def test_slots_are_given_once_and_come_back() -> None:
     assert (pool.free(), pool.units(0), pool.units(3)) == (2, 1, 3)
 
 
-def test_a_sweep_leaves_out_the_gpu_that_its_jobs_blame(node: stub.Node, tmp_path: Path) -> None:
-    """Counted over all its jobs; by each job alone, nothing repeats. Asked anew for each job."""
-
-    def in_time(pool: Pool, count: int = 1) -> Share | None:
-        """After a job's end, the driver is asked anew, and the pool does not wait for it."""
-        deadline = time.monotonic() + 60
-        while (share := pool.take(job(gpus=count))) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return share
-
-    paths = SweepPaths(tmp_path / "sweep")
-    pool = make_pool([job()], None, None, {**os.environ, **node.environ}, partial(blamed_in, paths))
-    before = in_time(pool)
-    assert before is not None and before.label == "0"
-    pool.release(before)
-    for name, line in (("lr-1", 41), ("lr-2", 57)):
-        blamed = BlamedRank(0, "node1", stub.uuid(0), "/train.py", line)
-        told = Incident(name, name, time.time(), "hang", "gpu-kernel", "high", (blamed,), units=("gpu",), of_gpus=2)
-        paths.bundles(name).mkdir(parents=True)
-        assert memory.add(paths.bundles(name), told, time.time()) == ""
-    after = in_time(pool)
-    assert after is not None and after.label == "1"
-    assert after.note == "not GPU 0, which earlier verdicts make suspect"
-    pool.release(after)
-    everything = in_time(pool, 8)
-    assert everything is not None and everything.label == "0-7", "better a suspected GPU than none"
-    assert everything.note == "earlier verdicts make GPU 0 suspect, but not enough others are free"
-    pool.release(everything)
-
-
 def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> None:
     pool = Gpus(NodeGpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "1,2,5"}))
     assert (pool.kind, pool.capacity, pool.units(2), pool.free()) == ("GPU", 3, 2, 3)
@@ -220,11 +166,6 @@ def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
 )
 def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
     assert format_ranks(numbers) == text
-
-
-def test_the_cores_of_this_machine_are_all_there_in_some_order() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    assert sorted(by_topology(cores)) == cores
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def job(name: str = "a", *command: str, **more: Any) -> Job:
 # --- the scripts ------------------------------------------------------------------------------------------------------
 
 BATCHES = {
-    "one": (job(batch=("--partition=gpu", "--mem=32G"), gpus=2, timeout_s=7200.0, metric_file="/srv/m.json"),),
+    "one": (job(batch=("--partition=gpu", "--mem=32G"), gpus=2, timeout_s=7200.0),),
     "array": (
         job("lr-1", "exec", "--", "python", "t.py", "--lr", "1", env=(("NAME", "it's $HOME"),), gpus=0),
         job("lr-2", "exec", "--", "python", "t.py", "--lr", "2", env=(("NAME", "`x`\n"),), gpus=0),

@@ -14,15 +14,15 @@ from safelaunch.colaunch.expand import Places, derive, expand
 from safelaunch.colaunch.grid import Matrix, axis, parse_grid
 from safelaunch.colaunch.jobs import Job
 from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.spec import Extra, Template, templates_of
+from safelaunch.colaunch.spec import Template, templates_of
 from safelaunch.errors import UsageError
 from safelaunch.settings.yamlfile import parse_yaml
 
 PLACES = Places("/s", "/s/jobs", "/w")
 
 
-def jobs(text: str, extra: Extra | None = None) -> dict[str, Job]:
-    return {job.name: job for job in expand(templates_of(parse_yaml(text, "sweep.yaml"), extra), PLACES)}
+def jobs(text: str, metrics: tuple[str, ...] = ()) -> dict[str, Job]:
+    return {job.name: job for job in expand(templates_of(parse_yaml(text, "sweep.yaml"), metrics), PLACES)}
 
 
 def error_of(text: str) -> UsageError:
@@ -144,30 +144,25 @@ defaults:
   timeout: 2h
   retries: 1
   metric: val_loss=([0-9.]+)
-  metric-file: out/{name}.json
 matrix:
   lr: [1e-3, 3e-4]
   seed: 0..1
-  exclude: [{lr: 3e-4, seed: 1}]
-  include: [{lr: 1e-2, seed: 7}]
 jobs:
   prepare:
     command: exec -- bash prepare.sh '{{a b}}'
-    matrix: {}
     gpus: 0
     preset: []
   train: {needs: prepare, env: {THREADS: 8, OUT: "{job_dir}"}}
   report:
     command: [exec, --, python, report.py, "{sweep_dir}"]
     needs: [train, prepare]
-    matrix: {}
     cwd: reports
 """
 
 
 def test_the_whole_of_a_file() -> None:
     found = jobs(WHOLE)
-    trained = ["train_lr-1e-3_seed-0", "train_lr-1e-3_seed-1", "train_lr-3e-4_seed-0", "train_lr-1e-2_seed-7"]
+    trained = ["train_lr-1e-3_seed-0", "train_lr-1e-3_seed-1", "train_lr-3e-4_seed-0", "train_lr-3e-4_seed-1"]
     assert list(found) == ["prepare", *trained, "report"]
     one = found["train_lr-3e-4_seed-0"]
     options = ("--preset", "hang-debug", "--preset", "./mine.yaml", "--stall-timeout", "5m")
@@ -178,7 +173,7 @@ def test_the_whole_of_a_file() -> None:
         "OUT": "/s/jobs/train_lr-3e-4_seed-0",
     }
     assert (one.gpus, one.timeout_s, one.retries, one.needs) == (2, 7200.0, 1, ("prepare",))
-    assert (one.metrics, one.metric_file) == (("val_loss=([0-9.]+)",), "/w/out/train_lr-3e-4_seed-0.json")
+    assert one.metrics == ("val_loss=([0-9.]+)",)
     assert found["prepare"].words == ("exec", "--stall-timeout", "5m", "--", "bash", "prepare.sh", "{a b}")
     assert found["prepare"].gpus == 0
     assert found["report"].needs == (*trained, "prepare")
@@ -200,7 +195,10 @@ def test_what_safelaunch_is_given_begins_with_the_name_and_the_bundle_directory(
     assert one[:4] == ("--run-name", "train_lr-1e-3_seed-0", "--bundle-dir", "/b")
 
 
-PORTS = "jobs: {m: {ports: 2, command: 't.py {port2} {{port}} {p}', env: {TB: 'a{port}:{port}'}, matrix: {p: [1, 2]}}}"
+PORTS = """
+matrix: {p: [1, 2]}
+jobs: {m: {ports: 2, command: 't.py {port2} {{port}} {p}', env: {TB: 'a{port}:{port}'}}}
+"""
 
 
 def test_ports_are_filled_in_when_they_are_known() -> None:
@@ -218,7 +216,7 @@ def test_ports_are_filled_in_when_they_are_known() -> None:
         ("jobs: {m: {ports: 1, command: 't.py {port} {port2}'}}", "unknown placeholder {port2}"),
         ("jobs: {m: {ports: 2, command: 't.py {port}'}}", "the port {port2} is not used"),
         ("jobs: {m: {ports: 1, command: 't.py {port}', cwd: '{port}'}}", "unknown placeholder {port}"),
-        ("jobs: {m: {ports: 1, command: 't.py {port}', matrix: {port: 1}}}", "{port} is the name of a leased port"),
+        ("{matrix: {port: 1}, jobs: {m: {ports: 1, command: 't.py {port}'}}}", "{port} is the name of a leased port"),
         ("jobs: {m: {ports: x, command: 't.py {port}'}}", "ports: 'x' is not a whole number"),
     ],
 )
@@ -228,7 +226,7 @@ def test_ports_that_are_not_right(text: str, message: str) -> None:
 
 
 def test_without_ports_port_is_a_parameter_like_any_other() -> None:
-    assert list(jobs("jobs: {m: {command: 't.py {port}', matrix: {port: 1}}}")) == ["m_port-1"]
+    assert list(jobs("{matrix: {port: 1}, jobs: {m: {command: 't.py {port}'}}}")) == ["m_port-1"]
 
 
 def test_a_matrix_and_defaults_alone_are_a_sweep() -> None:
@@ -246,9 +244,8 @@ def test_a_value_with_blanks_stays_one_word() -> None:
 
 
 def test_what_the_command_line_adds_comes_to_every_job() -> None:
-    found = jobs("jobs: {a: {command: t.py, metric: 'x=(.)'}}", Extra(("y=(.)",), Text("{name}.json", "--metric-file")))
+    found = jobs("jobs: {a: {command: t.py, metric: 'x=(.)'}}", ("y=(.)",))
     assert found["a"].metrics == ("x=(.)", "y=(.)")
-    assert found["a"].metric_file == "/w/a.json"
 
 
 def test_the_fingerprint_is_of_the_work_not_of_its_limits() -> None:
@@ -267,7 +264,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "colaunch.md"
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        (re.findall(r"```yaml title=\S+\n(defaults:.*?)```", PAGE.read_text(), re.S)[0], 5),
+        (re.findall(r"```yaml title=\S+\n(defaults:.*?)```", PAGE.read_text(), re.S)[0], 6),
         (textwrap.dedent(re.findall(r"^  defaults:.*?(?=^  more keys)", EPILOG, re.S | re.M)[0]), 11),
         (textwrap.dedent(re.findall(r"^    defaults:.*?(?=^Scalars)", spec.__doc__ or "", re.S | re.M)[0]), 11),
     ],
@@ -281,7 +278,7 @@ def test_the_examples_that_users_are_given_are_right(text: str, count: int) -> N
 
 
 def test_names_are_file_names_and_told_apart() -> None:
-    found = jobs("jobs: {m: {command: 't.py {p}', matrix: {p: [a/b, 'a b', ../c, 'é']}}}")
+    found = jobs("{matrix: {p: [a/b, 'a b', ../c, 'é']}, jobs: {m: {command: 't.py {p}'}}}")
     names = list(found)
     assert len(set(names)) == 4
     assert all(name.isascii() and "/" not in name and len(name) <= 64 for name in names)
@@ -291,13 +288,13 @@ def test_names_are_file_names_and_told_apart() -> None:
 
 def test_a_long_name_is_cut_and_stays_unique() -> None:
     values = ", ".join(f"{'x' * 80}{number}" for number in range(3))
-    names = list(jobs(f"jobs: {{m: {{command: 't.py {{p}}', matrix: {{p: [{values}]}}}}}}"))
+    names = list(jobs(f"{{matrix: {{p: [{values}]}}, jobs: {{m: {{command: 't.py {{p}}'}}}}}}"))
     assert len(set(names)) == 3
     assert {len(name) for name in names} == {64}
 
 
 def test_a_name_of_ones_own() -> None:
-    found = jobs("jobs: {m: {name: 'run{a}', command: 't.py {a}', matrix: {a: [1, 2]}}}")
+    found = jobs("{matrix: {a: [1, 2]}, jobs: {m: {name: 'run{a}', command: 't.py {a}'}}}")
     assert list(found) == ["run1", "run2"]
 
 
@@ -344,15 +341,11 @@ def test_derived_names() -> None:
         ("jobs: {a: {command: t.py, name: B}, b: {command: t.py}}", "two jobs are called"),
         ("jobs: {a: {command: 't.py {b}'}}", "unknown placeholder {b}"),
         ("jobs:\n  a:\n    command: t.py\n    cwd: '{b}'", "sweep.yaml:4: unknown placeholder {b}"),
-        ("jobs: {a: {command: t.py, metric-file: '{b}'}}", "unknown placeholder {b}"),
         (
             "jobs: {a: {command: t.py}}\nmatrix:\n  lr: [1]",
-            "sweep.yaml:3: the parameter 'lr' is not used by the job 'a'",
+            "sweep.yaml:3: the parameter 'lr' is not used",
         ),
-        (
-            "jobs: {a: {command: t.py, name: 'a{lr}', matrix: {lr: [1]}}}",
-            "the parameter 'lr' is not used by the job 'a'",
-        ),
+        ("{matrix: {lr: [1]}, jobs: {a: {command: t.py, name: 'a{lr}'}}}", "unknown placeholder {lr}"),
         ("jobs: {a: {command: t.py, needs: b}}", "needs: unknown job 'b'"),
         ("jobs: {abc: {command: t.py}, b: {command: t.py, needs: abd}}", "did you mean 'abc'?"),
         ("jobs: {a: {command: t.py, needs: a}}", "needs form a circle: a -> a"),
@@ -375,30 +368,19 @@ def test_what_is_wrong_is_said_with_its_place(text: str, said: str) -> None:
         ("{a: [1, 1]}", "'1' twice"),
         ("{a: [[1]]}", "a value must be text or a number, not a list"),
         ("{a: [~]}", "not nothing"),
-        ("{a: [1], exclude: {a: 1}}", "exclude must be a list"),
-        ("{a: [1], exclude: [{}]}", "an empty mapping"),
-        ("{a: [1], exclude: [{b: 1}]}", "exclude: 'b' is not a parameter of this matrix"),
-        ("{a: [1], exclude: [{a: 2}]}", "no combination is a=2"),
-        ("{a: [1], exclude: [{a: 1}]}", "every combination of the matrix is excluded"),
-        ("{a: [1], include: [{a: 1}]}", "the matrix already has a=1"),
-        ("{a: [1], include: [{a: 2, b: 2}]}", "include: 'b' is not a parameter"),
         ("{job_dir: [1]}", "built-in placeholder"),
     ],
 )
 def test_a_wrong_matrix(matrix: str, said: str) -> None:
-    assert said in error_of(f"jobs: {{j: {{command: 't.py {{a}}', matrix: {matrix}}}}}").message
-
-
-def test_an_include_must_be_whole() -> None:
-    text = "jobs: {j: {command: 't.py {a} {b}', matrix: {a: [1], b: [2], include: [{a: 3}]}}}"
-    assert "include: no value for b" in error_of(text).message
+    assert said in error_of(f"{{matrix: {matrix}, jobs: {{j: {{command: 't.py {{a}}'}}}}}}").message
 
 
 def test_needs_may_name_one_job_of_a_group_by_its_parameters() -> None:
     text = """
+matrix: {s: 0..2}
 jobs:
-  train: {name: "train-{s}", command: "t.py {s}", matrix: {s: 0..2}}
-  test: {name: "test-{s}", command: "e.py {s}", matrix: {s: 0..2}, needs: "train-{s}"}
+  train: {name: "train-{s}", command: "t.py {s}"}
+  test: {name: "test-{s}", command: "e.py {s}", needs: "train-{s}"}
 """
     assert [jobs(text)[f"test-{seed}"].needs for seed in range(3)] == [("train-0",), ("train-1",), ("train-2",)]
 

@@ -26,7 +26,6 @@ LAYERS = (
     ("errors", "what the command line turns into a message and an exit code"),
     ("system", "processes, NVML, the console, threads, deadlines"),
     ("model", "records that travel between the packages"),
-    ("blame", "who was blamed before"),
     ("settings", "options, configuration files, presets"),
     ("redaction", "what no bundle and no screen may hold"),
     ("leases", "who holds which GPU and port"),
@@ -53,7 +52,6 @@ LAYERS = (
 ORDER = {name: number for number, (name, _) in enumerate(LAYERS)}
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {
-    "blame.repeats",
     "launch.argv",
     "watch.stall",
     "watch.rhythm",

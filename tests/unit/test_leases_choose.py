@@ -13,7 +13,6 @@ from safelaunch.leases.choose import (
     Inventory,
     Ranks,
     nearest,
-    nearest_without,
     pool_of,
     users_of,
     wish_of,
@@ -143,32 +142,6 @@ def links(*groups: str, far: int = 50) -> dict[tuple[str, str], int]:
 )
 def test_nearest(free: str, count: int, distances: dict[tuple[str, str], int], expected: str | None) -> None:
     assert labels(nearest([GPUS[int(number)] for number in free], count, distances)) == expected
-
-
-@pytest.mark.parametrize(
-    ("free", "count", "distances", "avoid", "expected"),
-    [
-        ("01234567", 2, {}, "0", "1 2"),
-        ("01234567", 2, {}, "", "0 1"),
-        ("0123", 2, links("01", "23"), "0", "2 3"),  # the pair that is whole without it
-        ("0123", 4, {}, "0", "0 1 2 3"),  # not enough others
-        ("0123", 3, {}, "01", "0 2 3"),  # as few as possible
-        ("0", 1, {}, "0", "0"),
-        ("0", 2, {}, "0", None),
-        ("", 1, {}, "0", None),
-    ],
-)
-def test_nearest_without(
-    free: str, count: int, distances: dict[tuple[str, str], int], avoid: str, expected: str | None
-) -> None:
-    gpus = [GPUS[int(number)] for number in free]
-    assert labels(nearest_without(gpus, count, distances, {GPUS[int(one)].uuid for one in avoid})) == expected
-
-
-def test_an_instance_of_a_gpu_that_is_to_be_avoided_is_avoided() -> None:
-    free = [Gpu("0.0", "MIG-a", parent="GPU-0"), Gpu("1.0", "MIG-b", parent="GPU-1")]
-    assert labels(nearest_without(free, 1, {}, {"GPU-0"})) == "1.0"
-    assert labels(nearest_without(free, 1, {}, {"MIG-b"})) == "0.0"
 
 
 def test_nearest_among_very_many() -> None:

@@ -317,12 +317,6 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_a_gpu_that_verdicts_make_suspect_is_marked() -> None:
-    found = gpu_rows.rows([Gpu("0", "GPU-a"), Gpu("1.0", "MIG-b", parent="GPU-b")], {}, {}, 256 * MIB, {"GPU-b"})
-    assert [row.cells[3] for row in found] == ["free", "free, blamed"]
-    assert [one["blamed"] for one in gpu_rows.document(found, [], "")["gpus"]] == [False, True]
-
-
 @pytest.mark.parametrize(("gpu", "held", "users", "state", "words"), ROWS)
 def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: str, words: str) -> None:
     (row,) = gpu_rows.rows([gpu], held, users, 256 * MIB)

@@ -80,8 +80,6 @@ WRITERS = {
     "postmortem.guard": "a child's answer, through a pipe",
     "postmortem.rundirs": "copies of dumps, to read them",
     "launch.process": "an errno, and a go, through pipes",
-    "system.private_file": "whom verdicts blame: recall has taken secrets out; names of runs, and numbers",
-    "supervise.exchange": "UUIDs of GPUs, and the path of a lease",
     "supervise.early": "early looks, already cleaned, for status",
     "supervise.early_verdict": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",

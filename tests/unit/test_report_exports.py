@@ -1,4 +1,4 @@
-"""The files for Perfetto and speedscope: what their viewers need to read them, and what they show."""
+"""The file for Perfetto: what its viewer needs to read it, and what it shows."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_the_calls_of_a_thread_never_overlap_which_no_viewer_could_draw() -> Non
 
 def test_names_that_are_hostile_stay_ascii_text() -> None:
     facts = Facts.of(incidents.hostile().evidence)
-    for document in (exports.perfetto(facts, incidents.EVIL), exports.speedscope(facts, incidents.EVIL + "\ud800\x7f")):
-        text = exports.as_json(document)
-        assert text.isascii() and text.isprintable()
-        assert json.loads(text) == document
+    document = exports.perfetto(facts, incidents.EVIL + "\ud800\x7f")
+    text = exports.as_json(document)
+    assert text.isascii() and text.isprintable()
+    assert json.loads(text) == document
 
 
 def test_a_rank_is_a_process_and_its_pending_call_lasts_until_the_evidence_was_taken() -> None:
@@ -78,42 +78,3 @@ def test_of_thousands_of_ranks_a_trace_has_the_newest_calls(monkeypatch: pytest.
     monkeypatch.setattr(exports, "MOST_EVENTS", 64 * 10)
     calls = [event for event in trace_of(incidents.hang(64).evidence) if event["ph"] == "X"]
     assert len(calls) == 64 * 10 and {call["args"]["number"] for call in calls} == set(range(66, 76))
-
-
-def test_stacks_weigh_as_many_ranks_as_have_them() -> None:
-    document = json.loads(exports.as_json(exports.speedscope(Facts.of(incidents.hang(4).evidence), "train")))
-    assert document["$schema"] == exports.SPEEDSCOPE_SCHEMA
-    frames = document["shared"]["frames"]
-    mains, _ = document["profiles"]
-    assert (mains["type"], mains["unit"], mains["weights"], mains["endValue"]) == ("sampled", "none", [1, 3], 4)
-    stacks = [[frames[number]["name"] for number in sample] for sample in mains["samples"]]
-    assert stacks[0][0] == "rank 0" and stacks[1][0] == "ranks 1-3"
-    assert stacks[1][1] == "<module>" and stacks[1][-1] == "all_reduce"
-
-
-def test_a_rank_that_raised_stands_where_it_raised_without_a_frame_of_ours() -> None:
-    document = exports.as_json(exports.speedscope(Facts.of(incidents.crash().evidence)))
-    assert "_safelaunch_beacon" not in document and '"forward"' in document
-
-
-def test_profiles_keep_to_the_format_of_speedscope() -> None:
-    """Its schema: every sample has a weight, every number is that of a frame, and the weights fill the profile."""
-    for evidence in (incidents.hang(64, nodes=8).evidence, incidents.crash().evidence, incidents.hostile().evidence):
-        document = exports.speedscope(Facts.of(evidence), "train")
-        assert set(document) == {"$schema", "name", "exporter", "activeProfileIndex", "shared", "profiles"}
-        frames = document["shared"]["frames"]
-        for frame in frames:
-            assert set(frame) <= {"name", "file", "line", "col"} and isinstance(frame["name"], str) and frame["name"]
-            assert isinstance(frame.get("file", ""), str) and isinstance(frame.get("line", 0), int)
-        for profile in document["profiles"]:
-            assert set(profile) == {"type", "name", "unit", "startValue", "endValue", "samples", "weights"}
-            assert profile["type"] == "sampled" and profile["unit"] in ("none", "seconds", "bytes")
-            assert len(profile["samples"]) == len(profile["weights"])
-            assert sum(profile["weights"]) == profile["endValue"] - profile["startValue"]
-            assert all(0 <= number < len(frames) for sample in profile["samples"] for number in sample)
-
-
-def test_without_records_or_stacks_both_are_empty_and_whole() -> None:
-    for evidence in (Evidence("hang", 0, ()), job(rank(0, in_user(7), seen=False))):
-        assert [event for event in trace_of(evidence) if event["ph"] == "X"] == []
-        assert exports.speedscope(Facts.of(evidence))["profiles"][0]["samples"] == []

@@ -85,7 +85,6 @@ def test_the_options_are_these() -> None:
         "--wait": False,
         "--wait-timeout": True,
         "--gpu-busy-memory": True,
-        "--exclude-blamed": False,
         "--no-lease": False,
         "--run-name": True,
         "--cluster-key-file": True,

@@ -51,7 +51,7 @@ function _shtab_safelaunch_using
 end
 
 set -g _shtab_safelaunch_commands demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help
-set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --engine --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --metric-file --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
+set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --engine --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
 
 complete -c safelaunch -e
 complete -c safelaunch -f
@@ -75,13 +75,12 @@ complete -c safelaunch -n _shtab_safelaunch_using -l bundle-dir -xka "(__fish_co
 complete -c safelaunch -n _shtab_safelaunch_using -l bundle-archive -d 'Also write each bundle as NAME.tar.gz, beside its directory.'
 complete -c safelaunch -n _shtab_safelaunch_using -l keep-bundles -x -d 'Keep the N newest bundles of the bundle directory, and remove older ones when one is added [0: keep all].'
 complete -c safelaunch -n _shtab_safelaunch_using -l artifact-limit -x -d 'Largest file of a bundle. Longer text is cut, other files are left out, and the manifest says so [64MB].'
-complete -c safelaunch -n _shtab_safelaunch_using -l on-bundle -x -d 'Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, _VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS, _RUN_NAME, _SUSPECT_GPU, _SUSPECT_HOST and _SUSPECT_CHANCE.'
+complete -c safelaunch -n _shtab_safelaunch_using -l on-bundle -x -d 'Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, _VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.'
 complete -c safelaunch -n _shtab_safelaunch_using -l run-name -x -d 'Name of this run in bundles and in '"'"'safelaunch status'"'"' [the script'"'"'s name].'
 complete -c safelaunch -n _shtab_safelaunch_using -l gpus -xka "all none" -d 'Lease this many GPUs, or these (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one for each rank].'
 complete -c safelaunch -n _shtab_safelaunch_using -l wait -d 'Wait until the GPUs are free, first come, first served.'
 complete -c safelaunch -n _shtab_safelaunch_using -l wait-timeout -x -d 'Like --wait, but give up after this long.'
 complete -c safelaunch -n _shtab_safelaunch_using -l gpu-busy-memory -x -d 'A GPU without a lease counts as used if more memory than this is in use on it [256MB].'
-complete -c safelaunch -n _shtab_safelaunch_using -l exclude-blamed -d 'Lease other GPUs, where they are free, than those that earlier verdicts in the bundle directory make suspect.'
 complete -c safelaunch -n _shtab_safelaunch_using -l no-lease -d 'Lease no GPUs: share them, as under torchrun.'
 complete -c safelaunch -n _shtab_safelaunch_using -l cluster-key-file -xka "(__fish_complete_path (commandline -ct))" -d 'On several nodes: a file with the same secret on each. Messages of supervisors without it are ignored.'
 complete -c safelaunch -n _shtab_safelaunch_using -l cluster-store -x -d 'On several nodes without a store of torchrun'"'"'s (exec, etcd): where the supervisors meet. The one on HOST [the job'"'"'s first] starts a store there.'
@@ -146,13 +145,12 @@ complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-dir -xka "(__
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-archive -d 'Also write each bundle as NAME.tar.gz, beside its directory.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l keep-bundles -x -d 'Keep the N newest bundles of the bundle directory, and remove older ones when one is added [0: keep all].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l artifact-limit -x -d 'Largest file of a bundle. Longer text is cut, other files are left out, and the manifest says so [64MB].'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-bundle -x -d 'Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, _VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS, _RUN_NAME, _SUSPECT_GPU, _SUSPECT_HOST and _SUSPECT_CHANCE.'
+complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-bundle -x -d 'Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, _VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l run-name -x -d 'Name of this run in bundles and in '"'"'safelaunch status'"'"' [the script'"'"'s name].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l gpus -xka "all none" -d 'Lease this many GPUs, or these (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one for each rank].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l wait -d 'Wait until the GPUs are free, first come, first served.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l wait-timeout -x -d 'Like --wait, but give up after this long.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l gpu-busy-memory -x -d 'A GPU without a lease counts as used if more memory than this is in use on it [256MB].'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l exclude-blamed -d 'Lease other GPUs, where they are free, than those that earlier verdicts in the bundle directory make suspect.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-lease -d 'Lease no GPUs: share them, as under torchrun.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l cluster-key-file -xka "(__fish_complete_path (commandline -ct))" -d 'On several nodes: a file with the same secret on each. Messages of supervisors without it are ignored.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l cluster-store -x -d 'On several nodes without a store of torchrun'"'"'s (exec, etcd): where the supervisors meet. The one on HOST [the job'"'"'s first] starts a store there.'
@@ -173,8 +171,6 @@ complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l fail-fast -d 'st
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l resume -d 'continue this sweep: run the jobs that have not succeeded'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l sweep-dir -xka "(__fish_complete_directories)" -d 'where the sweep'"'"'s files go [./safelaunch-sweeps/NAME]'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l metric -x -d 'a column: the last match in each job'"'"'s output'
-complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l metric-file -xka "(__fish_complete_path (commandline -ct))" -d 'columns from a JSON file that each job writes, e.g. {job_dir}/m.json'
-complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l exclude-blamed -d 'give jobs other GPUs, where they are free, than those that verdicts on jobs of this sweep make suspect'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch' -l dry-run -d 'show the jobs; start nothing'
 complete -c safelaunch -n '_shtab_safelaunch_using colaunch; and test $_shtab_safelaunch_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'the sweep as a file'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a presets -d 'list the shipped presets, or show one with its reasons'
@@ -203,7 +199,7 @@ complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l json -d 'print the document of verdict.json on stdout; with --calls, the calls'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l html -xka "(__fish_complete_path (commandline -ct))" -d 'write the report as one HTML file'
-complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s o -l output -xka "(__fish_complete_directories)" -d 'write report.html, timeline.perfetto.json, stacks.speedscope.json and verdict.json into DIR'
+complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s o -l output -xka "(__fish_complete_directories)" -d 'write report.html, timeline.perfetto.json and verdict.json into DIR'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s j -l calls -d 'print the Flight Recorders'"'"' calls as a table, not the verdict'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l ranks -x -d 'of these ranks only: 0,4-7 (implies --calls)'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l groups -x -d 'of these process groups only, by name or description: 0,tp (implies --calls)'
@@ -224,7 +220,6 @@ complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_
 complete -c safelaunch -n '_shtab_safelaunch_using gpus' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using gpus' -l json -d 'print one JSON document'
 complete -c safelaunch -n '_shtab_safelaunch_using gpus' -l gpu-busy-memory -x -d 'a GPU counts as used if more memory than this is in use [256MB]'
-complete -c safelaunch -n '_shtab_safelaunch_using gpus' -l bundle-dir -xka "(__fish_complete_directories)" -d 'mark the GPUs that the verdicts in this bundle directory make suspect [./safelaunch-bundles]'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a completion -d 'print the completion script of a shell: bash, zsh or fish'
 complete -c safelaunch -n '_shtab_safelaunch_using completion' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using completion; and test $_shtab_safelaunch_npos -eq 0' -ka "bash zsh fish" -d 'bash, zsh, fish'

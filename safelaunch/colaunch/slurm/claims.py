@@ -47,7 +47,7 @@ class Claim(msgspec.Struct, frozen=True):
 class End(msgspec.Struct, frozen=True):
     """How a task ended. ``told``: the word of Slurm when it sent SIGTERM (``TIMEOUT``, ``CANCELLED``), or empty.
 
-    ``over_limit``: it took longer than the job's ``timeout``. ``wrote_metrics``: its metric file is of this attempt.
+    ``over_limit``: it took longer than the job's ``timeout``.
     ``wrong``: what --check-every had found.
     """
 
@@ -61,7 +61,6 @@ class End(msgspec.Struct, frozen=True):
     last_step: int | None = None
     gpus: tuple[str, ...] = ()
     bundle: str = ""
-    wrote_metrics: bool = False
     wrong: str = ""
 
     def again(self, restart: int) -> End:

@@ -425,14 +425,9 @@ class SlurmEngine:
             last_step=end.last_step if end is not None else given.files.pace().step,
             gpus=end.gpus if end is not None else (),
             bundle=bundle,
-            metrics=self._metrics(given, wrote_file=end is not None and end.wrote_metrics),
+            metrics=metrics.from_log(self.log(given.job.name, given.attempt), given.job.metrics, self._say),
             cause=(cause if state in ("hung", "failed") else "") or why or (end.wrong if end is not None else ""),
         )
-
-    def _metrics(self, given: Given, *, wrote_file: bool) -> dict[str, Metric]:
-        log = self.log(given.job.name, given.attempt)
-        found = metrics.from_log(log, given.job.metrics, self._say)
-        return {**found, **(metrics.from_file(Path(given.job.metric_file)) if wrote_file else {})}
 
     # --- stopping ---------------------------------------------------------------------------------------------------
 

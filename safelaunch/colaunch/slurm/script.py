@@ -120,7 +120,6 @@ def _task(attempt: Attempt, paths: SweepPaths, programs: Programs, indent: str) 
     task = [*programs.task, os.fspath(paths.job(job.name)), str(attempt.number), "--cwd", job.cwd]
     task += ["--timeout", f"{job.timeout_s:g}"] if job.timeout_s is not None else []
     task += ["--ports", str(job.ports)] if job.ports else []
-    task += ["--metric-file", job.metric_file] if job.metric_file else []
     lines.append(f'exec {shlex.join(task)} -- "$@"')
     return [indent + line for line in lines]
 

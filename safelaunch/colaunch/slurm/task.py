@@ -63,7 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     found.add_argument("--cwd", default="/")
     found.add_argument("--timeout", type=float)
     found.add_argument("--ports", type=int, default=0)
-    found.add_argument("--metric-file", default="")
     found.add_argument("command", nargs="+")
     return found
 
@@ -103,27 +102,18 @@ class Task:
             return before.exit_code
         self._to_log()
         known = self._paths.bundles_of(self._words.directory.name)
-        written = self._metrics_stamp()
         code = self._work()
         if code and not self._signalled:
             time.sleep(SIGNAL_COMES_S)
         if self._signalled and not self._told:
             self._told = self._reason()  # the job ended as soon as it was asked to
-        is_new = self._metrics_stamp() != written
-        self._leave(self._end(code, self._paths.bundles_of(self._words.directory.name) - known, wrote_metrics=is_new))
+        self._leave(self._end(code, self._paths.bundles_of(self._words.directory.name) - known))
         return code
 
     def _claim(self) -> Claim:
         array, task = (self._environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
         address = f"{array}_{task}" if array and task else self._job_id
         return Claim(self._job_id, self._restart, socket.gethostname(), round(time.time(), 3), address)
-
-    def _metrics_stamp(self) -> object:
-        if not self._words.metric_file:
-            return None
-        from safelaunch.colaunch import metrics
-
-        return metrics.stamp(Path(self._words.metric_file))
 
     def _leave(self, end: End) -> None:
         """Writes the end, once the disk takes it."""
@@ -275,7 +265,7 @@ class Task:
         except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
             return ""
 
-    def _end(self, code: int, bundles: Collection[str] = (), *, wrote_metrics: bool = False) -> End:
+    def _end(self, code: int, bundles: Collection[str] = ()) -> End:
         host = self._environ.get("SLURMD_NODENAME") or socket.gethostname()
         gpus = [each for each in self._environ.get("SLURM_JOB_GPUS", "").split(",") if each]
         pace = self._last_pace()
@@ -290,7 +280,6 @@ class Task:
             last_step=pace.step,
             gpus=tuple(f"{host}:{gpu}" for gpu in gpus),
             bundle=newest(bundles),
-            wrote_metrics=wrote_metrics,
             wrong=pace.wrong,
         )
 

@@ -13,7 +13,7 @@ function head() {
         it.notes.map((text) => h("p", { class: "dim" }, capital(text)))),
       h("dl", { class: "facts" }, it.facts.map(([label, value]) => [h("dt", {}, capital(label)), h("dd", {}, value)]))),
     it.command ? h("div", { class: "command" }, h("code", { tabindex: "0" }, it.command), copyButton("Copy command", it.command)) : "",
-    h("div", { class: "bar links" }, ["recording.json", "report.md", "timeline.perfetto.json", "stacks.speedscope.json"].map((name) => h("span", {}, link(name)))),
+    h("div", { class: "bar links" }, ["recording.json", "report.md", "stacks.speedscope.json"].map((name) => h("span", {}, link(name)))),
     live);
 }
 

@@ -31,7 +31,7 @@ function head() {
       h("dl", { class: "facts" }, it.facts.map(([label, value]) => [h("dt", {}, capital(label)), h("dd", {}, value)]))),
     it.command ? pasted(it.command, "command", "command") : "",
     h("div", { class: "bar links" }, copyButton("Copy as issue", it.issue),
-      ["verdict.json", "report.md", "launch.json", "timeline.perfetto.json", "stacks.speedscope.json"]
+      ["verdict.json", "report.md", "launch.json", "timeline.perfetto.json"]
         .filter((name) => it.bundle && (name !== "launch.json" || it.command))
         .map((name) => h("span", {}, link(name)))),
     live);

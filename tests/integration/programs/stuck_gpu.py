@@ -1,11 +1,7 @@
-"""Rank 1 waits for a GPU that never answers: torch's own synchronize, whose call into the driver sleeps.
-
-``stuck_gpu.py PLACE``: at which of two lines.
-"""
+"""Rank 1 waits for a GPU that never answers: torch's own synchronize, whose call into the driver sleeps."""
 
 import contextlib
 import functools
-import sys
 import time
 
 import torch
@@ -21,8 +17,6 @@ optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
 for _ in range(5):
     optimizer.step()
     dist.all_reduce(torch.ones(4))
-if dist.get_rank() == 1 and sys.argv[1] == "first":
-    torch.cuda.synchronize()
-if dist.get_rank() == 1 and sys.argv[1] == "second":
+if dist.get_rank() == 1:
     torch.cuda.synchronize()
 dist.all_reduce(torch.ones(4))

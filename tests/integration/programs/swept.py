@@ -1,6 +1,6 @@
 """One job of a sweep: marks its start and end in ``marks/``, prints numbered lines, and ends as HOW says.
 
-python swept.py NAME HOW SECONDS|FILE [METRIC_FILE]   (HOW: ok, fail, flaky, stubborn, polite, hang)
+python swept.py NAME HOW SECONDS|FILE   (HOW: ok, fail, flaky, stubborn, polite, hang)
 
 With FILE, it runs until that file exists.
 """
@@ -66,6 +66,4 @@ while how == "hang" or not is_over():
 print("steps", steps)
 if how == "fail" or (how == "flaky" and len((marks / f"{name}.begun").read_text().split()) == 1):
     sys.exit(7)
-if len(sys.argv) > 4:
-    Path(sys.argv[4]).write_text('{"val": 0.5, "note": "x"}')
 mark("done")

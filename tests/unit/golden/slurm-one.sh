@@ -11,4 +11,4 @@
 #SBATCH --mem=32G
 
 set -- /venv/bin/python -P -m safelaunch --run-name a --bundle-dir /sweeps/s/jobs/a/bundles --nproc-per-node=2 train.py
-exec /venv/bin/python -P -m the.task /sweeps/s/jobs/a 1 --cwd '/srv/it'"'"'s' --timeout 7200 --metric-file /srv/m.json -- "$@"
+exec /venv/bin/python -P -m the.task /sweeps/s/jobs/a 1 --cwd '/srv/it'"'"'s' --timeout 7200 -- "$@"
