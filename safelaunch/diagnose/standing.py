@@ -30,10 +30,11 @@ class Rhythm:
 def stands(evidence: Evidence) -> bool:
     """Whether a job that somebody looks at has gone without a sign of progress for longer than a few usual steps.
 
-    A pause or a phase that the script has announced is its own affair.
+    A pause or a phase that the script has announced is its own affair; nor does it count in a look that a finding of
+    ``--check-every`` has asked for: the job may have made its last step by then.
     """
     pages = [rank.progress for rank in evidence.ranks if rank.progress is not None]
-    if evidence.outcome != "dump" or any(page.paused or page.phase for page in pages):
+    if evidence.outcome != "dump" or evidence.for_finding or any(page.paused or page.phase for page in pages):
         return False
     return evidence.stall_s > max(LEAST_S, FEW * rhythm_of(evidence).usual_s)
 

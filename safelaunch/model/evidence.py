@@ -118,6 +118,7 @@ class Evidence(Record, frozen=True):
     threshold_s: float = 0.0  # the time without a step that raised the suspicion; 0: something else did
     threshold_why: str = ""
     moving: bool = False  # some rank progressed, or computed, between the confirmation samples
+    for_finding: bool = False  # a finding of --check-every has asked for this, so it has its verdict
     notes: tuple[str, ...] = ()  # what slowed the job down: a straggler, a shared GPU
     nodes: tuple[NodeEvidence, ...] = ()
     nccl: NcclWitness | None = None

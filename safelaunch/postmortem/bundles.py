@@ -66,6 +66,7 @@ class _Job(msgspec.Struct):
     outcome: Outcome = "hang"
     world_size: int = 0
     moving: bool = False
+    for_finding: bool = False
 
 
 class _Moment(msgspec.Struct):
@@ -206,6 +207,7 @@ def read_bundle(root: Path) -> Found:
         answer=manifest.watch.answer,
         work=manifest.watch.work,
         moving=job.moving,
+        for_finding=job.for_finding,
         notes=manifest.notes,
         nodes=_nodes(bundle),
         nccl=_nccl(bundle),
@@ -285,6 +287,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         missing_ranks=tuple(sorted(set(range(world)) - set(seen))),
         stall_s=max(found.evidence.stall_s for found in bundles),
         moving=any(found.evidence.moving for found in bundles),
+        for_finding=any(found.evidence.for_finding for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
         nccl=nccl,
         answer=next((one for one in _ANSWERS if any(f.evidence.answer == one for f in bundles)), None),

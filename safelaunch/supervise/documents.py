@@ -21,6 +21,7 @@ def job_of(evidence: Evidence, shape: dict[str, int]) -> dict[str, object]:
         "outcome": evidence.outcome,
         "world_size": evidence.world_size,
         "moving": evidence.moving,
+        "for_finding": evidence.for_finding,
         "mesh": shape,
         "groups": _groups(evidence),
         "devices": {str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},

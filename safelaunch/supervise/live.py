@@ -246,9 +246,9 @@ class Live:
     def _write_dump(self, dump: _Dump) -> Report:
         bundle_dir, about = dump.bundle_dir, replace(self._about, bundle_dir=dump.bundle_dir)
         if dump.late:
-            return incident.finish(self._evidence(about, late=True))
+            return incident.finish(self._evidence(about, for_finding=dump.show is not None, late=True))
         with self._together.dump.asking() as asked:
-            found = self._evidence(about)
+            found = self._evidence(about, for_finding=dump.show is not None)
             dump.seen.set()
             if dump.given_up:
                 incident.discard(found)
@@ -262,7 +262,7 @@ class Live:
         verdict = msgspec.structs.replace(verdict, bundle=place)
         return incident.finish(found, None, Common(verdict, evidence, name, others))
 
-    def _evidence(self, about: Circumstances, *, late: bool = False) -> Collected:
+    def _evidence(self, about: Circumstances, *, late: bool = False, for_finding: bool = False) -> Collected:
         targets = self._watch.targets()
         before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
         looks = look_at(targets, None, collectives=True)
@@ -274,7 +274,8 @@ class Live:
         ages = [self._age_s(page, time.monotonic()) for page in pages]
         stalled_s = 0.0 if advanced else max(ages, default=0.0)
         moving = advanced or bool(work_in(looks, self._watch.background))
-        return incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving, ask=not late)
+        found = incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving, ask=not late)
+        return replace(found, evidence=msgspec.structs.replace(found.evidence, for_finding=for_finding))
 
     def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
         return any(page.marks() != before.get(rank) for rank, page in self._watch.roster.pages().items())

@@ -7,7 +7,7 @@ from evidence import in_user, rank
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Evidence, Inconsistency, Verdict
+from safelaunch.model import Evidence, Inconsistency, RankExit, Verdict
 
 APART = Inconsistency(
     "replicas-diverged",
@@ -91,6 +91,13 @@ def test_a_hang_or_a_crash_keeps_its_own_cause_and_tells_of_them() -> None:
 
 def test_a_job_that_stands_is_judged_by_what_it_stands_for() -> None:
     assert told(APART, stall_s=600.0, moving=False).cause != "replicas-diverged"
+
+
+def test_a_dump_that_a_finding_has_asked_for_has_its_verdict_though_the_job_made_its_last_step() -> None:
+    ended = RankExit(0, 1.0)
+    ranks = tuple(rank(number, in_user(7), more={"exit": ended if number == 0 else None}) for number in range(3))
+    verdict = told(APART, ranks=ranks, stall_s=600.0, moving=False, for_finding=True)
+    assert verdict.cause == "replicas-diverged" and [one.rank for one in verdict.culprits] == [2]
 
 
 def test_a_rank_that_was_not_seen_is_named_in_words() -> None:
