@@ -2,7 +2,7 @@
 
 ``recorded`` chooses the calls, ``programs`` makes a program of them, ``order`` finds which of them nobody can have
 waited for, ``families`` and ``fold`` find what ranks and rounds have in common, and ``text`` writes it down.
-``smaller`` leaves out ranks and elements.
+``smaller`` leaves out ranks and elements, and ``compare`` says whether a run of the script hangs as the job did.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, Verdict
 from safelaunch.reading.source import ReadSource
+from safelaunch.reproduce.compare import Hang, differences, hang_of
 from safelaunch.reproduce.places import records_tell
 from safelaunch.reproduce.program import Program
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.recorded import Extent
-from safelaunch.reproduce.smaller import is_large, with_fewest_ranks, with_sizes_that_gloo_checks, with_small_tensors
+from safelaunch.reproduce.smaller import (
+    fewest_ranks,
+    is_large,
+    of_ranks,
+    with_sizes_that_gloo_checks,
+    with_small_tensors,
+)
 from safelaunch.reproduce.text import Head, script
 
-__all__ = ["Extent", "Reproduction", "Wish", "reproduction_of"]
+__all__ = ["Extent", "Hang", "Reproduction", "Wish", "differences", "hang_of", "reproduction_of"]
 
 
 _MANY = 100_000  # entries of all ranks
@@ -46,26 +53,24 @@ class Wish:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """``text``: the script; ``command`` runs it. ``outcome``, ``cause`` and ``culprits``: the verdict to expect.
+    """``text``: the script; ``command`` runs it. ``hang``: what to expect of it.
     ``notes``: what is not as it was recorded. ``replays``: there is anything to replay.
     """
 
     text: str
     world_size: int
     command: str
-    outcome: str
-    cause: str
-    culprits: tuple[int, ...]
+    hang: Hang
     notes: tuple[str, ...]
     replays: bool
 
 
 def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | None = None) -> Reproduction:
-    verdict, kept = diagnose(evidence, read_source), None
-    if wish.fewest:
-        evidence, kept = with_fewest_ranks(evidence, verdict, read_source)
-        verdict = diagnose(evidence, read_source)
+    verdict = diagnose(evidence, read_source)
+    culprits = list(dict.fromkeys(one.rank for one in verdict.culprits))
     program = _program(Facts.of(evidence, read_source), wish.extent)
+    kept = fewest_ranks(program, culprits, records_tell) if wish.fewest else list(program.ranks)
+    program, culprits = of_ranks(program, kept), [kept.index(rank) for rank in culprits]
     if is_large(program):
         program = replace(program, notes=(*program.notes, _TOO_LARGE))
     if wish.shrink or is_large(program):
@@ -73,15 +78,12 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
     program = with_sizes_that_gloo_checks(program)
     if any(text.startswith("calls before ") for text in verdict.missing):
         program = replace(program, notes=(*program.notes, LOST))
-    culprits = tuple(one.rank for one in verdict.culprits)
     written = script(program, _head(verdict, kept, wish), culprits if verdict.cause == "uneven-batches" else ())
     return Reproduction(
         text=written.text,
         world_size=program.world_size,
         command=written.command,
-        outcome=verdict.outcome,
-        cause=verdict.cause,
-        culprits=culprits,
+        hang=hang_of(evidence, kept, read_source),
         notes=written.notes,
         replays=any(one.calls or one.end.kind != "stands" for one in program.ranks.values()),
     )
@@ -93,14 +95,15 @@ def _program(facts: Facts, extent: Extent) -> Program:
     size = sum(len(record.entries) for record in facts.alignment.records.values())
     if extent != Extent() or size > _MANY:
         return program
-    wanted = records_tell(program_of(facts, Extent(everything=True)))
-    longer = (program_of(facts, Extent(rounds=rounds)) for rounds in (6, 12))
-    return next((one for one in (program, *longer) if records_tell(one) == wanted), program)
+    every = program_of(facts, Extent(everything=True))
+    wanted = records_tell(every)
+    longer = (program_of(facts, Extent(rounds=rounds)) for rounds in (6, 12, 24))
+    return next((one for one in (program, *longer) if records_tell(one) == wanted), every)
 
 
-def _head(verdict: Verdict, kept: Sequence[int] | None, wish: Wish) -> Head:
+def _head(verdict: Verdict, kept: Sequence[int], wish: Wish) -> Head:
     recorded = [f"Recorded: {verdict.cause} ({verdict.confidence} confidence). {verdict.summary}"]
-    if kept is not None and list(kept) != list(range(len(kept))):
+    if list(kept) != list(range(len(kept))):
         pairs = ", ".join(f"{place} was {rank}" for place, rank in enumerate(kept))
         recorded.append(f"Ranks are counted anew: {pairs}.")
     return Head(recorded, wish.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from safelaunch.reproduce.program import WORLD, Call, Program, RankProgram
+from safelaunch.reproduce.program import OUTSIDE, WORLD, Call, Program, RankProgram
 
 Families = dict[str, list[tuple[int, ...]]]
 
@@ -18,9 +18,10 @@ def in_families(program: Program) -> tuple[Program, Families]:
     turn = {rank: _in_turn(one) for rank, one in program.ranks.items()}
     parts: dict[object, list[str]] = {}
     for name, ranks in program.groups.items():
-        parts.setdefault((len(ranks), tuple({turn[rank].get(name, -1) for rank in ranks})), []).append(name)
+        part = (len(ranks), tuple({turn[rank].get(name, -1) for rank in ranks}))
+        parts.setdefault(name if name in program.makers else part, []).append(name)
     families: Families = {}
-    name_of: dict[str, str] = {WORLD: WORLD}
+    name_of: dict[str, str] = {WORLD: WORLD, OUTSIDE: OUTSIDE}
     for names in parts.values():
         for group in names:
             members = program.groups[group]
@@ -32,7 +33,8 @@ def in_families(program: Program) -> tuple[Program, Families]:
             families.setdefault(family, []).append(members)
             name_of[group] = family
     programs = {rank: _renamed(one, name_of) for rank, one in program.ranks.items()}
-    return replace(program, ranks=programs), {name: sorted(groups) for name, groups in families.items()}
+    makers = {name_of[name]: ranks for name, ranks in program.makers.items()}
+    return replace(program, ranks=programs, makers=makers), {name: sorted(groups) for name, groups in families.items()}
 
 
 def _in_turn(program: RankProgram) -> dict[str, int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import groupby
@@ -11,23 +10,17 @@ from typing import Any
 
 Item = Hashable
 Ranks = frozenset[int]
-Misses = tuple[tuple[int, Ranks], ...]
 _LONGEST_ROUND = 512
-_MOST_MISSES = 4
-_LONGEST_WITH_MISSES = 48
 _MOST_TO_ALIGN = 4000  # items of two sides
 
 
 @dataclass(frozen=True)
 class Step:
-    """``item``, which ``ranks`` do. ``beyond``: those that do not come so far, so it is as good as theirs. ``misses``:
-    in which rounds of the loop around it who leaves it out.
-    """
+    """``item``, which ``ranks`` do. ``beyond``: those that do not come so far, so it is as good as theirs."""
 
     item: Any
     ranks: Ranks
     beyond: Ranks = frozenset()
-    misses: Misses = ()
 
 
 @dataclass(frozen=True)
@@ -47,15 +40,7 @@ class Branch:
     rest: tuple[Node, ...] = ()
 
 
-@dataclass(frozen=True)
-class Unless:
-    """``body`` is left out by these ranks in these rounds of the loop around it."""
-
-    misses: Misses
-    body: tuple[Node, ...]
-
-
-Node = Step | Loop | Branch | Unless
+Node = Step | Loop | Branch
 
 
 def merged(programs: Mapping[int, Sequence[Item]], *, leavers: Collection[int] = ()) -> tuple[Node, ...]:
@@ -67,25 +52,23 @@ def merged(programs: Mapping[int, Sequence[Item]], *, leavers: Collection[int] =
     return tuple(_branched(_level(programs, frozenset(leavers)), frozenset(programs)))
 
 
-def done(nodes: Sequence[Node], rank: int, number: int = 0) -> Iterator[Step]:
-    """The steps that ``rank`` does, if it comes back from each; ``number``: of the round of the loop around them."""
+def done(nodes: Sequence[Node], rank: int) -> Iterator[Step]:
+    """The steps that ``rank`` does, if it comes back from each."""
     for node in nodes:
         if isinstance(node, Step):
             yield node
         elif isinstance(node, Loop):
-            rounds = node.times - (rank in node.leaving)
-            yield from (step for at in range(rounds) for step in done(node.body, rank, at))
-        elif isinstance(node, Unless):
-            if not any(at == number and rank in ranks for at, ranks in node.misses):
-                yield from done(node.body, rank, number)
+            for _ in range(node.times - (rank in node.leaving)):
+                yield from done(node.body, rank)
         else:
-            mine = next((body for ranks, body in node.sides if rank in ranks), node.rest)
-            yield from done(mine, rank, number)
+            yield from done(next((body for ranks, body in node.sides if rank in ranks), node.rest), rank)
 
 
 def _level(programs: Mapping[int, Sequence[Item]], leavers: Ranks) -> list[Step | Loop]:
-    level = _rounds(_with_the_stuck(_aligned(programs)))
-    return _one_more_round(level, frozenset(programs)) or _left(level, leavers) or level
+    steps = _with_the_stuck(_aligned(programs))
+    numbers: dict[Step, int] = {}
+    level = _folded(steps, [numbers.setdefault(step, len(numbers)) for step in steps])
+    return _left(level, leavers) or level
 
 
 # --- one sequence -----------------------------------------------------------------------------------------------------
@@ -136,57 +119,8 @@ def _with_the_stuck(steps: Sequence[Step]) -> list[Step]:
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 
-def _rounds(steps: Sequence[Step]) -> list[Step | Loop]:
-    """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those.
-
-    A round in which some ranks leave something out is one, too; and so is the begin of one in which all are stuck.
-    """
-    numbers: dict[object, int] = {}
-    codes = [numbers.setdefault(step, len(numbers)) for step in steps]
-    items = [numbers.setdefault((step.item,), len(numbers)) for step in steps]
-    found: list[Step | Loop] = []
-    at = 0
-    while at < len(steps):
-        period, times = _round_at(items, at)
-        loop = _loop_with_misses(steps, items, at, period, times) if times > 1 else None
-        if loop is not None:
-            found.append(loop[0])
-            at = loop[1]
-            continue
-        period, times = _round_at(codes, at)
-        found += _folded(steps[at : at + period * times], codes[at : at + period * times])
-        at += period * times
-    return found
-
-
-def _loop_with_misses(
-    steps: Sequence[Step], items: Sequence[int], at: int, period: int, times: int
-) -> tuple[Loop, int] | None:
-    """The rounds from ``at`` on as a loop, and where it ends; None where no rank leaves anything out, or too many."""
-    end = at + period * times
-    rest = len(steps) - end
-    if 0 < rest < period and items[end:] == items[at : at + rest]:
-        times, end = times + 1, len(steps)
-    body: list[Step] = []
-    for place in range(period):
-        there = range(at + place, end, period)
-        ranks = Counter(steps[n].ranks for n in there).most_common(1)[0][0]
-        misses = []
-        for number, n in enumerate(there):
-            who = ranks - steps[n].ranks - steps[n].beyond
-            if not steps[n].ranks <= ranks or 2 * len(who) > len(ranks) or not who <= _ranks_in(steps[n + 1 : end]):
-                return None  # they do something else instead, or have come to their end
-            misses += [(number, who)] if who else []
-        body.append(Step(steps[at + place].item, ranks, misses=tuple(misses)))
-    count = sum(len(step.misses) for step in body)
-    return (Loop(times, tuple(body)), end) if 0 < count <= _MOST_MISSES and period <= _LONGEST_WITH_MISSES else None
-
-
-def _ranks_in(steps: Iterable[Step]) -> Ranks:
-    return frozenset(rank for step in steps for rank in step.ranks)
-
-
 def _folded(steps: Sequence[Step], codes: Sequence[int]) -> list[Step | Loop]:
+    """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those."""
     found: list[Step | Loop] = []
     at = 0
     while at < len(steps):
@@ -218,50 +152,6 @@ def _last_loop(level: Sequence[Step | Loop]) -> int | None:
     at = next((at for at in reversed(range(len(level))) if isinstance(level[at], Loop)), None)
     body = level[at].body if at is not None else ()  # type: ignore[union-attr]
     return at if all(isinstance(node, Step) for node in body) else None
-
-
-def _one_more_round(level: list[Step | Loop], programs: Collection[int]) -> list[Step | Loop] | None:
-    """What follows the last loop as one more round of it, in which some ranks leave something out.
-
-    All of ``programs`` are stuck in that round. None where what follows is none, or where nobody leaves anything out.
-    """
-    at = _last_loop(level)
-    if at is None:
-        return None
-    loop, rest = level[at], level[at + 1 :]
-    assert isinstance(loop, Loop)
-    body = [node for node in loop.body if isinstance(node, Step)]
-    left_out: dict[int, set[int]] = {}
-    for rank in programs:
-        mine = [step.item for step in rest if isinstance(step, Step) and rank in step.ranks]
-        skipped = _skipped(mine, body, rank)
-        if skipped is None:
-            return None
-        for place in skipped:
-            left_out.setdefault(place, set()).add(rank)
-    if not left_out or any(isinstance(step, Loop) for step in rest):
-        return None
-    if any(step.misses for step in body):
-        return None
-    changed = [
-        replace(step, misses=((loop.times, frozenset(left_out[place])),)) if place in left_out else step
-        for place, step in enumerate(body)
-    ]
-    return [*level[:at], Loop(loop.times + 1, tuple(changed))]
-
-
-def _skipped(mine: Sequence[Item], body: Sequence[Step], rank: int) -> set[int] | None:
-    """The places of the round's steps that a rank passes over; None where it does something else."""
-    found: set[int] = set()
-    places = iter([n for n, step in enumerate(body) if rank in step.ranks])
-    for item in mine:
-        for place in places:
-            if body[place].item == item:
-                break
-            found.add(place)
-        else:
-            return None
-    return found if mine else None
 
 
 def _left(level: list[Step | Loop], leavers: Ranks) -> list[Step | Loop] | None:
@@ -299,7 +189,8 @@ def _branched(level: Sequence[Node], here: Ranks) -> Iterator[Node]:
     for who, nodes in groupby(level, key=_ranks_of):
         ranks, beyond = who or (here, here)
         mine = here if ranks | beyond >= here else ranks & here
-        parts.append((mine, tuple(_inside(list(nodes), mine))))
+        inside = (replace(n, body=tuple(_branched(n.body, mine))) if isinstance(n, Loop) else n for n in nodes)
+        parts.append((mine, tuple(inside)))
     at = 0
     while at < len(parts):
         ranks, body = parts[at]
@@ -318,13 +209,3 @@ def _branched(level: Sequence[Node], here: Ranks) -> Iterator[Node]:
             yield Branch(tuple(side for side in sides if side is not last), last[1])
         elif sides:
             yield Branch(tuple(sides))
-
-
-def _inside(nodes: Sequence[Node], here: Ranks) -> Iterator[Node]:
-    for misses, same in groupby(nodes, key=lambda node: node.misses if isinstance(node, Step) else ()):
-        body = [replace(one, body=tuple(_branched(one.body, here))) if isinstance(one, Loop) else one for one in same]
-        mine = tuple((number, ranks & here) for number, ranks in misses if ranks & here)
-        if mine:
-            yield Unless(mine, tuple(body))
-        else:
-            yield from body

@@ -1,18 +1,20 @@
-"""Calls that are over, and that would wait for each other if each were waited for before the next. Pure.
+"""Where ranks go on, if they make the calls one after the other. Pure.
 
 A record tells that a call is over, and not when its rank went on: two ranks that each send before they receive have
-recorded what hangs with ``dist.send``, and passes with ``dist.isend``. Calls of several threads or streams may stand in
-another order on each rank.
+recorded what hangs with ``dist.send``, and passes with ``dist.isend``. And what does not end with another backend may
+do so with gloo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from safelaunch.reproduce.program import EAGER, Call, RankProgram
+from safelaunch.reproduce.gloo import returns
+from safelaunch.reproduce.program import ROOTED, Call, RankProgram
 
 Keys = Sequence[Collection[Hashable]]  # of each call of a rank: what it meets; none where that is not known
+Members = Callable[[str], Sequence[int]]
 
 
 def passable(programs: Mapping[int, RankProgram], keys: Mapping[int, Keys]) -> dict[int, RankProgram]:
@@ -26,6 +28,26 @@ def passable(programs: Mapping[int, RankProgram], keys: Mapping[int, Keys]) -> d
     while (blocked := _blocked(programs, keys, left)) is not None:
         left.add(_kind(blocked))
     return {rank: _unwaited(one, left) for rank, one in programs.items()} if left else dict(programs)
+
+
+def returning(programs: Mapping[int, RankProgram], keys: Mapping[int, Keys], members: Members) -> list[int]:
+    """The ranks that gloo lets come back from the rooted call that is the last of their record."""
+    last = {
+        (rank, key): one.calls[-1]
+        for rank, one in programs.items()
+        if one.end.kind == "waits" and one.calls and len(keys[rank]) == len(one.calls)
+        for key in keys[rank][-1]
+    }
+    met = {(rank, key) for rank, mine in keys.items() for keys_of_call in mine for key in keys_of_call}
+    found = []
+    for (rank, key), call in last.items():
+        ranks = list(members(call.group))
+        if call.op in ROOTED and call.waited_for and rank in ranks and call.root is not None:
+            alike = {r for r in ranks if (r, key) in met and last.get((r, key), call).op == call.op}
+            root = dict(call.other_roots).get(rank, call.root)
+            if returns(call.op, root, {ranks.index(r) for r in alike}, ranks.index(rank), len(ranks)):
+                found.append(rank)
+    return found
 
 
 def _kind(call: Call) -> object:
@@ -58,7 +80,7 @@ def _blocked(programs: Mapping[int, RankProgram], keys: Mapping[int, Keys], left
                     moved = True
                     for key in met:
                         expected[key] -= 1
-                waits = call.waited_for and call.op not in EAGER and _kind(call) not in left
+                waits = call.waited_for and call.op not in ROOTED and _kind(call) not in left
                 if waits and (not _is_over(program, at[rank]) or any(expected[key] for key in met)):
                     break
                 entered.discard(rank)

@@ -14,11 +14,10 @@ from safelaunch.model import Collective, Frame
 Sizes = tuple[tuple[int, ...], ...]
 
 WORLD = "0"  # the default group
+OUTSIDE = "-"  # any group that the rank is not in: torch warns, and makes no call
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-OBJECTS = "broadcast_object_list"  # ``sizes``: how many objects, and how long they are, pickled
 TRANSFERS = frozenset({"send", "recv"})
-# gloo's root or leaf is done with these as soon as its data has left, or the data has come: it waits for nobody else.
-EAGER = frozenset({"broadcast", "reduce", "gather", "scatter"})
+BARE = frozenset({"barrier", "monitored_barrier", "new_group"})  # without tensors
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Call:
     - ``sizes``: of the tensors that the rank gives, or, where only the root gives some (scatter), gets
     - ``gets``: of those that it gets in an ``all_to_all``
     - ``other_roots``: ranks of the world that name another root, and which
+    - ``peer``: None in a ``recv`` from any rank
     - ``waited_for`` False: the rank went on before the call was over
     - ``site``: the user's line
     """
@@ -47,8 +47,8 @@ class Call:
 
 
 # What a rank does behind its last call. ``waits``: it does not come back from it. ``joins``: it waits for its threads.
-# ``enters``: it lets the main thread make its next call, and waits for the newest of its own.
-Ending = Literal["waits", "waits for work", "joins", "enters", "stands", "leaves", "raises", "exits", "is killed"]
+# ``ends``: nothing more, as a thread.
+Ending = Literal["waits", "waits for work", "joins", "ends", "stands", "leaves", "raises", "exits", "is killed"]
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,13 @@ class End:
 
 @dataclass(frozen=True)
 class Side:
-    """A thread beside the main one. ``after``: how many calls the main thread has made when it starts. ``first``: the
-    main thread waits until this one has entered its call. ``name``: as it was recorded.
+    """A thread beside the main one. ``after``: how many calls the main thread has made when it starts. ``name``: as it
+    was recorded.
     """
 
     calls: tuple[Call, ...]
     end: End
     after: int
-    first: bool = False
     name: str = ""
 
 
@@ -97,10 +96,13 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class Program:
-    """``groups``: name → ranks, without the default one. ``notes``: what is not as it was recorded, a sentence each."""
+    """``groups``: name → ranks, without the default one, in the order in which they are made. ``makers``: of those that
+    not every rank has made, who has. ``notes``: what is not as it was recorded, a sentence each.
+    """
 
     ranks: Mapping[int, RankProgram]
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    makers: Mapping[str, frozenset[int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

@@ -52,7 +52,7 @@ class Recorded:
 def recorded(facts: Facts, extent: Extent) -> dict[int, list[Recorded]]:
     """Rank → its calls that are to be replayed, oldest first."""
     every = {rank: _entries_of(facts, rank) for rank in sorted(facts.alignment.records)}
-    begins = _in_step({rank: _begin(facts, rank, calls, extent) for rank, calls in every.items()}, every)
+    begins = _together({rank: _begin(facts, calls, extent) for rank, calls in every.items()}, every)
     first: dict[Meeting, int] = {}
     for rank, calls in every.items():
         for meeting, place in _first_kept(calls, begins[rank]).items():
@@ -87,7 +87,7 @@ def _can_be_counted(facts: Facts, one: Transfer) -> bool:
     return facts.alignment.is_whole(one.sender) and facts.alignment.is_whole(one.receiver)
 
 
-def _begin(facts: Facts, rank: int, calls: Sequence[Recorded], extent: Extent) -> int:
+def _begin(facts: Facts, calls: Sequence[Recorded], extent: Extent) -> int:
     """The place in ``calls`` to begin with."""
     if extent.everything:
         return 0
@@ -97,45 +97,17 @@ def _begin(facts: Facts, rank: int, calls: Sequence[Recorded], extent: Extent) -
     apart = next((at for at, one in enumerate(calls) if one.place >= parted.get(one.meeting, one.place + 1)), None)
     apart = len(calls) if apart is None else apart
     undone = next((at for at, one in enumerate(calls) if not one.entry.completed), len(calls))
-    return _rounds_before(calls, min(apart, undone, _shifted(facts, rank, calls)), extent.rounds)
+    return _rounds_before(calls, min(apart, undone), extent.rounds)
 
 
-def _in_step(begins: Mapping[int, int], every: Mapping[int, Sequence[Recorded]]) -> dict[int, int]:
-    """Ranks that make the same calls, each in groups of its own, begin with the same one: the earliest of theirs."""
-    found: dict[int, int] = {}
-    leaders: list[tuple[int, dict[int, object]]] = []
-    for rank in sorted(begins, key=lambda one: (_record_id(every[one], begins[one]), one)):
-        calls, begin = every[rank], begins[rank]
-        codes = {one.entry.record_id: _code_in_any_group(one) for one in calls}
-        for first, theirs in leaders:
-            until = _record_id(calls, begin)
-            if first in codes and all(codes.get(n) == theirs.get(n) for n in range(first, until)):
-                begin = next(at for at, one in enumerate(calls) if one.entry.record_id == first)
-                break
-        else:
-            leaders.append((_record_id(calls, begin), codes))
-        found[rank] = begin
-    return found
-
-
-def _record_id(calls: Sequence[Recorded], at: int) -> int:
-    return calls[at].entry.record_id if at < len(calls) else calls[-1].entry.record_id + 1 if calls else 0
-
-
-def _code_in_any_group(one: Recorded) -> object:
-    return signature(one.entry), one.entry.frames
-
-
-def _shifted(facts: Facts, rank: int, calls: Sequence[Recorded]) -> int:
-    """Where a rank of this one's role made a call too many or too few, whatever the group."""
-    shift = facts.histories.shift_of_program
-    if shift is None or rank not in (*shift.ranks, *shift.peers):
-        return len(calls)
-    whole = all(map(facts.alignment.is_whole, facts.alignment.records))
-    entries = facts.alignment.records[rank].entries
-    numbers = {entry.record_id: at for at, entry in enumerate(entries)} if whole else {}
-    places = [numbers.get(one.entry.record_id, one.entry.record_id) for one in calls]
-    return next((at for at, place in enumerate(places) if place >= shift.number), len(calls))
+def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[Recorded]]) -> dict[int, int]:
+    """All begin with the same call of a group that all are in: the newest one before each begin, if there is one."""
+    places = {rank: {(one.meeting, one.place): at for at, one in enumerate(calls)} for rank, calls in every.items()}
+    common = [key for key in next(iter(places.values()), {}) if all(key in mine for mine in places.values())]
+    for key in reversed(common):
+        if all(mine[key] <= begins[rank] for rank, mine in places.items()):
+            return {rank: mine[key] for rank, mine in places.items()}
+    return dict(begins)
 
 
 def _parted(facts: Facts) -> dict[Meeting, int]:

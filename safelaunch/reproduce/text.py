@@ -19,13 +19,14 @@ from safelaunch.reproduce import fold
 from safelaunch.reproduce.families import Families, in_families
 from safelaunch.reproduce.gloo import types_of
 from safelaunch.reproduce.places import places_matter
-from safelaunch.reproduce.program import OBJECTS, TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
+from safelaunch.reproduce.program import BARE, OUTSIDE, TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
 
 _WIDTH = 118
 _INDENT = "    "
-_PICKLED = 64  # bytes that pickling adds, about
-_MOST_OBJECTS = 64
 _FOREVER = "time.sleep(86_400)"
+_OUTSIDE = "dist.GroupMember.NON_GROUP_MEMBER"
+# Whoever reads this line in the output knows that the script does not do what was recorded.
+_CAME_BACK = 'raise SystemExit(f"not as recorded: rank {rank} came back from its last call")'
 # How a rank stands that waits for nobody, where a line of the standard library stands so as well.
 _STANDS = {
     "blocking-io": ("os.read(os.pipe()[0], 1)",),
@@ -34,16 +35,16 @@ _STANDS = {
     "rank-stopped": ("os.kill(os.getpid(), signal.SIGSTOP)",),
     "stuck-in-user-code": (_FOREVER,),
     "missing-from-collective": (_FOREVER,),
+    "": (_FOREVER,),
 }
 _MODULES = ("os", "signal", "sys", "threading", "time")
 
 
 @dataclass(frozen=True)
 class Start:
-    """The main thread starts thread number ``number``; ``first``: and waits until that has entered its call."""
+    """The main thread starts thread number ``number``."""
 
     number: int
-    first: bool
 
 
 Item = Call | End | Start
@@ -75,6 +76,7 @@ def script(program: Program, head: Head, leavers: Collection[int] = ()) -> Scrip
     nodes = fold.merged(items, leavers=leavers)
     listed = not (leavers or threaded) and places_matter(named, nodes)
     body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
+    body.append(_CAME_BACK)
     notes = [*program.notes, *_not_the_same(program), *(_of_type(name, types[name]) for name in replaced)]
     command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
     lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
@@ -159,12 +161,12 @@ def _flat(program: RankProgram) -> Iterator[Call]:
 def _items(program: RankProgram) -> list[Item]:
     found: list[Item] = [*program.calls, *_at_the_end(program.end)]
     for number, side in reversed(list(enumerate(program.sides))):
-        found.insert(side.after, Start(number, side.first))
+        found.insert(side.after, Start(number))
     return [] if program.before else found
 
 
 def _at_the_end(end: End) -> tuple[End, ...]:
-    return () if end.kind == "waits" else (end,)
+    return () if end.kind in ("waits", "ends") else (end,)
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -177,14 +179,16 @@ class _Writer:
 
     def groups(self) -> Iterator[str]:
         for name, groups in self._families.items():
+            makers = self._program.makers.get(name)
+            if makers is not None:
+                yield from _wrapped(f"if {self._condition(makers)}:")
             if len(groups) == 1:
-                yield from _wrapped(f"{name} = dist.new_group({_ranks(groups[0])})")
+                line = f"{name} = dist.new_group({_ranks(groups[0])})"
+                yield from _wrapped(line if makers is None else _INDENT + line)
             else:
                 yield from _wrapped(f"{name}, _ = dist.new_subgroups_by_enumeration({_lists(groups)})")
         if any(not call.waited_for for one in self._program.ranks.values() for call in one.all_calls):
             yield "works = []"
-        if any(side.first for one in self._program.ranks.values() for side in one.sides):
-            yield "entered = threading.Event()"
         yield ""
 
     def threads(self) -> Iterator[str]:
@@ -209,10 +213,6 @@ class _Writer:
                     yield from self._loop(node, indent)
                 elif isinstance(node, fold.Branch):
                     yield from self._branch(node, indent)
-                elif isinstance(node, fold.Unless):
-                    asked = " and ".join(self._not_missed(*miss, alone=len(node.misses) == 1) for miss in node.misses)
-                    yield from _wrapped(f"{indent}if {asked}:", indent)
-                    yield from self.nodes(node.body, indent + _INDENT)
 
     def _plain(self, items: Sequence[Item], indent: str) -> Iterator[str]:
         if self._names:
@@ -224,8 +224,7 @@ class _Writer:
     def _item(self, item: Item) -> list[str]:
         if isinstance(item, Start):
             name = f"thread_{item.number + 1}"
-            waits = ["entered.wait()"] if item.first else []
-            return [f"{name} = threading.Thread(target=run_{name})", f"{name}.start()", *waits]
+            return [f"{name} = threading.Thread(target=run_{name})", f"{name}.start()"]
         return _ending(item) if isinstance(item, End) else self._call(item)
 
     def list_of_calls(self, nodes: Sequence[fold.Node]) -> Iterator[str]:
@@ -244,10 +243,6 @@ class _Writer:
         yield from self.nodes(nodes, "")
         yield "for call in calls:"
         yield f"{_INDENT}call()"
-
-    def _not_missed(self, number: int, ranks: frozenset[int], *, alone: bool) -> str:
-        asked = f"step != {number} or {negated(self._condition(ranks))}"
-        return asked if alone else f"({asked})"
 
     def _loop(self, loop: fold.Loop, indent: str) -> Iterator[str]:
         inner, last = indent + _INDENT, loop.times - 1
@@ -282,7 +277,7 @@ class _Writer:
     def _text(self, call: Call) -> str:
         name = {"send": "isend", "recv": "irecv"}.get(call.op, call.op) if not call.waited_for else call.op
         words = [*self._tensors(call), *self._ends(call)]
-        words += [f"group={call.group}"] if call.group != WORLD else []
+        words += [f"group={_OUTSIDE if call.group == OUTSIDE else call.group}"] if call.group != WORLD else []
         words += ["async_op=True"] if not call.waited_for and call.op not in TRANSFERS else []
         if call.op == "all_reduce" and len(call.sizes) > 1:
             name = "all_reduce_coalesced"
@@ -309,11 +304,7 @@ class _Writer:
     def _tensors(self, call: Call) -> Iterator[str]:
         count = self._count(call.group)
         given = [self._zeros(size, call) for size in call.sizes]
-        if call.op in ("barrier", "new_group"):
-            return
-        if call.op == OBJECTS:
-            first = f"bytes({max(0, _numel(call.sizes[1:]) - _PICKLED)})" if len(call.sizes) > 1 else "None"
-            yield f"[{', '.join([first, *['None'] * (min(_numel(call.sizes[:1]), _MOST_OBJECTS) - 1)])}]"
+        if call.op in BARE:
             return
         if call.op == "all_reduce" and len(given) > 1:
             yield f"[{', '.join(given)}]"
@@ -361,7 +352,7 @@ class _Writer:
         return [*begin, *ops, "]):", f"{_INDENT}work.wait()"]
 
     def _count(self, group: str) -> int:
-        return len(self._families[group][0]) if group != WORLD else self._program.world_size
+        return len(self._families[group][0]) if group in self._families else self._program.world_size
 
 
 def _peer(call: Call) -> str:
@@ -382,8 +373,6 @@ def _numel(sizes: Sizes) -> int:
 def _ending(end: End) -> list[str]:
     if end.kind == "waits for work":
         return _with_comment([f"works[-{end.work + 1}].wait()"], _site(end.site))
-    if end.kind == "enters":
-        return ["entered.set()", "works[-1].wait()"]
     if end.kind == "joins":
         return _with_comment(["thread_1.join()"], _site(end.site))
     lines = {
@@ -457,13 +446,6 @@ def condition(ranks: frozenset[int], world: int) -> str:
             return f"rank <= {last}"
         return f"rank >= {first}" if last == world - 1 else f"{first} <= rank <= {last}"
     return f"rank in {_range(ordered) or '(' + ', '.join(map(str, ordered)) + ')'}"
-
-
-def negated(asked: str) -> str:
-    for word, other in (("==", "!="), ("!=", "=="), (" in ", " not in ")):
-        if word in asked:
-            return asked.replace(word, other)
-    return f"not ({asked})"
 
 
 def _range(ordered: Sequence[int]) -> str:

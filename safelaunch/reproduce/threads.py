@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safelaunch.diagnose.rank_state import RankFacts
-from safelaunch.model import StackSample, Thread
+from safelaunch.model import Collective, StackSample, Thread
 from safelaunch.reading.frames import python_frames, stack_of
-
-Made = tuple[int, str, bool]  # of a call: its thread, its group, whether it is over
 
 
 @dataclass(frozen=True)
@@ -22,32 +19,26 @@ class SideThread:
     stands: bool = False
 
 
-def threads_of(one: RankFacts, made: Sequence[Made]) -> list[SideThread]:
-    """The threads beside the main one that have made some of these calls, or in which the rank stands.
+def threads_of(one: RankFacts, made: Sequence[Collective]) -> list[SideThread]:
+    """The threads beside the main one that have made some of these calls, or in which the rank stands; some of them may
+    have ended since.
 
     Where all calls are one thread's, it counts as the main one. A backward pass on a device calls from a thread of its
     own that runs nothing of the user's: that one belongs to the main one.
     """
     sample = _sample_of(one)
-    callers = Counter(ident for ident, _, _ in made if ident)
     if sample is None or sample.main_thread is None or not sample.main_thread.ident:
-        return _each_in_one_call(made, callers)
+        return []
     main = sample.main_thread
-    others = [thread for thread in sample.threads if thread is not main and thread.ident]
-    standing = next((thread for thread in others if _stands_in(one, main, thread)), None)
-    found = [thread for thread in others if thread.ident in callers or thread is standing]
+    names = {thread.ident: thread.name for thread in sample.threads if thread is not main and thread.ident}
+    standing = next((each.ident for each in sample.threads if each is not main and _stands_in(one, main, each)), None)
+    callers = {entry.thread for entry in made if entry.thread}
+    found = {entry.thread for entry in made if entry.thread and stack_of(one.evidence, entry.frames).user_frame}
+    found -= {main.ident}
     if main.ident not in callers and len(found) == 1 and standing is None:
         return []
-    return [SideThread(thread.ident, thread.name, thread is standing) for thread in found]
-
-
-def _each_in_one_call(made: Sequence[Made], callers: Counter[int]) -> list[SideThread]:
-    """Of a record alone: several threads wait, each in one call. The one that has made most calls is the main one."""
-    waiting = Counter(ident for ident, _, over in made if ident and not over)
-    if len(waiting) < 2 or max(waiting.values()) > 1:
-        return []
-    main = callers.most_common(1)[0][0]
-    return [SideThread(ident, "") for ident in waiting if ident != main]
+    found |= {standing} if standing is not None else set()
+    return [SideThread(ident, names.get(ident, ""), ident == standing) for ident in sorted(found)]
 
 
 def _sample_of(one: RankFacts) -> StackSample | None:

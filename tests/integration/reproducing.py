@@ -16,25 +16,12 @@ from jobs import Job
 
 from safelaunch.capture import user_source
 from safelaunch.capture.flight_dump import to_json
-from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.rank_state import Facts
-from safelaunch.model import Evidence, RankEvidence
+from safelaunch.model import Evidence
 from safelaunch.postmortem import locate
-from safelaunch.reading.frames import basename
-from safelaunch.reproduce import LOST, Reproduction, Wish, reproduction_of
-from safelaunch.reproduce.program import RankProgram
-from safelaunch.reproduce.programs import program_of
-from safelaunch.reproduce.smaller import ABORTS, with_fewest_ranks
+from safelaunch.reproduce import LOST, Hang, Reproduction, Wish, differences, hang_of, reproduction_of
+from safelaunch.reproduce.smaller import ABORTS
 from safelaunch.reproduce.text import NO_SENDS
 
-# What makes a rank stand, by the cause of the replay, where it cannot be the recorded one.
-STAND_INS = {
-    "missing-from-collective": ("stuck-in-user-code",),  # here its stack says why
-    "data-loading": ("stuck-in-user-code",),
-    "uninterruptible-io": ("stuck-in-user-code",),
-    "gil-held": ("stuck-in-user-code",),
-    "swallowed-exception": ("collective-mismatch", "uneven-batches"),
-}
 # The zoo's classes in which ranks wait for each other, and those in which one stands by itself, of each kind one.
 CLASSES = (
     "all-gather", "barrier", "broadcast", "roots", "group-order", "left-out", "recv-recv", "tags", "no-send", "unused",
@@ -130,61 +117,28 @@ def _replay(name: str, evidence: Evidence, scratch: Path, wish: Wish) -> tuple[R
     limit = "--max-stall=6" if "busy-loop" in made.text else "--max-stall=60"
     with Job([*OPTIONS, limit, f"--nproc-per-node={made.world_size}", script], scratch) as job:
         result = job.wait()
-    told = Replay(name, (made.cause, made.culprits), ("-", ()), made.world_size, made.text.count("\n"))
+    recorded = (made.hang.cause, made.hang.culprits)
+    told = Replay(name, recorded, ("-", ()), made.world_size, made.text.count("\n"))
     if len(result.bundles) != 1:
         why = f"exit code {result.code}, {len(result.bundles)} bundles: {result.said[-300:]}"
         return replace(told, why_not=why), True
+    found = hang_of(locate.read(result.bundle.path).evidence, range(made.world_size), user_source.text)
+    told = replace(told, found=(found.cause, found.culprits))
     verdict = result.verdict
-    told = replace(told, found=(verdict["cause"], tuple(one["rank"] for one in verdict["culprits"])))
-    why = difference(made, verdict["outcome"], told.found)
     unseen = [text for text in verdict["missing"] if text.startswith(("no Flight", "no Python", "ranks not seen"))]
-    why = why and " ".join([f"{why}: {verdict['summary']}", *(f"({text})" for text in unseen)])
-    said = is_said(made, told.found[1])
-    if why and said and (left := not_reached(evidence, wish, result.bundle.path)):
-        why += f" (not at their last call: ranks {left})"
-    elif why and said:
+    why = "; ".join(differences(made.hang, found))
+    if why and is_said(made, found.culprits) and not different_calls(made.hang, found):
         return replace(told, in_part=why), not unseen
+    why = why and " ".join([f"{why}: {verdict['summary']}", *(f"({text})" for text in unseen)])
     return replace(told, why_not=why), not unseen
+
+
+def different_calls(recorded: Hang, found: Hang) -> bool:
+    return any(rank in found.ranks and one.differs(found.ranks[rank]) for rank, one in recorded.ranks.items())
 
 
 def is_said(made: Reproduction, found: Sequence[int]) -> bool:
     """Whether the head of the script says why its verdict may name such ranks."""
-    more, fewer = set(made.culprits) <= set(found), set(found) <= set(made.culprits)
+    more, fewer = set(made.hang.culprits) <= set(found), set(found) <= set(made.hang.culprits)
     fewer = bool(found) and fewer
     return NO_SENDS in made.notes or (ABORTS in made.notes and (more or fewer)) or (LOST in made.notes and fewer)
-
-
-def not_reached(evidence: Evidence, wish: Wish, bundle: Path) -> list[int]:
-    """The ranks that stand at another call than the last one that the script has for them.
-
-    A call is known by the comment beside it: the user's line.
-    """
-    facts = Facts.of(evidence, user_source.text)
-    if wish.fewest:
-        evidence, _ = with_fewest_ranks(evidence, diagnose(evidence, user_source.text), user_source.text)
-        facts = Facts.of(evidence, user_source.text)
-    programs = program_of(facts, wish.extent).ranks
-    told = {one.rank: one for one in locate.read(bundle).evidence.ranks}
-    return [rank for rank, one in programs.items() if rank in told and not _is_at_the_end(one, told[rank])]
-
-
-def _is_at_the_end(program: RankProgram, found: RankEvidence) -> bool:
-    stacks = found.main.stacks if found.main is not None else ()
-    frames = [frame for one in stacks[-1:] for thread in one.threads for frame in thread.frames]
-    if found.exception is not None:
-        frames = [*found.exception.frames]
-    lines = Path(next((frame.file for frame in frames if frame.file.endswith("repro.py")), "/dev/null"))
-    source = lines.read_text().splitlines()
-    here = next((frame.line for frame in frames if frame.file.endswith("repro.py")), 0)
-    near = [line.partition("# ")[2] for line in reversed(source[:here]) if "# " in line]
-    at = program.end.site if program.end.kind != "waits" else program.calls[-1].site if program.calls else None
-    return not frames or at is None or (bool(near) and f"{basename(at.file)}:{at.line}" in near[0])
-
-
-def difference(made: Reproduction, outcome: str, found: tuple[str, tuple[int, ...]]) -> str:
-    causes = (made.cause, *STAND_INS.get(made.cause, ()))
-    if outcome not in (made.outcome, "crash"):  # gloo aborts at some sizes that other backends hang at
-        return f"a {outcome}"
-    if found[0] not in causes:
-        return "another cause"
-    return "" if found[1] == made.culprits else "other ranks"

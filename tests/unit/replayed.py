@@ -60,7 +60,7 @@ def replayed(text: str, world: int) -> dict[int, Rank]:
         scope = {"__builtins__": {**vars(builtins), "__import__": lambda name, *_, m=modules: m[name]}}
         try:
             exec(code, scope)
-        except Stopped:
+        except (Stopped, SystemExit):  # the script's last line: all calls have returned here
             pass
     return found
 

@@ -8,7 +8,7 @@ import pytest
 from nccl_formats import Recorder, write
 from replayed import Rank, replayed
 
-from safelaunch.cli import main
+from safelaunch.cli import main, reproduce
 
 
 @pytest.fixture
@@ -30,10 +30,37 @@ def test_the_script_goes_to_standard_output(dumps: Path, capfd: pytest.CaptureFi
     assert "if rank == 0:" in out
 
 
-def test_or_into_a_file(dumps: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What each run of the script will do otherwise, the next one first."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(reproduce, "run", lambda *_: found.pop(0))
+    monkeypatch.setattr(reproduce.importlib.util, "find_spec", lambda _: object())
+    return found
+
+
+def test_a_script_that_hangs_otherwise_is_told(
+    dumps: Path, tmp_path: Path, outcomes: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes += [["rank 0 was not seen"], ["rank 0 was in barrier, and is in all_reduce"]]
+    assert main(["reproduce", str(dumps), "-o", str(tmp_path / "repro.py")]) == 1
+    assert "does NOT hang in the same way: rank 0 was in barrier" in capfd.readouterr().err
+    assert outcomes == []
+
+
+def test_a_run_is_repeated_once(dumps: Path, tmp_path: Path, outcomes: list[list[str]]) -> None:
+    outcomes += [["rank 0 was not seen"], []]
+    assert main(["reproduce", str(dumps), "-o", str(tmp_path / "repro.py")]) == 0
+
+
+def test_or_into_a_file(
+    dumps: Path, tmp_path: Path, outcomes: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes.append([])
     path = tmp_path / "my repro.py"
     assert main(["reproduce", str(dumps), "-o", str(path), "--ranks", "--shrink"]) == 0
     out, err = capfd.readouterr()
+    assert "it hangs in the same way" in err
     assert out == ""
     assert "--nproc-per-node=2 'my repro.py'" in err
     compile(path.read_text(), "repro.py", "exec")

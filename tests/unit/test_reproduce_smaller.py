@@ -10,10 +10,12 @@ from replayed import replayed
 from test_reproduce_programs import KINDS, generated
 
 from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence
 from safelaunch.postmortem import locate
 from safelaunch.reproduce import Extent, Wish, reproduction_of
-from safelaunch.reproduce.smaller import with_fewest_ranks
+from safelaunch.reproduce.programs import program_of
+from safelaunch.reproduce.smaller import of_ranks
 
 FEWEST = Wish(Extent(), fewest=True)
 
@@ -25,16 +27,13 @@ def test_fewer_ranks_lead_to_the_same_verdict(kind: str) -> None:
         evidence = generated(kind, variant, (4, 2, 2), seed)
         if evidence is None:
             continue
-        verdict = diagnose(evidence)
-        fewer, kept = with_fewest_ranks(evidence, verdict, None)
-        found = diagnose(fewer)
-        assert (found.cause, [kept[one.rank] for one in found.culprits]) == (
-            verdict.cause,
-            [one.rank for one in verdict.culprits],
-        )
         made = reproduction_of(evidence, FEWEST)
-        assert made.world_size == len(kept)
-        assert len(replayed(made.text, len(kept))) == len(kept)
+        ranks = replayed(made.text, made.world_size)
+        assert (made.hang.cause, len(made.hang.culprits)) == (
+            (verdict := diagnose(evidence)).cause,
+            len({one.rank for one in verdict.culprits}),
+        )
+        assert set(made.hang.culprits) <= set(ranks)
 
 
 def test_one_absent_rank_of_many_needs_one_peer() -> None:
@@ -52,11 +51,17 @@ def test_transfers_name_their_peers_by_new_numbers(tmp_path: Path) -> None:
     ring = [Recorder(number, {"0": (0, 1, 2, 3)}) for number in range(4)]
     for one in ring:
         one.collective()
-    ring[1].recv(3, state="started")
-    ring[3].recv(1, state="started")
-    made = reproduction_of(locate.read(write(tmp_path, ring)).evidence, FEWEST)
-    ranks = replayed(made.text, made.world_size)
-    assert [(one.calls[1].op, one.calls[1].peer) for one in ranks.values()][:2] == [("recv", 1), ("recv", 0)]
+    ring[1].send(3)
+    ring[3].recv(1)
+    for one in ring[1:]:
+        one.collective(state="started")
+    program = program_of(Facts.of(locate.read(write(tmp_path, ring)).evidence), Extent(everything=True))
+    fewer = of_ranks(program, [0, 1, 3])
+    assert [(call.op, call.peer) for rank in (1, 2) for call in fewer.ranks[rank].calls[1:2]] == [
+        ("send", 2),
+        ("recv", 1),
+    ]
+    assert [call.op for call in of_ranks(program, [0, 3]).ranks[1].calls] == ["all_reduce", "all_reduce"]
 
 
 def absent(folder: Path, odd: int) -> Evidence:

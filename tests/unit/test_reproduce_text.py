@@ -14,9 +14,10 @@ from replayed import Tensor, replayed
 from safelaunch.model import Collective, Evidence, FlightRecord, Frame
 from safelaunch.postmortem import locate
 from safelaunch.reproduce import Extent, Wish, reproduction_of
-from safelaunch.reproduce.text import condition, negated, plain
+from safelaunch.reproduce.text import condition, plain
 
 ALL = Wish(Extent(everything=True))
+WORDS = {"gloo", "RANK", "not as recorded: rank ", " came back from its last call"}
 HOSTILE = (
     "x\nimport os; os.system('touch /tmp/owned')",
     "x\r__import__('os')",
@@ -56,10 +57,24 @@ def hang(name: str, frame_file: str = "/home/me/train.py", op: str = "all_reduce
 def test_names_of_strangers_stay_in_comments(name: str) -> None:
     found = reproduction_of(hang(name, f"/home/{name}.py", name), Wish(name=name))
     assert found.text.isascii()
-    known = {"torch", "dist", "rank", "works", "_", "range", "group_1", "step", "work", "time", "os", "list"}
+    known = {
+        "torch",
+        "dist",
+        "rank",
+        "works",
+        "_",
+        "range",
+        "SystemExit",
+        "group_1",
+        "step",
+        "work",
+        "time",
+        "os",
+        "list",
+    }
     for node in ast.walk(ast.parse(found.text)):
         assert not isinstance(node, ast.Name) or node.id in known, ast.dump(node)
-        assert not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value == "gloo"
+        assert not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value in WORDS
 
 
 def test_the_users_lines_stand_beside_the_calls() -> None:
@@ -88,8 +103,8 @@ def test_conditions_on_ranks(ranks: set[int], world: int, words: str) -> None:
     assert condition(frozenset(ranks), world) == words
     for number in range(world):
         scope: dict[str, bool] = {}
-        exec(f"yes, no = {words}, {negated(words)}", {"rank": number}, scope)
-        assert (scope["yes"], scope["no"]) == (number in ranks, number not in ranks)
+        exec(f"yes = {words}", {"rank": number}, scope)
+        assert scope["yes"] == (number in ranks)
 
 
 # --- NCCL's records, from dumps alone ---------------------------------------------------------------------------------
@@ -216,4 +231,4 @@ def test_damaged_dumps_lead_to_a_script_all_the_same(seed: int, tmp_path: Path) 
         texts = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        assert texts <= {"gloo", "RANK"}
+        assert texts <= WORDS

@@ -1,0 +1,89 @@
+"""Whether a run of the script hangs as the job did: each rank in the same call, with the same verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.findings import ranks_word
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.model import Evidence
+from safelaunch.reading.source import ReadSource
+from safelaunch.reproduce.gloo import FUNCTIONS
+
+# What makes a rank stand, by the cause of the replay, where it cannot be the recorded one.
+_STAND_INS = {
+    "missing-from-collective": ("stuck-in-user-code",),  # here its stack says why
+    "data-loading": ("stuck-in-user-code",),
+    "uninterruptible-io": ("stuck-in-user-code",),
+    "gil-held": ("stuck-in-user-code",),
+    "swallowed-exception": ("collective-mismatch", "uneven-batches"),
+}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank waits in. ``op`` is empty where it waits for no peer; ``ranks``, ``peer``: None where not known."""
+
+    op: str
+    ranks: tuple[int, ...] | None = None
+    peer: int | None = None
+
+    def differs(self, other: Standing) -> bool:
+        pairs = ((self.ranks, other.ranks), (self.peer, other.peer))
+        return self.op != other.op or any(a != b for a, b in pairs if None not in (a, b))
+
+    def __str__(self) -> str:
+        group = f" of {ranks_word(self.ranks)}" if self.ranks else ""
+        return f"in {self.op}{group}" if self.op else "in no call of torch.distributed"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """How a job hangs, or how it ended. ``ranks``: those that were seen."""
+
+    outcome: str
+    cause: str
+    culprits: tuple[int, ...]
+    ranks: Mapping[int, Standing]
+
+
+def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
+    """With the numbers that the ``kept`` ranks have in a script of these alone."""
+    verdict, facts = diagnose(evidence, read_source), Facts.of(evidence, read_source)
+    number = {rank: place for place, rank in enumerate(kept)}
+    culprits = dict.fromkeys(one.rank for one in verdict.culprits)
+    ranks = {number[rank]: _standing(facts, rank, number) for rank in facts.ranks if rank in number}
+    return Hang(verdict.outcome, verdict.cause, tuple(number[rank] for rank in culprits if rank in number), ranks)
+
+
+def _standing(facts: Facts, rank: int, number: Mapping[int, int]) -> Standing:
+    wait = facts.ranks[rank].wait
+    if wait is None or wait.kind == "init":
+        return Standing("init_process_group" if wait is not None else "")
+    name = wait.op.split(" ")[0]
+    members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset[int](), False)
+    ranks = tuple(sorted(number[one] for one in members if one in number)) if known else None
+    return Standing(FUNCTIONS.get(name, name), ranks, number.get(wait.peer) if wait.peer is not None else None)
+
+
+def differences(recorded: Hang, run: Hang) -> list[str]:
+    """What the run does otherwise, a sentence each; none where it hangs in the same way."""
+    found = []
+    for rank, there in recorded.ranks.items():
+        here = run.ranks.get(rank)
+        if here is None:
+            found.append(f"rank {rank} was not seen in the run")
+        elif recorded.outcome == run.outcome == "hang" and there.differs(here):
+            found.append(f"rank {rank} was {there}, and is {here}")
+    if run.outcome != recorded.outcome:
+        found = [f"the script ends in a {run.outcome}, and the job ended in a {recorded.outcome}"]
+    causes = (recorded.cause, *_STAND_INS.get(recorded.cause, ()))
+    if run.cause not in causes or set(run.culprits) != set(recorded.culprits):
+        found.append(f"the verdict on the run is {_told(run)}, and was {_told(recorded)}")
+    return found
+
+
+def _told(hang: Hang) -> str:
+    return f"{hang.cause} ({ranks_word(hang.culprits) if hang.culprits else 'no rank named'})"

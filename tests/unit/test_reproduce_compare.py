@@ -1,0 +1,55 @@
+"""Whether a run of the script hangs as the job did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from safelaunch.reproduce.compare import Hang, Standing, differences
+
+WORLD = (0, 1, 2)
+JOB = Hang(
+    "hang",
+    "collective-mismatch",
+    (1,),
+    {0: Standing("all_reduce", WORLD), 1: Standing("recv", None, 2), 2: Standing("")},
+)
+
+
+def test_the_same() -> None:
+    assert differences(JOB, JOB) == []
+
+
+def test_what_is_not_known_differs_from_nothing() -> None:
+    assert differences(JOB, replace(JOB, ranks={**JOB.ranks, 0: Standing("all_reduce"), 1: Standing("recv")})) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ({0: Standing("barrier", WORLD)}, "rank 0 was in all_reduce of ranks 0-2, and is in barrier of ranks 0-2"),
+        ({0: Standing("all_reduce", (0, 2))}, "and is in all_reduce of ranks 0,2"),
+        ({1: Standing("recv", None, 0)}, "rank 1 was in recv"),
+        ({2: Standing("recv", None, 0)}, "rank 2 was in no call"),
+    ],
+)
+def test_another_call(ranks: dict[int, Standing], words: str) -> None:
+    (told,) = differences(JOB, replace(JOB, ranks={**JOB.ranks, **ranks}))
+    assert words in told
+
+
+def test_a_rank_that_was_not_seen_proves_nothing() -> None:
+    ranks = {rank: one for rank, one in JOB.ranks.items() if rank != 1}
+    assert differences(JOB, replace(JOB, ranks=ranks)) == ["rank 1 was not seen in the run"]
+
+
+def test_another_verdict() -> None:
+    (told,) = differences(JOB, replace(JOB, culprits=(0, 1)))
+    assert told == "the verdict on the run is collective-mismatch (ranks 0-1), and was collective-mismatch (rank 1)"
+    assert len(differences(JOB, replace(JOB, cause="group-order"))) == 1
+
+
+def test_a_crash_is_no_hang() -> None:
+    assert "ends in a crash" in differences(JOB, replace(JOB, outcome="crash", ranks={}))[0]
+    assert differences(JOB, JOB) == []
