@@ -181,5 +181,7 @@ def _at_exit() -> None:
     _words[layout.EXIT_NS] = monotonic_ns()
     marks.set_state(layout.EXITED)
     server = sys.modules.get("_safelaunch_beacon.server")
+    if server is not None and not _words[layout.EXCEPTION_NS]:  # of a failure, the supervisor has asked already
+        log.guarded(server.keep_flight_record)(_base + layout.FLIGHT_SUFFIX)
     if page.wait_for_answers(_words) and server is not None:
         server.stop()

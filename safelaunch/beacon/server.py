@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 
-from . import descriptors
+from . import descriptors, layout, log
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -216,6 +216,17 @@ def _answer_flight_record(request: Any, response: Any, **of_backend: str) -> Non
     dump: Any = c10d._dump_fr_trace  # type: ignore[attr-defined]
     response.set_content(_without_inductor(lambda: dump(**of_backend)), "application/octet-stream")
     response.set_status(200)
+
+
+def keep_flight_record(path: str) -> None:
+    """Writes the Flight Recorders of a rank that ends by itself: peers may wait for a call that it never makes."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    for recorder in layout.RECORDERS:
+        dump: Any = getattr(c10d, f"_dump_{recorder}_trace", None)
+        if dump is not None:
+            with open(f"{path}-{recorder}.partial", "wb", opener=log.private) as out:
+                out.write(_without_inductor(dump))
+            os.rename(f"{path}-{recorder}.partial", f"{path}-{recorder}")
 
 
 def _named_recorders(c10d: Any) -> dict[str, Callable[[Any, Any], None]]:

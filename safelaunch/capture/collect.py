@@ -6,13 +6,14 @@ The least intrusive sources come first: those that need nothing of the rank, tho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from safelaunch.model import Artifact, GilTest, Progress, RankEvidence, RankExit
 from safelaunch.redaction.evidence import without_secrets
+from safelaunch.redaction.redactor import Redactor
 from safelaunch.system.printable import is_clean
 
 from . import flight_dump, flight_recorder, last_words, stacks, worker_server
@@ -131,6 +132,8 @@ def _rank(
         step.done(lambda: found.update({target.rank: side}))
         return side
 
+    kept = None if ask else _kept_at_exit(pages, target.page_name or known.page_name, gate.redactor)
+    known = replace(known, answer=(known.answer[0] if known.answer else GilTest(), kept)) if kept is not None else known
     side = take(at_hand(target, looks, known, host, step))
     if known.answer is None and ask and target.socket is not None:
         gil, capture = ask_server(target)
@@ -173,7 +176,11 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
     folder, progress = f"ranks/{rank}", known.progress
     gone = "the rank ended before safelaunch could look at it"
     sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, gone), None)
-    sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, gone), None)
+    kept = _kept_at_exit(pages, known.page_name, sink.redactor)
+    if kept is not None:
+        _write_flight_record(rank, kept, sink)
+    else:
+        sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, gone), None)
     if progress is not None:
         sink.add_json(Artifact(f"{folder}/progress.json", "progress page", 0.0), progress)
     words = without_secrets(_last_words(pages, known.page_name), sink.redactor)
@@ -184,6 +191,7 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
         pid=known.pid,
         local_rank=progress.local_rank if progress else -1,
         progress=progress,
+        flight_record=kept.record.value if kept is not None else None,
         exception=words.exception,
         exit=known.exit,
         fatal=words.fatal,
@@ -280,6 +288,10 @@ def _write_flight_record(rank: int, capture: FlightCapture, sink: Sink) -> None:
     if capture.pickle.value is not None:
         # The folder that torchfrtrace reads.
         sink.add(capture.pickle.artifact(f"flight_recorder/nccl_trace_rank_{rank}"), capture.pickle.value)
+
+
+def _kept_at_exit(pages: Path, page_name: str, redactor: Redactor) -> FlightCapture | None:
+    return without_secrets(flight_recorder.kept_at_exit(pages / page_name), redactor) if page_name else None
 
 
 def _last_words(pages: Path, page_name: str) -> LastWords:

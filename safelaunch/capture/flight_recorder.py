@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
+from safelaunch.beacon import layout
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_records import merged
 from safelaunch.capture.result import Result, attempt
@@ -66,6 +68,15 @@ def flight_record_of(
         return FlightCapture(Result(record, how, 0.0, note=note), as_json[0], as_pickle[0])
     missing = "; ".join(dict.fromkeys(filter(None, (as_pickle[2], as_json[2]))))
     return FlightCapture(Result(None, as_json[0].how, 0.0, missing=missing), as_json[0], as_pickle[0])
+
+
+def kept_at_exit(page: Path) -> FlightCapture | None:
+    """The Flight Recorder that the rank of this page wrote when it ended by itself; None for none. Never raises."""
+    paths = [page.with_name(f"{page.name}{layout.FLIGHT_SUFFIX}-{recorder}") for recorder in layout.RECORDERS]
+    raw, record, _ = _of_all([attempt("the rank, at its exit", path.read_bytes) for path in paths], parse_pickle)
+    if record is None or _is_empty(record):
+        return None
+    return FlightCapture(Result(record, raw.how, 0.0), Result(to_json(record), raw.how, 0.0), raw)
 
 
 _Read = tuple[Result[bytes], FlightRecord | None, str]

@@ -4,7 +4,8 @@ Each rule either reaches a finding or says why not; the first finding wins, and 
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
 it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
 (``with_guards``), and what ranks say of the reason themselves (``with_own_words``), and where the memory of
-a GPU went (``with_device_memory``). Where each rank decides for itself
+a GPU went (``with_device_memory``), and the variable under which torch itself crashes (``with_detail``). Where each
+rank decides for itself
 which way to go, nobody is named: ``unless_drawn``. Where all ranks at fault are all of one node, the node is named:
 ``with_node_behind``. The groups and GPUs of those at fault are told:
 ``with_belonging``. Then early looks that saw the same: ``with_early_looks``, and wrong results that were found before:
@@ -33,6 +34,7 @@ from safelaunch.diagnose.proof import prove
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.diagnose.repeats import with_gpus, with_repeats
 from safelaunch.diagnose.rules import RULES
+from safelaunch.diagnose.rules_aborted import with_detail
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.diagnose.rules_results import with_wrong_results
@@ -55,6 +57,7 @@ EXPLANATIONS = (
     with_caught_exception,
     with_own_words,
     with_device_memory,
+    with_detail,
     unless_drawn,
     with_belonging,
     with_group_names,

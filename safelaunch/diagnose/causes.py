@@ -21,6 +21,7 @@ Sign = Literal[
     "aborted-in-a-collective",
     "after-the-end",
     "fatal-signal",
+    "detail-crash",
     "somebody-named",
     "nobody-named",
     "all-arrived",
@@ -650,6 +651,11 @@ CAUSES: dict[str, Cause] = {
         worker=6,
     ),
     "rank-killed": _cause(
+        Advice(
+            "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL`: torch 2.13 and later crash under it where a DDP model is built."
+            " `INFO` works; `--preset hang-debug` shows calls that do not match.",
+            only_if="detail-crash",
+        ),
         *_COMMUNICATION,
         _HOST_MEMORY,
         Advice(

@@ -75,8 +75,8 @@ class Divergence:
 
     @property
     def agrees_again(self) -> bool:
-        """For long enough that it is no chance."""
-        return self.matched >= SURE_MATCHES
+        """For long enough that it is no chance: two calls do behind one that the other side never makes."""
+        return self.matched >= (SURE_MATCHES if self.known_to_all else SURE_MATCHES - 1)
 
     def explains_lag(self) -> bool:
         """Without it the ranks would be level, or the others ahead: no one else is behind for a reason of its own."""
@@ -379,7 +379,7 @@ class Histories:
         """A call too many that a member of its own group did not make. Who has no group there makes no such calls, and
         need not: only what both sides make counts otherwise.
         """
-        if shift.kind != "extra" or not shift.agrees_again or shift.call is None or shift.call.is_p2p:
+        if shift.kind != "extra" or shift.matched < SURE_MATCHES or shift.call is None or shift.call.is_p2p:
             return False
         members, known = self._alignment.members(shift.call.group)
         return known and bool(members & set(shift.peers))

@@ -17,8 +17,9 @@ from safelaunch.reading.device_memory import shortage
 
 GONE_CAUSES = (*FAILURES, "uneven-batches")
 
+_OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # no launcher sends these
 # Those that faulthandler catches.
-_FATAL_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_FATAL_SIGNALS = (*_OF_ITS_OWN, signal.SIGABRT)
 
 # What a rank reports when a peer has gone or does not come: transport and store errors, group timeouts.
 _CONSEQUENCE = re.compile(
@@ -29,7 +30,8 @@ _CONSEQUENCE = re.compile(
     r"|\btimeout\b.*(?:recv|send|rank|store|barrier)"
     r"|rank \d+ (?:successfully reached|failed to (?:pass|reach|reply))|ranks? .* failed to pass"
     r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv"
-    r"|application timeout caused pair closure|connectfullmesh failed|socket timeout|connection abort",
+    r"|application timeout caused pair closure|connectfullmesh failed|socket timeout|connection abort"
+    r"|detected mismatch between collectives on ranks",
     re.IGNORECASE | re.DOTALL,
 )
 # How c10d, gloo and NCCL word it where a RuntimeError has no line of torch on its stack, as that of `work.wait()`.
@@ -128,7 +130,7 @@ def signal_name(returncode: int) -> str:
 
 def ended_by_others(rank: RankEvidence) -> bool:
     """Ended by the launcher after another rank had failed, or aborted because a collective's time ran out: no cause."""
-    if rank.exit is None:
+    if rank.exit is None or -rank.exit.returncode in _OF_ITS_OWN:
         return False
     return not rank.exit.before_close or _aborted_for_a_peer(rank)
 

@@ -157,7 +157,8 @@ def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, .
 def partings(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Parting]:
     """The guards of each call that are not those of the others' calls, the most telling first.
 
-    ``stacks``: rank → the user's frames of the call that it made there, innermost first. ``named``: the ranks at fault.
+    ``stacks``: rank → the user's frames of the call that it made there, innermost first; none for no call.
+    ``named``: the ranks at fault.
     A guard counts where it keeps some of the others away, on either side; or where it asks for the rank and more, and
     the ranks on the other side are not past it.
     """
@@ -169,7 +170,7 @@ def partings(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozens
     found = []
     for place, ranks in places.items():
         others = [rank for other, there in places.items() if other != place for rank in there]
-        others += [rank for rank in named if not stacks.get(rank)]
+        others += [rank for rank in {*named, *stacks} if not stacks.get(rank)]
         shared = {guard for other in places if other != place for guard in guards[other]}
         for guard in guards[place]:
             if guard not in shared and (named & set(ranks) or named & set(others)):

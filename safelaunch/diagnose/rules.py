@@ -17,6 +17,7 @@ from safelaunch.diagnose.rank_state import RankFacts
 from safelaunch.diagnose.rules_aborted import aborted_by_a_peer, wrong_size_received
 from safelaunch.diagnose.rules_groups import groups_made_apart
 from safelaunch.diagnose.rules_history import (
+    called_past_the_end,
     departed,
     group_order,
     left_its_role,
@@ -25,7 +26,7 @@ from safelaunch.diagnose.rules_history import (
     parted_earlier,
     parted_out_of_step,
 )
-from safelaunch.diagnose.rules_mismatch import mismatch, mispaired
+from safelaunch.diagnose.rules_mismatch import compared_by_torch, mismatch, mispaired
 from safelaunch.diagnose.rules_nodes import (
     failed_elsewhere,
     launcher_stopped,
@@ -142,6 +143,8 @@ RULES: tuple[Rule, ...] = (
     Rule(wrong_size_received, _MISMATCH, ("a crash",)),
     Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
     Rule(unusual_group, ("missing-from-collective",), ("a crash",)),
+    Rule(compared_by_torch, _MISMATCH, ("a crash",)),
+    Rule(called_past_the_end, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(first_failure, _FAILED, witness="the rank"),
     Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from safelaunch.diagnose.causes import FAILURES
+from safelaunch.diagnose.causes import FAILURES, Sign
 from safelaunch.diagnose.collectives import Mismatch, describe, vote
 from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.exits import aborted_in, failed_at, is_aborted
@@ -173,3 +173,19 @@ def _last_at(facts: Facts, rank: int, sites: Container[Frame | None]) -> Collect
     ring = Entries.of(record.entries) if record is not None else ()
     newest = (ring[at] for at in reversed(range(max(0, len(ring) - _NEWEST), len(ring))))
     return next((one for one in newest if facts.alignment.stack(rank, one).user_frame in sites), None)
+
+
+def with_detail(facts: Facts, finding: Finding) -> Finding:
+    """The finding with the variable under which torch 2.13 and later crash where a DDP model is built."""
+    ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
+    launched = facts.evidence.launched
+    if finding.cause != "rank-killed" or launched is None or launched.distributed_debug != "DETAIL":
+        return finding
+    fatal = [fr.stack_of(rank, rank.fatal.frames) for rank in ranks if rank.fatal is not None]
+    if not fatal or any(calls.purpose(stack) != "ddp-constructor" for stack in fatal):
+        return finding
+    text = f"{finding.summary} `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set, under which torch"
+    text += f" {launched.torch or '2.13 and later'} crashes where a DDP model is built."
+    claim = Claim("TORCH_DISTRIBUTED_DEBUG=DETAIL is in the job's environment", "launch.json")
+    signs = frozenset[Sign]({"detail-crash"})
+    return replace(finding, summary=text, claims=(claim, *finding.claims), signs=finding.signs | signs)

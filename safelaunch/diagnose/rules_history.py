@@ -5,7 +5,7 @@ Where ranks wait now is then only where it shows; these rules name the call at w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.diagnose.causes import Sign
@@ -26,9 +26,11 @@ from safelaunch.diagnose.findings import (
     waiting_culprit,
     waiting_culprits,
 )
-from safelaunch.diagnose.rank_state import Facts
+from safelaunch.diagnose.history import UNKNOWN
+from safelaunch.diagnose.rank_state import Facts, user_stack_of
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Collective, Frame
+from safelaunch.model.entries import Entries
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 
@@ -46,6 +48,87 @@ def parted_earlier(case: Case) -> Ruling:
         if shift is not None and shift.agrees_again and shift.explains_lag():
             return shifted(case, shift, wait_words(case, shift.entered))
     return ""
+
+
+def called_past_the_end(case: Case) -> Ruling:
+    """Ranks have ended by themselves, and a peer waits in a call that they never make, or made one too many before.
+
+    Then they had no fewer batches than the peer. Records tell, else steps: whoever had fewer batches has not made more
+    of them.
+    """
+    ended, waiting = _ended_and_waiting(case)
+    if not ended or not waiting:
+        return ""
+    made = {rank: call for rank in waiting if (call := _newest_call(case, rank)) is not None}
+    shifts = (case.histories.shift_in(group) for group in sorted({call.group for call in made.values()}))
+    shift = next((one for one in shifts if one is not None and (one.agrees_again or one.explains_lag())), None)
+    if shift is not None:
+        return shifted(case, shift, wait_words(case, waiting))
+    words, who = apart(wait_words(case, waiting)), ranks_word(ended)
+    if len(made) == len(waiting) and all(_never_made(case, rank, made[rank], ended) for rank in waiting):
+        text = f"{words}, which {who} never called before {'it' if len(ended) == 1 else 'they'} ended"
+        claim = record_claim(ended[0], f"rank {ended[0]}: none of its calls comes from there")
+        found = _too_many(case, waiting, ended, text, claim)
+        late = any(case.alignment.first(rank, call.group) > 1 for rank in ended for call in made.values())
+        return replace(found, doubts=(*found.doubts, *those({Doubt.RINGS_NOT_WHOLE: late})))
+    steps = {rank: case.ranks[rank].step or 0 for rank in (*waiting, *ended)}
+    if max(steps[rank] for rank in waiting) < min(steps[rank] for rank in ended):
+        text = f"{words} after step {steps[waiting[0]]}, and {who} ended after step {steps[ended[0]]}"
+        claim = Claim(f"rank {ended[0]} is at step {steps[ended[0]]}", f"ranks/{ended[0]}/progress.json")
+        found = _too_many(case, waiting, ended, f"{text}: who made fewer steps made other calls", claim)
+        return replace(found, doubts=(*found.doubts, Doubt.STACKS_ALONE))
+    return ""
+
+
+def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
+    """The members of a group that have ended as scripts do, and those that wait in its calls; empty where these are
+    more, or other ranks do something of their own."""
+    own = conditions(case)
+    waits = {rank: one.wait for rank, one in case.ranks.items() if one.wait is not None}
+    if any(one.cause != "uneven-batches" or "exit-called" in one.signs for one in own.values()):
+        return [], []
+    if any(wait.kind != "collective" for wait in waits.values()):
+        return [], []
+    groups = {call.group for rank in waits if (call := _newest_call(case, rank)) is not None}
+    members = frozenset.intersection(case.world, *(case.alignment.members(group)[0] for group in groups))
+    ended = sorted(members & own.keys())
+    return (ended, sorted(waits)) if len(waits) <= len(ended) else ([], [])
+
+
+def _newest_call(case: Case, rank: int) -> Collective | None:
+    """The collective on record in which ``rank`` waits, or had an error: then the newest one from that line."""
+    wait, record = case.ranks[rank].wait, case.alignment.records.get(rank)
+    if wait is None or record is None:
+        return None
+    if wait.group is not None and wait.seq is not None:
+        return case.alignment.entry(rank, wait.group, wait.seq)
+    newest = next((call for call in reversed(Entries.of(record.entries)) if not call.is_p2p), None)
+    return newest if newest is not None and _is_at(_site(case, rank, newest), wait.frame) else None
+
+
+def _is_at(one: Frame | None, other: Frame | None) -> bool:
+    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
+
+
+def _never_made(case: Case, rank: int, call: Collective, others: Sequence[int]) -> bool:
+    """None of ``others`` has made a call from that place, as far as records show, nor met one from there before."""
+    aligned = case.histories.in_group(call.group)
+    mine, theirs = aligned.histories.get(rank), [aligned.histories.get(other) for other in others]
+    if mine is None or not aligned.by_frames or (this := mine.at(call.seq)) == UNKNOWN:
+        return False
+    return all(one is not None and this not in one.all() | mine.before(one.last + 1) for one in theirs)
+
+
+def _too_many(case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, *claims: Claim) -> Finding:
+    ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
+    return Finding(
+        "collective-mismatch",
+        those({Doubt.NO_MAJORITY: len(waiting) == len(ended)}),
+        f"{capital(text)}.",
+        waiting_culprits(case, waiting),
+        (*claims, *ends, *wait_claims(case, waiting)),
+        calls={**dict.fromkeys(ended, ()), **{rank: user_stack_of(case.ranks[rank].evidence) for rank in waiting}},
+    )
 
 
 def parted_between_groups(case: Case) -> Ruling:

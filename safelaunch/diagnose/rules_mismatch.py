@@ -22,13 +22,14 @@ from safelaunch.diagnose.findings import (
     wait_words,
     waiting_culprit,
 )
-from safelaunch.diagnose.rank_state import Facts, view_of
+from safelaunch.diagnose.rank_state import Facts, user_stack_of, view_of
 from safelaunch.diagnose.rules_history import left_its_role, shifted
 from safelaunch.diagnose.sides import Sides, sides_without_majority
 from safelaunch.diagnose.waits import Case, same_op
 from safelaunch.model import Claim, Frame
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
+from safelaunch.reading.failures import Fingerprint, fingerprints
 from safelaunch.reading.source import Loop, loop_left
 
 
@@ -60,6 +61,49 @@ class Meeting:
     @property
     def words(self) -> dict[int, str]:
         return {rank: call.words for rank, call in self.calls.items()}
+
+
+def compared_by_torch(case: Case) -> Ruling:
+    """torch has compared the ranks' calls before they met, and ended the job: whose call is that of fewer is at fault.
+
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does so. Each rank raises an error that names its own call and one that differs.
+    """
+    made = _compared(case)
+    by_call: dict[Fingerprint, list[int]] = {}
+    for rank, call in sorted(made.items()):
+        by_call.setdefault(call, []).append(rank)
+    if len(by_call) < 2:
+        return ""
+    shifts = (case.histories.shift_in(group) for group in case.alignment.groups())
+    earlier = next((one for one in shifts if one is not None and one.agrees_again), None)
+    if earlier is not None:
+        return shifted(case, earlier, wait_words(case, case.ranks))
+    odd, majority = vote(by_call)
+    sites = {rank: _user_stack(case, rank)[0] for rank in made}
+    words = {rank: f"{call.words}{fr.at(sites[rank])}" for rank, call in made.items()}
+    odd_first = sorted(words, key=lambda rank: (rank not in odd, rank))
+    places = by_place({rank: words[rank] for rank in odd_first})
+    text = " while ".join(f"{ranks_do(ranks, 'called', 'called')} {what}" for what, ranks in places)
+    claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in made)
+    return Finding(
+        "collective-mismatch",
+        () if majority else (Doubt.NO_MAJORITY,),
+        f"{capital(text)}: torch compared these calls, and they do not match.",
+        tuple(waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in odd),
+        tuple(claims)[:4] + wait_claims(case, [rank for rank in made if case.ranks[rank].wait is not None]),
+        signs=frozenset({"sizes-differ"}) if len({call.op for call in by_call}) == 1 else frozenset(),
+        calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in made},
+    )
+
+
+def _compared(case: Case) -> dict[int, Fingerprint]:
+    """Rank → its call as torch compared it. Errors count ranks within their group; each begins with its own."""
+    raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
+    told = {rank: fingerprints(error.message) for rank, error in raised.items() if error is not None}
+    own = {next(iter(calls)): rank for rank, calls in told.items() if calls}
+    alike = all(number == rank for number, rank in own.items())
+    found = {own.get(n, n if alike else -1): call for calls in told.values() for n, call in calls.items()}
+    return {rank: call for rank, call in found.items() if rank in case.ranks}
 
 
 def mismatch(case: Case) -> Ruling:

@@ -95,11 +95,13 @@ class Launched(Record, frozen=True):
     """How safelaunch started a job. ``typed``: what the user typed behind ``safelaunch``, without secrets.
 
     ``presets``: those in force, wherever they were named; ``torch``: its version. Empty: not known.
+    ``distributed_debug``: the job's ``TORCH_DISTRIBUTED_DEBUG``.
     """
 
     typed: tuple[str, ...] = ()
     presets: tuple[str, ...] = ()
     torch: str = ""
+    distributed_debug: str = ""
 
 
 class Evidence(Record, frozen=True):

@@ -55,7 +55,7 @@ def read_run(root: Path, scratch: Path) -> Found:
             meta = read_meta(roster.companion(page, layout.META_SUFFIX))
             known = collect.Known(page.read(), page.pid, page.name, exits.get(number), meta.code_roots, meta.gpu)
         rank = collect.of_ended(number, known, run.pages, host, nowhere)
-        ranks.append(msgspec.structs.replace(rank, flight_record=records.get(number)))
+        ranks.append(msgspec.structs.replace(rank, flight_record=records.get(number) or rank.flight_record))
     worlds = [rank.progress.world_size for rank in ranks if rank.progress is not None]
     world = max([0, *(size for size in worlds if size <= MAX_RANKS), *(rank.rank + 1 for rank in ranks)])
     evidence = Evidence(

@@ -233,6 +233,37 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Fingerprint:
+    """A call as torch compares it among the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
+
+    op: str
+    sizes: str
+    dtypes: str
+    number: str
+
+    @property
+    def words(self) -> str:
+        """``BROADCAST [4]``."""
+        return f"{self.op} {self.sizes}".strip()
+
+
+_FINGERPRINT = re.compile(r"Rank (?P<rank>\d{1,9}) is running (?:inconsistent )?collective: CollectiveFingerPrint\(")
+_FIELDS = ("OpType", "TensorShape", "TensorDtypes", "SequenceNumber")
+
+
+def fingerprints(message: str) -> dict[int, Fingerprint]:
+    """Rank of the group → its call, of an error that calls do not match: first who raised it, then one of its peers."""
+    if not message.startswith("Detected mismatch between collectives"):
+        return {}
+    _, *parts = _FINGERPRINT.split(message)
+    told = {}
+    for rank, text in zip(parts[::2], parts[1::2], strict=True):
+        found = (re.search(rf"\b{name}=(\[[^\]]*\]|\w+)", text) for name in _FIELDS)
+        told[int(rank)] = Fingerprint(*(one[1] if one is not None else "" for one in found))
+    return told
+
+
 def failure(text: str) -> Failure | None:
     """What the error says; None for one of anything else."""
     for kind, own, pattern, means in _KINDS:

@@ -65,6 +65,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
         "typed": redactor.argv(("safelaunch", *_typed_by_user(plan)))[1:],
         "safelaunch": __version__,
         "torch": plan.torch.version if plan.torch is not None else "",
+        "distributed_debug": plan.env.get("TORCH_DISTRIBUTED_DEBUG", ""),
         "agent_pid": job.agent.pid,
         "presets": list(settings.presets),
         "environment": [

@@ -110,6 +110,17 @@ def test_a_clean_early_exit_names_who_left_early(culprit: int, tmp_path: Path) -
     assert result.verdict["victims"] == {0: "1-2", 2: "0-1"}[culprit]
 
 
+def test_peers_that_have_ended_do_not_take_the_blame(tmp_path: Path) -> None:
+    script = PROGRAMS / "forgotten.py"
+    result = crash(tmp_path, 3, "forgotten", 0, script)
+    assert (result.verdict["cause"], culprits(result)) == ("collective-mismatch", [0])
+    assert result.verdict["culprits"][0]["frame"]["line"] == line_of(script, "FAILS: forgotten")
+    assert result.verdict["confidence"] == "high"
+    records = result.bundle.path / "flight_recorder"
+    dumps = [load_pickle((records / f"nccl_trace_rank_{rank}").read_bytes()) for rank in range(3)]
+    assert [len(dump["entries"]) for dump in dumps] == [5, 4, 4]
+
+
 def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_path: Path) -> None:
     """On a mesh of two dimensions, which manifest and reports show with its groups."""
     result = crash(tmp_path, 4, "size", 2)

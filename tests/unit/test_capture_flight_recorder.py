@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from nccl_formats import FORMATS, Format, Hooked, Recorder
 
+from safelaunch.beacon import layout, server
 from safelaunch.capture import flight_dump, flight_recorder, flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
-from safelaunch.capture.flight_recorder import flight_record_of
+from safelaunch.capture.flight_recorder import flight_record_of, kept_at_exit
 from safelaunch.capture.worker_server import Unanswered
 from safelaunch.errors import CaptureError
 from safelaunch.model import Collective, Frame, GroupStatus
@@ -345,3 +349,44 @@ def test_nccls_records_written_again_say_the_same(form: Format, timing: bool) ->
     recorder.collective("all_reduce", "scheduled")
     record = parse_json(recorder.json())
     assert parse_json(flight_dump.to_json(record)) == record
+
+
+# --- of a rank that has ended -----------------------------------------------------------------------------------------
+
+
+def keep(page: Path, monkeypatch: pytest.MonkeyPatch, **recorders: dict[str, Any]) -> None:
+    """As a rank does at its exit; of its torch, ``c10d`` has these recorders."""
+    dumps = {f"_dump_{name}_trace": lambda dump=dump: pickle.dumps(dump) for name, dump in recorders.items()}
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**dumps))  # type: ignore[arg-type]
+    server.keep_flight_record(f"{page}{layout.FLIGHT_SUFFIX}")
+
+
+def test_a_rank_that_ends_leaves_its_flight_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "0-1-4711"
+    keep(page, monkeypatch, fr=GLOO)
+    found = kept_at_exit(page)
+    assert found is not None and found.record.value is not None and found.json.value is not None
+    assert found.record.value == parse_pickle(pickle.dumps(GLOO))
+    assert parse_json(found.json.value) == found.record.value
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
+
+
+def test_two_recorders_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "0-1-4711"
+    keep(page, monkeypatch, fr=GLOO, nccl=NCCL)
+    found = kept_at_exit(page)
+    assert found is not None and found.record.value is not None
+    assert len(found.record.value.entries) == len(GLOO["entries"]) + len(NCCL["entries"])
+
+
+@pytest.mark.parametrize("what", ["nothing", "no torch", "no entries", "a broken file"])
+def test_without_a_record_there_is_none(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "0-1-4711"
+    if what == "no torch":
+        keep(page, monkeypatch)
+    elif what == "no entries":
+        keep(page, monkeypatch, fr={**GLOO, "entries": [], "pg_config": {}, "pg_status": {}})
+    elif what == "a broken file":
+        (tmp_path / "0-1-4711.flight-fr").write_bytes(pickle.dumps(GLOO)[:-9])
+    assert kept_at_exit(page) is None
