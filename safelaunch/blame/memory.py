@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.model.blamed import Incident
+from safelaunch.system.decoding import from_json
 from safelaunch.system.private_file import NotOurs, PrivateFile
 from safelaunch.system.task import Task
 
@@ -78,7 +79,7 @@ def _file(directory: Path) -> PrivateFile[Incident]:
 
 
 def _decode(data: bytes) -> tuple[Incident, ...]:
-    found = msgspec.json.decode(data, type=_File)
+    found = from_json(data, _File)
     if found.schema != SCHEMA:
         raise NotOurs("a newer safelaunch wrote it")
     return found.incidents

@@ -17,6 +17,7 @@ from safelaunch.model import format_ranks
 from safelaunch.roster.progress import Noted, read_contract
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
+from safelaunch.system.decoding import from_json
 from safelaunch.system.private_file import PrivateFile
 from safelaunch.system.task import Task
 
@@ -162,7 +163,7 @@ def _file(directory: Path) -> PrivateFile[_Run]:
 
 
 def _decode(data: bytes) -> tuple[_Run, ...]:
-    return tuple(msgspec.json.decode(data, type=_File).runs.items())
+    return tuple(from_json(data, _File).runs.items())
 
 
 def _encode(runs: tuple[_Run, ...]) -> bytes:

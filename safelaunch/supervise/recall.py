@@ -13,6 +13,7 @@ from safelaunch.blame import memory
 from safelaunch.model import Evidence, Incident, Remembered, Verdict
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.system.console import say
+from safelaunch.system.decoding import from_json
 
 if TYPE_CHECKING:
     from safelaunch.supervise.incident import Circumstances
@@ -72,7 +73,7 @@ def _uuids(path: Path) -> dict[str, str]:
     """NVML's number → UUID. CUDA numbers GPUs of different models by their speed, so theirs may be other numbers."""
     try:
         data = path.read_bytes()
-        gpus = msgspec.json.decode(data, type=_Gpus).gpus if len(data) <= _MOST_GPUS_BYTES else ()
+        gpus = from_json(data, _Gpus).gpus if len(data) <= _MOST_GPUS_BYTES else ()
     except (OSError, msgspec.DecodeError):
         return {}
     alike = len({one.name for one in gpus}) == 1

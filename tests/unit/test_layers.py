@@ -103,6 +103,7 @@ THIRD_PARTY = {
     "msgspec": {
         "model.*",
         "model",
+        "system.decoding",
         "blame.memory",
         "redaction.*",
         "leases.said",
