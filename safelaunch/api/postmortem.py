@@ -11,6 +11,7 @@ from safelaunch.api.interpreter import command
 from safelaunch.errors import UsageError
 from safelaunch.model import Verdict
 from safelaunch.system.console import PREFIX
+from safelaunch.system.decoding import from_json
 
 
 def diagnose(path: str | os.PathLike[str]) -> Verdict:
@@ -26,7 +27,7 @@ def diagnose(path: str | os.PathLike[str]) -> Verdict:
     words = [*command("safelaunch.cli", "entry"), "diagnose", "--json", "--", os.fspath(path)]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     try:
-        return msgspec.json.decode(done.stdout, type=Verdict)
+        return from_json(done.stdout, Verdict)
     except msgspec.DecodeError:
         said = done.stderr.decode("utf-8", "replace").strip()
         lines = [line.removeprefix(PREFIX) for line in said.splitlines()]

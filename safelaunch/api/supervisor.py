@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from safelaunch.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
@@ -24,7 +25,7 @@ from safelaunch.launch.plan import Plan, Surroundings, build_beside, in_director
 from safelaunch.launch.process import ProcessId
 from safelaunch.launch.torchrun import Torch
 from safelaunch.roster.progress import EventReader
-from safelaunch.settings.config import resolve
+from safelaunch.settings.config import Settings, resolve
 from safelaunch.supervise.preflight import check
 from safelaunch.supervise.resources import Resources, gather
 from safelaunch.supervise.session import directory_for
@@ -111,12 +112,24 @@ def _planned(request: Request) -> tuple[Plan, Resources]:
     """Raises SafelaunchError for options that are wrong and for resources that are not available."""
     environ = dict(os.environ)
     torch = Torch(request.python, Path(request.torch_package), request.torch_version)
-    settings = resolve(request.own, environ, working_directory(), lambda: torch.version)
+    settings = from_the_start(resolve(request.own, environ, working_directory(), lambda: torch.version))
     check(settings)
     given = gather(CommandLine((), request.torchrun, request.script), settings, environ, None)
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
     around = Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
     return build_beside(given.command, request.argv, settings, torch, around, request.pid), given
+
+
+def from_the_start(settings: Settings) -> Settings:
+    """With the keyword ``stall_timeout`` as the threshold before the first step, too, unless that has its own.
+
+    A function may never step, as in a test. Its imports are done when it is called, so it needs no patience of its own.
+    """
+    given = settings.stall_timeout_s is not None and settings.origin("stall-timeout") == "command line"
+    if not given or settings.is_explicit("startup-timeout"):
+        return settings
+    origins = {**settings.origins, "startup-timeout": "stall-timeout"}
+    return replace(settings, startup_timeout_s=settings.effective_stall_timeout_s, origins=origins)
 
 
 def _caller(request: Request) -> ProcessId:

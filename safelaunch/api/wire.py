@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from safelaunch.model import Verdict
+from safelaunch.system.decoding import from_json
 
 _CHUNK = 1 << 16
 _T = TypeVar("_T")
@@ -80,7 +81,7 @@ class Line:
 
     def __init__(self, end: socket.socket, other: Any) -> None:
         self._end = end
-        self._decoder = msgspec.json.Decoder(other)
+        self._other = other
         self._rest = b""
         self.is_open = True
 
@@ -102,7 +103,7 @@ class Line:
         except BlockingIOError:
             pass  # nothing more for now
         *lines, self._rest = self._rest.split(b"\n")
-        return [self._decoder.decode(line) for line in lines]
+        return [from_json(line, self._other) for line in lines]
 
     def wait(self) -> Any:
         """The next message, once it is there; None if the other end is gone."""
@@ -111,7 +112,7 @@ class Line:
                 return None
             self._read()
         line, _, self._rest = self._rest.partition(b"\n")
-        return self._decoder.decode(line)
+        return from_json(line, self._other)
 
     def _read(self, flags: int = 0) -> None:
         try:

@@ -16,6 +16,7 @@ from safelaunch.capture.flight_records import merged
 from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.worker_server import names, post
 from safelaunch.model import FlightRecord
+from safelaunch.system.decoding import from_json
 
 _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 
@@ -160,7 +161,7 @@ def _arrivals(socket_path: str, deadline_s: float) -> list[_Arrival]:
     found: list[_Arrival] = []
     for answer in _texts(socket_path, deadline_s):
         try:
-            found += msgspec.json.decode(answer, type=_Arrivals).entries
+            found += from_json(answer, _Arrivals).entries
         except msgspec.DecodeError:
             continue  # another version's format
     return found

@@ -20,6 +20,7 @@ from safelaunch.capture import command
 from safelaunch.capture.result import Result, attempt
 from safelaunch.errors import CaptureError
 from safelaunch.model import GpuProcess, GpuUse
+from safelaunch.system.decoding import from_json
 from safelaunch.system.nvml import ask, processes, text
 
 MAX_GPUS = 256
@@ -51,7 +52,7 @@ def gpus_json(*, deadline_s: float = 5.0, python: str = sys.executable) -> Resul
 def uses(document: bytes, host: str) -> tuple[GpuUse, ...]:
     """Who has memory of which GPU, by the JSON of ``gpus_json``; empty where that is damaged."""
     try:
-        found = msgspec.json.decode(document, type=_Document)
+        found = from_json(document, _Document)
     except (msgspec.DecodeError, RecursionError):
         return ()
     return tuple(

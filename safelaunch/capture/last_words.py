@@ -13,6 +13,7 @@ import msgspec
 from safelaunch.beacon import caught_exceptions, layout, ring
 from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
 from safelaunch.roster.progress import Noted, read_contract
+from safelaunch.system.decoding import from_json
 
 from . import logs
 from .result import Result, attempt
@@ -75,7 +76,7 @@ def read_exception(path: Path) -> RankException | None:
 
 def _decoded(path: Path, kind: type[_T]) -> _T | None:
     try:
-        return msgspec.json.decode(_bytes(path), type=kind)
+        return from_json(_bytes(path), kind)
     except (msgspec.DecodeError, RecursionError):
         return None
 

@@ -23,6 +23,7 @@ from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, attempt, within
 from safelaunch.errors import CaptureError
 from safelaunch.model import NcclCommunicator, NcclProcess, NcclState, NcclWitness
+from safelaunch.system.decoding import from_json
 
 PORT = 28028
 SINCE = (2, 28)
@@ -266,11 +267,11 @@ def parse(text: str, file: str = "") -> NcclWitness:
 
 def _decoded(text: str) -> _Answer:
     try:
-        return msgspec.json.decode(text, type=_Answer)
+        return from_json(text, _Answer)
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        return msgspec.json.decode(_NO_COMMA.sub(r"\1,\2", text), type=_Answer)
+        return from_json(_NO_COMMA.sub(r"\1,\2", text), _Answer)
 
 
 def _processes(communicator: _Communicator) -> Iterator[NcclProcess]:

@@ -23,6 +23,7 @@ from safelaunch.errors import CaptureError
 from safelaunch.launch.process import identify
 from safelaunch.model import Frame
 from safelaunch.model.recording import Numbers, ProcessRecord, ThreadRecord
+from safelaunch.system.decoding import from_json
 
 FASTEST_HZ, SLOWEST_HZ = 20, 1
 SAMPLE_CPU_S = 0.0006
@@ -215,15 +216,12 @@ class _Event(msgspec.Struct, frozen=True):
     args: _Arguments = _Arguments()
 
 
-_EVENTS = msgspec.json.Decoder(list[_Event])
-
-
 def from_trace(data: bytes) -> Threads:
     """Reads ``-f chrometrace --threads``: events that push and pop frames. Raises ValueError (msgspec.DecodeError)."""
     found: Threads = {}
     open_stacks: dict[int, list[tuple[str, Frame]]] = {}
     since: dict[int, int] = {}
-    events = _EVENTS.decode(data)
+    events = from_json(data, list[_Event])
     by_time = sorted(range(len(events)), key=lambda at: events[at].ts)  # stable: those of one sample keep their order
     for at in by_time:
         event = events[at]

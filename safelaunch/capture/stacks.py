@@ -27,6 +27,7 @@ from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.reading.frames import is_library
 from safelaunch.reading.kernel import WRITES
+from safelaunch.system.decoding import from_json
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
@@ -55,7 +56,6 @@ class _SpyThread(msgspec.Struct):
     owns_gil: bool = False
 
 
-_DECODER = msgspec.json.Decoder(list[_SpyThread])
 _C10D = "torch/distributed/distributed_c10d.py"
 _EXTENSIONS = "torch/utils/cpp_extension.py"
 _INTEGER = re.compile(r"-?\d{1,9}")
@@ -81,7 +81,7 @@ def find_py_spy(given: str | None = None) -> str:
 def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False) -> StackSample:
     """Parses the output of ``py-spy dump --json``. Raises ``CaptureError`` for anything else."""
     try:
-        threads = _DECODER.decode(data)
+        threads = from_json(data, list[_SpyThread])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CaptureError(f"{how}: unreadable output: {error}") from error
     return StackSample(

@@ -14,6 +14,7 @@ import msgspec
 
 from safelaunch.errors import CaptureError, Failure
 from safelaunch.model import GilTest
+from safelaunch.system.decoding import from_json
 
 MAX_RESPONSE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 64 << 10
@@ -83,7 +84,7 @@ def gil_test(socket_path: str, *, deadline_s: float = 1.0, handler: str = "safel
 def _told(answer: bytes) -> GilTest:
     """What the Python handler says; nothing where the answer is of another version, or of somebody else."""
     try:
-        told = msgspec.json.decode(answer, type=GilTest)
+        told = from_json(answer, GilTest)
     except (msgspec.DecodeError, RecursionError):
         told = GilTest()
     handling = told.handling[:_MOST_EXCEPTIONS]

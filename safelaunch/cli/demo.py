@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from safelaunch.bundle.publishing import check_directory
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
@@ -27,6 +25,7 @@ from safelaunch.launch.job import Forwarder
 from safelaunch.model import Verdict
 from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.system.console import PREFIX, say
+from safelaunch.system.decoding import from_json
 from safelaunch.system.task import Task
 
 
@@ -190,7 +189,7 @@ def _judge(demo: Demo, code: int, bundle: Path | None, seconds: float) -> int:
     if bundle is None:
         say(f"FAILED: no bundle was written (exit code {code} after {seconds:.0f} s)")
         return 1
-    verdict = msgspec.json.decode((bundle / "verdict.json").read_bytes(), type=Verdict)
+    verdict = from_json((bundle / "verdict.json").read_bytes(), Verdict)
     first = verdict.culprits[0] if verdict.culprits else None
     function = first.frame.function.rpartition(".")[2] if first is not None and first.frame is not None else ""
     found = (verdict.cause, [culprit.rank for culprit in verdict.culprits], function, code)

@@ -15,6 +15,7 @@ from safelaunch.control.protocol import DumpAnswer, Request, ask
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import RunPaths, working_directory
 from safelaunch.system.console import say, show, show_json
+from safelaunch.system.decoding import from_json
 from safelaunch.system.printable import clean
 
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
@@ -76,7 +77,7 @@ def _dump(run: Run, bundle_dir: str | None) -> DumpAnswer:
 def answer_of(run: Run, data: bytes, kind: type[T], command: str) -> T:
     """What the run's supervisor has answered. Raises SafelaunchError if it is of another version."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return from_json(data, kind)
     except msgspec.DecodeError as error:
         raise SafelaunchError(
             f"{command}: {run.id} runs under another version of safelaunch: {error}.",

@@ -18,6 +18,7 @@ from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import RunPaths
 from safelaunch.report.early import in_status
 from safelaunch.system.console import display, redact, say, show, show_json
+from safelaunch.system.decoding import from_json
 from safelaunch.system.printable import clean
 from safelaunch.system.task import Task
 
@@ -275,13 +276,13 @@ class Watching:
         self._stacks = None
 
     def _dump(self, run: Run) -> str:
-        answer = msgspec.json.decode(self._ask(run, Request("dump")), type=DumpAnswer)
+        answer = from_json(self._ask(run, Request("dump")), DumpAnswer)
         if not answer.bundle:
             return f"no bundle of {run.id}: {clean(answer.problem)}"
         return f"{clean(answer.summary)} bundle: {answer.bundle}"
 
     def _look(self, run: Run) -> tuple[StackStatus, ...]:
-        answer = msgspec.json.decode(self._ask(run, Request("stacks")), type=StacksAnswer)
+        answer = from_json(self._ask(run, Request("stacks")), StacksAnswer)
         if answer.problem:
             raise SafelaunchError(answer.problem)
         return tuple(answer.stacks)

@@ -27,6 +27,7 @@ from safelaunch.model import (
     RankEvidence,
 )
 from safelaunch.model.entries import Entries, Kinds
+from safelaunch.system.decoding import from_msgpack
 
 MOST_ENTRIES = 4096  # of a rank
 MOST_LOG = 8 << 10  # characters
@@ -71,9 +72,6 @@ class _Travelling(msgspec.Struct, frozen=True):
     records: dict[int, _Record]
     files: dict[str, bytes] = {}
     groups: tuple[Runs, ...] = ()
-
-
-_DECODER = msgspec.msgpack.Decoder(_Travelling)  # built once, as those of ``messages``
 
 
 class Shared:
@@ -151,7 +149,7 @@ def received(chunks: list[bytes], shared: Shared | None = None) -> tuple[Evidenc
     """
     shared = shared or Shared()
     try:
-        found = _DECODER.decode(unpacked(chunks))
+        found = from_msgpack(unpacked(chunks), _Travelling)
         groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
         records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError, ValueError) as error:

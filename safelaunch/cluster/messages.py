@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from safelaunch.cluster.store import LARGEST_VALUE
 from safelaunch.model import AgentState, Verdict
+from safelaunch.system.decoding import from_msgpack
 
 MOST_RANKS = 65_536
 MOST_MESSAGE = 1 << 20  # bytes of a record that is no evidence
@@ -180,12 +181,6 @@ class Decision(Message, frozen=True):
     step: int | None = None
 
 
-# Built here, in one thread: msgspec 0.22 ends the process if two decode a type that neither has decoded before.
-_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Node, Beat, Page, Members, Decision, Question)
-}
-
-
 class BadMessage(ValueError):
     """What was read is no message of ours: damaged, too large, of another type, or not signed by the job's key."""
 
@@ -218,7 +213,7 @@ class Codec:
         if len(data) > MOST_MESSAGE:
             raise BadMessage(f"a message of {len(data)} bytes")
         try:
-            return _DECODERS[kind].decode(self.open(place, data))  # type: ignore[no-any-return]
+            return from_msgpack(self.open(place, data), kind)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
             raise BadMessage(str(error)) from error
 

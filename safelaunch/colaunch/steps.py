@@ -18,6 +18,7 @@ from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId
 from safelaunch.model import EarlyLook, Inconsistency, Progress
 from safelaunch.roster.progress import Roster
+from safelaunch.system.decoding import from_json
 from safelaunch.watch.quiet import is_quiet
 
 LOOK_EVERY_S = 0.25
@@ -114,7 +115,7 @@ class Steps:
 def early_cause(path: Path) -> str:
     """What the newest early look suggests, while what it saw lasts; empty without one, or where ranks were active."""
     try:
-        looks = msgspec.json.decode(path.read_bytes(), type=list[EarlyLook])
+        looks = from_json(path.read_bytes(), list[EarlyLook])
     except (OSError, msgspec.DecodeError):
         return ""
     return looks[-1].cause if looks and looks[-1].movement == "still" and not looks[-1].lasted_s else ""
@@ -123,7 +124,7 @@ def early_cause(path: Path) -> str:
 def wrong_cause(path: Path) -> str:
     """The first wrong result that --check-every has found; empty without one."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=list[Inconsistency])
+        found = from_json(path.read_bytes(), list[Inconsistency])
     except (OSError, msgspec.DecodeError):
         return ""
     return found[0].cause if found else ""

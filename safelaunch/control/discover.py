@@ -14,6 +14,7 @@ from safelaunch.control.protocol import Request, RunStatus, ask
 from safelaunch.errors import SafelaunchError
 from safelaunch.launch.paths import RunPaths, is_held, is_private, other_roots, run_root
 from safelaunch.launch.process import ProcessId
+from safelaunch.system.decoding import from_json
 
 STATUS_DEADLINE_S = 3.0
 ASK_AT_ONCE = 32
@@ -110,7 +111,7 @@ def _ask(found: Found, deadline_s: float) -> Run:
     if not path.exists():
         return Run(found, problem="starting, or without a control socket: see its first messages")
     try:
-        return Run(found, msgspec.json.decode(ask(path, Request("status"), deadline_s=deadline_s), type=RunStatus))
+        return Run(found, from_json(ask(path, Request("status"), deadline_s=deadline_s), RunStatus))
     except msgspec.DecodeError as error:
         return Run(found, problem=f"it runs under another version of safelaunch: {error}")
     except SafelaunchError as error:

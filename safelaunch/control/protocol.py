@@ -19,6 +19,7 @@ import msgspec
 from safelaunch.errors import SafelaunchError
 from safelaunch.model import EarlyLook, Frame, Inconsistency
 from safelaunch.model.recording import Recording
+from safelaunch.system.decoding import from_json
 
 MAX_LINE = 1 << 20
 LARGEST_ANSWER = 16 * MAX_LINE
@@ -169,7 +170,7 @@ class Client:
         self._data += chunk
         if b"\n" not in self._data:
             return None
-        request = msgspec.json.decode(self._data, type=Request)
+        request = from_json(self._data, Request)
         self.until_s = None
         return request
 

@@ -7,6 +7,8 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from safelaunch.system.decoding import from_json
+
 NAME_CHARACTERS = 64
 COMMAND_CHARACTERS = 1000
 MOST_THINGS = 1024
@@ -37,6 +39,6 @@ _AnySaid = TypeVar("_AnySaid", bound=Said)
 def read(data: bytes, kind: type[_AnySaid]) -> _AnySaid | None:
     """The contents of a file; None if they have any other form."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return from_json(data, kind)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from safelaunch.model.processes import Frame
+from safelaunch.system.decoding import from_json
 
 MOST_RANKS = 65_536
 
@@ -78,7 +79,7 @@ class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def decode(data: bytes) -> Recording:
     """Reads ``recording.json``. Raises msgspec.DecodeError for what is none, also if its numbers lead nowhere."""
-    found = msgspec.json.decode(data, type=Recording)
+    found = from_json(data, Recording)
     check(found)
     return found
 

@@ -39,6 +39,7 @@ from safelaunch.postmortem.cores import parse_all
 from safelaunch.postmortem.dumps import parse_some
 from safelaunch.postmortem.found import LINK, Found, Unreadable, read_limited, within
 from safelaunch.system import untrusted_paths
+from safelaunch.system.decoding import from_json
 
 _T = TypeVar("_T")
 MAX_RECORD_BYTES = 64 << 20
@@ -108,7 +109,7 @@ class _Bundle:
         if data is None:
             return None
         try:
-            return msgspec.json.decode(data, type=kind)
+            return from_json(data, kind)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             self.problems.append(f"{name} is damaged: {error}")
         except MemoryError:

@@ -14,6 +14,7 @@ from safelaunch.capture.logs import NOTHING
 from safelaunch.postmortem.found import Unreadable, read_limited
 from safelaunch.report.about import About, Gpu, Launch, Link, NodeFiles
 from safelaunch.system import untrusted_paths
+from safelaunch.system.decoding import from_json
 
 _T = TypeVar("_T")
 MOST_BYTES = 4 << 20
@@ -124,7 +125,7 @@ def _link(name: str, link: Mapping[str, Any]) -> Link:
 
 def _json(path: Path, kind: type[_T]) -> _T | None:
     try:
-        return msgspec.json.decode(_bytes(path), type=kind)
+        return from_json(_bytes(path), kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
 

@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Slowness:
-    """``headline``: the verdict in one sentence. ``findings``: the most telling first; empty: nothing stands out."""
+    """``headline``: the verdict in one sentence. ``findings``: the largest first; empty: nothing stands out."""
 
     headline: str
     findings: tuple[Finding, ...]
@@ -87,7 +87,12 @@ def _findings(times: Sequence[RankTime], workers: WorkerTime | None, missing: Se
         _saving(times),
         _own_code(times, late),
     ]
-    return [one for one in found if one is not None]
+    return sorted(filter(None, found), key=lambda one: -_of_the_job(one, times))
+
+
+def _of_the_job(finding: Finding, times: Sequence[RankTime]) -> float:
+    """Its share of the job's time. All others wait for a late rank, so its delay is theirs."""
+    return finding.share if finding.kind == "late-rank" else finding.share * len(finding.ranks) / len(times)
 
 
 def percent(share: float) -> str:

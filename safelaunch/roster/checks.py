@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from safelaunch.beacon import layout
+from safelaunch.system.decoding import from_json
 
 LARGEST = 64 << 20
 MOST_TENSORS = 1 << 20
@@ -62,7 +63,7 @@ class Series:
         if words[0] != layout.CHECK_MAGIC:
             raise BlockingIOError(f"{path.name} is not ready")
         begin, length = 8 * layout.CHECK_HEADER, words[layout.CHECK_LENGTH]
-        self.about = msgspec.json.decode(self._map[begin : begin + max(0, length)], type=About)
+        self.about = from_json(self._map[begin : begin + max(0, length)], About)
         self._begin = layout.CHECK_HEADER + (length + 7) // 8
         self._slots, self._size = words[layout.CHECK_SLOTS], words[layout.CHECK_SLOT_SIZE]
         least = layout.CHECK_SLOT + 3 * len(self.about.tensors) + layout.CHECK_WINDOW

@@ -13,6 +13,7 @@ import msgspec
 from safelaunch.beacon import layout
 from safelaunch.launch.paths import RunPaths
 from safelaunch.model import Progress
+from safelaunch.system.decoding import from_json
 
 LARGEST_WORLD = 1 << 20
 MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
@@ -189,7 +190,6 @@ class EventReader:
         self._path = path
         self._name = os.fspath(path)
         self._offset = 0
-        self._decoder = msgspec.json.Decoder(AgentEvent)
 
     def read(self) -> list[AgentEvent]:
         """Returns the events since the last call. Skips lines that it cannot decode."""
@@ -206,7 +206,7 @@ class EventReader:
         events = []
         for line in whole.splitlines():
             try:
-                events.append(self._decoder.decode(line))
+                events.append(from_json(line, AgentEvent))
             except (msgspec.DecodeError, RecursionError):
                 continue  # the beacon could not finish this line (disk full); later ones may be whole
         return events

@@ -17,6 +17,7 @@ from safelaunch.capture import command
 from safelaunch.cluster.evidence import condensed, received
 from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FirstWord
+from safelaunch.system.decoding import from_json, from_msgpack
 
 DEADLINE_S = 30.0  # of a busy machine, where an interpreter alone takes seconds
 _ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prov
         # The working directory may hold anybody's modules.
         program = f"import sys; sys.path[:] = [{str(_ROOT)!r}, *filter(None, sys.path)]; from {__name__} import main; "
         output = command.run([sys.executable, "-c", f"{program}main({str(place)!r})"], deadline_s=DEADLINE_S)
-        return msgspec.json.decode(output.stdout, type=FirstWord)
+        return from_json(output.stdout, FirstWord)
     except (OSError, CaptureError, msgspec.DecodeError):
         return FirstWord(common=True)
     finally:
@@ -57,7 +58,7 @@ def main(place: str) -> None:
     from safelaunch.diagnose import first_word
     from safelaunch.supervise import answer
 
-    question = msgspec.msgpack.decode(Path(place).read_bytes(), type=_Question)
+    question = from_msgpack(Path(place).read_bytes(), _Question)
     evidence, _ = received(question.evidence)
     evidence = msgspec.structs.replace(evidence, missing_ranks=question.missing_ranks)
     if question.active is None:

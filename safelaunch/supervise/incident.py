@@ -50,6 +50,7 @@ from safelaunch.supervise.looks import Looks, native_where_it_tells
 from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
+from safelaunch.system.decoding import from_builtins
 from safelaunch.system.task import Task
 from safelaunch.watch.rhythm import Threshold
 
@@ -357,7 +358,7 @@ def evidence_of(outcome: Outcome, looks: Looks, known: Known, about: Circumstanc
 
 
 def _launched(about: Circumstances) -> Launched:
-    return msgspec.convert(about.launch, Launched)
+    return from_builtins(about.launch, Launched)
 
 
 def mark_recovered(report: Report) -> Task[None]:

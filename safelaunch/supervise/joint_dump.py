@@ -19,6 +19,7 @@ from safelaunch.model.recording import Recording, bounded, check
 from safelaunch.redaction.evidence import without_secrets
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.small_files import apart
+from safelaunch.system.decoding import from_msgpack
 
 DUMP_S = 30.0  # for the evidence of the other nodes
 DUMP_EVERY_S = 5.0  # between two that others ask for
@@ -137,7 +138,7 @@ class JointDump:
 def recording_of(chunks: list[bytes]) -> Recording:
     """What ``hand_in_recording`` has sent. Raises BadMessage."""
     try:
-        found = msgspec.msgpack.decode(unpacked(chunks), type=Recording)
+        found = from_msgpack(unpacked(chunks), Recording)
         check(found)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
         raise BadMessage(str(error)) from error

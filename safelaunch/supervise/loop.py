@@ -146,7 +146,7 @@ class Supervisor:
         self._work = WorkTaker(self._watch)
         self._notices = Notices(
             self._watch,
-            settings.startup_timeout_s,
+            self._watch.policy,
             time.monotonic(),
             self._together,
             by_torchrun=job.plan.by_torchrun,

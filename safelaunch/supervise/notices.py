@@ -9,6 +9,7 @@ from safelaunch.model import format_ranks
 from safelaunch.roster import beaconless
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
+from safelaunch.watch.stall import Policy
 
 BEACON_PATIENCE_S = 20.0
 BEACON_AGAIN_S = 5.0  # between two looks at workers that have no beacon yet
@@ -39,7 +40,7 @@ class Notices:
     def __init__(
         self,
         watch: Watch,
-        startup_timeout_s: float,
+        policy: Policy,
         now: float,
         together: Others | None = None,
         *,
@@ -50,12 +51,13 @@ class Notices:
         self._watch = watch
         self._why = why
         self._others = together
-        self._startup_timeout_s = startup_timeout_s
+        self._startup_timeout_s = policy.startup_s
         self._beacons_due_s = now + BEACON_PATIENCE_S
         self._unreached: set[int] = set()  # ranks said to have no beacon
         self._is_said_blind = False
-        self._ranks_due_s = None if by_torchrun else now + min(RANK_PATIENCE_S, startup_timeout_s / 2)
-        self._steps_due_s: float | None = now + min(STEP_PATIENCE_S, startup_timeout_s / 2)
+        self._ranks_due_s = None if by_torchrun else now + min(RANK_PATIENCE_S, policy.startup_s / 2)
+        without_steps_s = now + min(STEP_PATIENCE_S, policy.startup_s / 2)
+        self._steps_due_s = None if policy.has_one_limit else without_steps_s
         self._claimed_by_s = now + BEACON_PATIENCE_S  # for a command whose ranks no agent announces
         self._told_of: tuple[tuple[int, ...], bool] = ((), False)  # the unseen ranks, and whether others see them
         self._unseen_s: float | None = None

@@ -11,6 +11,7 @@ import msgspec
 from safelaunch.bundle.copier import BUNDLE
 from safelaunch.model import BundlePlace, Evidence
 from safelaunch.postmortem.found import Unreadable, read_limited
+from safelaunch.system.decoding import from_json
 from safelaunch.system.task import Task
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def blamed_in(directory: Path) -> tuple[tuple[str, ...], ...]:
 
 def _blamed(path: Path) -> Iterator[tuple[str, ...]]:
     try:
-        one = msgspec.json.decode(read_limited(path, _MOST_BYTES), type=_Verdict)
+        one = from_json(read_limited(path, _MOST_BYTES), _Verdict)
     except (Unreadable, msgspec.DecodeError, RecursionError):
         return  # another user's, or damaged
     if one.outcome in ("hang", "crash") and (one.bundle is None or one.bundle.whole):

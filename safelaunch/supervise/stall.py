@@ -434,7 +434,8 @@ class StallCase:
     def _why_ended(self, stall: Stall, judged: Judged) -> str:
         policy, limits = self._watch.policy, judged.limits
         if policy.is_given(stall) and judged.found == "unknown":
-            return f"that is {'--startup-timeout' if stall.before_first_step else '--stall-timeout'}"
+            at_start = stall.before_first_step and not policy.has_one_limit
+            return f"that is {'--startup-timeout' if at_start else '--stall-timeout'}"
         before_s, limit_s = limits.before_abort_s, ends_after_s(policy, stall, judged.answer, limits)
         if before_s is not None and limit_s is not None and before_s <= limit_s < policy.max_stall_s:
             return f"the time limit of group {judged.group} ends then"

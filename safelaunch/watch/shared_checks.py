@@ -18,6 +18,7 @@ from msgspec import Meta
 from safelaunch.cluster.messages import MOST_RANKS, BadMessage, Message, packed, unpacked
 from safelaunch.model import Inconsistency
 from safelaunch.roster.checks import MOST_TENSORS, About, Check
+from safelaunch.system.decoding import from_msgpack
 
 MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20  # of one node; of all, whom one node reads
 MOST_POSITIONS = 32
@@ -65,10 +66,6 @@ class Found(Message, frozen=True):
     place: Annotated[str, Meta(max_length=4096)] = ""
 
 
-_DECODER = msgspec.msgpack.Decoder(_Shared)  # built here, as those of ``cluster.messages``
-_FOUND = msgspec.msgpack.Decoder(Found)
-
-
 def share_of(nodes: int) -> int:
     """How many bytes each of so many nodes may send at a time."""
     return max(LEAST_BYTES, min(MOST_BYTES, MOST_OF_ALL // max(nodes, 1)))
@@ -95,7 +92,7 @@ def encode(checks: Iterable[Check], share: int) -> bytes:
 def decode(data: bytes) -> list[Check]:
     """Raises BadMessage for what ``encode`` did not make."""
     try:
-        found = _DECODER.decode(unpacked([data]))
+        found = from_msgpack(unpacked([data]), _Shared)
         abouts = [About(one.key, one.kind, one.every, -1, one.groups, one.tensors) for one in found.abouts]
         if any(group >= len(one.groups) for one in abouts for _, group in one.tensors):
             raise BadMessage("checks of a group that is not there")
@@ -111,7 +108,7 @@ def encode_found(found: Found) -> bytes:
 def decode_found(data: bytes) -> Found:
     """Raises BadMessage."""
     try:
-        return _FOUND.decode(data)
+        return from_msgpack(data, Found)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
         raise BadMessage(str(error)) from error
 

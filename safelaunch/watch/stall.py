@@ -37,6 +37,11 @@ class Policy(msgspec.Struct, frozen=True):
     max_stall_given: bool = False
     proved_s: float = math.inf
 
+    @property
+    def has_one_limit(self) -> bool:
+        """Whether the user's threshold between steps holds before the first one, too."""
+        return self.stall_given and self.startup_given and self.startup_s == self.stall_s
+
     def is_given(self, stall: Stall) -> bool:
         """Whether the threshold that ``stall`` has passed is the user's."""
         return self.startup_given if stall.before_first_step else self.stall_given

@@ -15,7 +15,7 @@ from jobs import PROGRAMS, Job
 pytestmark = pytest.mark.torch
 
 PROGRAM = PROGRAMS / "launches.py"
-HANGS = next(number for number, line in enumerate(PROGRAM.read_text().splitlines(), 1) if "# HANGS" in line)
+LINES = {line.partition("  # ")[2]: number for number, line in enumerate(PROGRAM.read_text().splitlines(), 1)}
 
 
 def caller(scratch: Path, *words: str) -> Job:
@@ -28,7 +28,7 @@ def told(stdout: str) -> dict[str, Any]:
 
 
 def test_a_launch_returns_what_elastic_launch_returns_and_tells_of_a_hang(tmp_path: Path) -> None:
-    """One process launches five times, as a notebook does."""
+    """One process launches six times, as a notebook does."""
     with caller(tmp_path, "several") as job:
         result = job.wait()
     launches = told(result.stdout)
@@ -37,17 +37,21 @@ def test_a_launch_returns_what_elastic_launch_returns_and_tells_of_a_hang(tmp_pa
     # The failure is the one that torch reports, and the bundle tells of it beside.
     assert launches["failed"]["failed"] == launches["plain"]["failed"]
     assert "no such sample" in launches["failed"]["failed"][-1]
-    crash, hang = result.bundles
+    crash, hang, stepless = result.bundles
     assert launches["failed"]["newest"] == os.fspath(crash.path)
     assert crash.verdict["cause"] == "rank-exception"
     assert [culprit["rank"] for culprit in crash.verdict["culprits"]] == [1]
     assert launches["refused"]["raised"] == "UsageError"
     # The hang.
     assert launches["hung"]["bundle"] == launches["hung"]["newest"] == os.fspath(hang.path)
-    assert launches["hung"]["culprits"] == [[1, HANGS]]
+    assert launches["hung"]["culprits"] == [[1, LINES["HANGS"]]]
     assert launches["hung"]["cause"] == "stuck-in-user-code"
     assert launches["hung"]["verdict"] == hang.verdict["summary"]
     assert launches["hung"]["bundle"] in launches["hung"]["said"]
+    # One number suffices for what marks no step.
+    assert launches["stepless"]["bundle"] == os.fspath(stepless.path)
+    assert launches["stepless"]["culprits"] == [[1, LINES["NEVER COMES"]]]
+    assert "no step seen so far" not in result.stderr
     assert [problem for bundle in result.bundles for problem in bundle.problems()] == []
     # Each leaves the environment as torch does, and no process.
     assert not [name for launch in launches.values() for name in launch["changed"] if "SAFELAUNCH" in name]

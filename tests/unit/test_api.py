@@ -14,8 +14,11 @@ import pytest
 import safelaunch
 from safelaunch.api.launching import Launch
 from safelaunch.api.options import Options, words_of
+from safelaunch.api.supervisor import from_the_start
 from safelaunch.api.wire import Done, Ended, FromCaller, FromSupervisor, Line, Ready, Stop, Stopping
+from safelaunch.settings.config import resolve
 from safelaunch.settings.options import OWN_OPTIONS
+from safelaunch.supervise.loop import policy_of
 
 IMPORTS = """
 import sys
@@ -77,6 +80,29 @@ def test_options_become_words() -> None:
         ("--no-early-look", None),
     )
     assert isinstance(safelaunch.launch(None, "train.py", stall_timeout=3), Launch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "startup_s", "origin"),
+    [
+        ({"stall_timeout": 4}, 4.0, "stall-timeout"),
+        ({"stall_timeout": 4, "startup_timeout": 9}, 9.0, "command line"),
+        ({"stall_timeout": "auto"}, 1800.0, "default"),
+        ({}, 1800.0, "default"),
+    ],
+)
+def test_one_number_counts_before_the_first_step_too(
+    words: dict[str, object], startup_s: float, origin: str, tmp_path: Path
+) -> None:
+    settings = from_the_start(resolve(words_of(words), {}, tmp_path, lambda: None))
+    assert (settings.startup_timeout_s, settings.origin("startup-timeout")) == (startup_s, origin)
+    assert policy_of(settings).has_one_limit == (startup_s == 4.0)
+
+
+def test_a_number_of_the_environment_leaves_the_start_alone(tmp_path: Path) -> None:
+    """It is the command line's as well, where the start is torchrun's and imports."""
+    settings = from_the_start(resolve((), {"SAFELAUNCH_STALL_TIMEOUT": "4"}, tmp_path, lambda: None))
+    assert (settings.stall_timeout_s, settings.startup_timeout_s) == (4.0, 1800.0)
 
 
 def test_a_hang_error_says_where_the_evidence_is_and_travels() -> None:

@@ -101,6 +101,7 @@ THIRD_PARTY = {
     "msgspec": {
         "model.*",
         "model",
+        "system.decoding",
         "blame.memory",
         "redaction.*",
         "leases.said",

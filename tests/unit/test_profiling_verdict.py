@@ -49,6 +49,27 @@ def test_what_stands_out(ranks: list[dict[Stack, float]], kinds: list[str], blam
     assert found.headline.startswith("Nothing stands out: ") is not bool(kinds)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        ([{ALL_REDUCE: 0.32, AUGMENT: 0.47, FORWARD: 0.21}] * 2, ["script", "communication"]),
+        ([{ALL_REDUCE: 0.47, AUGMENT: 0.32, FORWARD: 0.21}] * 2, ["communication", "script"]),
+        ([{LOADER: 0.2, SAVE: 0.5, FORWARD: 0.3}] * 2, ["checkpoint", "data-loading"]),
+        # What one rank does for longer than the others wait is part of why they wait.
+        ([{ALL_REDUCE: 0.5, FORWARD: 0.5}, {LOADER: 0.6, FORWARD: 0.4}], ["late-rank", "data-loading"]),
+        # What all do for longer than they wait for one rank counts more.
+        (
+            [{LOADER: 0.5, ALL_REDUCE: 0.2, FORWARD: 0.3}] * 3 + [{LOADER: 0.5, FORWARD: 0.5}],
+            ["data-loading", "late-rank"],
+        ),
+    ],
+)
+def test_the_headline_is_what_takes_most_of_the_jobs_time(ranks: list[dict[Stack, float]], kinds: list[str]) -> None:
+    found = verdict_of(recording(*ranks))
+    assert [one.kind for one in found.findings] == kinds
+    assert found.headline == found.findings[0].text
+
+
 def test_the_line_that_takes_a_late_ranks_time_is_named() -> None:
     (finding,) = verdict_of(recording(WAITS, WAITS, LATE, WAITS)).findings
     assert finding.text == (

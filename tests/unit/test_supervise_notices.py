@@ -11,11 +11,13 @@ from safelaunch.model import Progress
 from safelaunch.roster.progress import Worker
 from safelaunch.supervise.notices import Notices
 from safelaunch.watch.rhythm import Threshold
+from safelaunch.watch.stall import Policy
 
 FRESH = Progress(0, 0, 1, 0, 10, 1, "torch")
 
 
 START = Threshold(100.0, "before the first step")
+POLICY = Policy(60.0, 100.0, 1800.0)
 
 
 def said(
@@ -28,6 +30,7 @@ def said(
     unseen: tuple[int, ...] = (),
     others: Any = None,
     why: str = "python -I",
+    policy: Policy = POLICY,
 ) -> str:
     worker = Worker(0, 0, 10, 0)
     roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
@@ -39,7 +42,7 @@ def said(
         unseen=unseen,
         world_size=2,
     )
-    notices = Notices(watch, 100.0, 0.0, others, why=lambda pid: why)
+    notices = Notices(watch, policy, 0.0, others, why=lambda pid: why)
     for now in (1.0, 19.0, 49.0, 51.0, 400.0):
         notices.tick(now)
     return capfd.readouterr().err
@@ -59,6 +62,11 @@ def test_a_job_that_marks_something_is_not(capfd: pytest.CaptureFixture[str], ma
     assert said(capfd, Progress(0, 0, 1, 0, 10, 1, "torch", **marks)) == ""
 
 
+def test_one_limit_for_steps_and_without_them_needs_no_word(capfd: pytest.CaptureFixture[str]) -> None:
+    both = Policy(100.0, 100.0, 1200.0, stall_given=True, startup_given=True)
+    assert said(capfd, FRESH, policy=both) == ""
+
+
 def test_a_job_that_cannot_be_watched_is_told_loudly(capfd: pytest.CaptureFixture[str]) -> None:
     text = said(capfd, None, beacon=False)
     assert text.count("CANNOT WATCH") == 1 and "rank 0 (pid 10, python -I)" in text and "no step" not in text
@@ -74,7 +82,7 @@ def test_a_beacon_that_appears_after_all_is_said(capfd: pytest.CaptureFixture[st
         roster=SimpleNamespace(workers=workers, pages=dict), last_progress={}, unseen=(), world_size=2
     )
     watch.without_beacon = lambda: [one for one in workers.values() if one.rank not in watch.last_progress]
-    notices = Notices(watch, 1e6, 0.0, why=lambda pid: "bash is not Python")
+    notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, why=lambda pid: "bash is not Python")
     for now, seen in ((30.0, ()), (40.0, (0,)), (50.0, (0,)), (60.0, (0, 1)), (70.0, (0, 1))):
         watch.last_progress = dict.fromkeys(seen, FRESH)
         notices.tick(now)
@@ -103,7 +111,7 @@ def test_a_command_without_ranks_is_told_that_it_is_not_watched(
     watch: Any = SimpleNamespace(
         roster=roster, last_progress={0: progress} if progress else {}, without_beacon=lambda: (), unseen=()
     )
-    notices = Notices(watch, 1000.0, 0.0, by_torchrun=by_torchrun)
+    notices = Notices(watch, Policy(60.0, 1000.0, 1800.0), 0.0, by_torchrun=by_torchrun)
     for now in (1.0, 59.0, 61.0, 400.0):
         notices.tick(now)
     assert capfd.readouterr().err.count("CANNOT WATCH this command") == told
@@ -115,7 +123,7 @@ def told_of_nodes(capfd: pytest.CaptureFixture[str], *unseen: tuple[int, ...], b
     watch: Any = SimpleNamespace(
         roster=roster, last_progress={0: FRESH}, without_beacon=lambda: (), unseen=(), world_size=4
     )
-    notices = Notices(watch, 1e6, 0.0)
+    notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0)
     for now, watch.unseen in enumerate(unseen, 1):
         notices.tick(float(now))
     return [line.partition(";")[0] for line in capfd.readouterr().err.splitlines()]

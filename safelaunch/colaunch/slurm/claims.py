@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.colaunch.jobs import Pace
+from safelaunch.system.decoding import from_json
 
 T = TypeVar("T")
 LARGEST = 1 << 16
@@ -151,6 +152,6 @@ def _link(source: Path, path: Path) -> bool:
 def _read(path: Path, kind: type[T]) -> T | None:
     try:
         with path.open("rb") as file:
-            return msgspec.json.decode(file.read(LARGEST), type=kind)
+            return from_json(file.read(LARGEST), kind)
     except (OSError, msgspec.DecodeError, ValueError):
         return None

@@ -51,6 +51,14 @@ def hang():
         time.sleep(0.01)
 
 
+def stepless():
+    """Marks no step and has no optimizer, like what a test of a collective calls."""
+    rank = begin()
+    if rank == 1:
+        time.sleep(3600)  # NEVER COMES
+    torch.distributed.barrier()
+
+
 def leave():
     rank = begin()
     for step in range(10_000):
@@ -110,7 +118,9 @@ def told(name, launcher, *args):
 
 
 def watched(function, method, **options):
-    return safelaunch.launch(config(method), function, bundle_dir=BUNDLES, **{"stall_timeout": 2, **options})
+    return safelaunch.launch(
+        config(method), function, bundle_dir=BUNDLES, stall_timeout=2, **{"startup_timeout": 60, **options}
+    )
 
 
 def main():
@@ -122,6 +132,7 @@ def main():
         told("failed", watched(fail, "fork"))
         told("refused", watched(train, "fork", on_stall="explode"), 10, 20)
         told("hung", watched(hang, "fork"))
+        told("stepless", watched(stepless, "fork", startup_timeout=None))
     else:
         told(scenario, watched(globals()[scenario], method))
 
