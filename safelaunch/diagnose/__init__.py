@@ -3,7 +3,8 @@
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
 it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
-(``with_guards``), and what ranks say of the reason themselves (``with_own_words``), and where the memory of
+(``with_guards``), the frames of a framework that tell ranks apart which show one line
+(``with_frames_below``), and what ranks say of the reason themselves (``with_own_words``), and where the memory of
 a GPU went (``with_device_memory``). Where each rank decides for itself
 which way to go, nobody is named: ``unless_drawn``. Where all ranks at fault are all of one node, the node is named:
 ``with_node_behind``. The groups and GPUs of those at fault are told:
@@ -36,6 +37,7 @@ from safelaunch.diagnose.rules import RULES
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.diagnose.rules_results import with_wrong_results
+from safelaunch.diagnose.same_line import with_frames_below
 from safelaunch.diagnose.series import with_early_looks
 from safelaunch.diagnose.shortage import with_device_memory
 from safelaunch.diagnose.standing import with_the_time_without_a_step
@@ -52,6 +54,7 @@ EXPLANATIONS = (
     with_wrong_group,
     with_unusual_group,
     with_guards,
+    with_frames_below,
     with_caught_exception,
     with_own_words,
     with_device_memory,
