@@ -2,7 +2,8 @@
 
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
 :data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
-it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
+it caught there, or what it printed as it skipped a batch, says why: ``with_caught_exception``, ``with_skipped_batch``.
+Conditions on the rank that parted ranks are added
 (``with_guards``), the frames of a framework that tell ranks apart which show one line
 (``with_frames_below``), and what ranks say of the reason themselves (``with_own_words``), and where the memory of
 a GPU went (``with_device_memory``). Where each rank decides for itself
@@ -41,7 +42,7 @@ from safelaunch.diagnose.same_line import with_frames_below
 from safelaunch.diagnose.series import with_early_looks
 from safelaunch.diagnose.shortage import with_device_memory
 from safelaunch.diagnose.standing import with_the_time_without_a_step
-from safelaunch.diagnose.swallowed import with_caught_exception
+from safelaunch.diagnose.swallowed import with_caught_exception, with_skipped_batch
 from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
@@ -56,6 +57,7 @@ EXPLANATIONS = (
     with_guards,
     with_frames_below,
     with_caught_exception,
+    with_skipped_batch,
     with_own_words,
     with_device_memory,
     unless_drawn,
