@@ -1,16 +1,9 @@
-"""Evidence → verdict, by rules, with no effects: ``diagnose(evidence)``.
+"""From evidence to a verdict. Pure.
 
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
-:data:`~safelaunch.diagnose.rules.RULES` lists them in order. Where a rank is found behind its peers, an exception that
-it caught there says why: ``with_caught_exception``. Conditions on the rank that parted ranks are added
-(``with_guards``), and what ranks say of the reason themselves (``with_own_words``), and where the memory of
-a GPU went (``with_device_memory``), and the variable under which torch itself crashes (``with_detail``). Where each
-rank decides for itself
-which way to go, nobody is named: ``unless_drawn``. Where all ranks at fault are all of one node, the node is named:
-``with_node_behind``. The groups and GPUs of those at fault are told:
-``with_belonging``. Then early looks that saw the same: ``with_early_looks``, and wrong results that were found before:
-``with_wrong_results``. Last, how long a job that somebody looks at stands: ``with_the_time_without_a_step``. To the
-verdict itself, hardware is added that may be broken, and how often it was blamed: ``with_gpus``, ``with_repeats``.
+:data:`~safelaunch.diagnose.rules.RULES` lists them in order. ``EXPLANATIONS`` then add to a finding, each in turn: why
+the rank is there, what it printed, where its memory went, whose it is, what was seen before. To the verdict itself,
+hardware is added that may be broken, and how often it was blamed: ``with_gpus``, ``with_repeats``.
 """
 
 from __future__ import annotations
@@ -38,10 +31,11 @@ from safelaunch.diagnose.rules_aborted import with_detail
 from safelaunch.diagnose.rules_nodes import version_claims, with_node_behind
 from safelaunch.diagnose.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.diagnose.rules_results import with_wrong_results
+from safelaunch.diagnose.same_line import with_frames_below
 from safelaunch.diagnose.series import with_early_looks
 from safelaunch.diagnose.shortage import with_device_memory
 from safelaunch.diagnose.standing import with_the_time_without_a_step
-from safelaunch.diagnose.swallowed import with_caught_exception
+from safelaunch.diagnose.swallowed import with_caught_exception, with_skipped_batch
 from safelaunch.diagnose.waits import Case
 from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
 from safelaunch.reading.source import ReadSource
@@ -54,7 +48,9 @@ EXPLANATIONS = (
     with_wrong_group,
     with_unusual_group,
     with_guards,
+    with_frames_below,
     with_caught_exception,
+    with_skipped_batch,
     with_own_words,
     with_device_memory,
     with_detail,

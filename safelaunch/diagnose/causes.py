@@ -48,6 +48,7 @@ Sign = Literal[
     "lock-file",
     "build-lock",
     "own-lock",
+    "held",
     "foreign-lock",
     "handler",
     "own-loop",
@@ -217,6 +218,12 @@ _STORE_KEY = Advice(
 
 _OWN_LOCK = Advice(
     "Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.", only_if="own-lock"
+)
+
+_HELD_LOCK = Advice(
+    "Don't block while holding a lock: move the call in which its holder waits (`queue.put()`, `join()`, a read, a"
+    " collective) out of the `with` block, and take the lock only for the change itself.",
+    only_if="held",
 )
 
 _ANOTHER_GROUP = Advice(
@@ -498,6 +505,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "blocking-io": _cause(
         *_CIRCLES,
+        _HELD_LOCK,
         Advice(
             "Find out why the child ended that was to send this (its output, `node/<host>/kernel_log.txt`), and let the"
             " wait see such an end: `get(timeout=...)` in a loop that checks `is_alive()`, or a `ProcessPoolExecutor`,"
@@ -545,6 +553,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "lock-deadlock": _cause(
         *_CIRCLES,
+        _HELD_LOCK,
         Advice(
             "Call `task_done()` for each item that was taken, in a `finally`: an exception or a `continue` before it"
             " leaves `join()` waiting for ever.",
@@ -590,6 +599,7 @@ CAUSES: dict[str, Cause] = {
     "stuck-in-user-code": _cause(
         _GROUP_TIMEOUT,
         *_CIRCLES,
+        _HELD_LOCK,
         Advice(
             "Bound the loop that polls and raise when its time is up; better, let whoever makes what it looks for tell"
             " the others by a broadcast, which also shows who is missing.",

@@ -17,7 +17,7 @@ from safelaunch.reading import frames as fr
 from safelaunch.reading.handlers import Interruption, interruption
 from safelaunch.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
 from safelaunch.reading.polls import Poll, poll_at
-from safelaunch.reading.source import ReadSource, lock_at
+from safelaunch.reading.source import LockHeld, LockTaken, ReadSource, lock_at, locks_held
 from safelaunch.reading.store_keys import StoreKey, store_key_at
 
 
@@ -138,6 +138,18 @@ class View:
             return None
         return store_key_at(self.user_frame, self.read_source, dict(self.thread.names))
 
+    @cached_property
+    def takes(self) -> LockTaken | None:
+        """The lock that its innermost line takes, by the source."""
+        return lock_at(self.user_frame, self.read_source) if self.user_frame and self.read_source else None
+
+    def holds(self, other: View) -> LockHeld | None:
+        """The lock that ``other`` takes, where by the source this thread has it."""
+        if other.takes is None or other.user_frame is None or self.read_source is None:
+            return None
+        held = locks_held(self.stack.user_frames, self.read_source)
+        return next((one for one in held if one.is_that(other.takes, other.user_frame)), None)
+
     @property
     def device(self) -> str:
         """The call in which it waits for its GPU; empty where it is elsewhere."""
@@ -147,6 +159,10 @@ class View:
     def os_tid(self) -> int | None:
         """The kernel's number of the thread, as native samples have it."""
         return self.process.pid if self.other is None else self.other.os_tid
+
+    @property
+    def serves_futures(self) -> bool:
+        return calls.serves_futures(self.frames)
 
     @property
     def name(self) -> str:
@@ -248,8 +264,7 @@ def _lock(view: View) -> Condition | None:
         return None
     lock = known or calls.LockWait("a lock")
     doubts = () if known or native == "lock" else (Doubt.STATE_INFERRED,)
-    taken = lock_at(view.user_frame, view.read_source) if view.user_frame and view.read_source else None
-    taken = taken if lock.on == "lock" else None
+    taken = view.takes if lock.on == "lock" else None
     named = f" (`{taken.name}`)" if taken is not None else ""
     text = f"waits for {lock.what}{named} at {view.place}"
     if taken is not None and taken.held_at and view.user_frame is not None:

@@ -59,7 +59,7 @@ class Doubt(Enum):
     SEVERAL_PLACES_FIT = (
         "calls",
         1,
-        "The records agree with the place where the exception left calls out, and do not show it.",
+        "The records agree with the place where the rank left calls out, and do not show it.",
     )
 
     UNSEEN_RANKS = "others", 1, "Ranks were not seen, and one of them may be at fault."

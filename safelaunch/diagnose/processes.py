@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from msgspec import structs
+
 from safelaunch.diagnose.causes import CAUSES, Sign
 from safelaunch.diagnose.conditions import Condition, View, thread_condition
 from safelaunch.diagnose.doubts import Doubt, those
@@ -70,7 +72,8 @@ class Inside:
         return found
 
     def _node(self, view: View) -> Node:
-        node = (view.process.pid, (view.other.os_tid or view.other.name) if view.other else None)
+        is_main = view.other is None or (view.sample is not None and view.other is view.sample.main_thread)
+        node = (view.process.pid, None if is_main or view.other is None else view.other.os_tid or view.other.name)
         self._views.setdefault(node, view)
         return node
 
@@ -99,6 +102,9 @@ class Inside:
         if view.awaited.processes == "workers" and view.process is self.main.process:
             return self._to(view, "workers", self._owing(children))
         own = self._condition(view)
+        holder = self._holder(view, own.lock) if own.lock is not None else None
+        if holder is not None:
+            return self._to(view, "lock", [holder])
         if own.lock is not None and view.other is None:
             return self._to_thread(view, own.lock, children)
         if own.cause == "stuck-in-user-code" and view.awaited.processes == "child":
@@ -164,17 +170,29 @@ class Inside:
         nodes = tuple(self._node(other) for other in others)
         return Edge(self._node(view), nodes, kind, claims, may_end=may_end or kind in ("signal", "message"))
 
+    def _holder(self, view: View, lock: calls.LockWait) -> View | None:
+        """The one other thread that has the lock, by the source."""
+        if lock.on != "lock" or lock.own:
+            return None
+        found = [other for other in view.beside() if other.holds(view) is not None]
+        return found[0] if len(found) == 1 else None
+
     def _to_thread(self, view: View, lock: calls.LockWait, children: Sequence[View]) -> Edge | None:
         """Who could end the wait?
 
         A joined thread or a future (``work``) is somebody's work, so whichever single thread (or, with no thread,
-        child) still runs user code is what the main thread waits for. A queue or an event (``signal``) is fed by some
-        thread: it is followed to one that is blocked, not to one asleep, which is more likely a timer. A plain lock is
-        held by somebody we cannot see. One that waits for other ranks may be meant by each of them.
+        child) still runs user code is what the main thread waits for; of several, the one that is at work. A future is
+        the work of a pool's thread or of an event loop's, if there is one. A queue or an event (``signal``) is fed by
+        some thread: it is followed to one that is blocked, not to one asleep, which is more likely a timer. A plain
+        lock is held by somebody we cannot see. One that waits for other ranks may be meant by each of them.
         """
         others, among_peers = view.beside(), self._waiting_for_peers(view)
         if lock.on == "work":
-            edge = self._to(view, "work", others or among_peers or _feeding(view))
+            may = [one for one in others if one.serves_futures == lock.of_future] or others
+            at_work = [one for one in may if self._condition(one).lock is None and not one.wait.again]
+            if len(may) > 1 and len(at_work) == 1:
+                return self._to(view, "work", at_work, may_end=True)
+            edge = self._to(view, "work", may or among_peers or _feeding(view))
             return edge or (self._to(view, "work", _running_users_code(children)) if not others else None)
         if lock.on == "signal":
             blocked = [o for o in others if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
@@ -268,10 +286,8 @@ class Inside:
             return replace(own, reason=reason, signs=own.signs | {"task-done"})
         if lock.of_pool:
             return self._of_a_pool(own)
-        if lock.on == "work" and waiting and len(waiting) == len(others):
-            reason = "has threads that wait for each other's locks: " + ", ".join(waiting[:4])
-            for_good = all(c.for_good for _, c in others)
-            return replace(others[0][1], reason=reason, claims=claims, for_good=for_good)
+        if lock.on == "work" and others:
+            return _of_several(own, others)
         if busy and not waiting and lock.on != "work":
             return replace(own, reason=f"{own.reason} while {', '.join(busy[:4])}", doubts=(Doubt.MAY_END,))
         if waiting:
@@ -307,8 +323,11 @@ class Inside:
         if edge.kind == "workers":
             return self._of_a_worker(waiter, other, [self._views[node] for node in edge.on[1:]], found)
         own, is_thread = self._condition(waiter), other.process is waiter.process
-        who = f"its thread {other.name}" if is_thread else f"child process {other.process.pid}"
+        who = other.words if is_thread else f"child process {other.process.pid}"
         process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
+        held = other.holds(waiter) if edge.kind == "lock" else None
+        if held is not None:
+            who, found = f"{who} has held it since line {held.line} and", replace(found, signs=found.signs | {"held"})
         reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
         told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
         if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
@@ -323,6 +342,8 @@ class Inside:
 
     def _of_a_circle(self) -> Condition:
         """Processes that wait for each other: the last one on the way for what the first one is to read, or to send."""
+        if {edge.kind for edge in self.circle} <= {"lock", "work"}:
+            return self._of_locks()
         first, last = self._views[self.circle[0].of], self._views[self.circle[-1].of]
         own, there = self._condition(first), self._condition(last)
         whose = "this process" if first.process is self.main.process else f"process {first.process.pid}"
@@ -341,6 +362,23 @@ class Inside:
             claims=(*claims, *there.claims, last.kernel_claim(ends)),
             signs=own.signs | {sign},
             for_good=False,
+        )
+
+    def _of_locks(self) -> Condition:
+        """Threads of one process that wait for each other's locks, or for the end of one that does."""
+        first = self._views[self.circle[0].of]
+        own, words, claims = self._condition(first), [], []
+        for edge in self.circle:
+            waiter, other = self._views[edge.of], self._views[edge.on[0]]
+            held, does = other.holds(waiter), "" if other is first else self._condition(other).reason
+            since = f"has held it since {fr.place(structs.replace(held.frame, line=held.line))}" if held else ""
+            words += [f"{other.words} {' and '.join(filter(None, (since, does)))}"] if since or does else []
+            claims += [*edge.claims, *([other.stack_claim(f"{other.words} {since}")] if since else [])]
+        for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.circle)
+        reason = "; ".join([own.reason, *words])
+        signs: frozenset[Sign] = frozenset({"lock" if all(edge.kind == "lock" for edge in self.circle) else "held"})
+        return replace(
+            own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), signs=signs, for_good=for_good
         )
 
     def _of_a_worker(self, view: View, worker: View, further: Sequence[View], found: Condition) -> Condition:
@@ -363,6 +401,19 @@ class Inside:
             claims=tuple(claims),
             for_good=found.for_good and all(c.for_good for _, c in told),
         )
+
+
+def _of_several(own: Condition, others: Sequence[tuple[View, Condition]]) -> Condition:
+    """A thread that waits for the end of one of ``others``, of which nothing tells it: a deadlock only where these wait
+    for locks, else what they all do, if that is one thing."""
+    told = [f"thread {other.name} {does.reason}" for other, does in others]
+    for_good = all(does.for_good for _, does in others)
+    if all(does.lock is not None and does.lock.on == "lock" for _, does in others):
+        reason = "has threads that wait for each other's locks: " + ", ".join(told[:4])
+        return replace(others[0][1], reason=reason, claims=own.claims, for_good=for_good)
+    causes = {does.cause for _, does in others}
+    cause = causes.pop() if len(causes) == 1 else "stuck-in-user-code"
+    return replace(own, cause=cause, reason=f"{own.reason} while {', '.join(told[:4])}", doubts=(Doubt.STATE_INFERRED,))
 
 
 def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:

@@ -1,21 +1,30 @@
-"""An exception that a rank caught, as the reason why it is behind its peers.
+"""Why a rank is behind its peers: an exception that it caught, or a batch that it skipped and said so.
 
 ``except Exception: continue`` around a training step leaves out the step's collectives: the rank goes on, one call
 behind, and the job stops at some later, innocent line. What the other rules find then is true, and this says why.
+The same holds for ``if not torch.isfinite(loss): print("skipping batch"); continue``: what the rank alone has printed,
+and the source of the line that prints it, tell where it left its peers.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from safelaunch.diagnose.collectives import Mismatch
 from safelaunch.diagnose.doubts import Doubt, those
+from safelaunch.diagnose.exits import one_line
 from safelaunch.diagnose.findings import Finding, capital, ranks_word
-from safelaunch.diagnose.rank_state import Facts
-from safelaunch.model import CaughtException, Claim, Culprit
+from safelaunch.diagnose.guarding import claim_of
+from safelaunch.diagnose.rank_state import Facts, user_stack_of
+from safelaunch.model import CaughtException, Claim, Culprit, Frame
+from safelaunch.model.entries import Entries
 from safelaunch.reading import frames as fr
+from safelaunch.reading.said import Left, left_by
+from safelaunch.reading.tracebacks import lines_of
 
 # Findings that say who is behind or went another way, and not why.
 EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "rank-exited"})
@@ -69,6 +78,76 @@ def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
         claims=(*claims, *finding.claims),
         ruled_out=(*finding.ruled_out, f"{finding.cause} alone: the exception says why"),
     )
+
+
+def with_skipped_batch(facts: Facts, finding: Finding) -> Finding:
+    """The finding with what its culprits alone have printed as they left out calls that their peers made, as its cause.
+
+    Of the records only a call too many contradicts that; where they show a call left out, they agree with it. Who has
+    left the loop by that (``break``, ``return``) has left it, whatever it printed.
+    """
+    if finding.cause not in EXPLAINED:
+        return finding
+    said = {c.rank: found for c in finding.culprits if (found := _said(facts, c.rank)) is not None}
+    if not said or (not finding.doubts and len(said) < len(finding.culprits)):
+        return finding
+    shifts = [shift for group in facts.alignment.groups() if (shift := facts.histories.shift_in(group)) is not None]
+    if any(shift.kind == "extra" and said.keys() & set(shift.ranks) for shift in shifts):
+        return finding
+    claims = tuple(Claim(_of_print(*one).rstrip("."), f"ranks/{one[0]}/log_tail.txt") for one in said.items())
+    words = [_of_print(*one) for one in said.items()]
+    if not all(left.swallows or left.goes == "continue" for left, _ in said.values()):
+        return replace(finding, summary=" ".join([finding.summary, *words]), claims=(*finding.claims, *claims))
+    swallows = any(left.swallows for left, _ in said.values())
+    by_data = {claim_of(one) for one in finding.partings if not one.kept}
+    shown = all(any(rank in shift.ranks for shift in shifts) for rank in said)
+    return replace(
+        finding,
+        cause="swallowed-exception" if swallows else "collective-mismatch",
+        doubts=those({Doubt.SEVERAL_PLACES_FIT: not shown}),
+        summary=" ".join([*words, finding.summary]),
+        culprits=tuple(_who_said(one, *said[one.rank]) for one in finding.culprits if one.rank in said),
+        claims=(*claims, *(claim for claim in finding.claims if claim not in by_data)),
+        ruled_out=(*finding.ruled_out, f"{finding.cause} alone: what the rank printed says why"),
+        signs=frozenset() if swallows else frozenset({"left-out", "drawn"}),
+        partings=tuple(one for one in finding.partings if one.kept),
+    )
+
+
+def _who_said(culprit: Culprit, left: Left, line: str) -> Culprit:
+    return structs.replace(culprit, frame=left.frame, reason=_of_print(culprit.rank, (left, line)))
+
+
+def _said(facts: Facts, rank: int) -> tuple[Left, str] | None:
+    """The newest of its lines that no peer has printed, and the statement behind which it left out calls."""
+    lines = lines_of(facts.ranks[rank].evidence.log_tail)
+    called = {(frame.file, frame.line): frame for one in facts.ranks for frame in _lines_called_from(facts, one)}
+    ways = [
+        left
+        for left in (left_by(called.values(), facts.read_source) if lines else ())
+        if any(left.leaves_out(frame) for frame in called.values())
+    ]
+    theirs = {peer: lines_of(one.evidence.log_tail) for peer, one in facts.ranks.items() if peer != rank}
+    for line in reversed(lines):
+        left = next((left for left in ways if left.has_printed(line)), None)
+        if left is not None and not any(left.has_printed(other) for its in theirs.values() for other in its):
+            return left, line
+    return None
+
+
+def _lines_called_from(facts: Facts, rank: int) -> Iterator[Frame]:
+    """The user's frames where the rank is, and of the calls on its record."""
+    yield from user_stack_of(facts.ranks[rank].evidence)
+    record = facts.alignment.records.get(rank)
+    for kind in Entries.of(record.entries).used().values() if record is not None else ():
+        yield from facts.alignment.stack(rank, kind).user_frames
+
+
+def _of_print(rank: int, said: tuple[Left, str]) -> str:
+    left, line = said
+    where = f"at {fr.place(left.frame)}, in `{left.after}`"
+    words = f"Rank {rank} printed {one_line(line.strip(), 100)!r} {where}, and went on by {left.goes}"
+    return f"{words}, without the collectives that its peers called there."
 
 
 def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:

@@ -205,6 +205,11 @@ class LockWait:
         return self.what == "a pool's result"
 
     @property
+    def of_future(self) -> bool:
+        """It ends by what a pool's threads, or an event loop, do: not by the end of a thread of the user's."""
+        return self.on == "work" and self.what != "Thread.join"
+
+    @property
     def of_items(self) -> bool:
         """A queue's ``join()``: it ends when ``task_done()`` was called for each item."""
         return self.what.endswith("Queue.join)")
@@ -278,6 +283,12 @@ def feeds_queue(frames: Sequence[Frame]) -> bool:
 
 def in_event_loop(inner: Sequence[Frame]) -> bool:
     return any("/asyncio/" in normal(f.file) for f in inner)
+
+
+def serves_futures(frames: Sequence[Frame]) -> bool:
+    """A thread of a pool, or one that runs an event loop."""
+    pools = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py")
+    return runs_event_loop(frames) or any(_in(f, *pools) for f in frames)
 
 
 def runs_event_loop(frames: Sequence[Frame]) -> bool:

@@ -16,7 +16,20 @@ from safelaunch.model import Frame, RankEvidence, Thread
 
 _LIBRARY_DIR = re.compile(r"/(?:site-packages|dist-packages)/|/lib(?:64)?/python3(?:\.\d+)?t?/|/lib/python3\d*\.zip/")
 _INTERPRETER = re.compile(r"python[\d.]*[td]*")  # its own C frames, where it has no debug information
-_PSEUDO_FILE = re.compile(r"^<.*>$")
+_PSEUDO_FILE = re.compile(r"^<[^>]*>")
+# Written by torch while it runs: by inductor below the hash of what it has compiled, by `torch.distributed.nn`.
+_GENERATED = re.compile(
+    r"/([a-z2-7]{2})/c\1[a-z2-7]{49}\.py$|/torchinductor_[^/]*/|/_remote_module_(?:non_)?scriptable\.py$"
+)
+# What people also run from its source: torch, and frameworks that call their users' code. By parts of a path that no
+# project of the user's has.
+_FROM_SOURCE = re.compile(
+    r"/torch/(?:_[a-z]\w*[/.]|(?:amp|autograd|fx|optim|multiprocessing|nn/(?:modules|parallel|utils)|utils/data)/"
+    r"|distributed/(?:_\w+|algorithms|checkpoint|elastic|fsdp|nn|optim|pipelining|rpc|tensor)/"
+    r"|distributed/(?:distributed_c10d|c10d_logger|device_mesh|rendezvous|utils)\.py$)"
+    r"|/src/(?:transformers|accelerate|lightning|lightning_fabric|pytorch_lightning|torchmetrics)/"
+    r"|/deepspeed/(?:runtime|comm|moe|pipe)/|/(?:trl|composer)/trainer/|/ignite/engine/"
+)
 _OUR_DEMOS = "safelaunch/demos/"
 _OUR_BEACON = ("_safelaunch_beacon", "safelaunch/beacon/")
 _BOOTSTRAP = ("/runpy.py", "/torch/distributed/run.py", "/multiprocessing/spawn.py", "/multiprocessing/process.py")
@@ -80,17 +93,24 @@ def is_native(frame: Frame) -> bool:
 
 
 def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
-    """Standard library or an installed package, by the path's components and by the roots that the rank itself named.
+    """Standard library, an installed package, torch or a framework run from its source, or code that torch has written.
 
-    A checkout inside ``.../lib/python3.11/site-packages`` counts as installed; an editable install does not, because
+    By the path's components and by the roots that the rank itself named. A checkout inside
+    ``.../lib/python3.11/site-packages`` counts as installed; an editable install of any other package does not, because
     its files lie where the user works.
     """
     path = normal(path)
     if is_demo(path):
         return False
-    if _LIBRARY_DIR.search(path):
+    if _LIBRARY_DIR.search(path) or _GENERATED.search(path) or _FROM_SOURCE.search(path):
         return True
     return any(root and path.startswith(normal(root).rstrip("/") + "/") for root in code_roots)
+
+
+def is_of_framework(path: str) -> bool:
+    """A package that calls torch or its user's code: neither torch itself, nor of the standard library."""
+    path = normal(path)
+    return "/torch/" not in path and ("-packages/" in path or _FROM_SOURCE.search(path) is not None)
 
 
 @lru_cache(maxsize=4096)  # the ranks of a job share most frames

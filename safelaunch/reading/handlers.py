@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from safelaunch.model import Frame
 from safelaunch.reading.frames import short
-from safelaunch.reading.source import ReadSource, tree_of
+from safelaunch.reading.source import ReadSource, lock_at, locks_held, tree_of
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ def interruption(stack: Sequence[Frame], read_source: ReadSource) -> Interruptio
         if short(handler.function) not in handlers or tree is None:
             continue
         if short(handler.function) not in _called_at(tree, below[0].line):
-            lock = _lock_at(trees.get(stack[0].file), stack[0].line)
-            held = (frame for frame in below if lock and lock in _held_at(trees.get(frame.file), frame.line))
-            return Interruption(handler, next(held, below[0]))
+            lock, held = lock_at(stack[0], read_source), locks_held(below, read_source)
+            its = (one.frame for one in held if lock is not None and one.is_that(lock, stack[0]))
+            return Interruption(handler, next(its, below[0]))
     return None
 
 
@@ -48,23 +48,6 @@ def _registered(tree: ast.Module) -> Iterator[str]:
 def _called_at(tree: ast.Module, line: int) -> set[str]:
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return {_last(one.func) for one in calls if one.lineno <= line <= (one.end_lineno or one.lineno)}
-
-
-def _lock_at(tree: ast.Module | None, line: int) -> str:
-    """The lock that this line takes: ``with self.lock:`` or ``self.lock.acquire()``."""
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.With) and node.lineno <= line < node.body[0].lineno:
-            return _last(node.items[0].context_expr)
-        if isinstance(node, ast.Call) and node.lineno == line and _last(node.func) == "acquire":
-            return _last(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    return ""
-
-
-def _held_at(tree: ast.Module | None, line: int) -> set[str]:
-    """The locks of the ``with`` blocks around this line."""
-    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.With)) if tree is not None else ()
-    inside = (one for one in blocks if one.body[0].lineno <= line <= (one.end_lineno or line))
-    return {_last(item.context_expr) for one in inside for item in one.items}
 
 
 def _last(node: ast.AST) -> str:

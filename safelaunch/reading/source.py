@@ -68,6 +68,59 @@ def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
     return LockTaken(here[0], held_at)
 
 
+@dataclass(frozen=True)
+class LockHeld:
+    """``frame`` is inside of the statements that hold a lock, which ``line`` of its function has taken."""
+
+    name: str
+    line: int
+    frame: Frame
+
+    def is_that(self, taken: LockTaken, at: Frame) -> bool:
+        """Whether it may be the lock that a thread takes ``at`` another line, by what both call it.
+
+        ``self.lock`` of two classes are two locks, as ``lock`` in two files.
+        """
+        (mine, one), (its, other) = _parts(self.name), _parts(taken.name)
+        if one != other:
+            return False
+        if mine == its == "self":
+            classes = {frame.function.rpartition(".")[0] for frame in (self.frame, at)} - {""}
+            return self.frame.file == at.file and len(classes) < 2
+        if "self" in (mine, its):
+            return "" not in (mine, its)
+        return mine == its and (bool(mine) or self.frame.file == at.file)
+
+
+def _parts(lock: str) -> tuple[str, str]:
+    """``a.b.lock`` → whose it is, ``b``, and its name; ``self`` also for ``cls``."""
+    owner, _, name = lock.rpartition(".")
+    owner = owner.rpartition(".")[2]
+    return "self" if owner == "cls" else owner, name
+
+
+def locks_held(stack: Sequence[Frame], read_source: ReadSource) -> tuple[LockHeld, ...]:
+    """The locks that the lines of ``stack`` (the user's frames, innermost first) are inside of. One on which the
+    innermost line calls ``wait()`` is released meanwhile.
+    """
+    found = []
+    for depth, frame in enumerate(stack):
+        tree = _tree_in(frame.file, read_source)
+        if tree is None:
+            continue
+        scope = scope_of(tree, frame.line)
+        released = _waited_on(scope, frame.line) if depth == 0 else set()
+        for (line, end), name in _takings(scope):
+            if line < frame.line <= end and name not in released:
+                found.append(LockHeld(name, line, frame))
+    return tuple(found)
+
+
+def _waited_on(scope: ast.AST, line: int) -> set[str]:
+    here = (one.func for one in ast.walk(scope) if isinstance(one, ast.Call) and one.lineno == line)
+    return {ast.unparse(f.value) for f in here if isinstance(f, ast.Attribute) and f.attr in ("wait", "wait_for")}
+
+
 def _takings(scope: ast.AST) -> Iterator[tuple[tuple[int, int], str]]:
     """Of each taking of a lock: its line, the last one at which it is held for sure, and the lock as written.
 

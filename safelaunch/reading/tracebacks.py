@@ -34,9 +34,14 @@ def parse(lines: Iterable[str]) -> Traceback | None:
     return Traceback(tuple(reversed(frames)), "") if frames else None
 
 
+def lines_of(log_tail: str) -> list[str]:
+    """What a rank has printed, without the times."""
+    return [_PREFIX.sub("", line) for line in log_tail.splitlines()]
+
+
 def of_threads(log_tail: str) -> Iterator[Traceback]:
     """Of the threads that an exception has ended, as ``threading`` prints them, the newest first."""
-    lines = [_PREFIX.sub("", line) for line in log_tail.splitlines()]
+    lines = lines_of(log_tail)
     for at in range(len(lines) - 1, -1, -1):
         head = _OF_A_THREAD.match(lines[at])
         found = parse(lines[at + 1 : at + 400]) if head else None

@@ -223,6 +223,133 @@ def test_c_frames_tell_a_lock_from_a_wait_for_peers() -> None:
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
 
 
+BUFFER = """class Buffer:
+    def put(self, item):
+        with self.lock:
+            self.items.put(item)
+    def log(self):
+        with self.lock:
+            pass
+    def update(self):
+        with self.stats:
+            with self.lock:
+                pass
+    def publish(self):
+        with self.lock:
+            with self.stats:
+                pass
+    def close(self):
+        with self.lock:
+            self.saver.join()
+    def take(self):
+        with self.lock:
+            self.lock.wait()
+    def save(self):
+        self.pipe.read()
+class Other:
+    def put(self, item):
+        with self.lock:
+            self.items.put(item)
+"""
+THREAD = Frame(f"{STDLIB}/threading.py", 982, "Thread.run")
+PUT = Frame(f"{STDLIB}/queue.py", 140, "Queue.put")
+EVENT = Frame(f"{STDLIB}/threading.py", 327, "Condition.wait")
+
+
+def locked(*frames: Frame, threads: list[tuple[str, tuple[Frame, ...], str]]) -> Verdict:
+    culprit = rank(1, (*frames, MODULE), "futex", flight=behind(), threads=threads)
+    verdict = diagnose(with_culprit(culprit, 3), lambda path: BUFFER)
+    assert [one.rank for one in verdict.culprits] == [1]
+    return verdict
+
+
+def place_of(verdict: Verdict) -> tuple[str, int]:
+    frame = verdict.culprits[0].frame
+    assert frame is not None
+    return verdict.cause, frame.line
+
+
+@pytest.mark.parametrize(
+    ("inside", "kernel", "cause", "does"),
+    [
+        ((PUT,), "futex", "lock-deadlock", "waits for a queue"),
+        ((), "pipe", "blocking-io", "is blocked in I/O"),
+        ((), "sleep", "stuck-in-user-code", "is asleep in"),
+    ],
+)
+def test_a_lock_is_followed_to_the_thread_that_holds_it(
+    inside: tuple[Frame, ...], kernel: str, cause: str, does: str
+) -> None:
+    holder = ("producer", (*inside, at(4, "Buffer.put"), THREAD), kernel)
+    beside = ("logger", (at(6, "Buffer.log"), THREAD), "futex")
+    verdict = locked(at(6, "Buffer.log"), threads=[beside, holder])
+    assert place_of(verdict) == (cause, 4)
+    told = "waits for a lock (`self.lock`) at train.py:6 (Buffer.log); its thread 'producer' has held it since line 3"
+    assert f"{told} and {does}" in verdict.summary
+    assert verdict.suggestions[0].startswith("Don't block while holding a lock")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (PUT, at(27, "Other.put"), THREAD),  # another class's lock
+        (EVENT, at(21, "Buffer.take"), THREAD),  # waits on the lock, so it does not hold it
+        (PUT, at(7, "Buffer.log", "/home/me/else.py"), THREAD),
+    ],
+)
+def test_a_lock_of_which_nobody_is_seen_to_be_the_holder(other: tuple[Frame, ...]) -> None:
+    verdict = locked(at(6, "Buffer.log"), threads=[("other", other, "futex")])
+    assert place_of(verdict) == ("lock-deadlock", 6) and "has held it" not in verdict.summary
+
+
+def test_threads_that_hold_each_others_locks() -> None:
+    verdict = locked(at(10, "Buffer.update"), threads=[("t", (at(14, "Buffer.publish"), THREAD), "futex")])
+    assert (*place_of(verdict), verdict.confidence) == ("lock-deadlock", 10, "high")
+    told = (
+        "waits for a lock (`self.lock`) at train.py:10 (Buffer.update); its thread 't' has held it since train.py:13"
+        " (Buffer.publish) and waits for a lock (`self.stats`) at train.py:14 (Buffer.publish); its main thread has"
+        " held it since train.py:9 (Buffer.update)"
+    )
+    assert told in verdict.summary
+    assert verdict.suggestions[0].startswith(LOCKS)
+
+
+def test_a_join_with_the_lock_held_that_the_thread_needs() -> None:
+    verdict = locked(JOIN[0], at(18, "Buffer.close"), threads=[("t", (at(6, "Buffer.log"), THREAD), "futex")])
+    assert place_of(verdict) == ("lock-deadlock", 18)
+    assert "its thread 't' waits for a lock (`self.lock`) at train.py:6 (Buffer.log); its main thread has held it" in (
+        verdict.summary
+    )
+    assert verdict.suggestions[0].startswith("Don't block while holding a lock")
+
+
+@pytest.mark.parametrize("result", [JOIN[:1], (EVENT, Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "result"))])
+@pytest.mark.parametrize("with_source", [True, False])
+def test_a_join_is_not_the_lock_that_another_thread_waits_for(result: tuple[Frame, ...], with_source: bool) -> None:
+    """The main thread holds a lock that a third thread wants; what it waits for is the end of another one."""
+    saver = ("saver", (at(23, "Buffer.save"), THREAD), "pipe")
+    stats = ("stats", (at(6, "Buffer.log"), THREAD), "futex")
+    frames = (*result, at(18, "Buffer.close"), MODULE)
+    culprit = rank(1, frames, "futex", flight=behind(), threads=[stats, saver])
+    verdict = diagnose(with_culprit(culprit, 3), (lambda path: BUFFER) if with_source else None)
+    assert place_of(verdict) == ("blocking-io", 23)
+
+
+def test_a_join_of_one_of_several_is_no_deadlock_of_locks() -> None:
+    waits = [("a", (PUT, at(4, "Buffer.put"), THREAD), "futex"), ("b", (EVENT, at(21), THREAD), "futex")]
+    asleep = [(name, OTHER, "sleep") for name in ("a", "b")]
+    for threads, cause in ((waits, "lock-deadlock"), (asleep, "stuck-in-user-code")):
+        verdict = locked(JOIN[0], at(30), threads=threads)
+        assert place_of(verdict) == (cause, 30) and "each other's locks" not in verdict.summary
+
+
+def test_a_future_is_the_work_of_a_pool_not_of_any_thread() -> None:
+    result = (EVENT, Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "Future.result"))
+    pool = ("pool", (at(31, "fetch"), IDLE_POOL[0], THREAD), "pipe")
+    verdict = locked(*result, at(30), threads=[("reader", (at(40, "read"), THREAD), "pipe"), pool])
+    assert place_of(verdict) == ("blocking-io", 31)
+
+
 # --- child processes --------------------------------------------------------------------------------------------------
 
 IN_CHILD = at(31, "preprocess")

@@ -89,3 +89,72 @@ def test_a_rank_that_is_level_with_its_peers_has_swallowed_nothing() -> None:
     ranks = [waits(n, WHOLE) for n in range(3)]
     ranks[1] = waits(1, WHOLE, caught(5.5))
     assert reached(job(*ranks))[0] != "swallowed-exception"
+
+
+# --- a batch that was skipped, in the rank's own words ----------------------------------------------------------------
+
+SKIPS = "\n" * 45 + (
+    "def train():\n"  # 46
+    "    for batch in loader:\n"
+    "        try:\n"
+    "            loss = model(batch)\n"
+    "            all_reduce(loss)\n"  # 50
+    "        except OutOfMemoryError as error:\n"
+    "            print('skipping batch:', error)\n"  # 52
+    "            continue\n"
+    "        if not isfinite(loss):\n"
+    "            log.warning(f'loss is {loss}, batch {number} is left out')\n"  # 55
+    "            continue\n"
+    "        if patience.over(rank, loss):\n"
+    "            print(f'rank {rank} stops early')\n"  # 58
+    "            break\n"
+    "        all_reduce(step)\n"  # 60
+    "    barrier()\n"  # 61
+)
+
+
+def with_log(one: RankEvidence, *lines: str) -> RankEvidence:
+    return msgspec.structs.replace(one, log_tail="".join(f"13:00:49.591 out| {line}\n" for line in lines))
+
+
+def skipping(*lines: str, peers: Sequence[str] = (), world: int = 3) -> Verdict:
+    """Rank 1 has left the loop one round earlier; ``lines`` are its output, ``peers`` that of the others."""
+    calls = [("all_reduce", 50), ("all_reduce", 60)] * 5
+    ranks = [with_log(waits(n, calls), "step 1", *peers) for n in range(world)]
+    ranks[1] = with_log(waits(1, [*calls[:-2], ("barrier", 61)]), "step 1", *lines)
+    return diagnose(job(*ranks), lambda path: SKIPS)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("line", "cause", "at_line", "way"),
+    [
+        ("skipping batch: CUDA out of memory. Tried to", "swallowed-exception", 52, "`except OutOfMemoryError`"),
+        ("WARNING loss is nan, batch 7 is left out", "collective-mismatch", 55, "`if not isfinite(loss)`"),
+        ("rank 1 stops early", "uneven-batches", 61, "`if patience.over(rank, loss)`"),
+    ],
+)
+def test_what_a_rank_printed_as_it_skipped_a_batch(line: str, cause: str, at_line: int, way: str, world: int) -> None:
+    verdict = skipping(line, world=world)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, [1])
+    assert verdict.culprits[0].frame == at(at_line)
+    assert f"printed '{line}'" in verdict.summary and f"in {way}" in verdict.summary
+    assert any(claim.file == "ranks/1/log_tail.txt" for claim in verdict.evidence)
+    if cause != "uneven-batches":
+        assert verdict.confidence == "medium"
+        conditions = [claim.claim for claim in verdict.evidence if "under `if" in claim.claim]
+        assert not conditions, "another condition than the one at which it went on is no evidence"
+
+
+def test_what_its_peers_printed_as_well_explains_nothing() -> None:
+    line = "skipping batch: CUDA out of memory"
+    assert skipping(line, peers=["skipping batch: CUDA out of memory on another GPU"]).cause == "uneven-batches"
+    assert skipping("something else").cause == "uneven-batches"
+
+
+def test_a_call_too_many_is_not_explained_by_a_batch_that_was_skipped() -> None:
+    calls = [("all_reduce", 50), ("broadcast", 60)] * 6
+    ranks = [waits(n, calls[:10]) for n in range(3)]
+    ranks[1] = with_log(waits(1, [*calls[:4], ("all_gather", 70), *calls[4:9]]), "skipping batch: CUDA out of memory")
+    verdict = diagnose(job(*ranks), lambda path: SKIPS)
+    assert "skipping batch" not in verdict.summary and verdict.culprits[0].frame == at(70)

@@ -51,6 +51,23 @@ from safelaunch.reading.kernel import kernel_wait
         ("??", False),
         ("./Include/internal/pycore_ceval.h", False),
         ("/home/me/python_trainer", True),
+        ("/home/me/pytorch/torch/distributed/distributed_c10d.py", False),  # torch built from its source
+        ("/home/me/pytorch/torch/nn/modules/module.py", False),
+        ("/home/me/pytorch/torch/_dynamo/eval_frame.py", False),
+        ("/home/me/pytorch/torch/_tensor.py", False),
+        ("/home/me/examples/torch/distributed/train.py", True),
+        ("/home/me/torch/train.py", True),
+        ("/home/me/transformers/src/transformers/trainer.py", False),
+        ("/home/me/transformers/examples/pytorch/run_glue.py", True),
+        ("/srv/lightning/src/lightning/pytorch/loops/fit_loop.py", False),
+        ("/srv/DeepSpeed/deepspeed/runtime/engine.py", False),
+        ("/srv/deepspeed/train.py", True),
+        ("<eval_with_key>.17", False),
+        ("<eval_with_key>.17 from /home/me/train.py:3 in forward", False),
+        (f"/tmp/torchinductor_me/qx/cqx{'a5' * 24}b.py", False),
+        (f"/scratch/cache/qx/cqx{'a5' * 24}b.py", False),
+        (f"/scratch/cache/ab/cqx{'a5' * 24}b.py", True),
+        ("/tmp/tmp1234/_remote_module_non_scriptable.py", False),
     ],
 )
 def test_is_user(path: str, mine: bool) -> None:
