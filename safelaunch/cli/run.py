@@ -69,7 +69,7 @@ def _settings(
     why = _why_no_script(command, options, environ, torch) if options is not None else ""
     if why and not settings.dry_run:
         raise UsageError(why)
-    notes = [*([why] if why else []), *without_effect(settings)]
+    notes = [note for note in (why, torch.note) if note] + without_effect(settings)
     for option in misplaced(command.script):
         notes.append(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
     if settings.on_stall == "restart" and not _restarts(command, environ):
