@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes the virtual environment .venv (or $VENV) with torch, safelaunch (editable) and the tools for tests, lint and docs.
 # Takes the first python3 that is at least 3.10 ($PYTHON to choose another). Run again at will: it only adds what is missing.
+#
+#   bash scripts/setup.sh demo    # torch and safelaunch alone, and pip says what it does
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
@@ -11,6 +13,18 @@ TORCH=${TORCH:-torch==2.13.0}
   echo "safelaunch needs Python 3.10 or newer; set PYTHON to one" >&2
   exit 2
 }
+make_environment() {
+  if [ ! -x "$VENV/bin/python" ]; then
+    "$PYTHON" -m venv "$VENV"
+  fi
+}
+if [ "${1:-}" = demo ]; then
+  [ -x "$VENV/bin/safelaunch" ] && exit
+  echo "setting up $VENV: torch and safelaunch, about a minute if pip has them, else as long as the download takes" >&2
+  make_environment
+  # Without compiling: most of torch is never imported, and Python compiles the rest when it is.
+  exec "$VENV/bin/python" -m pip install --no-compile "$TORCH" -e .
+fi
 # The tests compile a small program that blocks in the kernel; everything else needs no compiler.
 if ! command -v gcc >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
   apt-get update -q && apt-get install -y -q gcc libc6-dev
@@ -34,9 +48,7 @@ get_shells() {
     echo "without zsh, fish or groff, their tests are skipped" >&2
 }
 { get_chromium; get_shells; } &
-if [ ! -x "$VENV/bin/python" ]; then
-  "$PYTHON" -m venv "$VENV"
-fi
+make_environment
 "$VENV/bin/python" -c 'import torch' 2>/dev/null || "$VENV/bin/python" -m pip install -q "$TORCH"
 "$VENV/bin/python" -m pip install -q -e '.[test,lint,docs]'
 wait

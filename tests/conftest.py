@@ -5,6 +5,7 @@ This is not in ``tests/faults``: under pytest-xdist, the process that prints loa
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -23,6 +24,10 @@ for folder in ("integration", "faults", "nvml", "docs"):
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+# safelaunch runs jobs in the active environment; the tests are about the one they run in.
+for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+    os.environ.pop(variable, None)
 
 # A bug of torch (2.13, issue 190489): a gloo thread that frees the last collective's tensors needs the GIL, and aborts
 # the process if Python is shutting down. It affects up to a third of short jobs, under plain torchrun as well.

@@ -11,6 +11,7 @@ from safelaunch.cli import COMMANDS
 from safelaunch.errors import UsageError
 from safelaunch.launch import entrypoint, torchrun
 from safelaunch.launch.argv import CommandLine, options_given, split
+from safelaunch.launch.mistakes import nodes_never_meet
 from safelaunch.launch.paths import run_root, working_directory
 from safelaunch.launch.plan import Plan, Surroundings, build
 from safelaunch.launch.torchrun import Torch
@@ -18,7 +19,7 @@ from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
 from safelaunch.settings.options import BY_FLAG
 from safelaunch.settings.yamlfile import nearest
 from safelaunch.supervise import resources
-from safelaunch.supervise.preflight import check, without_effect
+from safelaunch.supervise.preflight import check, mistakes_of_torchrun, without_effect
 from safelaunch.supervise.resources import Resources
 from safelaunch.system.console import say, show
 
@@ -66,10 +67,13 @@ def _settings(
     """The settings of the run. Raises UsageError if nothing could be started; prints what the user may not expect."""
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
     check(settings)
-    why = _why_no_script(command, options, environ, torch) if options is not None else ""
+    why, notes = "", []
+    if options is not None:
+        why = _why_no_script(command, options, environ, torch) or nodes_never_meet(command, options, environ)
+        notes = mistakes_of_torchrun(command, options, environ, torch) if not why else []
     if why and not settings.dry_run:
         raise UsageError(why)
-    notes = [*([why] if why else []), *without_effect(settings)]
+    notes = [*filter(None, (why, torch.note)), *notes, *without_effect(settings)]
     for option in misplaced(command.script):
         notes.append(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
     if settings.on_stall == "restart" and not _restarts(command, environ):

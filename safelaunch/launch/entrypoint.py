@@ -24,16 +24,17 @@ def why_missing(script: Sequence[str], options: Collection[str], environ: Mappin
     word = script[0] if script else ""
     if not word or word.startswith("-"):
         return ""  # standard input, or an option of Python's own
-    if _has(options, environ, "no-python"):
+    if is_given(options, environ, "no-python"):
         return _program(word, environ)
     if "PYTHON_EXEC" in environ:
         return ""  # torchrun starts any program as Python
-    if _has(options, environ, "module", "-m"):
+    if is_given(options, environ, "module", "-m"):
         return _module(word) if python == sys.executable else ""
     return _file(word)
 
 
-def _has(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
+def is_given(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
+    """Whether torchrun's switch ``name`` is on, by its option or its PET variable."""
     variable = "PET_" + name.upper().replace("-", "_")
     given = {f"--{name}", f"--{name.replace('-', '_')}", short} & set(options)
     return bool(given) or environ.get(variable, "0").strip() not in ("", "0")

@@ -7,10 +7,11 @@ the installed ``torch/distributed/run.py``, so it always matches the version tha
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.errors import UsageError
@@ -20,33 +21,75 @@ FLAG_ACTIONS = {"check_env", "store_true", "store_false", "store_const", "help",
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """An interpreter that has torch. ``package`` is torch's directory, ``version`` e.g. ``2.13.0+cpu``."""
+    """An interpreter that has torch. ``package`` is torch's directory, ``version`` e.g. ``2.13.0+cpu``.
+
+    ``note``: why it is this interpreter, in one line; empty where nobody expects another one.
+    """
 
     python: str
     package: Path
     version: str
+    note: str = ""
 
 
 def find(environ: Mapping[str, str]) -> Torch:
-    """The torch of this interpreter, else that of the ``torchrun`` on PATH (if pipx installed safelaunch, say).
+    """The torch for the user's script: that of the active environment, else of this interpreter, else of PATH.
 
-    Raises UsageError if neither exists.
+    pipx and ``uv tool`` give safelaunch an environment that no script is meant for, so PATH comes before it. Raises
+    UsageError if no torch is found.
     """
-    own = _torch_on(sys.path)
-    if own is not None:
-        return Torch(sys.executable, own, _version(own))
-    from shutil import which
-
-    script = which("torchrun", path=environ.get("PATH"))
-    if script is not None:
-        python = _interpreter_of(Path(script))
-        package = _ask_for_torch(python) if python else None
-        if python and package:
-            return Torch(python, package, _version(package))
+    own, is_tool = _torch_on(sys.path), _is_tool()
+    at_home = Torch(sys.executable, own, _version(own)) if own is not None else None
+    active = list(_active(environ, is_tool or own is None))
+    if at_home is not None and active and _is_ours(active[0][0]):
+        return at_home
+    on_path = _on_path(environ) if is_tool or own is None else ()
+    for python, origin in (*active, *on_path):
+        package = None if _is_ours(python) else _ask_for_torch(python)
+        if package is not None:
+            note = f"the job runs with {python} ({origin}); safelaunch itself is installed in {sys.prefix}"
+            return Torch(python, package, _version(package), note)
+    if at_home is not None and (active or is_tool):
+        lacking = f"{active[0][1] if active else 'PATH'} has no torch"
+        return replace(at_home, note=f"the job runs with safelaunch's own {sys.executable}: {lacking}")
+    if at_home is not None:
+        return at_home
     raise UsageError(
         "torch is not installed in this environment, and no torchrun is on PATH.",
         "Install torch here (pip install 'torch>=2.6'), or activate the environment that has it.",
     )
+
+
+def _is_tool() -> bool:
+    """Whether pipx or ``uv tool`` has installed us: an environment with their record of it."""
+    return any((Path(sys.prefix) / record).is_file() for record in ("pipx_metadata.json", "uv-receipt.toml"))
+
+
+def _is_ours(python: str) -> bool:
+    return os.path.realpath(os.path.dirname(python)) == os.path.realpath(os.path.dirname(sys.executable))  # noqa: PTH120
+
+
+def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, str]]:
+    """The interpreters of the active environments, each with the variable that names it.
+
+    Every shell may have conda's ``base`` active, so that tells nothing of what the user wants.
+    """
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        is_chosen = name == "VIRTUAL_ENV" or even_base or environ.get("CONDA_DEFAULT_ENV") != "base"
+        if environ.get(name) and is_chosen:
+            yield os.path.join(environ[name], "bin", "python"), name  # noqa: PTH118
+
+
+def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The interpreters of the first ``torchrun`` and ``python3`` on PATH."""
+    from shutil import which
+
+    script, python = (which(name, path=environ.get("PATH")) for name in ("torchrun", "python3"))
+    of_script = _interpreter_of(Path(script)) if script is not None else None
+    if of_script:
+        yield of_script, "of the torchrun on PATH"
+    if python is not None:
+        yield python, "on PATH"
 
 
 def _torch_on(path: list[str]) -> Path | None:
@@ -75,8 +118,8 @@ def _interpreter_of(script: Path) -> str | None:
         return None
     from shutil import which
 
-    words = (match.group(1) or match.group(2)).strip()
-    python = which(words.split()[-1]) if words.startswith("/usr/bin/env ") else words
+    program, *rest = (match.group(2) or "").split() or [match.group(1)]
+    python = which(rest[-1]) if program == "/usr/bin/env" and rest else program
     return python if python and Path(python).is_file() else None
 
 
@@ -97,12 +140,22 @@ def _ask_for_torch(python: str) -> Path | None:
 
 def _version(package: Path) -> str:
     """``__version__`` of ``torch/version.py``; empty if it can't be read."""
+    return _in_version(package, "__version__") or ""
+
+
+def has_nccl(package: Path) -> bool:
+    """Whether it is a build for GPUs of NVIDIA or AMD; True where ``torch/version.py`` does not say otherwise."""
+    return _in_version(package, "cuda") != "" or bool(_in_version(package, "hip"))
+
+
+def _in_version(package: Path, name: str) -> str | None:
+    """A variable of ``torch/version.py``, empty for ``None``; None if it can't be read."""
     try:
         text = (package / "version.py").read_text("utf-8", "replace")
     except OSError:
-        return ""
-    match = re.search(r"""__version__\s*(?::[^=]*)?=\s*['"]([^'"]+)""", text)
-    return match.group(1) if match else ""
+        return None
+    match = re.search(rf"""^{name}\s*(?::[^=]*)?=\s*(?:None|['"]([^'"]+))""", text, re.M)
+    return (match.group(1) or "") if match else None
 
 
 def options(package: Path) -> dict[str, bool]:

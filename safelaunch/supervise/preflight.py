@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
 from safelaunch.errors import UsageError
+from safelaunch.launch import mistakes, torchrun
+from safelaunch.launch.argv import CommandLine
+from safelaunch.launch.entrypoint import is_given
 from safelaunch.settings.config import Settings
 from safelaunch.settings.options import OPTION_GROUPS
+
+_MOST_BYTES = 1 << 20
 
 
 def check(settings: Settings) -> None:
@@ -28,6 +38,52 @@ def without_effect(settings: Settings) -> list[str]:
         *([f"--no-watch: {', '.join(idle)}: no effect, as nothing of safelaunch's runs in the ranks"] if idle else []),
         *_idle_presets(settings),
     ]
+
+
+def mistakes_of_torchrun(
+    command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: torchrun.Torch
+) -> list[str]:
+    """A line about a port that is taken, and about a script that wants NCCL from a torch without it."""
+    port = mistakes.port_to_serve(command, options, environ)
+    holder = _holder_of(port) if port is not None else ""
+    taken = f"port {port} is taken on this node, by {holder}: choose another; on a single node, --master-port=auto does"
+    is_file = not any(is_given(options, environ, name) for name in ("module", "no-python"))
+    source = _source_of(command.script[0]) if is_file and not torchrun.has_nccl(torch.package) else None
+    lacking = mistakes.lacks_nccl(command.script[0], source, torch.version) if source is not None else ""
+    return [*([taken] if holder else []), *([lacking] if lacking else [])]
+
+
+def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """A line about a script that would be a rank, without the variables of one."""
+    script = mistakes.python_script(words)
+    source = _source_of(script) if script and "RANK" not in environ else None
+    lacking = mistakes.lacks_rank_variables(script, source) if source is not None else ""
+    return [lacking] if lacking else []
+
+
+def _source_of(script: str) -> ast.Module | None:
+    """The script, parsed; None where it need not be, or can't be. What is no file may be read only once, by Python."""
+    try:
+        if not (script.endswith(".py") and Path(script).is_file()):
+            return None
+        with open(script, "rb") as file:
+            text = file.read(_MOST_BYTES)
+        return ast.parse(text) if mistakes.may_be_a_rank(text) else None
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _holder_of(port: int) -> str:
+    """The process that listens on a port of this node, in words; empty if none does."""
+    from safelaunch.capture import sockets
+    from safelaunch.system import procstat
+
+    inodes = sockets.listeners(os.getpid(), port)
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if inodes and entry.name.isdigit()):
+        if any(sockets.has_socket(pid, inode) for inode in inodes):
+            found = procstat.read(pid)
+            return f"pid {pid} ({found.name if found is not None else 'gone'})"
+    return "a process of another user or container" if inodes else ""
 
 
 def _is_idle(settings: Settings, name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from safelaunch.errors import ResourceError, StoreError, UsageError
 from safelaunch.launch.argv import CommandLine
+from safelaunch.launch.mistakes import has_no_number_of_processes
 from safelaunch.leases.driver import has_driver
 from safelaunch.system.console import say
 
@@ -202,6 +203,8 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         say(note)
     if not wish.keep:
         say(f"GPUs of this job: {', '.join(gpu.label for gpu in taken.gpus)} ({wish.origin})")
+    for note in _about_one_process(plain.command, settings, wish, environ):
+        say(note)
     return replace(
         plain,
         visible_gpus=_visible(taken.gpus, wish),
@@ -209,6 +212,14 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         rank_locks=taken.lease.rank_files,
         note=_words(taken.gpus, found),
     )
+
+
+def _about_one_process(command: CommandLine, settings: Settings, wish: Wish, environ: Mapping[str, str]) -> list[str]:
+    """What becomes of several GPUs where nobody has said how many processes to start."""
+    count = wish.count if settings.gpus is not None else len(wish.candidates)
+    if count < 2 or not has_no_number_of_processes(command, environ):
+        return []
+    return [f"1 process for {count} GPUs: --nproc-per-node={count} starts one for each"]
 
 
 def _foreseen(plain: Resources, claim: Claim) -> Resources:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,3 +86,30 @@ def test_the_metadata_is_complete() -> None:
     assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} <= project["urls"].keys()
     assert "Typing :: Typed" in project["classifiers"]
     assert not [one for one in project["classifiers"] if one.startswith("License ::")], "the licence is an SPDX name"
+
+
+PYTHON = """#!/bin/bash
+echo python "$@" >>"$SAID"
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip install "*)
+    printf '#!/bin/bash\\necho safelaunch "$@" >>"$SAID"' >"$VENV/bin/safelaunch" && chmod +x "$VENV/bin/safelaunch" ;;
+esac
+"""
+
+
+def test_the_demo_installs_only_what_it_runs(tmp_path: Path) -> None:
+    """Nothing of the system's, none of the tools for tests, lint and docs; and nothing at all the second time."""
+    for name in ("bash", "dirname", "id", "mkdir", "cp", "chmod"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    for name, text in (("python3", PYTHON), ("apt-get", '#!/bin/bash\necho apt-get "$@" >>"$SAID"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    said = tmp_path / "said"
+    environ = {"PATH": str(tmp_path), "SAID": str(said), "VENV": str(tmp_path / "venv")}
+    for _ in range(2):
+        subprocess.run(["bash", ROOT / "scripts/demo.sh", "lock"], env=environ, check=True)
+    venv, install, *demos = [line for line in said.read_text().splitlines() if not line.startswith("python -c")]
+    assert venv == f"python -m venv {tmp_path / 'venv'}"
+    assert install.endswith(" torch==2.13.0 -e .") and " -q" not in install, "pip shows its progress"
+    assert demos == ["safelaunch demo lock"] * 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,18 @@ def test_a_batch_that_differs_from_the_last_run_of_the_name_is_said(tmp_path: Pa
         changed = "batch of a rank 32 → 16: 32 → 16 a step"
         assert (changed in result.stderr) == (batch == "16")
     assert said == [False, True]
+
+
+def test_the_script_runs_in_the_active_environment(tmp_path: Path) -> None:
+    """As after ``pipx install safelaunch``: the environment of the script has torch, and not safelaunch."""
+    there = tmp_path / "user"
+    venv.create(there, symlinks=True)
+    (packages,) = there.glob("lib/python*/site-packages")
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))  # whose own .pth files don't count
+    (packages / "only_there.py").touch()
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys; sys.path.append({str(PROGRAMS)!r}); import uncompiled, only_there\n{TRAINING}")
+    with Job(["--nproc-per-node=1", script], tmp_path, env={"VIRTUAL_ENV": str(there)}) as job:
+        result = job.wait()
+    said = f"the job runs with {there}/bin/python (VIRTUAL_ENV); safelaunch itself is installed in {sys.prefix}"
+    assert (result.code, result.stderr) == (0, f"safelaunch: {said}\n")

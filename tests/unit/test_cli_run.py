@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from safelaunch.cli import main
+from safelaunch.launch import torchrun
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,7 @@ def said(words: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str]]
         ("--nproc-per-node train.py", "the script is missing (usage: safelaunch [options] script.py [script args...])"),
         ("-m no_such_module", "there is no module no_such_module"),
         ("--no-python no-such-program", "no-such-program: command not found"),
+        ("--standalone --nnodes=2 train.py", "--standalone is for one node, so with --nnodes=2 each node would wait"),
     ],
 )
 def test_one_line_and_nothing_starts(words: str, expected: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +82,36 @@ def test_an_option_like_none_is_left_to_torchrun(option: str, capfd: pytest.Capt
 def test_a_dry_run_only_notes_that_the_script_is_missing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, lines = said("--dry-run elsewhere.sh", capfd)
     assert (code, lines) == (0, [f"safelaunch: elsewhere.sh does not exist in {here}"])
+
+
+def test_a_port_that_another_program_serves(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, (line,) = said(f"--dry-run --master-port {port} train.py", capfd)
+    assert code == 0
+    assert line.startswith(f"safelaunch: port {port} is taken on this node, by pid {os.getpid()} (")
+    assert said(f"--dry-run --master-port {port} train.py", capfd) == (0, [])
+
+
+def test_nccl_that_torch_lacks(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('nccl')\n")
+    for there in (False, True):
+        monkeypatch.setattr(torchrun, "has_nccl", lambda package, there=there: there)
+        code, lines = said("--dry-run train.py", capfd)
+        assert code == 0 and ["initialises NCCL" in line for line in lines] == [True] * (not there)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("", 1), ("0", 0)])
+def test_exec_of_a_script_that_is_no_rank(
+    rank: str, lines: int, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
+    monkeypatch.delenv("RANK", raising=False)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    code, found = said("exec --dry-run -- python train.py", capfd)
+    assert code == 0 and len(found) == lines
+    assert all("safelaunch --nproc-per-node=N train.py" in line for line in found)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -118,10 +119,11 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         "#!{python}\n",
         "#! {python}\n",
+        "#!{python} -E\n",
         "#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n",
         "#!/usr/bin/env {name}\n",
     ],
-    ids=["plain", "a space", "long path", "env"],
+    ids=["plain", "a space", "an option, by pipx", "long path", "env"],
 )
 @pytest.mark.usefixtures("without_torch")
 def test_the_torch_of_the_torchrun_on_path(tmp_path: Path, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +138,77 @@ def test_the_torch_of_the_torchrun_on_path(tmp_path: Path, head: str, monkeypatc
     script.write_text(head.format(python=python, name=python.name) + "from torch.distributed.run import main\n")
     script.chmod(0o755)
     assert torchrun.find({"PATH": os.fspath(tmp_path)}).python == os.fspath(python)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Environments beside the one that safelaunch is in: two with torch, one without."""
+
+    root: Path
+
+    def named(self, name: str) -> str:
+        return os.fspath(self.root / name)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    import torch
+
+    for name in ("user", "conda", "bare"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
+        (tmp_path / name / "bin" / "python3").symlink_to(sys.executable)
+    package = Path(torch.__file__).parent
+    monkeypatch.setattr(torchrun, "_ask_for_torch", lambda python: None if "/bare/" in python else package)
+    return Elsewhere(tmp_path)
+
+
+OWN = os.fspath(Path(sys.executable).parents[1])
+BASE = {"CONDA_DEFAULT_ENV": "base"}
+
+
+@pytest.mark.parametrize("record", ["pipx_metadata.json", "uv-receipt.toml", ""], ids=["pipx", "uv tool", "plain"])
+@pytest.mark.parametrize(
+    ("active", "of_tool", "of_plain"),
+    [
+        ({"VIRTUAL_ENV": "user"}, "user", "user"),
+        ({"VIRTUAL_ENV": "user", "CONDA_PREFIX": "conda"}, "user", "user"),
+        ({"VIRTUAL_ENV": "bare", "CONDA_PREFIX": "conda"}, "conda", "conda"),
+        ({"CONDA_PREFIX": "conda"}, "conda", "conda"),
+        ({"CONDA_PREFIX": "conda", **BASE}, "conda", OWN),
+        ({"PATH": "user/bin"}, "user", OWN),
+        ({"PATH": "bare/bin"}, OWN, OWN),
+        ({"VIRTUAL_ENV": "bare"}, OWN, OWN),
+        ({"VIRTUAL_ENV": OWN, "CONDA_PREFIX": "conda"}, OWN, OWN),
+        ({}, OWN, OWN),
+    ],
+)
+def test_the_active_environment_comes_before_that_of_safelaunch(
+    active: dict[str, str],
+    of_tool: str,
+    of_plain: str,
+    record: str,
+    elsewhere: Elsewhere,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torchrun, "_is_tool", lambda: bool(record))
+    places = {name: word if name in BASE else elsewhere.named(word) for name, word in active.items()}
+    found = torchrun.find({"PATH": "/nowhere", **places})
+    wanted = of_tool if record else of_plain
+    assert Path(found.python).parents[1] == Path(elsewhere.named(wanted))
+    is_plainly_ours = wanted == OWN and (active.get("VIRTUAL_ENV") == OWN or not (record or "bare" in active.values()))
+    assert bool(found.note) != is_plainly_ours, "whoever may expect another interpreter is told"
+    assert "\n" not in found.note
+
+
+@pytest.mark.parametrize("record", ["pipx_metadata.json", "uv-receipt.toml"])
+def test_an_environment_of_a_tool_is_known_by_the_record_of_its_installer(
+    record: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", os.fspath(tmp_path))
+    assert not torchrun._is_tool()
+    (tmp_path / record).write_text("")
+    assert torchrun._is_tool()
 
 
 def test_another_interpreter_is_asked() -> None:

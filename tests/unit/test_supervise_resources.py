@@ -11,7 +11,7 @@ import pytest
 from safelaunch.errors import UsageError
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.torchrun import KNOWN, Torch, binds_any_port
-from safelaunch.leases.choose import Inventory
+from safelaunch.leases.choose import Gpu, Inventory, pool_of, wish_of
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import resources
 
@@ -197,3 +197,25 @@ def test_inside_a_run_nothing_is_leased_again(monkeypatch: pytest.MonkeyPatch) -
     }
     given = resources.gather(command("--nproc-per-node=2"), Settings(), environ, None)
     assert (given.lease, given.visible_gpus, given.rank_locks) == (None, None, ("/a", "/b"))
+
+
+EIGHT = tuple(Gpu(str(number), f"GPU-{number}") for number in range(8))
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "gpus", "count"),
+    [
+        ("", {}, None, 8),
+        ("", {}, "4", 4),
+        ("", {}, "1", 0),
+        ("", {"CUDA_VISIBLE_DEVICES": "0,1"}, None, 2),
+        ("", {"CUDA_VISIBLE_DEVICES": "3"}, None, 0),
+        ("--nproc-per-node=1", {}, None, 0),
+        ("", {"PET_NPROC_PER_NODE": "1"}, None, 0),
+    ],
+)
+def test_one_process_for_several_gpus(words: str, environ: dict[str, str], gpus: str | None, count: int) -> None:
+    wish = wish_of(gpus, 1, pool_of(environ, EIGHT), Inventory(EIGHT))
+    assert wish is not None
+    notes = resources._about_one_process(command(words), Settings(gpus=gpus), wish, environ)
+    assert notes == [f"1 process for {count} GPUs: --nproc-per-node={count} starts one for each"] * bool(count)

@@ -1,0 +1,135 @@
+"""Launches that fail, or do not do what was meant, told by the command line, the environment and the script. Pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeGuard
+
+from safelaunch.launch.argv import CommandLine
+from safelaunch.launch.entrypoint import is_given
+
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+_STARTERS = {"Process", "spawn", "start_processes", "Popen", "fork", "mp", "multiprocessing", "subprocess"}
+_FROM_ELSEWHERE = {"rank", "world_size", "store", "init_method"}  # what init_process_group else takes from variables
+
+
+def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> str:
+    """Why the nodes of a job can't find each other; empty if they can.
+
+    Source: ``run`` of ``torch/distributed/run.py``: with ``--standalone``, each node makes a rendezvous of its own.
+    """
+    nodes = _value(command, environ, "--nnodes", "--nn", "1")
+    least = nodes.partition(":")[0]
+    if not (is_given(options, environ, "standalone") and least.isascii() and least.isdigit() and int(least) > 1):
+        return ""
+    return (
+        f"--standalone is for one node, so with --nnodes={nodes} each node would wait for the others in vain; on every "
+        "node, name a meeting point instead: --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=JOB"
+    )
+
+
+def port_to_serve(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> int | None:
+    """The port that torchrun shall serve on this node, where the user has chosen it.
+
+    Source: ``get_rdzv_endpoint`` of ``torch/distributed/run.py``, and torch's static and c10d rendezvous.
+    """
+    endpoint = _value(command, environ, "--rdzv-endpoint", "--rdzv-e", "")
+    is_static = _value(command, environ, "--rdzv-backend", "--rdzv-b", "static") == "static"
+    is_one_node = _value(command, environ, "--nnodes", "--nn", "1") in ("1", "1:1")
+    serves = _value(command, environ, "--node-rank", "--node-r", "0") == "0" if is_static else is_one_node
+    host, _, port = endpoint.rpartition(":")
+    if is_static and not endpoint:
+        port = _value(command, environ, "--master-port", "--master-p", "")
+    elif not is_static and host not in ("localhost", "127.0.0.1", "::1", "[::1]"):
+        return None
+    if not serves or is_given(options, environ, "standalone") or not (port.isascii() and port.isdigit()):
+        return None
+    return int(port) or None
+
+
+def has_no_number_of_processes(command: CommandLine, environ: Mapping[str, str]) -> bool:
+    """Whether torchrun starts one process only because nobody has said how many."""
+    return command.program is None and not _value(command, environ, "--nproc-per-node", "--np", "")
+
+
+def python_script(words: Sequence[str]) -> str:
+    """``train.py`` of ``python -u train.py``; empty if Python is told something else, or it is no Python."""
+    program, *rest = words
+    if not re.fullmatch(r"python[\d.]*", program.rpartition("/")[2]):
+        return ""
+    script = next((word for word in rest if not word.startswith("-")), "")
+    return script if script.endswith(".py") and not {"-m", "-c"} & set(rest[: rest.index(script)]) else ""
+
+
+def may_be_a_rank(text: bytes) -> bool:
+    """Whether a source is worth parsing."""
+    return b"init_process_group" in text or b"environ" in text
+
+
+def lacks_rank_variables(script: str, source: ast.AST) -> str:
+    """A line about a script, started without the variables of a rank, that asks for them and makes none itself."""
+    nodes = list(ast.walk(source))
+    read = [node.slice for node in nodes if isinstance(node, ast.Subscript) and _is_read(node)]
+    if not (read or any(_takes_variables(node) for node in nodes)):
+        return ""
+    if any(_may_make_ranks(node) and node not in read for node in nodes):
+        return ""
+    return (
+        f"{script} asks for the variables of a rank (RANK, WORLD_SIZE, ...), which exec doesn't set: "
+        f"safelaunch --nproc-per-node=N {script} starts N ranks with them"
+    )
+
+
+def _is_read(node: ast.Subscript) -> bool:
+    """Whether it is ``os.environ["RANK"]``, which fails without the variable."""
+    of_environ = isinstance(node.ctx, ast.Load) and _name_of(node.value) == "environ"
+    return of_environ and isinstance(node.slice, ast.Constant) and node.slice.value in RANK_VARIABLES
+
+
+def _takes_variables(node: ast.AST) -> bool:
+    """Whether it initialises the process group by nothing but the variables."""
+    if not _is_initialisation(node):
+        return False
+    return not node.args[1:] and not {one.arg for one in node.keywords} & {None, *_FROM_ELSEWHERE}
+
+
+def _may_make_ranks(node: ast.AST) -> bool:
+    """Whether it may set the variables, do without them, or start other processes that have them."""
+    if isinstance(node, (ast.Name, ast.Attribute, ast.alias)):
+        return _name_of(node) in _STARTERS
+    if isinstance(node, ast.keyword):
+        return node.arg == "RANK"
+    return isinstance(node, ast.Constant) and node.value in ("RANK", "WORLD_SIZE")
+
+
+def lacks_nccl(script: str, source: ast.AST, version: str) -> str:
+    """A line about a script that initialises NCCL alone, for a torch without it."""
+    calls = [node for node in ast.walk(source) if _is_initialisation(node)]
+    if not calls or not all(_backend_of(call) == "nccl" for call in calls):
+        return ""
+    return (
+        f"{script} initialises NCCL, which torch {version} doesn't have, as it is built without CUDA: install the "
+        'build for your GPUs, or use the backend "gloo"'
+    )
+
+
+def _value(command: CommandLine, environ: Mapping[str, str], name: str, shortest: str, default: str) -> str:
+    given = command.value_of(name, shortest=shortest)
+    return (given if given is not None else environ.get(f"PET_{name[2:].upper().replace('-', '_')}", default)).strip()
+
+
+def _is_initialisation(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and _name_of(node.func) == "init_process_group"
+
+
+def _backend_of(call: ast.Call) -> object:
+    given = [one.value for one in call.keywords if one.arg == "backend"] or call.args[:1]
+    return given[0].value if given and isinstance(given[0], ast.Constant) else None
+
+
+def _name_of(node: ast.AST) -> str:
+    if isinstance(node, ast.alias):
+        return node.name.rpartition(".")[2]
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

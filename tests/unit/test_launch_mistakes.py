@@ -1,0 +1,156 @@
+"""Launches that cannot work are told by their command line, environment and script; all others pass."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from safelaunch.launch import mistakes, torchrun
+from safelaunch.launch.argv import CommandLine, split
+from safelaunch.launch.torchrun import KNOWN
+
+
+def command(words: str) -> CommandLine:
+    return split([*words.split(), "train.py"], {}, KNOWN)
+
+
+def options(words: str) -> set[str]:
+    return {word.partition("=")[0] for word in words.split() if word.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "never"),
+    [
+        ("--standalone --nnodes=2", {}, True),
+        ("--standalone --nnodes 2:4", {}, True),
+        ("--standalone", {"PET_NNODES": "2"}, True),
+        ("--nnodes=3", {"PET_STANDALONE": "1"}, True),
+        ("--standalone", {}, False),
+        ("--standalone --nnodes=1", {"PET_NNODES": "2"}, False),
+        ("--standalone --nnodes=1:2", {}, False),
+        ("--nnodes=2", {}, False),
+        ("--standalone --nnodes=some", {}, False),
+    ],
+)
+def test_standalone_is_for_one_node(words: str, environ: dict[str, str], never: bool) -> None:
+    why = mistakes.nodes_never_meet(command(words), options(words), environ)
+    assert bool(why) is never and "\n" not in why
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "port"),
+    [
+        ("--master-port=29500", {}, 29500),
+        ("--master_port 29500", {}, 29500),
+        ("", {"PET_MASTER_PORT": "1234"}, 1234),
+        ("--nnodes=2 --node-rank=0 --master-addr=node1 --master-port=29500", {}, 29500),
+        ("--nnodes=2 --node-rank=1 --master-addr=node1 --master-port=29500", {}, None),
+        ("--nnodes=2 --rdzv-backend=static --rdzv-endpoint=node1:29400", {}, 29400),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:29400", {}, 29400),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0", {}, None),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost", {}, None),
+        ("--rdzv-backend=c10d --rdzv-endpoint=node1:29400", {}, None),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:29400", {}, None),
+        ("--standalone --master-port=29500", {}, None),
+        ("--master-port=auto", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_port_that_this_node_shall_serve(words: str, environ: dict[str, str], port: int | None) -> None:
+    assert mistakes.port_to_serve(command(words), options(words), environ) == port
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        ("python train.py --lr 1", "train.py"),
+        ("/usr/bin/python3.11 -u train.py", "train.py"),
+        ("python -m train x.py", ""),
+        ("python -c pass x.py", ""),
+        ("python", ""),
+        ("bash run.sh train.py", ""),
+        ("accelerate launch train.py", ""),
+        ("python train", ""),
+    ],
+)
+def test_the_script_that_python_runs(words: str, script: str) -> None:
+    assert mistakes.python_script(words.split()) == script
+
+
+INIT = "dist.init_process_group('gloo')\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "lacking"),
+    [
+        (INIT, True),
+        ("from torch.distributed import init_process_group\ninit_process_group(backend='nccl', timeout=t)", True),
+        ("rank = int(os.environ['RANK'])", True),
+        ("torch.cuda.set_device(int(environ['LOCAL_RANK']))", True),
+        (f"local = int(os.environ.get('LOCAL_RANK', 0))\n{INIT}", True),
+        (f"os.environ['MASTER_ADDR'] = 'localhost'\n{INIT}", True),
+        ("print(1)", False),
+        ("dist.init_process_group('gloo', rank=0, world_size=1)", False),
+        ("dist.init_process_group('gloo', 'tcp://localhost:1')", False),
+        ("dist.init_process_group('gloo', store=store)", False),
+        ("dist.init_process_group(**options)", False),
+        (f"os.environ['RANK'] = '0'\n{INIT}", False),
+        (f"os.environ.update(RANK='0')\n{INIT}", False),
+        (f"os.environ.setdefault('RANK', '0')\n{INIT}", False),
+        ("if 'RANK' in os.environ:\n    rank = int(os.environ['RANK'])\n    " + INIT, False),
+        (f"if int(os.environ.get('WORLD_SIZE', 1)) > 1:\n    {INIT}", False),
+        (f"import torch.multiprocessing as mp\n{INIT}mp.spawn(main)", False),
+        (f"subprocess.Popen(['torchrun'])\n{INIT}", False),
+        ("size = config['WORLD_SIZE']", False),
+    ],
+)
+def test_a_script_that_asks_for_the_variables_of_a_rank(source: str, lacking: bool) -> None:
+    assert bool(mistakes.lacks_rank_variables("train.py", ast.parse(source))) is lacking
+
+
+@pytest.mark.parametrize(
+    ("source", "lacking"),
+    [
+        ("dist.init_process_group('nccl')", True),
+        ("dist.init_process_group(backend='nccl', device_id=0)", True),
+        ("dist.init_process_group('gloo')", False),
+        ("dist.init_process_group('cpu:gloo,cuda:nccl')", False),
+        ("dist.init_process_group(args.backend)", False),
+        ("dist.init_process_group()", False),
+        ("if cuda:\n    dist.init_process_group('nccl')\nelse:\n    dist.init_process_group('gloo')", False),
+        ("print('nccl')", False),
+    ],
+)
+def test_a_script_that_initialises_nccl_alone(source: str, lacking: bool) -> None:
+    assert bool(mistakes.lacks_nccl("train.py", ast.parse(source), "2.13.0+cpu")) is lacking
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", False),
+        ("__version__ = '2.6.0+cu124'\ncuda = '12.4'\nhip = None\n", True),
+        ("__version__ = '2.9.0+rocm6'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", True),
+        ("__version__ = '3'\n", True),
+        (None, True),
+    ],
+)
+def test_a_build_without_cuda_has_no_nccl(text: str | None, there: bool, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "version.py").write_text(text)
+    assert torchrun.has_nccl(tmp_path) is there
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "nobody_said"),
+    [
+        ("", {}, True),
+        ("--nproc-per-node=1", {}, False),
+        ("--np 4", {}, False),
+        ("", {"PET_NPROC_PER_NODE": "4"}, False),
+    ],
+)
+def test_the_number_of_processes(words: str, environ: dict[str, str], nobody_said: bool) -> None:
+    assert mistakes.has_no_number_of_processes(command(words), environ) is nobody_said
