@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from safelaunch.cli.parsing import Parser
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
-from safelaunch.model import Claim, Verdict, format_ranks
+from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
 from safelaunch.report import PERFETTO, SPEEDSCOPE
 from safelaunch.settings.values import parse_count
@@ -34,6 +34,7 @@ LAST = 50
 MAX_RANKS = 1 << 20
 _SHOWN_PROBLEMS = 5
 _LISTED_PROBLEMS = 1000
+_Cited = TypeVar("_Cited", Claim, ProofEdge)
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,8 @@ def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     found = locate.read_folder(folder, scratch)
     if wanted.table is not None and not wanted.files:
         return _calls(found, wanted.table, as_json=wanted.as_json)
-    verdict = diagnose(found.evidence, read_source=found.read_source)
+    verdict = _pointing_at(diagnose(found.evidence, read_source=found.read_source), found)
     files = _files(verdict, found, wanted.files)
-    verdict = _pointing_at(verdict, found)
     document = json_text(msgspec.to_builtins(verdict))
     files |= {VERDICT: f"{document}\n"} if VERDICT in wanted.files else {}
     if wanted.table is not None:
@@ -272,10 +272,15 @@ def was_reached(verdict: Verdict) -> bool:
 
 def _pointing_at(verdict: Verdict, found: Found) -> Verdict:
     """The verdict with the files' present paths, and with the unreadable files in ``missing``."""
-    claims = tuple(Claim(claim.claim, _utf8(_real_name(claim.file, found.files))) for claim in verdict.evidence)
+    claims = tuple(_citing(claim, found) for claim in verdict.evidence)
+    proof = tuple(_citing(edge, found) for edge in verdict.proof)
     problems = [_utf8(problem) for problem in found.problems[:_LISTED_PROBLEMS]]
     problems += _more(len(found.problems) - _LISTED_PROBLEMS)
-    return msgspec.structs.replace(verdict, evidence=claims, missing=(*verdict.missing, *problems))
+    return msgspec.structs.replace(verdict, evidence=claims, proof=proof, missing=(*verdict.missing, *problems))
+
+
+def _citing(one: _Cited, found: Found) -> _Cited:
+    return msgspec.structs.replace(one, file=_utf8(_real_name(one.file, found.files)))
 
 
 def _utf8(name: str) -> str:

@@ -463,13 +463,18 @@ def memory_lines(rank: RankEvidence) -> list[str]:
 
 
 def _md_table(rows: Sequence[Alike]) -> str:
-    head = "| rank | host | pid | step | state | doing | at |\n|---|---|---|---|---|---|---|"
-    lines = [
-        f"| {format_ranks(row.ranks)} | {in_cell(row.hosts)} | {row.first.pid if len(row.ranks) == 1 else ''} "
-        f"| {row.step} | {in_cell(row.state)} | {in_cell(row.doing)} | {in_cell(frame_text(row.first.frame))} |"
-        for row in rows
-    ]
-    return "\n".join([head, *lines])
+    columns: dict[str, list[object]] = {
+        "rank": [format_ranks(row.ranks) for row in rows],
+        "host": [row.hosts for row in rows],
+        "pid": [(row.first.pid or "") if len(row.ranks) == 1 else "" for row in rows],
+        "step": [row.step for row in rows],
+        "state": [row.state for row in rows],
+        "doing": [row.doing for row in rows],
+        "at": [frame_text(row.first.frame) for row in rows],
+    }
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    lines = [filled, ("---",) * len(filled), *zip(*filled.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(map(in_cell, line))} |" for line in lines)
 
 
 def _md_nodes(nodes: Sequence[NodeEvidence]) -> str:
@@ -510,6 +515,8 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
 
 
 def _md_stacks(laid_out: Overview) -> str:
+    if not laid_out.stacks:
+        return ""
     parts = ["## Stacks"]
     for group in laid_out.stacks[:_STACK_GROUPS]:
         parts.append(f"**{md(group.who)}**\n\n" + _fence(stack_lines(group)))
@@ -517,7 +524,7 @@ def _md_stacks(laid_out: Overview) -> str:
         parts.append(f"{len(laid_out.stacks) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
     if laid_out.without_stack:
         parts.append(f"No stack: {md(_ranks(laid_out.without_stack))}.")
-    return "\n\n".join(parts) if len(parts) > 1 else ""
+    return "\n\n".join(parts)
 
 
 def stalled_words(evidence: Evidence) -> str:

@@ -14,12 +14,15 @@ from typing import Any
 import browser
 import incidents
 import pytest
+import test_capture_nccl_formats as nccl
 from evidence import behind, entry, in_user, job, past, progress, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Culprit, Frame, Launched, RankException, RankExit
-from safelaunch.report import page
+from safelaunch.postmortem import locate
+from safelaunch.report import page, report
 from safelaunch.report.about import About, Gpu, GpuProcess, Launch, NodeFiles
 from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
@@ -63,6 +66,11 @@ def incident_page(name: str) -> dict[str, Any]:
 @cache
 def html_of(name: str) -> str:
     return page.render(incident_page(name))
+
+
+def parse_ranks(ranges: str) -> set[int]:
+    parts = [part.partition("-") for part in ranges.split(",")]
+    return {rank for first, _, last in parts for rank in range(int(first), int(last or first) + 1)}
 
 
 def marked(side: dict[str, Any], mark: str) -> list[str]:
@@ -245,6 +253,31 @@ def test_an_exception_whose_traceback_is_lost_still_shows_a_page() -> None:
     )
     made = page.content(diagnose(evidence), evidence)
     assert not [frame for frame in made["frames"] if "safelaunch" in frame[0]]
+
+
+@pytest.mark.parametrize("timing", [True, False])
+@pytest.mark.parametrize("name", nccl.CASES)
+def test_the_groups_say_what_the_title_says(name: str, timing: bool, tmp_path: Path) -> None:
+    recorders = nccl.ranks(nccl.NEWEST, timing=timing)
+    nccl.CASES[name].play(recorders)
+    evidence = locate.read(nccl.write(tmp_path / "dumps", recorders)).evidence
+    facts = Facts.of(evidence)
+    (group,) = page.content(diagnose(evidence), evidence, facts=facts)["groups"]["rows"]
+    assert all(completed <= entered for _, _, entered, completed, _ in group["at"])
+    for number, one in facts.ranks.items():
+        ((_, _, entered, completed, does),) = [at for at in group["at"] if number in parse_ranks(at[0])]
+        if one.wait is not None:
+            assert (entered, does.startswith(f"waits in {one.wait.op}")) == (one.wait.seq, True) and completed < entered
+        elif one.condition is not None and "has queued" in one.condition.reason:
+            assert does.startswith("has queued") and entered == completed
+
+
+def test_reports_of_plain_dumps_have_no_column_of_what_no_dump_holds() -> None:
+    made = incident_page("dumps")
+    assert {row["state"] for row in made["rows"]} == {""}
+    one = incidents.ALL["dumps"]()
+    text = report.markdown(one.verdict, one.evidence, ())
+    assert "| rank | doing | at |" in text and "not seen" not in text and "## Stacks" not in text
 
 
 def test_secrets_are_taken_out_of_source_lines() -> None:
