@@ -119,7 +119,7 @@ def screen(
     tail = _tail(verdict, room, space)
     space -= len(tail)
     lines = [
-        *(Line(text, "title") for text in title),
+        *(Line(text, "strong" if is_healthy(verdict) else "title") for text in title),
         *head,
         *who,
         *_claims(verdict, room, max(space, 0)),
@@ -128,6 +128,11 @@ def screen(
     lines = [*lines[: MAX_LINES - len(command)], *command]
     texts = [line.shown(color) for line in lines]
     return "".join(f"{PREFIX}{text}\n" for text in texts)
+
+
+def is_healthy(verdict: Verdict) -> bool:
+    """The job works, and nothing in it is at fault: no alarm."""
+    return verdict.cause == "slow-not-stuck" and not (verdict.culprits or verdict.nodes_at_fault)
 
 
 _SUMMARY_LINES = 6

@@ -126,7 +126,7 @@ def test_a_command_to_run_again_stands_there_once(chromium: browser.Browser, tmp
     path = tmp_path / "again.html"
     path.write_text(page.render(made), encoding="utf-8")
     chromium.open(path)
-    assert chromium.value("document.querySelectorAll('#head .command').length") == 1
+    assert chromium.value("document.querySelectorAll('.command').length") == 1
     assert chromium.value("document.querySelector('.todo .why').textContent").endswith("the command below, again.")
 
 
@@ -393,11 +393,48 @@ def test_a_page_of_thousands_is_painted_at_once_and_its_culprit_is_found(show: S
     assert opened.errors == []
 
 
+@pytest.mark.parametrize("name", ["two", "four", "crash", "sixty-four"])
+def test_the_code_at_fault_is_on_the_first_screen_and_files_are_below(show: Show, name: str) -> None:
+    opened = show(name)
+    box = "document.querySelector('{}').getBoundingClientRect()"
+    code = opened.value(f"{box.format('.side.culprit .source')}.bottom")
+    assert 0 < code <= 720
+    for below in ("#run .facts", "#command", ".links"):
+        assert opened.value(f"{box.format(below)}.top") > code
+
+
+def test_the_axis_of_the_steps_is_broken_where_its_scale_changes(chromium: browser.Browser, tmp_path: Path) -> None:
+    """However long nothing has moved, the steps keep half of the width; up to there the scale is one."""
+    for stood_s, words in ((600.0, "from here on, time is drawn 25 times denser"), (5.0, "")):
+        history = tuple((int((1000 - stood_s - 24 + step / 2.5) * 1e9), step) for step in range(61))
+        one = replace(progress(0), step=60, history=history, last_step_ns=history[-1][0])
+        ranks = [replace(waiting(n), progress=one) for n in range(2)]
+        evidence = job(*map(incidents.late, ranks), threshold_s=2.0)
+        path = tmp_path / "steps.html"
+        path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+        chromium.size(1280)
+        chromium.open(path)
+        assert chromium.value("document.querySelectorAll('#steps .break').length") == bool(words)
+        assert words in chromium.value("document.querySelector('#steps').textContent")
+        assert chromium.errors == []
+
+
+def test_a_healthy_job_is_no_alarm(show: Show) -> None:
+    colour = "getComputedStyle(document.querySelector('#cause')).color"
+    ink = "getComputedStyle(document.querySelector('h1')).color"
+    opened = show("dump")
+    assert opened.text("#cause") == "slow-not-stuck" and opened.value(colour) == opened.value(ink)
+    opened = show("four")
+    assert opened.value(colour) != opened.value(ink)
+    screens = [report.screen(incidents.ALL[name]().verdict, bundle_path="", color=True) for name in ("dump", "four")]
+    assert ["\x1b[1;31m" in text for text in screens] == [False, True]
+
+
 def test_what_hung_is_read_from_top_to_bottom(show: Show) -> None:
     opened = show("four")
     assert opened.text("#summary").startswith("Rank 0 waits in all_gather at train.py:12 (evaluate)")
     assert "Confidence: high" in opened.text("#confidence")
-    head = opened.text("#head")
+    head = opened.text("#run")
     for word in (
         "No progress for 30 s",
         "2.13.0",
@@ -603,7 +640,7 @@ def test_the_tab_key_goes_through_the_page_in_the_order_that_is_read(show: Show)
             break
         seen.append(top[0])
     order = list(dict.fromkeys(seen))
-    assert order == ["head", "nav", "code", "timeline", "stacks", "ranks", "nodes", "evidence", "files"]
+    assert order == ["head", "nav", "code", "run", "timeline", "stacks", "ranks", "nodes", "evidence", "files"]
     assert seen == sorted(seen, key=order.index)  # each place once
 
 
