@@ -19,7 +19,7 @@ from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
-from safelaunch.report import PERFETTO, SPEEDSCOPE
+from safelaunch.report import HTML, PERFETTO, SPEEDSCOPE
 from safelaunch.settings.values import parse_count
 from safelaunch.system.console import PREFIX, Display, display, json_text, put, say, terminal_safe
 from safelaunch.system.printable import clean
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what shows something is imported for what is asked for: --j
     from safelaunch.report.calls import Selection
 
 REACHED, NOT_ENOUGH = 0, 1
-HTML, VERDICT = "report.html", "verdict.json"
+VERDICT = "verdict.json"
 FILES = (HTML, PERFETTO, SPEEDSCOPE, VERDICT)
 LAST = 50
 MAX_RANKS = 1 << 20

@@ -92,6 +92,7 @@ def screen(
     *,
     bundle_path: str,
     place: str = "bundle",
+    page: str = "",
     width: int = 100,
     color: bool = False,
     read_line: ReadLine | None = None,
@@ -101,6 +102,7 @@ def screen(
 
     No line breaks within a word, a path or a command. Longer than ``width`` are only such words, and the commands and
     paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
+    ``page``: the file in the bundle to open for more, which is named above it.
     ``read_line`` gives the text of a source line. ``cwd``: below it, a path may be relative where it fits only so.
     """
     room = max(width - len(PREFIX), 28)
@@ -110,11 +112,12 @@ def screen(
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
     if len(verdict.culprits) > 3:
         more = len(verdict.culprits) - 3
-        who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
+        who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
     who += [line for suspect in verdict.suspected[:1] for line in _suspect(suspect, room)]
-    command = [*_command(verdict.next), *_place(place, clean(bundle_path), room, clean(cwd))]
+    more_in = [Line(f"  details: {page} in the bundle")] if page else []
+    command = [*_command(verdict.next), *more_in, *_place(place, clean(bundle_path), room, clean(cwd))]
     space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
     space -= len(tail)

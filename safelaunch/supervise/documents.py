@@ -58,7 +58,7 @@ def add_reports(
     from safelaunch.diagnose.belonging import mesh
     from safelaunch.diagnose.rank_state import Facts
     from safelaunch.postmortem import surroundings
-    from safelaunch.report import PERFETTO, SPEEDSCOPE, exports, page, report
+    from safelaunch.report import HTML, PERFETTO, SPEEDSCOPE, exports, page, report
 
     said = redactor.said
 
@@ -86,7 +86,7 @@ def add_reports(
         return exports.as_json(exports.speedscope(facts(), run_name))
 
     begin = time.monotonic()
-    made = {PERFETTO: perfetto, SPEEDSCOPE: speedscope, "report.md": markdown, "report.html": html}
+    made = {PERFETTO: perfetto, SPEEDSCOPE: speedscope, "report.md": markdown, HTML: html}
     for path, make in made.items():
         try:
             text: str | None = make()
