@@ -57,7 +57,7 @@ from safelaunch.redaction.job_secrets import secret_values
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.settings.config import options_of, resolve
 from safelaunch.settings.yamlfile import read_yaml
-from safelaunch.system.console import PREFIX, redact, say, show
+from safelaunch.system.console import PREFIX, redact, room, say, show
 from safelaunch.system.deadline import at_most
 from safelaunch.system.printable import clean_text
 
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     pool = make_pool(jobs, options.slots, options.max_parallel, environ, blamed)
     check_jobs(jobs, pool.kind, environ)
     if options.dry_run:
-        show("\n".join(describe(jobs, paths, pool)))
+        show("\n".join(describe(jobs, paths, pool, room())), fold=True)
         return 0
     try:
         return _run(options, jobs, pool, paths, environ)
@@ -208,7 +208,7 @@ def _write_summary(sweep: Sweep, paths: SweepPaths) -> str:
 
 def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> int:
     tracks = tuple(sweep.tracks.values())
-    show("\n".join(summary_lines(tracks)))
+    show("\n".join(summary_lines(tracks)), fold=True)
     if problem:
         say(f"the summary cannot be written to {paths.root}: {problem}")
     else:

@@ -21,7 +21,7 @@ from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
 from safelaunch.report import HTML, PERFETTO, SPEEDSCOPE
 from safelaunch.settings.values import parse_count
-from safelaunch.system.console import PREFIX, Display, display, json_text, put, say, terminal_safe
+from safelaunch.system.console import PREFIX, Display, display, folded, json_text, put, room, say, terminal_safe
 from safelaunch.system.printable import clean
 
 if TYPE_CHECKING:  # what shows something is imported for what is asked for: --json needs none of it
@@ -239,7 +239,7 @@ def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
     if as_json:
         return _Told(code, json_text(calls.document(shown)), tuple(notes))
     table = "\n".join(calls.lines(shown)) if shown.rows else ""
-    return _Told(code, terminal_safe(table), tuple(notes))
+    return _Told(code, folded(terminal_safe(table), room()), tuple(notes))
 
 
 def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, str]:
