@@ -357,13 +357,16 @@ def open_screen() -> Iterator[Screen]:
         return
     from rich.live import Live
 
-    live = Live(auto_refresh=False, vertical_overflow="crop")
+    live = Live(auto_refresh=False, vertical_overflow="crop", transient=True)  # the summary has it all
     live.start()
+    screen = TerminalScreen(live)
     try:
-        yield TerminalScreen(live)
+        yield screen
     finally:
         with suppress(OSError):  # the terminal may be gone
             live.stop()
+        for text in screen.notes:
+            say(text)
 
 
 class PlainScreen:
@@ -374,6 +377,8 @@ class PlainScreen:
 
     def note(self, text: str) -> None:
         say(text)
+
+    ended = note
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()
@@ -391,10 +396,13 @@ class TerminalScreen:
     def __init__(self, live: Any) -> None:
         self._live = live
         self._next_s = 0.0
-        self._notes: list[str] = []
+        self.notes: list[str] = []  # not shown yet
 
     def note(self, text: str) -> None:
-        self._notes.append(text)
+        self.notes.append(text)
+
+    def ended(self, text: str) -> None:
+        """The table has it, and then the summary."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()
@@ -405,9 +413,9 @@ class TerminalScreen:
 
         try:
             with at_most(WRITE_DEADLINE_S):
-                for text in self._notes:
+                for text in self.notes:
                     self._live.console.print(Text(PREFIX + clean_text(redact(text))))
-                self._notes.clear()
+                self.notes.clear()
                 size = self._live.console.size
                 self._live.update(picture(snapshot(), size.height, size.width), refresh=True)
         except OSError:  # the terminal is gone, or does not read
