@@ -21,6 +21,7 @@ from safelaunch.cli.exec import ABOUT as ABOUT_EXEC
 from safelaunch.cli.help import ABOUT, EXAMPLES, EXIT_CODES, TORCHRUN, USAGE
 from safelaunch.launch.torchrun import KNOWN
 from safelaunch.settings.options import ELSEWHERE, HELP_OPTIONS, OPTION_GROUPS, Option
+from safelaunch.system.console import folded
 
 ROOT = Path(__file__).parents[1]
 MAN_PAGE = ROOT / "man" / "safelaunch.1"
@@ -168,7 +169,7 @@ def _command(command: str) -> list[str]:
     told = items((_name(action), str(action.help)) for action in actions if not own & set(action.option_strings))
     more = ["Takes all options above."] if own else []
     as_written = issubclass(parser.formatter_class, argparse.RawDescriptionHelpFormatter)
-    lines = [roff(line) for line in (parser.epilog or "").splitlines()]
+    lines = [roff(line) for line in folded(parser.epilog or "", 73).splitlines()]
     epilog = [".PP", *([".nf", *lines, ".fi"] if as_written else lines)] if lines else []
     return [f".SS {quoted(usage.strip())}", roff(" ".join(str(parser.description).split())), *more, told, *epilog]
 

@@ -54,7 +54,7 @@ from safelaunch.redaction.job_secrets import secret_values
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.settings.config import options_of, resolve
 from safelaunch.settings.yamlfile import read_yaml
-from safelaunch.system.console import PREFIX, redact, say, show
+from safelaunch.system.console import PREFIX, redact, room, say, show
 from safelaunch.system.deadline import at_most
 from safelaunch.system.printable import clean_text
 
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     pool = make_pool(jobs, options.slots, options.max_parallel, environ)
     check_jobs(jobs, pool.kind, environ)
     if options.dry_run:
-        show("\n".join(describe(jobs, paths, pool)))
+        show("\n".join(describe(jobs, paths, pool, room())), fold=True)
         return 0
     try:
         return _run(options, jobs, pool, paths, environ)
@@ -202,7 +202,7 @@ def _write_summary(sweep: Sweep, paths: SweepPaths) -> str:
 
 def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> int:
     tracks = tuple(sweep.tracks.values())
-    show("\n".join(summary_lines(tracks)))
+    show("\n".join(summary_lines(tracks)), fold=True)
     if problem:
         say(f"the summary cannot be written to {paths.root}: {problem}")
     else:
@@ -330,13 +330,16 @@ def open_screen() -> Iterator[Screen]:
         return
     from rich.live import Live
 
-    live = Live(auto_refresh=False, vertical_overflow="crop")
+    live = Live(auto_refresh=False, vertical_overflow="crop", transient=True)  # the summary has it all
     live.start()
+    screen = TerminalScreen(live)
     try:
-        yield TerminalScreen(live)
+        yield screen
     finally:
         with suppress(OSError):  # the terminal may be gone
             live.stop()
+        for text in screen.notes:
+            say(text)
 
 
 class PlainScreen:
@@ -347,6 +350,8 @@ class PlainScreen:
 
     def note(self, text: str) -> None:
         say(text)
+
+    ended = note
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()
@@ -364,10 +369,13 @@ class TerminalScreen:
     def __init__(self, live: Any) -> None:
         self._live = live
         self._next_s = 0.0
-        self._notes: list[str] = []
+        self.notes: list[str] = []  # not shown yet
 
     def note(self, text: str) -> None:
-        self._notes.append(text)
+        self.notes.append(text)
+
+    def ended(self, text: str) -> None:
+        """The table has it, and then the summary."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()
@@ -378,9 +386,9 @@ class TerminalScreen:
 
         try:
             with at_most(WRITE_DEADLINE_S):
-                for text in self._notes:
+                for text in self.notes:
                     self._live.console.print(Text(PREFIX + clean_text(redact(text))))
-                self._notes.clear()
+                self.notes.clear()
                 size = self._live.console.size
                 self._live.update(picture(snapshot(), size.height, size.width), refresh=True)
         except OSError:  # the terminal is gone, or does not read

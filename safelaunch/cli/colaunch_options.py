@@ -20,43 +20,43 @@ T = TypeVar("T")
 USAGE = """safelaunch colaunch SPEC.yaml [options]
        safelaunch colaunch --grid NAME=VALUES ... [options] -- [safelaunch and torchrun options] script.py [args]"""
 DESCRIPTION = """\
-Runs many jobs on this node, each on its own GPUs (on a node without GPUs: its own CPU cores), as many at a time as fit;
-with --engine slurm, as jobs of Slurm.
-Each job is an ordinary safelaunch run: watched, with a bundle if it hangs or crashes. A job that fails does not disturb
-the others."""
+Runs many jobs on this node, each on its own GPUs (on a node without GPUs: its own CPU cores), as many at a time as \
+fit; with --engine slurm, as jobs of Slurm. Each job is an ordinary safelaunch run: watched, with a bundle if it hangs \
+or crashes. A job that fails does not disturb the others."""
 EPILOG = """\
 on one line: after --, write what you would give safelaunch for a single run
-  safelaunch colaunch --grid lr=1e-3,3e-4 --grid seed=0..4 --gpus-per-job 1 \\
+  safelaunch colaunch --grid lr=1e-3,3e-4 --grid seed=0..4 \\
+      --gpus-per-job 1 \\
       -- --nproc-per-node=1 train.py --lr {lr} --seed {seed}
 
 the same sweep as a file, which has more keys
-  defaults:                      # for all jobs; a job's own keys win, env variable by variable
-    command: --nproc-per-node=1 train.py --lr {lr} --seed {seed} --out {job_dir}
-    gpus: 1                      # on a node without GPUs: slots
-    preset: hang-debug           # also stall-timeout, startup-timeout, max-stall, on-stall
+  defaults:               # for all jobs; a job's own keys win
+    command: --nproc-per-node=1 train.py --lr {lr} --out {job_dir}
+    gpus: 1               # on a node without GPUs: slots
+    preset: hang-debug    # also stall-timeout, max-stall, on-stall
     env: {WANDB_NAME: "{name}"}
-    timeout: 2h                  # colaunch ends a job that takes longer (timed-out)
+    timeout: 2h           # of each job; then it is timed-out
     retries: 1
     metric: val_loss=([0-9.]+)
-  matrix:                        # every combination is a job, called e.g. train_lr-1e-3_seed-0
+  matrix:                 # each combination is a job
     lr: [1e-3, 3e-4]
     seed: 0..4
-  jobs:                          # optional: several kinds of jobs, each for the parameters that it uses
+  jobs:                   # optional: several kinds of jobs
     prepare: {command: exec -- bash prepare.sh, gpus: 0}
-    train: {needs: prepare}      # runs after all of prepare has succeeded; else it is skipped
-  more keys of a job: name (with placeholders), cwd, and ports. 'ports: 2' leases two ports for the job;
-  use them as {port} and {port2} in its command and env
+    train: {needs: prepare}  # after all of prepare succeeded
+  more keys of a job: name (with placeholders), cwd, and ports. 'ports: 2' leases two ports for the job; use them as \
+{port} and {port2} in its command and env
   with --engine slurm also: nodes, and slurm: {partition, account, qos, time, sbatch: [--cpus-per-task=8]}
 
-placeholders, in command, env, cwd, needs and name: {PARAMETER}; {name}, {job_dir} and {sweep_dir} are the job's name,
-its directory and the sweep's. In command and env, {port}, {port2}, ... are the job's ports. For braces,
-write {{ and }}. An unknown placeholder, or a parameter or port that nothing uses, is an error: nothing starts.
+placeholders, in command, env, cwd, needs and name: {PARAMETER}; {name}, {job_dir} and {sweep_dir} are the job's name, \
+its directory and the sweep's. In command and env, {port}, {port2}, ... are the job's ports. For braces, write {{ and \
+}}. An unknown placeholder, or a parameter or port that nothing uses, is an error: nothing starts.
 
-the sweep directory: journal.jsonl (read by --resume), summary.json, summary.csv, and for each job jobs/NAME/ with
+the sweep directory: journal.jsonl (read by --resume), summary.json, summary.csv, and for each job jobs/NAME/ with \
 attempt-1.log (the job's output) and bundles/.
 
-Ctrl-C once: colaunch starts no more jobs, and asks running jobs to end. Twice: it kills them. If colaunch itself is
-killed, its jobs end too (those in Slurm go on); --resume runs the jobs that have not succeeded. Exit code: 0 if every
+Ctrl-C once: colaunch starts no more jobs, and asks running jobs to end. Twice: it kills them. If colaunch itself is \
+killed, its jobs end too (those in Slurm go on); --resume runs the jobs that have not succeeded. Exit code: 0 if every \
 job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 128+N if signal N stopped it.
 """
 

@@ -14,6 +14,7 @@ from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.launch.paths import seen_from_here
+from safelaunch.system.console import command_lines
 from safelaunch.system.printable import clean
 
 GAP = "  "
@@ -165,14 +166,14 @@ def many(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool) -> list[str]:
+def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool, width: int) -> list[str]:
     """For --dry-run: every job as colaunch would start it."""
     lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
     for one in jobs:
         job = one.with_ports([f"{{{name}}}" for name in port_names(one.ports)])
         env = [f"{name}={value}" for name, value in job.env]
         lines.append(f"{job.name}  ({job.where})")
-        lines.append(f"  {clean(shlex.join([*env, 'safelaunch', *job.words]))}")
+        lines += command_lines([clean(shlex.quote(word)) for word in (*env, "safelaunch", *job.words)], "  ", width)
         about = [many(pool.units(job.gpus), pool.kind), f"in {job.cwd}"]
         about += [many(job.ports, "port")] if job.ports else []
         about += [f"needs {', '.join(job.needs)}"] if job.needs else []

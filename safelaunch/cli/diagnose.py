@@ -10,30 +10,31 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from safelaunch.cli.parsing import Parser
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
-from safelaunch.model import Claim, Verdict, format_ranks
+from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
-from safelaunch.report import PERFETTO
+from safelaunch.report import HTML, PERFETTO
 from safelaunch.settings.values import parse_count
-from safelaunch.system.console import PREFIX, Display, display, json_text, put, say, terminal_safe
+from safelaunch.system.console import PREFIX, Display, display, folded, json_text, put, room, say, terminal_safe
 from safelaunch.system.printable import clean
 
 if TYPE_CHECKING:  # what shows something is imported for what is asked for: --json needs none of it
     from safelaunch.report.calls import Selection
 
 REACHED, NOT_ENOUGH = 0, 1
-HTML, VERDICT = "report.html", "verdict.json"
+VERDICT = "verdict.json"
 FILES = (HTML, PERFETTO, VERDICT)
 LAST = 50
 MAX_RANKS = 1 << 20
 _SHOWN_PROBLEMS = 5
 _LISTED_PROBLEMS = 1000
+_Cited = TypeVar("_Cited", Claim, ProofEdge)
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,8 @@ def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     found = locate.read_folder(folder, scratch)
     if wanted.table is not None and not wanted.files:
         return _calls(found, wanted.table, as_json=wanted.as_json)
-    verdict = diagnose(found.evidence, read_source=found.read_source)
+    verdict = _pointing_at(diagnose(found.evidence, read_source=found.read_source), found)
     files = _files(verdict, found, wanted.files)
-    verdict = _pointing_at(verdict, found)
     document = json_text(msgspec.to_builtins(verdict))
     files |= {VERDICT: f"{document}\n"} if VERDICT in wanted.files else {}
     if wanted.table is not None:
@@ -239,7 +239,7 @@ def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
     if as_json:
         return _Told(code, json_text(calls.document(shown)), tuple(notes))
     table = "\n".join(calls.lines(shown)) if shown.rows else ""
-    return _Told(code, terminal_safe(table), tuple(notes))
+    return _Told(code, folded(terminal_safe(table), room()), tuple(notes))
 
 
 def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, str]:
@@ -271,10 +271,15 @@ def was_reached(verdict: Verdict) -> bool:
 
 def _pointing_at(verdict: Verdict, found: Found) -> Verdict:
     """The verdict with the files' present paths, and with the unreadable files in ``missing``."""
-    claims = tuple(Claim(claim.claim, _utf8(_real_name(claim.file, found.files))) for claim in verdict.evidence)
+    claims = tuple(_citing(claim, found) for claim in verdict.evidence)
+    proof = tuple(_citing(edge, found) for edge in verdict.proof)
     problems = [_utf8(problem) for problem in found.problems[:_LISTED_PROBLEMS]]
     problems += _more(len(found.problems) - _LISTED_PROBLEMS)
-    return msgspec.structs.replace(verdict, evidence=claims, missing=(*verdict.missing, *problems))
+    return msgspec.structs.replace(verdict, evidence=claims, proof=proof, missing=(*verdict.missing, *problems))
+
+
+def _citing(one: _Cited, found: Found) -> _Cited:
+    return msgspec.structs.replace(one, file=_utf8(_real_name(one.file, found.files)))
 
 
 def _utf8(name: str) -> str:

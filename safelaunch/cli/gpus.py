@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     elif sys.stdout.isatty():
         _print_rich(table, waiting)
     else:
-        show("\n".join([*plain(table), *(waiting_line(one) for one in waiting)]))
+        show("\n".join([*plain(table), *(waiting_line(one) for one in waiting)]), fold=True)
     return 1 if found.trouble == "silent" else 0
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from safelaunch.errors import UsageError
 from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.system.console import WIDTH, display, folded
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,6 +34,10 @@ class Parser(argparse.ArgumentParser):
             names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
             self.error(f"there is no option {option}{did_you_mean(option, names)}")
         return known, unknown
+
+    def format_help(self) -> str:
+        """As argparse makes it, and what is given as it stands has no longer lines either."""
+        return folded(super().format_help(), min(WIDTH, display(1, os.environ).width))
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError: the command line prints it, and exits with 2."""

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         if arguments.json:
             show_json([_summary_document(p) for p in found])
         else:
-            show(render_table(found).rstrip("\n"))
+            show(render_table(found).rstrip("\n"), fold=True)
         return 0
     chain = preset_chain([arguments.ref], cwd=Path.cwd())
     if arguments.json:

@@ -21,7 +21,7 @@ from safelaunch.settings.yamlfile import nearest
 from safelaunch.supervise import resources
 from safelaunch.supervise.preflight import check, mistakes_of_torchrun, without_effect
 from safelaunch.supervise.resources import Resources
-from safelaunch.system.console import say, show
+from safelaunch.system.console import room, say, show
 
 HELP_TORCHRUN = "--help-torchrun"
 NO_RESTARTS = (
@@ -146,7 +146,7 @@ def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan,
     if plan.settings.dry_run:
         from safelaunch.launch.dryrun import describe
 
-        show(describe(plan))
+        show(describe(plan, room()), fold=True)
         return 0
     from safelaunch.supervise import session
 

@@ -79,7 +79,7 @@ class Runner:
         again = " (will run again)" if self._sweep.tracks[job.name].state == "waiting" else ""
         code = "" if outcome.state == "succeeded" else f" (exit code {outcome.exit_code})"
         bundle = f"; bundle: {seen_from_here(outcome.bundle)}" if outcome.bundle else ""
-        self._screen.note(f"{job.name}: {outcome.state} after {outcome.duration_s:.1f} s{code}{bundle}{again}")
+        self._screen.ended(f"{job.name}: {outcome.state} after {outcome.duration_s:.1f} s{code}{bundle}{again}")
 
     # --- what is seen of it -----------------------------------------------------------------------------------------
 

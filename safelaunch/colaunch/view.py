@@ -50,5 +50,8 @@ class Screen(Protocol):
     def note(self, text: str) -> None:
         """Shows an event."""
 
+    def ended(self, text: str) -> None:
+        """Shows how a job has ended; a display that has a line for each job does by itself."""
+
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         """Updates the display; takes a snapshot only if it will be shown."""

@@ -38,7 +38,7 @@ def with_guards(facts: Facts, finding: Finding) -> Finding:
     told = [one for one in found if one.kept][:_MOST]
     if not told and finding.cause == "collective-mismatch" and "groups-made" not in finding.signs:
         finding = replace(finding, doubts=(*finding.doubts, *_drawn(facts, finding)))
-    claims, more = (tuple(claim_of(one) for one in found if (one in told) is known) for known in (False, True))
+    claims, more = (tuple(claim_of(facts, one) for one in found if (one in told) is known) for known in (False, True))
     return replace(
         finding,
         summary=" ".join([finding.summary, *map(_sentence, told)]),
@@ -206,8 +206,8 @@ def _sentence(one: Parting) -> str:
     return f"{capital(ranks_do(one.ranks, 'comes', 'come'))} to {fr.place(one.call)} under `{one.guard.words}`."
 
 
-def claim_of(one: Parting) -> Claim:
-    return Claim(_sentence(one).rstrip("."), f"ranks/{one.ranks[0]}/stack.txt")
+def claim_of(facts: Facts, one: Parting) -> Claim:
+    return facts.ranks[one.ranks[0]].line_claim(_sentence(one).rstrip("."))
 
 
 def guard_of(facts: Facts, rank: int, others: Iterable[int]) -> Guard | None:

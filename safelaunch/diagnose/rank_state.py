@@ -58,6 +58,16 @@ class RankFacts:
     def folder(self) -> str:
         return f"ranks/{self.rank}"
 
+    def line_claim(self, text: str) -> Claim:
+        """A claim that rests on the line at which the rank is, with the file that shows this line."""
+        one = self.evidence
+        name = "stack.txt" if one.main is not None and one.main.stacks else "flight_recorder.json"
+        if one.exception is not None:
+            name = "exception.json"
+        elif aborted_in(one) is not None:
+            name = "fault.txt"
+        return Claim(text, f"{self.folder}/{name}")
+
 
 F = TypeVar("F", bound="Facts")
 

@@ -141,8 +141,7 @@ def _alone_by_condition(facts: Facts, ranks: Iterable[int], gone: Iterable[int])
         one = facts.ranks[rank]
         asked = guard_of(facts, rank, gone) if one.wait else None
         if asked is not None:
-            file = "exception.json" if one.evidence.exception is not None else "stack.txt"
-            return (Claim(f"rank {rank} waits under `{asked.words}`", f"{one.folder}/{file}"),)
+            return (one.line_claim(f"rank {rank} waits under `{asked.words}`"),)
     return ()
 
 

@@ -23,7 +23,7 @@ from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.rank_state import Facts, RankFacts, view_of
 from safelaunch.diagnose.transfers import Transfer, is_root, several_roots, unequal_exchange
 from safelaunch.diagnose.waits import Case
-from safelaunch.model import Claim, Collective
+from safelaunch.model import Collective
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 
@@ -109,7 +109,7 @@ def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Fin
         () if surely else (Doubt.NO_MAJORITY,),
         text,
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
-        tuple(Claim(f"rank {r} names rank {sources[r]} as the root", f"ranks/{r}/stack.txt") for r in sources)[:8]
+        tuple(facts.ranks[r].line_claim(f"rank {r} names rank {root} as the root") for r, root in sources.items())[:8]
         + wait_claims(facts, sorted(sources)),
         signs=frozenset({"roots-differ"}),
     )

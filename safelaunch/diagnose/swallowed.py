@@ -99,7 +99,7 @@ def with_skipped_batch(facts: Facts, finding: Finding) -> Finding:
     if not all(left.swallows or left.goes == "continue" for left, _ in said.values()):
         return replace(finding, summary=" ".join([finding.summary, *words]), claims=(*finding.claims, *claims))
     swallows = any(left.swallows for left, _ in said.values())
-    by_data = {claim_of(one) for one in finding.partings if not one.kept}
+    by_data = {claim_of(facts, one) for one in finding.partings if not one.kept}
     shown = all(any(rank in shift.ranks for shift in shifts) for rank in said)
     return replace(
         finding,

@@ -10,16 +10,17 @@ from safelaunch.redaction.job_secrets import secret_values
 from safelaunch.redaction.redact import redact_env
 from safelaunch.redaction.redactor import Redactor
 from safelaunch.settings.config import INTERNAL_ENV, Settings
+from safelaunch.system.console import command_lines
 
 
-def describe(plan: Plan) -> str:
-    """The whole plan of a run as text."""
+def describe(plan: Plan, width: int) -> str:
+    """The whole plan of a run as text; the command in lines of at most ``width``."""
     settings = plan.settings
     redactor = Redactor(secret_values(plan.env, plan.argv, [plan.run_name, os.fspath(plan.run_dir)]))
     lines = [
         f"run name      {plan.run_name}",
         "torch         " + (f"{plan.torch.version or 'unknown'} ({plan.torch.python})" if plan.torch else "not found"),
-        "command       " + shlex.join(redactor.argv(plan.argv)),
+        *command_lines([shlex.quote(word) for word in redactor.argv(plan.argv)], "command       ", width),
         f"run directory {plan.run_dir}",
         f"bundles       {settings.bundle_dir}   ({settings.origin('bundle-dir')})",
         *_bundles(settings),

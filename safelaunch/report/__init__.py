@@ -1,3 +1,3 @@
 """What a person reads of a verdict: the screen, Markdown, HTML; and the files for Perfetto and speedscope."""
 
-PERFETTO, SPEEDSCOPE = "timeline.perfetto.json", "stacks.speedscope.json"
+HTML, PERFETTO, SPEEDSCOPE = "report.html", "timeline.perfetto.json", "stacks.speedscope.json"

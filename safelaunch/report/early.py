@@ -6,11 +6,14 @@ from safelaunch.model import EarlyLook
 
 
 def line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool = False) -> str:
-    """The line on the screen. ``before``: the look before it at the same quiet. ``part``: other nodes have ranks."""
+    """The line on the screen. ``before``: the look before it at the same quiet, whose words are not repeated. ``part``:
+    other nodes have ranks.
+    """
+    if before is not None and same(before, look):
+        return f"quiet for {look.quiet_s:.0f} s: nothing has changed since {before.quiet_s:.0f} s"
     usual = f"usual {_seconds(look.usual_s)}" if look.usual_s else "no usual step known"
-    again = f", as after {before.quiet_s:.0f} s" if before is not None and same(before, look) else ""
     where = ", on this node" if part else ""
-    return f"quiet for {look.quiet_s:.0f} s ({usual}){again}{where}: {look.words}... watching"
+    return f"quiet for {look.quiet_s:.0f} s ({usual}){where}: {look.words}... watching"
 
 
 def same(one: EarlyLook, other: EarlyLook) -> bool:

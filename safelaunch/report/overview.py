@@ -155,7 +155,7 @@ def _state(one: RankFacts) -> str:
         return f"exit {one.evidence.exit.returncode}"
     view = view_of(one.evidence)
     if view is None or not view.process.states:
-        return "not seen"
+        return "not seen" if one.evidence.pid else ""  # a Flight Recorder dump knows of no process
     return f"{view.process.states[-1].state} {view.wait.call or view.wait.kind}"
 
 

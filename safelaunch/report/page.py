@@ -30,6 +30,8 @@ from safelaunch.report.report import (
     OUTCOMES,
     beside_next,
     early_lines,
+    is_healthy,
+    md,
     nccl_lines,
     node_state,
     node_words,
@@ -102,6 +104,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "summary": verdict.summary,
         "more": clean(verdict.summary)[len(_first_sentence(clean(verdict.summary))) :].strip(),
         "confidence": verdict.confidence,
+        "healthy": int(is_healthy(verdict)),
         "doubts": verdict.doubts,
         "proof": proof_words(verdict),
         "culprits": format_ranks([one.rank for one in verdict.culprits]),
@@ -173,7 +176,7 @@ def issue(page: dict[str, Any], verdict: Verdict) -> str:
     """What *Copy as issue* puts on the clipboard: Markdown that a tracker shows."""
     head = page["head"]
     lines = [f"### {head['words'].capitalize()}: {verdict.cause} (confidence: {verdict.confidence})", ""]
-    lines += [_plain(verdict.summary), ""]
+    lines += [md(verdict.summary), ""]
     lines += ["| | |", "|---|---|", *(f"| {label} | {_cell(value)} |" for label, value in head["facts"])]
     lines += [f"| command | {_cell(head['command'])} |"] if head["command"] else []
     for side in page["code"][:4]:
@@ -187,18 +190,14 @@ def issue(page: dict[str, Any], verdict: Verdict) -> str:
         lines += [
             "",
             "Evidence:",
-            *(f"- {_plain(claim.claim)} ({_cell(claim.file)})" for claim in verdict.evidence[:8]),
+            *(f"- {md(claim.claim)} ({_cell(claim.file)})" for claim in verdict.evidence[:8]),
         ]
     if head["suggestions"]:
-        lines += ["", "Suggested:", *(f"- {_plain(item)}" for item in head["suggestions"])]
+        lines += ["", "Suggested:", *(f"- {md(item)}" for item in head["suggestions"])]
     if head["next"]:
         why, command = head["next"]
-        lines += ["", f"{_plain(why)}: {_cell(command)}"]
+        lines += ["", f"{md(why)}: {_cell(command)}"]
     return "\n".join(lines) + "\n"
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"([\\*_\[\]<>|#~])", r"\\\1", clean(text))
 
 
 def _cell(text: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 from safelaunch.diagnose.collectives import describe, number_of
+from safelaunch.diagnose.columns import Window
 from safelaunch.diagnose.conditions import View
 from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
-from safelaunch.model import Artifact, RankEvidence, Verdict, format_ranks
+from safelaunch.model import Artifact, Collective, RankEvidence, Verdict, format_ranks
 from safelaunch.report.overview import Alike, alike, main_frames, row_of, without_ours
 from safelaunch.report.tables import Frames
 from safelaunch.system.printable import clean_lines, is_clean
@@ -172,25 +175,14 @@ def groups(facts: Facts) -> dict[str, Any]:
 
 def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
     members, known = _members(facts, name)
-    standings: dict[tuple[int, int, str], list[int]] = {}
-    description = ""
+    standings: dict[_Standing, list[int]] = {}
     for rank in sorted(members):
-        record = facts.alignment.records.get(rank)
-        if record is None:
-            standings.setdefault((-1, -1, "no record"), []).append(rank)
-            continue
-        last = facts.alignment.last(rank, name)
-        entry = facts.alignment.entry(rank, name, last) if last >= 0 else None
-        description = description or (entry.description if entry is not None else "")
-        status = record.status.get(name)
-        completed = status.last_completed if status is not None else -1
-        if entry is not None and entry.completed:
-            completed = max(completed, last)
-        state = "" if entry is None else f"{'completed' if entry.completed else 'waits in'} {describe(entry)}"
-        standings.setdefault((last, completed, state), []).append(rank)
+        standings.setdefault(_standing(facts, rank, name), []).append(rank)
     at = sorted(standings.items(), key=lambda item: (-item[0][0], item[1][0]))
+    windows = filter(None, (facts.alignment.window(rank, name) for rank in sorted(members)))
+    recorded = (window.entries[window.positions[-1]].description for window in islice(windows, 1))
     told = (one.evidence.gil.called.get(name, "") for one in facts.ranks.values())
-    description = description or next(filter(None, told), "")
+    description = next(filter(None, chain(recorded, told)), "")
     return {
         "name": name,
         "what": "" if description == "undefined" else description,
@@ -201,6 +193,34 @@ def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
         "at": [[format_ranks(ranks), len(ranks), *standing] for standing, ranks in at[:MOST_STANDINGS]],
         "left_out": max(0, len(at) - MOST_STANDINGS),
     }
+
+
+_Standing = tuple[int, int, str]  # the numbers of the last call entered and completed, -1 for none; what the rank does
+
+
+def _standing(facts: Facts, rank: int, name: str) -> _Standing:
+    """How far a rank is in a group, by the calls that the verdict goes by: its oldest that is not completed."""
+    alignment = facts.alignment
+    record = alignment.records.get(rank)
+    if record is None:
+        return -1, -1, "no record"
+    waits = next((one for one in alignment.pending(rank) if one.group == name), None)
+    if waits is not None and not waits.is_p2p:
+        return _in_a_call(alignment.window(rank, name), waits)
+    last, status = alignment.last(rank, name), record.status.get(name)
+    entry = alignment.entry(rank, name, last)
+    ended = entry if entry is not None and entry.completed else None
+    completed = last if ended is not None else status.last_completed if status is not None else -1
+    does = f"waits in {describe(waits)}" if waits is not None else f"completed {describe(ended)}" if ended else ""
+    return last, min(completed, last), does  # NCCL's status counts sends along
+
+
+def _in_a_call(window: Window | None, waits: Collective) -> _Standing:
+    at = bisect_left(window.numbers, waits.seq) if window is not None else 0
+    completed = window.numbers[at - 1] if window is not None and at else waits.seq - 1
+    if waits.started is False:
+        return completed, completed, f"has queued {describe(waits)}"
+    return waits.seq, completed, f"waits in {describe(waits)}"
 
 
 def _members(facts: Facts, name: str) -> tuple[frozenset[int], bool]:

@@ -91,6 +91,7 @@ def screen(
     *,
     bundle_path: str,
     place: str = "bundle",
+    page: str = "",
     width: int = 100,
     color: bool = False,
     read_line: ReadLine | None = None,
@@ -100,6 +101,7 @@ def screen(
 
     No line breaks within a word, a path or a command. Longer than ``width`` are only such words, and the commands and
     paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
+    ``page``: the file in the bundle to open for more, which is named above it.
     ``read_line`` gives the text of a source line. ``cwd``: below it, a path may be relative where it fits only so.
     """
     room = max(width - len(PREFIX), 28)
@@ -109,17 +111,19 @@ def screen(
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
     if len(verdict.culprits) > 3:
         more = len(verdict.culprits) - 3
-        who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}, see report.md"))
+        who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
     for text in verdict.blamed_before or ():
         who += [Line(part) for part in _wrap(clean(text), room, "  ")]
     command = [*_command(verdict.next), *_place(place, clean(bundle_path), room, clean(cwd))]
+    more_in = [Line(f"  details: {page} in the bundle")] if page else []
+    command = [*_command(verdict.next), *more_in, *_place(place, clean(bundle_path), room, clean(cwd))]
     space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
     space -= len(tail)
     lines = [
-        *(Line(text, "title") for text in title),
+        *(Line(text, "strong" if is_healthy(verdict) else "title") for text in title),
         *head,
         *who,
         *_claims(verdict, room, max(space, 0)),
@@ -128,6 +132,11 @@ def screen(
     lines = [*lines[: MAX_LINES - len(command)], *command]
     texts = [line.shown(color) for line in lines]
     return "".join(f"{PREFIX}{text}\n" for text in texts)
+
+
+def is_healthy(verdict: Verdict) -> bool:
+    """The job works, and nothing in it is at fault: no alarm."""
+    return verdict.cause == "slow-not-stuck" and not (verdict.culprits or verdict.nodes_at_fault)
 
 
 _SUMMARY_LINES = 6
@@ -306,12 +315,44 @@ def _shorten(text: str, room: int) -> str:
 
 # --- report.md ----------------------------------------------------------------------------------------------------
 
-_MARKDOWN = re.compile(r"([\\`*_\[\]|#~])")
+# A word that Markdown or a tracker could read as markup; in the middle of a word, an underscore is none.
+_MARKUP = re.compile(r"[\\*<~$]|(?<![^\W_])_|_(?![^\W_])|\][(\[:]|&#?\w+;|(?<!\w)[#@]\w")
+_FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # and at the begin of a paragraph or of an item
 
 
-def _md(text: object) -> str:
-    plain = clean(str(text)).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _MARKDOWN.sub(r"\\\1", plain)
+def md(text: object) -> str:
+    """``text`` as Markdown shows it: what could be markup stands as code, where nothing needs to be escaped.
+
+    Code that is marked already, as the verdict's sentences have it, stays as it is.
+    """
+    *parts, last = clean(str(text)).strip().split("`")
+    if len(parts) % 2:  # the last backquote closes nothing
+        last = f"{parts.pop()}'{last}"
+    shown = ""
+    for number, part in enumerate([*parts, last]):
+        made = (f"`{part.strip()}`" if part.strip() else "''") if number % 2 else _words(part, first=not number)
+        shown += f" {made}" if shown.endswith("`") and made.startswith("`") else made
+    return shown
+
+
+def _words(text: str, *, first: bool) -> str:
+    """Words as Markdown; several that need it are one piece of code. ``first``: they begin a paragraph."""
+    found: list[list[str]] = []
+    for number, word in enumerate(text.split(" ")):
+        begins = first and not number and _FIRST.match(word)
+        if word and (begins or _MARKUP.search(word)):
+            if found and found[-1][0]:
+                found[-1].append(word)
+            else:
+                found.append(["`", word])
+        else:
+            found.append(["", word])
+    return " ".join(f"{ticks}{' '.join(words)}{ticks}" for ticks, *words in found)
+
+
+def in_cell(text: object) -> str:
+    """``md`` in a table, whose cells a bar parts also where it is code or escaped."""
+    return md(text).replace("|", "¦")
 
 
 def _fence(lines: Iterable[str]) -> str:
@@ -337,13 +378,13 @@ def markdown(
     laid_out = overview(evidence, facts)
     rows = alike(laid_out.rows, {one.rank for one in verdict.culprits})
     parts = [
-        f"# {_md(OUTCOMES[verdict.outcome].capitalize())}: {_md(verdict.cause)}",
-        f"{_md(verdict.summary)}",
-        f"Confidence: **{_md(verdict.confidence)}**."
-        + (f" Held up: {_md(_ranks(verdict.victims))}." if verdict.victims else ""),
-        _md(stalled_words(evidence)),
-        _md(proof_words(verdict)),
-        _md(contract_words(evidence, facts)),
+        f"# {md(OUTCOMES[verdict.outcome].capitalize())}: {md(verdict.cause)}",
+        f"{md(verdict.summary)}",
+        f"Confidence: **{md(verdict.confidence)}**."
+        + (f" Held up: {md(_ranks(verdict.victims))}." if verdict.victims else ""),
+        md(stalled_words(evidence)),
+        md(proof_words(verdict)),
+        md(contract_words(evidence, facts)),
         _md_list("Noticed while it ran", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),
         _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
@@ -378,17 +419,17 @@ def contract_words(evidence: Evidence, facts: Facts) -> str:
 
 
 def _md_next(step: NextStep | None) -> str:
-    return f"{_md(step.why)}:\n\n" + _fence([step.command]) if step is not None else ""
+    return f"{md(step.why)}:\n\n" + _fence([step.command]) if step is not None else ""
 
 
 def _md_list(title: str, items: Sequence[str]) -> str:
-    return f"## {title}\n\n" + "\n".join(f"- {_md(item)}" for item in items) if items else ""
+    return f"## {title}\n\n" + "\n".join(f"- {md(item)}" for item in items) if items else ""
 
 
 def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None) -> str:
     step = f", step {culprit.step}" if culprit.step is not None else ""
-    title = f"## Rank {culprit.rank}, {_md(culprit.process)}, pid {culprit.pid} on {_md(culprit.host)}{step}"
-    parts = [title, _md(culprit.reason)]
+    title = f"## Rank {culprit.rank}, {md(culprit.process)}, pid {culprit.pid} on {md(culprit.host)}{step}"
+    parts = [title, md(culprit.reason)]
     excerpt = culprit_lines(culprit, evidence, read_line)
     if excerpt:
         parts.append(_fence(excerpt))
@@ -415,20 +456,25 @@ def memory_lines(rank: RankEvidence) -> list[str]:
 
 
 def _md_table(rows: Sequence[Alike]) -> str:
-    head = "| rank | host | pid | step | state | doing | at |\n|---|---|---|---|---|---|---|"
-    lines = [
-        f"| {format_ranks(row.ranks)} | {_md(row.hosts)} | {row.first.pid if len(row.ranks) == 1 else ''} | {row.step} "
-        f"| {_md(row.state)} | {_md(row.doing)} | {_md(frame_text(row.first.frame))} |"
-        for row in rows
-    ]
-    return "\n".join([head, *lines])
+    columns: dict[str, list[object]] = {
+        "rank": [format_ranks(row.ranks) for row in rows],
+        "host": [row.hosts for row in rows],
+        "pid": [(row.first.pid or "") if len(row.ranks) == 1 else "" for row in rows],
+        "step": [row.step for row in rows],
+        "state": [row.state for row in rows],
+        "doing": [row.doing for row in rows],
+        "at": [frame_text(row.first.frame) for row in rows],
+    }
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    lines = [filled, ("---",) * len(filled), *zip(*filled.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(map(in_cell, line))} |" for line in lines)
 
 
 def _md_nodes(nodes: Sequence[NodeEvidence]) -> str:
     head = "## Nodes\n\n| host | ranks | state | torch | safelaunch |\n|---|---|---|---|---|"
     lines = [
-        f"| {_md(node.host)} | {_md(format_ranks(node.ranks))} | {_md(node_state(node))} "
-        f"| {_md(node.torch)} | {_md(node.safelaunch)} |"
+        f"| {in_cell(node.host)} | {in_cell(format_ranks(node.ranks))} | {in_cell(node_state(node))} "
+        f"| {in_cell(node.torch)} | {in_cell(node.safelaunch)} |"
         for node in nodes
     ]
     return "\n".join([head, *lines]) if lines else ""
@@ -462,14 +508,16 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
 
 
 def _md_stacks(laid_out: Overview) -> str:
+    if not laid_out.stacks:
+        return ""
     parts = ["## Stacks"]
     for group in laid_out.stacks[:_STACK_GROUPS]:
-        parts.append(f"**{_md(group.who)}**\n\n" + _fence(stack_lines(group)))
+        parts.append(f"**{md(group.who)}**\n\n" + _fence(stack_lines(group)))
     if len(laid_out.stacks) > _STACK_GROUPS:
         parts.append(f"{len(laid_out.stacks) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
     if laid_out.without_stack:
-        parts.append(f"No stack: {_md(_ranks(laid_out.without_stack))}.")
-    return "\n\n".join(parts) if len(parts) > 1 else ""
+        parts.append(f"No stack: {md(_ranks(laid_out.without_stack))}.")
+    return "\n\n".join(parts)
 
 
 def stalled_words(evidence: Evidence) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.cluster.evidence import merged
 from safelaunch.cluster.seen import Word
-from safelaunch.model import GilTest, RankException, Verdict
+from safelaunch.model import GilTest, RankEvidence, RankException, Verdict
 from safelaunch.roster.progress import AgentEvent
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Exits, Known, Report
@@ -228,6 +228,10 @@ class CrashCase:
 
         def write() -> Report | None:
             found = incident.take_evidence("crash", looks, known, self._about, stall_s=stall_s, ask=False)
+            if not self._watch.unseen and (error := unreadable_script(found.evidence.ranks)):
+                incident.discard(found)
+                say(f"Python can't read the code: {self._about.redactor.said(error)}. No bundle: nothing of it ran")
+                return None
             if not self._watch.unseen:
                 return incident.finish(_with_notes(found, notes))
             found = incident.with_nodes(found, self._together.nodes())
@@ -288,6 +292,19 @@ def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, Ra
         if code > 0 and rank not in exceptions:
             return f"rank {rank} on {host} ended with exit code {code}"
     return ""
+
+
+_UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
+
+
+def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
+    """The error of a script that Python could not read, the same on all ranks that raised any, before the first step;
+    empty where it is another crash. The traceback says all that there is to know about it.
+    """
+    raised = {f"{one.exception.type}: {one.exception.message}" for one in ranks if one.exception is not None}
+    began = any(one.progress is not None and one.progress.step for one in ranks)
+    error = min(raised, default="")
+    return error if len(raised) == 1 and not began and error.startswith(_UNREADABLE) else ""
 
 
 def _answers(targets: tuple[Target, ...]) -> dict[int, Answer]:

@@ -59,7 +59,7 @@ def add_reports(
     from safelaunch.diagnose.belonging import mesh
     from safelaunch.diagnose.rank_state import Facts
     from safelaunch.postmortem import surroundings
-    from safelaunch.report import PERFETTO, exports, page, report
+    from safelaunch.report import HTML, PERFETTO, exports, page, report
 
     said = redactor.said
 
@@ -84,7 +84,7 @@ def add_reports(
         return exports.as_json(exports.perfetto(facts(), run_name))
 
     begin = time.monotonic()
-    made = {PERFETTO: perfetto, "report.md": markdown, "report.html": html}
+    made = {PERFETTO: perfetto, "report.md": markdown, HTML: html}
     for path, make in made.items():
         try:
             text: str | None = make()

@@ -568,7 +568,7 @@ class Supervisor:
 
     def _show(self, result: Report) -> None:
         from safelaunch.capture import user_source
-        from safelaunch.report import report
+        from safelaunch.report import HTML, report
 
         self.shown, published = result, result.published
         if result.verdict.outcome == "hang" and not published.lost:
@@ -586,6 +586,7 @@ class Supervisor:
             result.verdict,
             bundle_path=published.shown,
             place=place,
+            page=HTML if (published.path / HTML).is_file() else "",
             width=on.width,
             color=on.color,
             read_line=user_source.line,

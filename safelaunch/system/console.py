@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.errors import SafelaunchError
@@ -91,9 +92,75 @@ def _safe_in_color(line: str) -> str:
     return "".join(part if _COLOR.fullmatch(part) else terminal_safe(part) for part in _COLOR.split(line))
 
 
-def show(text: str, *, color: bool = False) -> None:
-    """Prints ``text`` on stdout; ``color``: with the colours in it. Raises BrokenPipeError if nobody reads the pipe."""
-    put(terminal_safe(text, color=color))
+def show(text: str, *, color: bool = False, fold: bool = False) -> None:
+    """Prints ``text`` on stdout; ``color``: with the colours in it. Raises BrokenPipeError if nobody reads the pipe.
+
+    ``fold``: as text to be read, whose lines a terminal would break within words.
+    """
+    text = terminal_safe(text, color=color)
+    put(folded(text, room()) if fold else text)
+
+
+def room() -> int:
+    """How long a line on stdout may be: the width of the terminal, or what nobody reaches."""
+    on = display(1, os.environ)
+    return on.width if on.terminal else sys.maxsize
+
+
+def command_lines(words: Sequence[str], first: str, width: int) -> list[str]:
+    """A command after ``first``, in lines that a shell reads as one. ``words``: as they are quoted."""
+    lines = [f"{first}{words[0]}"]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + len("  \\") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines[-1] += " \\"
+            lines.append(f"{' ' * (len(first) + 2)}{word}")
+    return lines
+
+
+_CELL = re.compile(r"(?<=\S) {2,}(?=\S)")
+
+
+def folded(text: str, width: int) -> str:
+    """``text`` in lines of at most ``width``, as far as its words allow.
+
+    A row of several cells, which two spaces part, breaks between cells; other lines between words, and what follows
+    stands below the text that it belongs to.
+    """
+    return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
+
+
+def _folded(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = len(line) - len(line.lstrip(" "))
+    cells = [found.end() for found in _CELL.finditer(line)]
+    if len(cells) < 2:
+        return _wrapped(line, width, cells[0] if cells and 2 * cells[0] <= width else indent + 2 * bool(indent))
+    rows: list[str] = []
+    for begin, end in zip((0, *cells), (*cells, len(line)), strict=True):
+        cell = line[begin:end]
+        if rows and len(f"{rows[-1]}{cell}".rstrip()) <= width:
+            rows[-1] += cell
+        else:
+            rows.append(" " * (indent + 4) * bool(rows) + cell)
+    return [part for row in rows for part in _wrapped(row.rstrip(), width, indent + 6)]
+
+
+def _wrapped(line: str, width: int, hang: int) -> list[str]:
+    """Broken between words; all but the first part begin at column ``hang``."""
+    import textwrap  # rarely needed, and this is imported before the job starts
+
+    indent = len(line) - len(line.lstrip(" "))
+    return textwrap.wrap(
+        line.lstrip(" "),
+        width,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * hang,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def show_json(document: object) -> None:
@@ -160,18 +227,8 @@ def _broken(line: str, width: int) -> list[str]:
     text = line.removeprefix(PREFIX)
     if len(text) <= room:
         return [line]
-    import textwrap  # rarely needed, and this is imported before the job starts
-
-    inner = text.lstrip(" ")
-    indent = " " * (len(text) - len(inner))
-    parts = textwrap.wrap(
-        inner,
-        room,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    indent = len(text) - len(text.lstrip(" "))
+    parts = _wrapped(text, room, indent + 2)
     return [PREFIX + part for part in parts] or [line]
 
 

@@ -385,6 +385,8 @@ def test_in_a_terminal_there_is_a_table_and_a_stopped_terminal_stops_no_job(tmp_
             pass
         assert process.wait(120) == 0
     os.close(master)
+    last = shown[shown.rindex(b"\x1b[2K") :].decode()  # what stands after the table has been erased
+    assert [last.count(f"n-{n} ") for n in (1, 2, 3, 4)] == [1] * 4 and "n-4: succeeded" not in shown.decode()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert re.search(r"^n-1 +n=1 +running +0 ", text, re.M)
-    assert "4 jobs: 4 succeeded" in text
+    assert text.count("4 jobs: 4 succeeded") == 1

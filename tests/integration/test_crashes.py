@@ -74,6 +74,14 @@ def test_an_exception_on_one_rank(culprit: int, tmp_path: Path) -> None:
     assert "Connection closed by b" in result.bundle.json(f"ranks/{culprit}/rank.json")["nccl_log"]["warnings"][0]
 
 
+def test_a_script_that_python_cannot_read_leaves_no_bundle(tmp_path: Path) -> None:
+    script = tmp_path / "typo.py"
+    script.write_text("import sys\n\ndef train(:\n    pass\n")
+    result = run(tmp_path, "--nproc-per-node=2", script)
+    assert (result.code, result.bundles, result.leftovers) == (1, (), ())
+    assert "Python can't read the code: SyntaxError: invalid syntax (typo.py, line 3)" in " ".join(result.said.split())
+
+
 @pytest.mark.quick
 def test_a_rank_that_exits_with_a_code(tmp_path: Path) -> None:
     result = crash(tmp_path, 2, "exit", 1)

@@ -115,7 +115,7 @@ def _progress(number: int, world: int, step: int, per_step_s: float = 0.4, stopp
     )  # fmt: skip
 
 
-def _late(one: RankEvidence, at_s: float = 1000.0) -> RankEvidence:
+def late(one: RankEvidence, at_s: float = 1000.0) -> RankEvidence:
     """The same, looked at 30 s after its last step."""
     assert one.main is not None
     states: tuple[ProcessState, ...] = tuple(replace(state, at_s=at_s) for state in one.main.states)
@@ -146,7 +146,7 @@ def hang(world: int, nodes: int = 1) -> Incident:
         log = f"[rank {number}] step {last} loss 0.0{number % 97}\n" * 3 if number < 64 else ""
         one = rank(number, frames, flight=flight(number), more={"log_tail": log, "code_roots": (SITE,)})
         host = f"node{number * nodes // world + 1}"
-        ranks.append(_late(replace(one, host=host, local_rank=number % 8, progress=_progress(number, world, last))))
+        ranks.append(late(replace(one, host=host, local_rank=number % 8, progress=_progress(number, world, last))))
     evidence = job(*ranks, threshold_s=12.5, threshold_why="31 x the usual step")
     hosts = [f"node{n + 1}" for n in range(nodes)]
     return Incident(evidence, _artifacts(world), _about(hosts, world))
@@ -228,7 +228,7 @@ def dump() -> Incident:
     """A look at a job that trains."""
     inside = (Frame(f"{SITE}/torch/nn/modules/linear.py", 134, "forward"), at(21, "train"), *_END)
     ranks = [rank(n, inside, "run", more={"code_roots": (SITE,)}) for n in range(4)]
-    ranks = [_late(replace(one, progress=_progress(one.rank, 4, 300 + one.rank, stopped_s=999.8))) for one in ranks]
+    ranks = [late(replace(one, progress=_progress(one.rank, 4, 300 + one.rank, stopped_s=999.8))) for one in ranks]
     return Incident(job(*ranks, outcome="dump", moving=True, stall_s=0.2), (), _about(["node1"], 4))
 
 

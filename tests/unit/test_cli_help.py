@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import shlex
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 
 import pytest
 
@@ -12,6 +18,7 @@ from safelaunch.cli import COMMANDS, main, program
 from safelaunch.cli import help as command
 from safelaunch.errors import UsageError
 from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
+from safelaunch.system.console import command_lines, folded
 
 
 def test_without_words_a_short_help_and_the_code_of_a_command_that_started_nothing(
@@ -60,6 +67,52 @@ def test_help_on_a_subcommand_is_its_own(name: str, capsys: pytest.CaptureFixtur
             assert end.code == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] and f"safelaunch {name}" in shown[0]
+
+
+TEXT = """\
+name      a text that is longer than the line is wide
+a table   of several cells  each of which  stays whole
+  indented words that do not fit
+word --nproc-per-node=2 /a/path/that/is/longer/than/the/line/is/wide"""
+
+
+def test_text_for_a_terminal_breaks_between_words_and_cells() -> None:
+    assert folded(TEXT, 100) == TEXT
+    assert folded(TEXT, 30).splitlines() == [
+        *("name      a text that is", "          longer than the line", "          is wide"),
+        *("a table   of several cells", "    each of which  stays whole"),
+        *("  indented words that do not", "    fit"),
+        *("word --nproc-per-node=2", "/a/path/that/is/longer/than/the/line/is/wide"),
+    ]
+
+
+def test_a_command_in_several_lines_is_one_for_a_shell() -> None:
+    words = ["safelaunch", "--nproc-per-node=2", "'my train.py'", "--lr", "0.1"]
+    assert command_lines(words, "command  ", 1000) == [f"command  {' '.join(words)}"]
+    lines = command_lines(words, "  ", 32)
+    assert max(map(len, lines)) <= 32
+    read = subprocess.run(["sh", "-c", "printf '%s\n' " + "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert read.stdout.splitlines() == shlex.split(" ".join(words))
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("words", [["presets"], ["colaunch", "--help"], ["demo", "--help"], ["--dry-run", __file__]])
+def test_no_word_is_broken_on_a_terminal(words: list[str], width: int) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        done = subprocess.Popen([*program(), *words], stdin=subprocess.DEVNULL, stdout=theirs)
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # a terminal tells its end by an error
+            while data := os.read(ours, 65536):
+                shown += data
+        assert done.wait(120) == 0
+    finally:
+        os.close(ours)
+    lines = shown.decode().replace("\r\n", "\n").splitlines()
+    assert len(lines) > 5
+    assert not [line for line in lines if len(line) > width and " " in line.strip()], "only a word may be longer"
 
 
 def test_help_on_what_is_no_subcommand() -> None:

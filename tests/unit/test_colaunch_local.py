@@ -42,6 +42,8 @@ class Notes:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    ended = note
+
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         assert snapshot().jobs
 

@@ -526,6 +526,7 @@ def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
         [job("a", "t.py", "a b", env=(("X", "1 2"),), needs=("b",), timeout_s=60.0, retries=2)],
         SweepPaths(tmp_path),
         Slots(1, [0]),
+        80,
     )
     assert shown[0] == f"1 job on 1 slot, in {tmp_path}"
     assert shown[3] == "  'X=1 2' safelaunch t.py 'a b'"

@@ -396,6 +396,33 @@ def test_a_folder_of_dumps(name: str, odd: int, tmp_path: Path, capsys: pytest.C
     assert {claim["file"] for claim in verdict["evidence"]} <= {path.name for path in folder.iterdir()}
 
 
+def test_dumps_beside_the_source_are_what_the_evidence_cites(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Conditions of the script are shown by the lines in the dumps: there is no stack.txt."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.distributed as d\nif d.get_rank() == 0:\n    d.all_gather()\nelse:\n    d.all_reduce()\n"
+    )
+    stuck = (
+        (Frame(C10D, 1, "all_gather"), at(3, "<module>", str(script))),
+        (Frame(C10D, 1, "x"), at(5, "<module>", str(script))),
+    )
+    calls = [
+        replace(entry(op, 4), frames=frames) for op, frames in zip(("all_gather", "all_reduce"), stuck, strict=True)
+    ]
+    folder = dumps(tmp_path / "dumps", {n: record(*past(3), calls[n > 0]) for n in range(3)})
+    out = tmp_path / "out"
+    main(["diagnose", str(folder), "-o", str(out)])
+    capsys.readouterr()
+    verdict = json.loads((out / "verdict.json").read_text())
+    assert any("`if d.get_rank() == 0 (train.py:2)` keeps ranks 1-2" in claim["claim"] for claim in verdict["evidence"])
+    cited = {claim["file"] for claim in (*verdict["evidence"], *verdict["proof"])}
+    assert cited and all((folder / name).is_file() for name in cited), cited
+    page = (out / "report.html").read_text()
+    assert "stack.txt" not in page and "flight_recorder.json" not in page and "nccl_trace_rank_0" in page
+
+
 def test_a_truncated_dump_costs_that_rank_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = dumps(tmp_path / "dumps", mismatching(odd=0))
     broken = folder / "nccl_trace_rank_3"

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job, process, rank, waiting
+from markdown_it import MarkdownIt
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
@@ -132,7 +133,7 @@ def test_markdown_has_all_sections() -> None:
     assert "time.sleep(3600)" in text
     assert "loss 0.1" in text
     assert "**ranks 0,2-3**" in text  # merged stacks
-    assert "| 1 | node1 | 1010 | 60 | S clock\\_nanosleep | is asleep in train.py:7 (load) |" in text
+    assert "| 1 | node1 | 1010 | 60 | S clock_nanosleep | is asleep in train.py:7 (load) |" in text
     assert "no answer within 2 s" in text
 
 
@@ -153,10 +154,36 @@ def test_markdown_escapes_what_comes_from_the_job() -> None:
     evidence = hostile()
     text = report.markdown(diagnose(evidence), evidence, [Artifact(EVIL, EVIL, 0.0, missing=EVIL)])
     outside = re.sub(r"(`{3,})text\n.*?\n\1", "", text, flags=re.DOTALL)
-    assert "<script>" not in outside
     assert "\x1b" not in text
     assert "\n# no" not in outside
-    assert not re.search(r"(?<!\\)\*x", outside)
+    outside = re.sub("`[^`]*`", "", outside)
+    assert "<script>" not in outside and "*x" not in outside
+
+
+PIECES = (
+    *("all_reduce", "estimate_loss -> 3", "`if a_b > 0 and *c`", "__init__", "<module>", "<b>x</b>", "&lt;", "#31"),
+    *("*x y*", "[a b](http://c)", "![a](b)", "`", "``", "\\", "- x", "3. x", "# x", "> x", "a | b", "~~x~~", "_x_"),
+)
+
+
+@pytest.mark.parametrize("first", PIECES)
+def test_what_a_job_says_is_shown_as_it_is_and_is_no_markup(first: str) -> None:
+    """By another's reading of Markdown: code and text alone, and as many words as before."""
+    reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    for text in (first, *(f"{first} {other}" for other in PIECES), *(f"{first}{other}" for other in PIECES)):
+        opened, inline, closed = reader.parse(report.md(text))
+        assert (opened.type, closed.type) == ("paragraph_open", "paragraph_close"), text
+        assert inline.children is not None and {one.type for one in inline.children} <= {"text", "code_inline"}, text
+        told = "".join(one.content for one in inline.children)
+        assert re.sub("[`' ]", "", told) == re.sub("[`' ]", "", text)
+        row = reader.parse(f"| x | y |\n|---|---|\n| {report.in_cell(text)} | end |\n")
+        assert [one.content for one in row if one.type == "inline"][-1] == "end", text
+
+
+def test_names_and_arrows_need_no_escapes() -> None:
+    text = "Rank 0 waits in estimate_loss -> _sum under `if not is_main(rank=a_b) and x < 3`."
+    assert report.md(text) == text.replace("_sum", "`_sum`")
+    assert "\\" not in page.content(diagnose(sleeping()), sleeping())["head"]["issue"]
 
 
 def test_a_fence_cannot_be_closed_from_inside() -> None:

@@ -14,12 +14,15 @@ from typing import Any
 import browser
 import incidents
 import pytest
+import test_capture_nccl_formats as nccl
 from evidence import behind, entry, in_user, job, past, progress, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Culprit, Frame, Launched, RankException, RankExit
-from safelaunch.report import page
+from safelaunch.postmortem import locate
+from safelaunch.report import page, report
 from safelaunch.report.about import About, Gpu, GpuProcess, Launch, NodeFiles
 from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
@@ -63,6 +66,11 @@ def incident_page(name: str) -> dict[str, Any]:
 @cache
 def html_of(name: str) -> str:
     return page.render(incident_page(name))
+
+
+def parse_ranks(ranges: str) -> set[int]:
+    parts = [part.partition("-") for part in ranges.split(",")]
+    return {rank for first, _, last in parts for rank in range(int(first), int(last or first) + 1)}
 
 
 def marked(side: dict[str, Any], mark: str) -> list[str]:
@@ -118,7 +126,7 @@ def test_a_command_to_run_again_stands_there_once(chromium: browser.Browser, tmp
     path = tmp_path / "again.html"
     path.write_text(page.render(made), encoding="utf-8")
     chromium.open(path)
-    assert chromium.value("document.querySelectorAll('#head .command').length") == 1
+    assert chromium.value("document.querySelectorAll('.command').length") == 1
     assert chromium.value("document.querySelector('.todo .why').textContent").endswith("the command below, again.")
 
 
@@ -247,6 +255,31 @@ def test_an_exception_whose_traceback_is_lost_still_shows_a_page() -> None:
     assert not [frame for frame in made["frames"] if "safelaunch" in frame[0]]
 
 
+@pytest.mark.parametrize("timing", [True, False])
+@pytest.mark.parametrize("name", nccl.CASES)
+def test_the_groups_say_what_the_title_says(name: str, timing: bool, tmp_path: Path) -> None:
+    recorders = nccl.ranks(nccl.NEWEST, timing=timing)
+    nccl.CASES[name].play(recorders)
+    evidence = locate.read(nccl.write(tmp_path / "dumps", recorders)).evidence
+    facts = Facts.of(evidence)
+    (group,) = page.content(diagnose(evidence), evidence, facts=facts)["groups"]["rows"]
+    assert all(completed <= entered for _, _, entered, completed, _ in group["at"])
+    for number, one in facts.ranks.items():
+        ((_, _, entered, completed, does),) = [at for at in group["at"] if number in parse_ranks(at[0])]
+        if one.wait is not None:
+            assert (entered, does.startswith(f"waits in {one.wait.op}")) == (one.wait.seq, True) and completed < entered
+        elif one.condition is not None and "has queued" in one.condition.reason:
+            assert does.startswith("has queued") and entered == completed
+
+
+def test_reports_of_plain_dumps_have_no_column_of_what_no_dump_holds() -> None:
+    made = incident_page("dumps")
+    assert {row["state"] for row in made["rows"]} == {""}
+    one = incidents.ALL["dumps"]()
+    text = report.markdown(one.verdict, one.evidence, ())
+    assert "| rank | doing | at |" in text and "not seen" not in text and "## Stacks" not in text
+
+
 def test_secrets_are_taken_out_of_source_lines() -> None:
     one = incidents.hang(2)
     said = lambda text: text.replace("all_reduce", "REDACTED")  # noqa: E731
@@ -360,11 +393,48 @@ def test_a_page_of_thousands_is_painted_at_once_and_its_culprit_is_found(show: S
     assert opened.errors == []
 
 
+@pytest.mark.parametrize("name", ["two", "four", "crash", "sixty-four"])
+def test_the_code_at_fault_is_on_the_first_screen_and_files_are_below(show: Show, name: str) -> None:
+    opened = show(name)
+    box = "document.querySelector('{}').getBoundingClientRect()"
+    code = opened.value(f"{box.format('.side.culprit .source')}.bottom")
+    assert 0 < code <= 720
+    for below in ("#run .facts", "#command", ".links"):
+        assert opened.value(f"{box.format(below)}.top") > code
+
+
+def test_the_axis_of_the_steps_is_broken_where_its_scale_changes(chromium: browser.Browser, tmp_path: Path) -> None:
+    """However long nothing has moved, the steps keep half of the width; up to there the scale is one."""
+    for stood_s, words in ((600.0, "from here on, time is drawn 25 times denser"), (5.0, "")):
+        history = tuple((int((1000 - stood_s - 24 + step / 2.5) * 1e9), step) for step in range(61))
+        one = replace(progress(0), step=60, history=history, last_step_ns=history[-1][0])
+        ranks = [replace(waiting(n), progress=one) for n in range(2)]
+        evidence = job(*map(incidents.late, ranks), threshold_s=2.0)
+        path = tmp_path / "steps.html"
+        path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+        chromium.size(1280)
+        chromium.open(path)
+        assert chromium.value("document.querySelectorAll('#steps .break').length") == bool(words)
+        assert words in chromium.value("document.querySelector('#steps').textContent")
+        assert chromium.errors == []
+
+
+def test_a_healthy_job_is_no_alarm(show: Show) -> None:
+    colour = "getComputedStyle(document.querySelector('#cause')).color"
+    ink = "getComputedStyle(document.querySelector('h1')).color"
+    opened = show("dump")
+    assert opened.text("#cause") == "slow-not-stuck" and opened.value(colour) == opened.value(ink)
+    opened = show("four")
+    assert opened.value(colour) != opened.value(ink)
+    screens = [report.screen(incidents.ALL[name]().verdict, bundle_path="", color=True) for name in ("dump", "four")]
+    assert ["\x1b[1;31m" in text for text in screens] == [False, True]
+
+
 def test_what_hung_is_read_from_top_to_bottom(show: Show) -> None:
     opened = show("four")
     assert opened.text("#summary").startswith("Rank 0 waits in all_gather at train.py:12 (evaluate)")
     assert "Confidence: high" in opened.text("#confidence")
-    head = opened.text("#head")
+    head = opened.text("#run")
     for word in (
         "No progress for 30 s",
         "2.13.0",
@@ -570,7 +640,7 @@ def test_the_tab_key_goes_through_the_page_in_the_order_that_is_read(show: Show)
             break
         seen.append(top[0])
     order = list(dict.fromkeys(seen))
-    assert order == ["head", "nav", "code", "timeline", "stacks", "ranks", "nodes", "evidence", "files"]
+    assert order == ["head", "nav", "code", "run", "timeline", "stacks", "ranks", "nodes", "evidence", "files"]
     assert seen == sorted(seen, key=order.index)  # each place once
 
 

@@ -93,7 +93,7 @@ def line_of(path: str, number: int) -> str:
 
 
 def shown(verdict: Verdict, width: int, *, color: bool = False) -> str:
-    return report.screen(verdict, bundle_path=BUNDLE, width=width, color=color, read_line=line_of)
+    return report.screen(verdict, bundle_path=BUNDLE, page="report.html", width=width, color=color, read_line=line_of)
 
 
 def golden(name: str, width: int) -> Path:
@@ -142,7 +142,12 @@ def test_a_claim_that_the_summary_has_is_not_told_again() -> None:
 def test_the_next_command_is_told_once() -> None:
     text = shown(TRANSPORT, 120)
     assert text.count("--preset nccl-debug") == 1
-    assert text.splitlines()[-2] == f"safelaunch:     {COMMAND}"
+    assert text.splitlines()[-3] == f"safelaunch:     {COMMAND}"
+
+
+def test_the_page_of_the_bundle_is_named_above_it() -> None:
+    assert shown(MISMATCH, 60).splitlines()[-2] == "safelaunch:   details: report.html in the bundle"
+    assert "report" not in report.screen(replace(MISMATCH, culprits=MISMATCH.culprits * 5), bundle_path=BUNDLE)
 
 
 # --- colour -----------------------------------------------------------------------------------------------------------

@@ -8,33 +8,39 @@ function head() {
       [1, 2, 3].map((n) => h("i", { class: n <= levels[it.confidence] ? "on" : null }))),
     `Confidence: ${it.confidence}`,
     it.doubts.length ? "" : h("span", { class: "dim" }, it.confidence === "high" ? ": nothing seen speaks against it." : ".")),
-    it.doubts.length ? h("ul", {}, it.doubts.map((text) => h("li", {}, text))) : null,
-    it.proof ? h("p", {}, capital(it.proof)) : null);
-  const pasted = (text, label, id) => h("div", { class: "command", id },
-    h("code", { tabindex: "0", "aria-label": label }, text), copyButton("Copy command", text));
+    it.doubts.length ? h("ul", {}, it.doubts.map((text) => h("li", {}, text))) : null);
   const [why, next] = it.next;
   const todo = it.suggestions.length || next
     ? h("div", { class: "todo", id: "todo" }, h("h2", {}, "What to do"),
       h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text)))),
       next && next === it.command ? h("p", { class: "why" }, `${why}: the command below, again.`)
         : next ? [h("p", { class: "why" }, `${why}:`), pasted(next, "next command", "next")] : null) : null;
-  const notes = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
-    ...it.wrong.map((text) => h("p", { class: "bad" }, `Wrong result: ${text}`)),
-    ...it.notes.map((text) => h("p", { class: "dim" }, `Noticed while it ran: ${text}`)),
-    ...it.early.map((text) => h("p", { class: "dim" }, `Early look: ${text}`))];
+  const wrong = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
+    ...it.wrong.map((text) => h("p", { class: "bad" }, `Wrong result: ${text}`))];
   const title = document.getElementById("summary");
   title.replaceChildren(...marked(title.textContent));
+  if (it.healthy) document.getElementById("cause").className = "healthy";
+  document.querySelector(".kicker").append(copyButton("Copy as issue", it.issue));
   document.getElementById("head").append(
     it.more ? h("p", { class: "more" }, marked(it.more)) : "",
-    h("div", { class: "lead" },
-      h("div", {}, sure, notes, todo),
-      h("dl", { class: "facts" }, it.facts.map(([label, value]) => [h("dt", {}, capital(label)), h("dd", {}, value)]))),
-    it.command ? pasted(it.command, "command", "command") : "",
-    h("div", { class: "bar links" }, copyButton("Copy as issue", it.issue),
-      ["verdict.json", "report.md", "launch.json", "timeline.perfetto.json"]
-        .filter((name) => it.bundle && (name !== "launch.json" || it.command))
-        .map((name) => h("span", {}, link(name)))),
+    h("div", { class: "lead" }, h("div", {}, sure, wrong), todo),
     live);
+}
+const pasted = (text, label, id) => h("div", { class: "command", id },
+  h("code", { tabindex: "0", "aria-label": label }, text), copyButton("Copy command", text));
+
+// What people ask about the run and its files: below the code, which has to be on the first screen.
+function run() {
+  const it = page.head;
+  const files = ["verdict.json", "report.md", "launch.json", "timeline.perfetto.json"]
+    .filter((name) => it.bundle && (name !== "launch.json" || it.command));
+  const notes = [...it.notes.map((text) => `Noticed while it ran: ${text}`), ...it.early.map((text) => `Early look: ${text}`)];
+  if (!it.facts.length && !it.command && !files.length && !notes.length) return;
+  section("run", "The run", "",
+    h("dl", { class: "facts" }, it.facts.map(([label, value]) => [h("dt", {}, capital(label)), h("dd", {}, value)])),
+    notes.map((text) => h("p", { class: "dim" }, text)),
+    it.command ? pasted(it.command, "command", "command") : "",
+    files.length ? h("div", { class: "bar links" }, files.map((name) => h("span", {}, link(name)))) : "");
 }
 
 // --- the code ------------------------------------------------------------------------------------------------------
@@ -341,7 +347,7 @@ function timeline() {
   h("div", { class: "card lanes" }, labels, canvas), said,
   h("div", { class: "legend" }, data.ops.map((op, at) => { const box = h("i", {}); box.style.background = `var(--op${Math.min(at, 7)})`; return h("span", {}, box, op); }),
     data.kinds.some((kind) => kind[5] !== "done") ? h("span", {}, "hatched: pending") : "", data.part ? h("span", { class: "bad" }, "red: where the ranks part") : ""), more,
-  data.left_out[0] ? h("p", { class: "dim" }, `${plural(data.left_out[0], "more lane")} (${plural(data.left_out[1], "rank")}) in timeline.perfetto.json`) : "");
+  data.left_out[0] ? h("p", { class: "dim" }, `${plural(data.left_out[0], "more lane")} (${plural(data.left_out[1], "rank")})${page.head.bundle ? " in timeline.perfetto.json" : ""}`) : "");
   colours(); again();
   new ResizeObserver(() => draw()).observe(canvas);
   const theme = () => { colours(); draw(); };
@@ -392,6 +398,10 @@ function drawSteps(data, width) {
   const mark = (at, words, anchor, up) => drawing.append(s("line", { class: "mark", x1: x(at), x2: x(at), y1: top, y2: height - bottom }),
     s("text", { x: x(at) + (anchor === "end" ? -5 : 5), y: height - bottom - 7 - up, "text-anchor": anchor }, words));
   const close = last + (data.threshold_s || 0);
+  // The scale changes at the last step: a break in the axis, and by how much.
+  const times = last > begin && end > last ? share / (last - begin) / ((1 - share) / (end - last)) : 1;
+  if (times > 1.05) drawing.append(s("path", { class: "break", d: `M${x(last) - 5} ${height - bottom + 5}l4 -10m3 10l4 -10` }),
+    s("text", { x: x(last) + 5, y: height - bottom - 37, "text-anchor": "start" }, `from here on, time is drawn ${times.toFixed(times < 9.95 ? 1 : 0)} times denser`));
   mark(last, `last step, ${clock(last)} before`, share >= .5 && x(last) > 190 ? "end" : "start", 0);
   if (data.threshold_s && close < end) mark(close, `suspected after ${clock(data.threshold_s)}`, x(close) + 140 > width ? "end" : "start", 15);
   let lowest = -1e9;
@@ -577,7 +587,8 @@ function nodes() {
 function evidence() {
   const list = (title, items) => (items.length ? h("div", {}, h("h3", {}, title), h("ul", { class: "list" }, items.map((item) => h("li", {}, item)))) : "");
   section("evidence", "Evidence", "", h("div", { class: "two" },
-    list("What the verdict rests on", page.claims.map(([claim, ...files]) => [marked(claim), files.map((file) => [" ", link(file)])])),
+    list("What the verdict rests on", [...(page.head.proof ? [capital(page.head.proof)] : []),
+      ...page.claims.map(([claim, ...files]) => [marked(claim), files.map((file) => [" ", link(file)])])]),
     list("Ruled out", page.ruled_out), list("Not seen", page.missing)));
   const { own, ranks: ofRanks, missing } = page.files;
   if (!own.length && !ofRanks.length && !missing.length) return;
@@ -587,7 +598,7 @@ function evidence() {
     list("Missing", missing.map(([path, why, how]) => [h("code", {}, path), ` ${why} `, h("span", { class: "dim" }, `(${how})`)]))));
 }
 
-head(); code(); timeline(); steps(); stacks(); ranks(); groups(); nodes(); evidence();
+head(); code(); run(); timeline(); steps(); stacks(); ranks(); groups(); nodes(); evidence();
 main.prepend(h("nav", { "aria-label": "Sections" }, h("div", { class: "bar" }, sections.map(([id, title]) => h("a", { href: `#${id}` }, title)))));
 document.documentElement.setAttribute("data-drawn", "yes");
 })();
