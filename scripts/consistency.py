@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "tests" / "integration" / "programs"
 EVERY = 3
 LONGEST_S = 120.0
-LINE = r"wrong result: (.+)|(internal error.*|nothing inconsistent.*|the consistency checks.*)"
+LINE = r"wrong result: (.+)|(internal error.*|nothing (?:inconsistent|compared).*|the consistency checks.*)"
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _says(case: Case, lines: Sequence[str]) -> bool:
 
 
 def _is_quiet(lines: Sequence[str]) -> bool:
-    return bool(lines) and all(line.startswith("nothing inconsistent") for line in lines)
+    return bool(lines) and all(line.startswith(("nothing inconsistent", "nothing compared")) for line in lines)
 
 
 def main() -> int:
