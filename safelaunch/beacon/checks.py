@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-MOST_SERIES = 16
+MOST_SERIES, FEW_SERIES = 64, 8
 LARGEST_FILE = 4 << 20
 MOST_COPIED = 16 << 10  # bytes of a sentinel's gradient, of which a copy is kept until the next check
 
@@ -171,7 +171,8 @@ class _Series:
         text = json.dumps(about).encode()
         self._begin = layout.CHECK_HEADER + (len(text) + 7) // 8
         self._size = layout.CHECK_SLOT + 3 * len(self.tensors) + 2 * layout.CHECK_WINDOW
-        slots = max(2, min(32, LARGEST_FILE // (8 * self._size)))
+        most = 32 if _files < FEW_SERIES else 4  # many models one after the other
+        slots = max(2, min(most, LARGEST_FILE // (8 * self._size)))
         self._slots = slots
         path = f"{_base}{layout.CHECK_SUFFIX}{_files}"
         _files += 1
@@ -402,15 +403,15 @@ def _digest(text: str) -> str:
 class _Owner:
     """What is checked together, by one clock: a DDP module, or what else an optimizer trains. ``key``: on all ranks.
 
-    The clock of a DDP module counts the steps before which its gradients were to be averaged: those all its ranks make.
-    A step that only one of them makes between two such moves nobody's clock, however often an optimizer was replaced.
+    The clock of a DDP module counts the rounds: steps before which gradients were to be averaged, so that all its ranks
+    make them, whatever optimizers they use. Steps after that, which one rank may make alone, count from the last round.
     """
 
     def __init__(self, torch: Any, key: str) -> None:
         self._torch, self.key = torch, key
         self._series: _Series | None = None
         self.ready = False  # a forward pass has announced that gradients will be averaged
-        self._rounds = self._since = self._steps = 0  # steps: of those and without them since the last one; all here
+        self._rounds = self._since = self._steps = 0  # since: the last round; steps: all of this rank
         self._leader: Any = None  # the optimizer whose steps count; another one in the same round is part of its step
         self.buffers: list[_Buffers] = []
         self._so_far: list[Any] = []  # of the sentinel's local gradients in this step: copies, or their magnitude

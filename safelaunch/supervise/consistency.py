@@ -87,12 +87,13 @@ class Consistency:
         if found and self._part == "leads":
             self._together.checks.tell(self._watch.inconsistent)
         if last and not self._watch.inconsistent:
-            more = f"; NOT all that {ranks} trains was checked" if (ranks := self._full_ranks()) else ""
-            say(told + more if (told := self._comparison.told) else NOTHING_CHECKED)
+            say(told + self._more if (told := self._comparison.told) else NOTHING_CHECKED)
         return found
 
-    def _full_ranks(self) -> str:
-        return f"rank {format_ranks(self._full)}" if self._full else ""
+    @property
+    def _more(self) -> str:
+        noun = "rank" if len(self._full) == 1 else "ranks"
+        return f"; NOT checked: later modules of {noun} {format_ranks(self._full)}" if self._full else ""
 
     def _follow(self) -> None:
         told = self._together.checks.told()
