@@ -11,6 +11,7 @@ A series is what is checked together: an optimizer's parameters, or the BatchNor
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import mmap
 import os
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-MOST_SERIES = 8
+MOST_SERIES, FEW_SERIES = 64, 8
 LARGEST_FILE = 4 << 20
 MOST_COPIED = 16 << 10  # bytes of a sentinel's gradient, of which a copy is kept until the next check
 
@@ -34,6 +35,9 @@ _base = ""
 _every = 0
 _off = True
 _trackers: dict[int, _Tracker] = {}
+_owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()  # by the module inside DDP
+_numbers: dict[str, int] = {}  # of these, by group
+_made = 0
 _by_module: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
 _steps_of: list[int] = []  # optimizers whose step is under way, the outermost first
 _losses: deque[tuple[int, Any]] = deque(maxlen=layout.CHECK_WINDOW)
@@ -46,7 +50,7 @@ def install(base: str, every: int) -> None:
     global _base, _every, _off
     _base, _every, _off = base, every, False
     marks.heard_loss = heard_loss
-    imports.after_import("torch.nn.parallel.distributed", _wrap_sync)
+    imports.after_import("torch.nn.parallel.distributed", _wrap_ddp)
 
 
 def detach() -> None:
@@ -60,8 +64,20 @@ def detach() -> None:
 def _failed() -> None:
     log.fault("checks")
     detach()
+    _leave(layout.CHECK_OFF)
+
+
+def _is_full() -> bool:
+    """Whether no further series has room, which the supervisor is told."""
+    if _files < MOST_SERIES:
+        return False
+    _leave(layout.CHECK_FULL)
+    return True
+
+
+def _leave(suffix: str) -> None:
     try:
-        os.close(os.open(_base + layout.CHECK_OFF, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        os.close(os.open(_base + suffix, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     except OSError:
         return  # the run directory is gone or full
 
@@ -101,7 +117,7 @@ def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
         if _steps_of or ((tracker is None or not tracker.on_cpu) and _is_capturing(torch)):
             return
         if tracker is None:
-            tracker = _trackers[id(optimizer)] = _Tracker(torch, optimizer, len(_trackers))
+            tracker = _trackers[id(optimizer)] = _Tracker(torch, optimizer)
         tracker.stepped()
     except Exception:
         _failed()
@@ -121,6 +137,13 @@ def heard_loss(loss: Any) -> None:
 
 def _is_capturing(torch: Any) -> bool:
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+class _Moment:
+    """When a check was made: ``position`` and ``rounds`` are the same on all ranks, ``steps`` are this rank's own."""
+
+    def __init__(self, position: int, rounds: int, steps: int) -> None:
+        self.position, self.rounds, self.steps = position, rounds, steps
 
 
 class _Series:
@@ -148,7 +171,8 @@ class _Series:
         text = json.dumps(about).encode()
         self._begin = layout.CHECK_HEADER + (len(text) + 7) // 8
         self._size = layout.CHECK_SLOT + 3 * len(self.tensors) + 2 * layout.CHECK_WINDOW
-        slots = max(2, min(32, LARGEST_FILE // (8 * self._size)))
+        most = 32 if _files < FEW_SERIES else 4  # many models one after the other
+        slots = max(2, min(most, LARGEST_FILE // (8 * self._size)))
         self._slots = slots
         path = f"{_base}{layout.CHECK_SUFFIX}{_files}"
         _files += 1
@@ -171,11 +195,17 @@ class _Series:
         dist = sys.modules.get("torch.distributed")
         return int(dist.get_rank()) if dist is not None and dist.is_available() and dist.is_initialized() else -1
 
+    def holds(self, tensors: list[replicas.Tensor]) -> bool:
+        """Whether it is about these."""
+        pairs = zip(self.tensors, tensors, strict=False)
+        same = all((a.name, id(a.tensor), a.group) == (b.name, id(b.tensor), b.group) for a, b in pairs)
+        return same and len(self.tensors) == len(tensors) and self.still_fits()
+
     def still_fits(self) -> bool:
         """Whether the tensors still have the sizes for which the pieces were cut."""
         return [replicas.local(one.tensor).numel() for one in self.tensors] == self._sizes
 
-    def take(self, position: int, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
+    def take(self, moment: _Moment, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
         """Computes the numbers of this moment. ``extra``: of ``CHECK_WINDOW`` steps, on the device."""
         torch, device = self._torch, self._device
         with torch.no_grad():
@@ -194,7 +224,7 @@ class _Series:
                 parts.append(self._losses_of([value for _, value in known]).view(torch.int64))
             numbers = torch.cat(parts)
             host, event = self._to_host(numbers)
-        head = [position, monotonic_ns(), len(known), known[0][0] if known else 0]
+        head = [moment.position, monotonic_ns(), len(known), known[0][0] if known else 0, moment.rounds, moment.steps]
         self.pending.append((head, host, event))
         self.write()
 
@@ -244,10 +274,10 @@ class _Buffers:
     broadcast although the module was in use, they are compared as they are.
     """
 
-    def __init__(self, torch: Any, ddp: Any) -> None:
-        self._torch, self._ddp = torch, weakref.ref(ddp)
+    def __init__(self, torch: Any, ddp: Any, key: str) -> None:
+        self._torch, self._ddp, self._key = torch, weakref.ref(ddp), key
         self._series: _Series | None = None
-        self.due = 0
+        self.due: _Moment | None = None
         self.synced = True
 
     def _tensors(self, ddp: Any) -> list[replicas.Tensor]:
@@ -263,24 +293,24 @@ class _Buffers:
                         found.append(replicas.Tensor(replicas.clean(name), one, group))
         return found
 
-    def take(self, position: int) -> None:
+    def take(self, moment: _Moment) -> None:
         ddp = self._ddp()
         tensors = self._tensors(ddp) if ddp is not None else []
         if not tensors:
             return
         if self._series is None or [one.name for one in self._series.tensors] != [one.name for one in tensors]:
-            if _files >= MOST_SERIES:
+            if _is_full():
                 return
-            self._series = _Series(self._torch, "buffers of " + tensors[0].name, "buffers", tensors)
+            self._series = _Series(self._torch, f"buffers of {self._key}", "buffers", tensors)
         self._series.tensors = tensors
-        self._series.take(position)
+        self._series.take(moment)
 
     def broadcast(self) -> None:
         """DDP has just made the buffers equal."""
         self.synced = True
-        if self.due:
-            position, self.due = self.due, 0
-            self.take(position)
+        if self.due is not None:
+            moment, self.due = self.due, None
+            self.take(moment)
 
     def is_unshared(self) -> bool:
         """Whether the module was in use without a broadcast, by what DDP notes of its last forward pass.
@@ -294,43 +324,96 @@ class _Buffers:
             return False  # its next forward pass would have had a broadcast, so there was none
         return not any(one.module is ddp.module and its.synced for one, its in _by_module.items())
 
-    def checked(self, position: int) -> None:
-        """The parameters are checked at ``position``: the buffers follow at the next broadcast."""
-        self.due, self.synced = position, False
+    def checked(self, moment: _Moment) -> None:
+        """The parameters are checked at ``moment``: the buffers follow at the next broadcast."""
+        self.due, self.synced = moment, False
         if self._series is not None:
             self._series.write()
 
 
-def _wrap_sync(module: Any) -> None:
-    """Learns of each broadcast of DDP's buffers."""
+def _wrap_ddp(module: Any) -> None:
+    """Learns of DDP modules, of forward passes after which gradients are averaged, of broadcasts of buffers."""
     kind = getattr(module, "DistributedDataParallel", None)
-    original = getattr(kind, "_sync_buffers", None)
-    if kind is None or original is None:
+    if kind is None:
         return
 
-    def _sync_buffers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        buffers = None if _off else _by_module.get(self)
+    def made(ddp: Any) -> None:
+        global _made
+        _made += 1
+        _owner_of(sys.modules["torch"], ddp, made=True)
+
+    def announced(ddp: Any) -> None:
+        owner = _owners.get(ddp.module)
+        if owner is not None and ddp.require_backward_grad_sync and sys.modules["torch"].is_grad_enabled():
+            owner.ready = True
+
+    def broadcast(ddp: Any) -> None:
+        buffers = _by_module.get(ddp)
         if buffers is not None:
+            buffers.broadcast()
+
+    for name, then in (("__init__", made), ("_pre_forward", announced), ("_sync_buffers", broadcast)):
+        if hasattr(kind, name):
+            setattr(kind, name, _followed(getattr(kind, name), then))
+
+
+def _followed(original: Any, then: Callable[[Any], None]) -> Any:
+    """A method after which ``then`` is called."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if not _off:
             try:
-                buffers.broadcast()
+                then(self)
             except Exception:
                 _failed()
         return result
 
-    kind._sync_buffers = _sync_buffers
+    return wrapper
 
 
-class _Tracker:
-    """The checks of one optimizer."""
+def _owner_of(torch: Any, ddp: Any, *, made: bool = False) -> _Owner:
+    """The owner of what is in a DDP module. All ranks of a group make theirs in one order, so a number tells which.
 
-    def __init__(self, torch: Any, optimizer: Any, number: int) -> None:
-        self._torch, self._optimizer, self._number = torch, weakref.ref(optimizer), number
-        weakref.finalize(optimizer, _trackers.pop, id(optimizer), None)
+    A copy of such a module is not made together.
+    """
+    inner = ddp.module
+    if inner not in _owners:
+        group = _digest(",".join(map(str, sys.modules["torch.distributed"].get_process_group_ranks(ddp.process_group))))
+        kind = f"{'module' if made else 'copy'} of {group}"
+        _numbers[kind] = number = _numbers.get(kind, -1) + 1
+        _owners[inner] = _Owner(torch, f"{kind} {number}")
+    return _owners[inner]
+
+
+def _by_names(tensors: list[replicas.Tensor]) -> str:
+    """The key of what no DDP module holds; numbered, for there may be several of the same names."""
+    kind = _digest("\n".join(f"{one.name} {bool(one.group)}" for one in tensors))
+    _numbers[kind] = number = _numbers.get(kind, -1) + 1
+    return f"tensors {kind} {number}"
+
+
+def _digest(text: str) -> str:
+    import hashlib
+
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+class _Owner:
+    """What is checked together, by one clock: a DDP module, or what else an optimizer trains. ``key``: on all ranks.
+
+    The clock of a DDP module counts the rounds: steps before which gradients were to be averaged, so that all its ranks
+    make them, whatever optimizers they use. Steps after that, which one rank may make alone, count from the last round.
+    """
+
+    def __init__(self, torch: Any, key: str) -> None:
+        self._torch, self.key = torch, key
         self._series: _Series | None = None
-        self._trained: list[int] = []
-        self._buffers: list[_Buffers] = []
-        self._steps = 0
+        self.ready = False  # a forward pass has announced that gradients will be averaged
+        self._rounds = self._since = self._steps = 0  # since: the last round; steps: all of this rank
+        self._leader: Any = None  # the optimizer whose steps count; another one in the same round is part of its step
+        self.buffers: list[_Buffers] = []
         self._so_far: list[Any] = []  # of the sentinel's local gradients in this step: copies, or their magnitude
         self._copied: tuple[Any, int] | None = None  # type and bytes of the gradients of which copies are taken
         self._window: Any = None  # of the last steps, by number
@@ -340,53 +423,46 @@ class _Tracker:
     def on_cpu(self) -> bool:
         return self._series is not None and self._series.on_cpu
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: Any) -> bool:
+        """Counts a step of ``optimizer``. Returns whether a check is due."""
+        leader = self._leader() if self._leader is not None else None
+        if not self.ready and leader not in (None, optimizer):
+            return False
+        self._leader = weakref.ref(optimizer)
+        self._rounds, self._since = (self._rounds + 1, 0) if self.ready else (self._rounds, self._since + 1)
+        self.ready = False
         self._steps += 1
         if self._series is not None and self._series.pending:
             self._series.write()
         if self._window is not None:
             self._recent.append(self._so_far)
             self._so_far = []
-        if self._steps == 1 or self._steps % _every == 0:
-            self._check()
+        return self._rounds + self._since == 1 or (self._rounds + self._since) % _every == 0
 
-    def _check(self) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        trained = [id(one) for group in optimizer.param_groups for one in group["params"]]
-        if self._series is None or trained != self._trained or not self._series.still_fits():
-            self._trained = trained
-            if not self._begin(optimizer):
-                return
-        assert self._series is not None
-        losses = list(_losses) if self._number == 0 else []
-        if self._number == 0:
-            _losses.clear()
-        self._series.take(self._steps, self._filled(), losses)
-        for buffers in [one for one in self._buffers if one.is_unshared()]:
-            buffers.take(self._steps)
-        for buffers in self._buffers:
-            buffers.checked(self._steps)
-
-    def _begin(self, optimizer: Any) -> bool:
-        tensors, wrapped = replicas.named(optimizer)
+    def hold(self, tensors: list[replicas.Tensor], trained: set[int]) -> None:
+        """Checks these from now on."""
         tensors = [one for one in tensors if not one.tensor.is_meta]
-        if not tensors or _files >= MOST_SERIES:
-            return False
-        names = "\n".join(one.name for one in tensors)
-        import hashlib
-
-        digest = hashlib.blake2b(names.encode(), digest_size=6).hexdigest()
-        key = f"{type(optimizer).__name__} {self._number} {digest}"
-        self._series = _Series(self._torch, key, "parameters", tensors)
-        for ddp in wrapped:
-            if ddp not in _by_module and getattr(ddp, "broadcast_buffers", False):
-                _by_module[ddp] = _Buffers(self._torch, ddp)
-                self._buffers.append(_by_module[ddp])
+        same = self._series is not None and self._series.holds(tensors)
+        if same or not tensors or _is_full():
+            return
+        self._series = _Series(self._torch, self.key or _by_names(tensors), "parameters", tensors)
         if self._window is None:
-            self._watch_one([one for one in tensors if id(one.tensor) in set(self._trained)])
-        return True
+            self._watch_one([one for one in tensors if id(one.tensor) in trained])
+
+    def still_fits(self) -> bool:
+        return self._series is None or self._series.still_fits()
+
+    def check(self) -> None:
+        if self._series is None:
+            return
+        moment = _Moment(self._rounds + self._since, self._rounds, self._steps)
+        losses = list(_losses)
+        _losses.clear()
+        self._series.take(moment, self._filled(), losses)
+        for buffers in [one for one in self.buffers if one.is_unshared()]:
+            buffers.take(moment)
+        for buffers in self.buffers:
+            buffers.checked(moment)
 
     def _watch_one(self, trained: list[replicas.Tensor]) -> None:
         """Watches the local gradient of one small parameter near the model's input, in every step.
@@ -451,7 +527,52 @@ class _Tracker:
         self._so_far = [self._torch.maximum(self._so_far[0], largest) if self._so_far else largest]
 
 
-def _sentinel(torch: Any, tracker: Any, parameter: Any) -> Callable[[Any], None]:
+class _Tracker:
+    """The steps of one optimizer, and whose they are."""
+
+    def __init__(self, torch: Any, optimizer: Any) -> None:
+        self._torch, self._optimizer = torch, weakref.ref(optimizer)
+        weakref.finalize(optimizer, _trackers.pop, id(optimizer), None)
+        self._rest = _Owner(torch, "")
+        self._owners: list[_Owner] = []
+        self._trained: list[int] = []
+        self._modules = -1  # how many DDP modules there were when the owners were looked for
+
+    @property
+    def on_cpu(self) -> bool:
+        return bool(self._owners) and all(one.on_cpu for one in self._owners)
+
+    def stepped(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        if self._modules != _made:
+            self._find(optimizer)
+        due = [one for one in self._owners if one.stepped(optimizer)]
+        if due and not (self._is_same(optimizer) and all(one.still_fits() for one in self._owners)):
+            before = self._owners
+            self._find(optimizer)
+            due = [one for one in self._owners if one in due or (one not in before and one.stepped(optimizer))]
+        for one in due:
+            one.check()
+
+    def _is_same(self, optimizer: Any) -> bool:
+        return self._trained == [id(one) for group in optimizer.param_groups for one in group["params"]]
+
+    def _find(self, optimizer: Any) -> None:
+        self._trained = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        self._modules, self._owners = _made, []
+        for ddp, tensors in replicas.owned(optimizer):
+            owner = self._rest if ddp is None else _owner_of(self._torch, ddp)
+            if tensors:
+                owner.hold(tensors, set(self._trained))
+                self._owners.append(owner)
+            if ddp is not None and ddp not in _by_module and getattr(ddp, "broadcast_buffers", False):
+                _by_module[ddp] = _Buffers(self._torch, ddp, owner.key)
+                owner.buffers.append(_by_module[ddp])
+
+
+def _sentinel(torch: Any, owner: Any, parameter: Any) -> Callable[[Any], None]:
     is_compiling, on_cpu = torch.compiler.is_compiling, parameter().device.type == "cpu"
     local = replicas.local if hasattr(parameter(), "placements") else None
 
@@ -459,7 +580,7 @@ def _sentinel(torch: Any, tracker: Any, parameter: Any) -> Callable[[Any], None]
         if _off or is_compiling() or (not on_cpu and _is_capturing(torch)):
             return
         try:
-            here = tracker()
+            here = owner()
             if here is not None:
                 here.saw(local(gradient) if local is not None else gradient, parameter)
         except Exception:

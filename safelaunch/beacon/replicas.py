@@ -139,8 +139,8 @@ def _fsdp2_leaves(state: Any) -> Iterator[tuple[int, Any]]:
 # --- an optimizer's tensors -------------------------------------------------------------------------------------------
 
 
-def named(optimizer: Any) -> tuple[list[Tensor], list[Any]]:
-    """The tensors of an optimizer's series, and the DDP modules among its parameters' owners.
+def owned(optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
+    """What is checked with an optimizer: each DDP module with its parameters, and with None what else it trains.
 
     A DDP module's own parameters belong to it, frozen ones included: DDP makes them equal when it wraps the module.
     """
@@ -148,8 +148,9 @@ def named(optimizer: Any) -> tuple[list[Tensor], list[Any]]:
     wanted = {id(one) for one in trained}
     everything = modules()
     fsdp1, leaves = _fsdp1_groups(everything), _leaves(everything)
-    found: dict[int, Tensor] = {}
-    wrapped = []
+    found: set[int] = set()
+    rest: list[Tensor] = []
+    result: list[tuple[Any, list[Tensor]]] = []
     for root in _roots(everything):
         ddp = is_ddp(root)
         inner = root.module if ddp else root
@@ -158,14 +159,16 @@ def named(optimizer: Any) -> tuple[list[Tensor], list[Any]]:
             continue
         ignored = getattr(root, "parameters_to_ignore", ()) if ddp else ()
         group = ddp_group(root) if ddp else ()
+        its_own: list[Tensor] = []
         if ddp:
-            wrapped.append(root)
+            result.append((root, its_own))
         for name, one in its:
             if (ddp or id(one) in wanted) and id(one) not in found:
                 replicas = group if name not in ignored else ()
                 replicas = replicas or fsdp1.get(id(one)) or _dtensor_group(one)
-                found[id(one)] = Tensor(clean(name), one, replicas, leaves.get(id(one)))
+                found.add(id(one))
+                (its_own if ddp else rest).append(Tensor(clean(name), one, replicas, leaves.get(id(one))))
     for number, one in enumerate(trained):
         if id(one) not in found:
-            found[id(one)] = Tensor(f"parameter {number}", one, _dtensor_group(one))
-    return list(found.values()), wrapped
+            rest.append(Tensor(f"parameter {number}", one, _dtensor_group(one)))
+    return [*result, (None, rest)]

@@ -34,6 +34,7 @@ class About(msgspec.Struct, frozen=True):
 class Check:
     """The numbers of one rank's series at one position. Magnitudes are not finite where an element is not.
 
+    ``rounds``: of the steps up to ``position``, those for which the ranks had exchanged something (see ``layout``).
     ``sentinel``: (step, largest local gradient) since the check before, oldest first; ``losses`` likewise.
     """
 
@@ -45,6 +46,12 @@ class Check:
     gradients: tuple[float, ...]
     sentinel: tuple[tuple[int, float], ...] = ()
     losses: tuple[tuple[int, float], ...] = ()
+    rounds: int = 0
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """What is the same on all ranks at one point of the training."""
+        return self.rounds, self.position
 
 
 class Series:
@@ -86,16 +93,16 @@ class Series:
             check = self._parse(self._words[at : at + self._size].tobytes())
             if self._words[at] == 2 * number + 2:
                 found.append(check)
-                self._before = check.position
+                self._before = self._words[at + 6]
         self._next = max(self._next, newest)
         return found
 
     def _parse(self, data: bytes) -> Check:
         whole, floats = memoryview(data).cast("q"), memoryview(data).cast("d")
         count, first = len(self.about.tensors), layout.CHECK_SLOT
-        position = whole[1]
+        position, steps = whole[1], whole[6]
         sentinel = floats[first + 3 * count : first + 3 * count + layout.CHECK_WINDOW]
-        steps = range(max(self._before + 1, position - layout.CHECK_WINDOW + 1), position + 1)
+        own = range(max(self._before + 1, steps - layout.CHECK_WINDOW + 1), steps + 1)
         at = first + 3 * count + layout.CHECK_WINDOW
         losses = floats[at : at + min(max(whole[3], 0), layout.CHECK_WINDOW)]
         return Check(
@@ -105,6 +112,7 @@ class Series:
             prints=tuple(whole[first : first + count]),
             sizes=tuple(floats[first + count : first + 2 * count]),
             gradients=tuple(floats[first + 2 * count : first + 3 * count]),
-            sentinel=tuple((step, sentinel[step % layout.CHECK_WINDOW]) for step in steps),
+            sentinel=tuple((position - steps + step, sentinel[step % layout.CHECK_WINDOW]) for step in own),
             losses=tuple((whole[4] + n, value) for n, value in enumerate(losses)),
+            rounds=whole[5],
         )

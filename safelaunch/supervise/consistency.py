@@ -9,7 +9,7 @@ import msgspec
 
 from safelaunch.beacon import layout
 from safelaunch.launch.paths import RunPaths
-from safelaunch.model import Inconsistency
+from safelaunch.model import Inconsistency, format_ranks
 from safelaunch.roster.checks import Series
 from safelaunch.supervise.joint_checks import Part
 from safelaunch.supervise.together import Together
@@ -34,6 +34,7 @@ class Consistency:
         self._comparison = Comparison()
         self._series: dict[str, Series] = {}
         self._ignored: set[str] = set()
+        self._full: set[int] = set()  # the ranks that train more than is checked
         self._failed = False
         self._part: Part = "alone"
         self.stopped_for: str | None = None
@@ -86,8 +87,13 @@ class Consistency:
         if found and self._part == "leads":
             self._together.checks.tell(self._watch.inconsistent)
         if last and not self._watch.inconsistent:
-            say(f"nothing inconsistent: {told}" if (told := self._comparison.told) else NOTHING_CHECKED)
+            say(told + self._more if (told := self._comparison.told) else NOTHING_CHECKED)
         return found
+
+    @property
+    def _more(self) -> str:
+        noun = "rank" if len(self._full) == 1 else "ranks"
+        return f"; NOT checked: later modules of {noun} {format_ranks(self._full)}" if self._full else ""
 
     def _follow(self) -> None:
         told = self._together.checks.told()
@@ -114,6 +120,10 @@ class Consistency:
         for rank, page in self._watch.roster.pages().items():
             for path in self._run.pages.glob(f"{page.name}{layout.CHECK_SUFFIX}*"):
                 if path.name in self._series or path.name in self._ignored:
+                    continue
+                if path.name.endswith(layout.CHECK_FULL):
+                    self._ignored.add(path.name)
+                    self._full.add(rank)
                     continue
                 if path.name.endswith(layout.CHECK_OFF):
                     self._ignored.add(path.name)

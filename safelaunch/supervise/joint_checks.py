@@ -9,7 +9,16 @@ from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.messages import BadMessage, Page
 from safelaunch.model import Inconsistency
 from safelaunch.roster.checks import Check
-from safelaunch.watch.shared_checks import MOST_FOUND, Found, decode, decode_found, encode, encode_found, share_of
+from safelaunch.watch.shared_checks import (
+    MOST_FOUND,
+    MOST_POSITIONS,
+    Found,
+    decode,
+    decode_found,
+    encode,
+    encode_found,
+    share_of,
+)
 
 POST_EVERY_S = 0.4
 MEET_S = 60.0  # for the nodes to meet, from the first check on; then each compares its own
@@ -53,8 +62,8 @@ class JointChecks:
             return
         self._post_s, page = now, self._page()
         data = encode(self._newest, share_of(page.nodes if page is not None else 1))
-        positions = sorted({one.position for one in self._newest})[-32:]
-        self._newest = [one for one in self._newest if one.position in positions]
+        moments = sorted({one.moment for one in self._newest})[-MOST_POSITIONS:]
+        self._newest = [one for one in self._newest if one.moment in moments]
         self._channel.compare(data)
 
     def gathered(self) -> list[Check]:

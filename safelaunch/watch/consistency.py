@@ -18,6 +18,8 @@ FEWEST_LOSSES = 20
 FAR_LOSS = 2.0  # times the median of the others, and beyond everything they saw
 
 Side = tuple[int, ...]
+_Moment = tuple[int, int]
+_Replicas = dict[tuple[Side, str], dict[int, int]]
 _FEW_NAMES = 3
 
 
@@ -25,37 +27,51 @@ class Comparison:
     """The comparison of one attempt. ``add`` what was read, then ask ``found``."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[int, dict[int, Check]]] = {}
+        self._waiting: dict[str, dict[_Moment, dict[int, Check]]] = {}
         self._members: dict[str, set[int]] = {}  # by series, the ranks that have it
         self._equal: dict[str, int] = {}  # by series, the last position at which all replicas agreed
         self._finite: dict[str, int] = {}
         self._losses: dict[int, list[tuple[int, float]]] = {}
         self._said: set[str] = set()
         self._checks = 0
-        self._replicas: set[str] = set()
+        self._compared: dict[tuple[Side, str], set[int]] = {}  # by group and tensor: the ranks whose bits met another's
         self._others: dict[str, None] = {}  # not known to be replicas, in the optimizer's order
 
     @property
     def told(self) -> str:
-        """What was compared, and what was not, so that nobody takes that for checked; empty without a check."""
+        """What was compared and what was not, so that nobody takes that for checked; empty without a check."""
         if not self._checks:
             return ""
-        count, checks = len(self._replicas), f"{self._checks} check{'s'[: self._checks != 1]}"
-        others = [name for name in self._others if name not in self._replicas]
-        if not count:
+        known = {name for _, name in self._compared}
+        count = len({name for (_, name), ranks in self._compared.items() if ranks})
+        checks = f"{self._checks} check{'s'[: self._checks != 1]}"
+        if not known:
             by_hand = "safelaunch.probes.check_consistent() compares what you know to be equal"
-            return f"{checks}, but none of replicas: no tensor is known to be replicated ({by_hand})"
-        text = f"{checks}, {count} tensor{'s'[: count != 1]} known to be replicated"
-        verb = "is" if len(others) == 1 else "are"
-        return f"{text}; {len(others)} more {verb} not compared: {_some(others)}" if others else text
+            return f"nothing compared: {checks}, but no tensor is known to be replicated ({by_hand})"
+        head = "nothing inconsistent" if count else "nothing compared"
+        others = [name for name in self._others if name not in known]
+        parts = [f"{head}: {checks}, {count} tensor{'s'[: count != 1]} compared", *self._never()]
+        parts += [f"{len(others)} not known to be replicated: {_some(others)}"] if others else []
+        return "; ".join(parts)
+
+    def _never(self) -> list[str]:
+        """The replicas that were never compared, with whom: another rank lacks them, or was never seen at that step."""
+        by_ranks: dict[Side, dict[str, None]] = {}
+        for (group, name), ranks in self._compared.items():
+            if absent := tuple(rank for rank in group if rank not in ranks):
+                by_ranks.setdefault(absent if ranks else group, {})[name] = None
+        return [
+            f"NOT compared {'with' if len(ranks) == 1 else 'between'} {_ranks(ranks)}: {_some(list(names))}"
+            for ranks, names in sorted(by_ranks.items())
+        ]
 
     def add(self, checks: Iterable[Check]) -> None:
         """Adds what one rank has computed."""
         for check in checks:
             series = self._waiting.setdefault(check.about.key, {})
             self._members.setdefault(check.about.key, set()).add(check.rank)
-            series.setdefault(check.position, {})[check.rank] = check
-            for old in sorted(series)[:-KEPT]:
+            series.setdefault(check.moment, {})[check.rank] = check
+            for old in sorted(series)[: -2 * KEPT]:
                 del series[old]
             losses = self._losses.setdefault(check.rank, [])
             losses += check.losses
@@ -68,12 +84,10 @@ class Comparison:
         """
         result = []
         for key, series in self._waiting.items():
-            for position in sorted(series):
-                checks = series[position]
-                if not last and not self._is_complete(key, position, here):
-                    continue
-                del series[position]
-                result += self._compare(key, position, checks, unix_s)
+            overdue = set(sorted(series)[:-KEPT])
+            for moment in sorted(series):
+                if last or moment in overdue or self._is_complete(key, moment, here):
+                    result += self._compare(key, moment[1], series.pop(moment), unix_s)
         result += self._far_losses(unix_s)
         return [one for one in result if self._is_new(one)]
 
@@ -83,8 +97,8 @@ class Comparison:
         self._said.add(topic)
         return new
 
-    def _is_complete(self, key: str, position: int, here: Sequence[int]) -> bool:
-        checks = self._waiting[key][position]
+    def _is_complete(self, key: str, moment: _Moment, here: Sequence[int]) -> bool:
+        checks = self._waiting[key][moment]
         replicas = {rank for one in checks.values() for group in one.about.groups for rank in group}
         expected = (replicas or set(here)) | self._members[key]
         return set(checks) >= expected & set(here)
@@ -92,16 +106,19 @@ class Comparison:
     def _compare(self, key: str, position: int, checks: Mapping[int, Check], unix_s: float) -> list[Inconsistency]:
         result = []
         self._checks += 1
-        about = next(iter(checks.values())).about
-        replicas = {name for name, group in about.tensors if set(about.groups[group]) & set(checks)}
-        self._replicas |= replicas
-        self._others.update(dict.fromkeys(name for name, _ in about.tensors if name not in replicas))
+        replicas = _replicas(checks)
+        for place, prints in replicas.items():
+            self._compared.setdefault(place, set()).update(prints if len(prints) > 1 else ())
+        known = {name for _, name in replicas}
+        names = [name for one in checks.values() for name, _ in one.about.tensors]
+        self._others.update(dict.fromkeys(name for name in names if name not in known))
         not_finite = _not_finite(position, self._finite.get(key, 0), checks, unix_s)
         if not_finite is not None:
             result.append(not_finite)
         else:
             self._finite[key] = position
-        diverged = _diverged(position, self._equal.get(key, 0), checks, unix_s)
+        kind = next(iter(checks.values())).about.kind
+        diverged = _diverged(kind, position, self._equal.get(key, 0), replicas, unix_s)
         if diverged is not None:
             result.append(diverged)
         else:
@@ -137,23 +154,30 @@ def _between(step: int, since: int) -> str:
     return f"between steps {since} and {step}" if since and since + 1 < step else f"at step {step}"
 
 
-def _diverged(position: int, since: int, checks: Mapping[int, Check], unix_s: float) -> Inconsistency | None:
-    different: list[tuple[str, tuple[Side, ...]]] = []
-    total = 0
-    names = next(iter(checks.values())).about.tensors
-    by_name = {rank: {name: n for n, (name, _) in enumerate(one.about.tensors)} for rank, one in checks.items()}
-    for name, _ in names:
-        compared, sides = _sides(name, checks, by_name)
-        total += compared
-        if sides:
-            different.append((name, sides))
+def _replicas(checks: Mapping[int, Check]) -> _Replicas:
+    """The fingerprints of each tensor by rank, for the group of ranks that hold a replica of it."""
+    found: _Replicas = {}
+    for rank, check in sorted(checks.items()):
+        about = check.about
+        for (name, number), value, size in zip(about.tensors, check.prints, check.sizes, strict=True):
+            group = about.groups[number]
+            if rank in group and about.rank in (rank, -1):
+                prints = found.setdefault((group, name), {})
+                if math.isfinite(size):
+                    prints[rank] = value
+    return found
+
+
+def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s: float) -> Inconsistency | None:
+    by_name = {place: prints for place, prints in replicas.items() if len(prints) > 1}
+    different = [(name, prints) for (_, name), prints in by_name.items() if len(set(prints.values())) > 1]
     if not different:
         return None
-    first, sides = different[0]
+    first, sides = different[0][0], _sides(different[0][1])
+    count, total = (len({name for name, *_ in one}) for one in (different, [(name,) for _, name in by_name]))
     off = _off(sides)
-    kind = next(iter(checks.values())).about.kind
-    what = f"{len(different)} of {total} {kind}" if len(different) > 1 else first
-    more = f", the first is {first}" if len(different) > 1 else ""
+    what = f"{count} of {total} {kind}" if count > 1 else first
+    more = f", the first is {first}" if count > 1 else ""
     who = f"{_ranks(off)} {'differs' if len(off) == 1 else 'differ'} from the others"
     if not off:
         who = " against ".join(_ranks(side) for side in sides)
@@ -163,7 +187,7 @@ def _diverged(position: int, since: int, checks: Mapping[int, Check], unix_s: fl
         step=position,
         since_step=since,
         parameter=first,
-        count=len(different),
+        count=count,
         total=total,
         ranks=off,
         sides=sides,
@@ -171,27 +195,12 @@ def _diverged(position: int, since: int, checks: Mapping[int, Check], unix_s: fl
     )
 
 
-def _sides(
-    name: str, checks: Mapping[int, Check], by_name: Mapping[int, Mapping[str, int]]
-) -> tuple[bool, tuple[Side, ...]]:
-    """Whether replicas of a tensor could be compared, and the sides of the first group whose members differ."""
-    compared = False
-    groups: dict[Side, dict[int, int]] = {}
-    for rank, check in checks.items():
-        number = by_name[rank].get(name)
-        if number is None:
-            continue
-        group = check.about.groups[check.about.tensors[number][1]]
-        if rank in group and check.about.rank in (rank, -1) and math.isfinite(check.sizes[number]):
-            groups.setdefault(group, {})[rank] = check.prints[number]
-    for prints in groups.values():
-        compared = compared or len(prints) > 1
-        if len(set(prints.values())) > 1:
-            by_print: dict[int, list[int]] = {}
-            for rank, value in sorted(prints.items()):
-                by_print.setdefault(value, []).append(rank)
-            return True, tuple(sorted((tuple(side) for side in by_print.values()), key=lambda side: (-len(side), side)))
-    return compared, ()
+def _sides(prints: Mapping[int, int]) -> tuple[Side, ...]:
+    """The ranks that agree, the most of them first."""
+    by_print: dict[int, list[int]] = {}
+    for rank, value in sorted(prints.items()):
+        by_print.setdefault(value, []).append(rank)
+    return tuple(sorted((tuple(side) for side in by_print.values()), key=lambda side: (-len(side), side)))
 
 
 def _off(sides: tuple[Side, ...]) -> Side:

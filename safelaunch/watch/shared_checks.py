@@ -50,6 +50,7 @@ class _Check(Message, frozen=True):
     bad_gradients: _Indexes = ()
     bad_since: _Since = -1
     losses: Annotated[tuple[tuple[_Count, float], ...], Meta(max_length=64)] = ()
+    rounds: _Count = 0
 
 
 class _Shared(Message, frozen=True):
@@ -74,15 +75,15 @@ def share_of(nodes: int) -> int:
 def encode(checks: Iterable[Check], share: int) -> bytes:
     """The newest checks of a node's ranks. Those of a rank that bears another number in its job stay here."""
     mine = [one for one in checks if one.about.rank in (one.rank, -1)]
-    positions = sorted({one.position for one in mine})[-MOST_POSITIONS:]
+    moments = sorted({one.moment for one in mine})[-MOST_POSITIONS:]
     width = 1
     while True:
-        kept = set(positions)
-        chunks = packed(_packed([one for one in mine if one.position in kept], width), share)
+        kept = set(moments)
+        chunks = packed(_packed([one for one in mine if one.moment in kept], width), share)
         if chunks is not None:
             return b"".join(chunks)
-        if len(positions) > 1:
-            positions = positions[len(positions) // 2 :]
+        if len(moments) > 1:
+            moments = moments[len(moments) // 2 :]
         elif width > MOST_TENSORS:
             return b""
         else:
@@ -124,6 +125,7 @@ def _check(one: _Check, about: About, prints: bytes) -> Check:
         gradients=_magnitudes(count, one.bad_gradients),
         sentinel=((one.bad_since, math.nan),) if one.bad_since >= 0 else (),
         losses=one.losses,
+        rounds=one.rounds,
     )
 
 
@@ -155,6 +157,7 @@ def _packed(checks: Sequence[Check], width: int) -> bytes:
                 bad_gradients=_bad(one.gradients, runs),
                 bad_since=next((step for step, value in one.sentinel if not math.isfinite(value)), -1),
                 losses=_telling(one.losses),
+                rounds=one.rounds,
             )
         )
     return msgspec.msgpack.encode(_Shared(tuple(abouts), tuple(prints), tuple(travelling)))

@@ -28,7 +28,9 @@ class File:
 
     def put(self, number: int, position: int, *, sequence: int | None = None) -> None:
         """Writes check ``number``; the sentinel of step s is s, the losses are 0.5 and 0.25 from step 7 on."""
-        numbers = struct.pack("=5q", sequence or 2 * number + 2, position, 1, 2, 7).ljust(8 * layout.CHECK_SLOT, b"\0")
+        numbers = struct.pack("=7q", sequence or 2 * number + 2, position, 1, 2, 7, 0, position).ljust(
+            8 * layout.CHECK_SLOT, b"\0"
+        )
         numbers += struct.pack("=2q4d", position, -position, 1.0, 2.0, 3.0, float("nan"))
         numbers += struct.pack(f"={layout.CHECK_WINDOW}d", *range(layout.CHECK_WINDOW)) + struct.pack("=2d", 0.5, 0.25)
         with self.path.open("r+b") as file:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from safelaunch.model import Inconsistency
 from safelaunch.roster.checks import About, Check
-from safelaunch.watch.consistency import Comparison
+from safelaunch.watch.consistency import KEPT, Comparison
 
 NAMES = ("0.weight", "0.bias", "2.weight")
 FINE = 1.0
@@ -126,8 +126,47 @@ def told(*groups: tuple[int, ...]) -> str:
 
 
 def test_what_was_not_compared_is_said() -> None:
-    assert told((0, 1)) == "1 check, 1 tensor known to be replicated"
-    assert told((0, 1), ()).endswith("1 tensor known to be replicated; 1 more is not compared: 1.w")
-    assert told((0, 1), (), (), (), ()).endswith("; 4 more are not compared: 1.w, 2.w, 3.w, ...")
+    assert told((0, 1)) == "nothing inconsistent: 1 check, 1 tensor compared"
+    assert told((0, 1), ()).endswith("1 tensor compared; 1 not known to be replicated: 1.w")
+    assert told((0, 1), (), (), (), ()).endswith("; 4 not known to be replicated: 1.w, 2.w, 3.w, ...")
+    assert told((), ()).startswith("nothing compared: ")
     assert "no tensor is known to be replicated (safelaunch.probes.check_consistent()" in told((), ())
     assert Comparison().told == ""
+
+
+def named(rank: int, position: int, prints: Mapping[str, int], rounds: int = 0) -> Check:
+    about = About("module", "parameters", 3, rank, ((0, 1),), tuple((name, 0) for name in prints))
+    fine = (FINE,) * len(prints)
+    return Check(rank, about, position, tuple(prints.values()), fine, fine, rounds=rounds)
+
+
+def test_a_tensor_that_one_rank_alone_has_is_named_and_the_others_are_compared() -> None:
+    comparison = Comparison()
+    comparison.add([named(0, 3, {"w": 1, "b": 2}), named(1, 3, {"adapter": 9, "w": 1, "b": 2})])
+    assert not comparison.found((0, 1), 0.0)
+    assert (
+        comparison.told == "nothing inconsistent: 1 check, 2 tensors compared; NOT compared between ranks 0-1: adapter"
+    )
+    comparison.add([named(0, 6, {"w": 1, "b": 2}), named(1, 6, {"adapter": 9, "w": 1, "b": 3})])
+    assert [one.parameter for one in comparison.found((0, 1), 0.0)] == ["b"]
+
+
+def test_replicas_that_never_met_are_no_word_of_health() -> None:
+    comparison = Comparison()
+    comparison.add([named(0, 3, {"w": 1}), named(1, 3, {"v": 1})])
+    comparison.found((0, 1), 0.0, last=True)
+    assert comparison.told == "nothing compared: 1 check, 0 tensors compared; NOT compared between ranks 0-1: w, v"
+
+
+def test_only_what_was_computed_at_the_same_moment_is_compared() -> None:
+    alone = [named(0, 3, {"w": 1}, rounds=2), named(1, 3, {"w": 2}, rounds=3)]
+    assert not found(*alone, here=(0, 1), last=True)
+    assert found(*alone, named(0, 3, {"w": 1}, rounds=3), here=(0, 1), last=True)
+
+
+def test_a_position_for_which_one_rank_never_comes_is_compared_among_the_others_in_the_end() -> None:
+    comparison = Comparison()
+    comparison.add([check(rank, 3, (rank, 2, 3)) for rank in (0, 1)])
+    assert not comparison.found((0, 1, 2), 0.0)
+    comparison.add([check(0, 3 * n) for n in range(2, KEPT + 2)])
+    assert [one.step for one in comparison.found((0, 1, 2), 0.0)] == [3]

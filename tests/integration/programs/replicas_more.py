@@ -327,7 +327,84 @@ def thawing() -> None:
     loop(DDP(net), optimizer, steps=STEPS // 2)
 
 
+def own_steps() -> None:
+    """Steps at rate 0 on rank 0 alone: what ``torch.distributed.checkpoint.state_dict`` makes to have a state to save."""
+    model = DDP(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(STEPS // 10):
+        if RANK == 0:
+            for one in model.parameters():
+                one.grad = torch.zeros_like(one)
+            optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1e-3
+            optimizer.zero_grad()
+        loop(model, optimizer, steps=10)
+
+
+def folds() -> None:
+    for _ in range(20):
+        model = DDP(nn.Linear(8, 1))
+        loop(model, adam(model), steps=3)
+
+
+def other_optimizer() -> None:
+    """Rank 0 has trained something else before, and takes the state of that optimizer."""
+    model, other = DDP(build()), build()
+    optimizer, before = adam(model), adam(other)
+    if RANK == 0:
+        loop(other, before, steps=3)
+        optimizer.load_state_dict(before.state_dict())
+    loop(model, optimizer)
+
+
+def flipped(step: int, model: DDP) -> None:
+    if step == FAULT_AT and RANK == 1:
+        model.module[3].weight.data.view(-1).view(torch.int32)[3] ^= 1 << 10
+
+
+def adapter_flip() -> None:
+    class Adapter(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.own = inner, nn.Linear(8, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) + self.own(x)
+
+    model = DDP(build())
+    if RANK == 1:
+        model.module[0] = Adapter(model.module[0])
+    loop(model, adam(model), before=lambda step: flipped(step, model))
+
+
+def ema_flip() -> None:
+    model = DDP(build())
+    copied = copy.deepcopy(model.module)
+    own = torch.optim.SGD(copied.parameters(), lr=0.1)
+    if RANK == 0:
+        loop(copied, own, steps=1)
+    loop(model, adam(model), before=lambda step: flipped(step, model))
+
+
+def skipped_step() -> None:
+    model = DDP(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def before(step: int) -> None:
+        if step == FAULT_AT and RANK == 1:
+            optimizer.step = lambda: optimizer.__dict__.pop("step")
+
+    loop(model, optimizer, before=before)
+
+
 KINDS = {
+    "own-steps": own_steps,
+    "folds": folds,
+    "other-optimizer": other_optimizer,
+    "adapter-flip": adapter_flip,
+    "ema-flip": ema_flip,
+    "skipped-step": skipped_step,
     "ends-apart": ends_apart,
     "synced-norm": synced_norm,
     "thawing": thawing,
