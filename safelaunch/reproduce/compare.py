@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.findings import ranks_word
 from safelaunch.diagnose.rank_state import Facts
-from safelaunch.model import Evidence
+from safelaunch.model import Evidence, RankEvidence
 from safelaunch.reading.source import ReadSource
 from safelaunch.reproduce.gloo import FUNCTIONS
 
@@ -41,12 +43,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Hang:
-    """How a job hangs, or how it ended. ``ranks``: those that were seen."""
+    """How a job hangs, or how it ended. ``ranks``: those that were seen. ``bare``: by records of calls alone."""
 
     outcome: str
     cause: str
     culprits: tuple[int, ...]
     ranks: Mapping[int, Standing]
+    bare: bool = False
 
 
 def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
@@ -55,7 +58,18 @@ def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | N
     number = {rank: place for place, rank in enumerate(kept)}
     culprits = dict.fromkeys(one.rank for one in verdict.culprits)
     ranks = {number[rank]: _standing(facts, rank, number) for rank in facts.ranks if rank in number}
-    return Hang(verdict.outcome, verdict.cause, tuple(number[rank] for rank in culprits if rank in number), ranks)
+    named = tuple(number[rank] for rank in culprits if rank in number)
+    return Hang(verdict.outcome, verdict.cause, named, ranks, all(one.main is None for one in evidence.ranks))
+
+
+def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
+    """What a run of the script does otherwise, and how it hangs. Where records alone told of the job, the run's alone
+    may tell the same.
+    """
+    bare = tuple(RankEvidence(one.rank, one.host, one.pid, flight_record=one.flight_record) for one in run.ranks)
+    views = (run, structs.replace(run, ranks=bare)) if recorded.bare else (run,)
+    hangs = [hang_of(view, range(run.world_size), read_source) for view in views]
+    return min(((differences(recorded, hang), hang) for hang in hangs), key=lambda one: len(one[0]))
 
 
 def _standing(facts: Facts, rank: int, number: Mapping[int, int]) -> Standing:

@@ -49,14 +49,14 @@ def _over(program: RankProgram, at: int) -> bool:
 def _played(programs: Programs, keys: Keys, members: Members, left: Collection[object]) -> dict[int, int]:
     """Rank → how many of its calls it comes back from."""
     expected = Counter(key for mine in keys.values() for met in mine for key in met)
-    inside: dict[Hashable, set[int]] = defaultdict(set)
+    inside: dict[Hashable, dict[int, str]] = defaultdict(dict)  # who is in it, and with which operation
     at = dict.fromkeys(programs, 0)
 
     def passes(rank: int) -> bool:
         call = programs[rank].calls[at[rank]]
         met = keys[rank][at[rank]] if at[rank] < len(keys[rank]) else ()
         for key in met:
-            inside[key].add(rank)
+            inside[key][rank] = call.op
         if not call.waited_for or _kind(call) in left:
             return True
         if _over(programs[rank], at[rank]) and all(len(inside[key]) == expected[key] for key in met):
@@ -64,7 +64,8 @@ def _played(programs: Programs, keys: Keys, members: Members, left: Collection[o
         if call.op not in ROOTED or not met:
             return False
         places = {one: place for place, one in enumerate(members(call.group))}
-        entered = {places[one] for one in inside[next(iter(met))] if one in places}
+        there = inside[next(iter(met))]
+        entered = {places[one] for one, op in there.items() if one in places and op == call.op}
         root = dict(call.other_roots).get(rank, call.root or 0)
         return rank in places and returns(call.op, root, entered, places[rank], len(places))
 
