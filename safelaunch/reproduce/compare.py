@@ -85,13 +85,14 @@ def _standing(facts: Facts, rank: int, number: Mapping[int, int]) -> Standing:
 def differences(recorded: Hang, run: Hang) -> list[str]:
     """What the run does otherwise, a sentence each; none where it hangs in the same way."""
     found = []
+    crashes = {one.outcome == "crash" for one in (recorded, run)}  # a dump or an early look may show a hang as well
     for rank, there in recorded.ranks.items():
         here = run.ranks.get(rank)
         if here is None:
             found.append(f"rank {rank} was not seen in the run")
-        elif recorded.outcome == run.outcome == "hang" and there.differs(here):
+        elif crashes == {False} and there.differs(here):
             found.append(f"rank {rank} was {there}, and is {here}")
-    if run.outcome != recorded.outcome:
+    if len(crashes) > 1:
         found = [f"the script ends in a {run.outcome}, and the job ended in a {recorded.outcome}"]
     causes = (recorded.cause, *_STAND_INS.get(recorded.cause, ()))
     if run.cause not in causes or set(run.culprits) != set(recorded.culprits):
