@@ -26,7 +26,7 @@ class Call:
 
     - ``sizes``: of the tensors that the rank gives, or, where only the root gives some (scatter), gets
     - ``other_roots``: ranks of the world that name another root, and which
-    - ``peer``: None in a ``recv`` from any rank
+    - ``peer``: None in a ``recv`` from any rank; ``named`` False: another one may have been meant
     - ``waited_for`` False: the rank went on before the call was over
     - ``site``: the user's line
     """
@@ -38,6 +38,7 @@ class Call:
     root: int | None = None
     other_roots: tuple[tuple[int, int], ...] = ()
     peer: int | None = None
+    named: bool = True
     tag: int = 0
     waited_for: bool = True
     site: Frame | None = None

@@ -254,10 +254,12 @@ class _Reader:
             yield Call("batch", site=wait.frame, parts=tuple(parts))
         elif op in TRANSFERS:
             self._note("Sends and receives of gloo are not recorded: those under way are read from the stacks.")
-            if wait.peer is None and wait.tag is None:
+            from_any = op == "recv" and wait.peer is None and wait.tag is not None
+            if wait.peer is None and not from_any:
                 self._note(f"Rank {one.rank}: the peer of its {op} is not known.")
             peer = wait.peer if wait.peer is not None or op == "recv" else (one.rank + 1) % self._world
-            yield Call(op, WORLD, _SCALAR, peer=peer, tag=wait.tag or 0, site=wait.frame)
+            named = wait.peer is not None
+            yield Call(op, WORLD, _SCALAR, peer=peer, named=named, tag=wait.tag or 0, site=wait.frame)
         elif op:
             self._note(f"{op} of rank {one.rank} is not recorded: its group and sizes are not known.")
             root = wait.source if wait.source is not None else wait.target

@@ -261,7 +261,7 @@ class _Writer:
         if call.root is not None:
             yield f"{prefix}{'dst' if call.op in ('reduce', 'gather') else 'src'}={self._root(call)}"
         if call.peer is not None:
-            yield f"{'dst' if call.op == 'send' else 'src'}={_peer(call)}"
+            yield f"{'' if call.named else 'group_'}{'dst' if call.op == 'send' else 'src'}={_peer(call)}"
         if call.tag:
             yield f"tag={call.tag}"
 

@@ -46,6 +46,14 @@ def test_a_receive_from_one_rank_names_it() -> None:
     assert "dist.recv(torch.zeros(1), src=2)" in text
 
 
+def test_a_send_whose_peer_is_not_known_names_none_in_the_script_either() -> None:
+    """As ``group_dst``, it shows the watchdog as little as the recorded one did."""
+    sender = rank(0, in_c10d("send", 20), flight=record(*past(3)), call=CallArguments(tag=0))
+    made = reproduction_of(job(sender, waiting(1), waiting(2)), ALL)
+    assert "dist.send(torch.zeros(1), group_dst=1)" in made.text
+    assert any("the peer of its send is not known" in note for note in made.notes)
+
+
 def test_the_root_of_a_broadcast_is_the_rank_that_gloo_keeps() -> None:
     """Of five, the last: rank 2 has left one out. The root waits for rank 2, and rank 1 has what it needs."""
     made = ("broadcast:0@7x4 broadcast:0@7*", "broadcast:0@7x5 0@9*", "broadcast:0@7x4 0@9*")
