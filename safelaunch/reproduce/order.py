@@ -49,14 +49,15 @@ def _over(program: RankProgram, at: int) -> bool:
 def _played(programs: Programs, keys: Keys, members: Members, left: Collection[object]) -> dict[int, int]:
     """Rank → how many of its calls it comes back from."""
     expected = Counter(key for mine in keys.values() for met in mine for key in met)
-    inside: dict[Hashable, dict[int, str]] = defaultdict(dict)  # who is in it, and with which operation
+    inside: dict[Hashable, dict[int, object]] = defaultdict(dict)  # who is in it, with which operation and root
     at = dict.fromkeys(programs, 0)
 
     def passes(rank: int) -> bool:
         call = programs[rank].calls[at[rank]]
         met = keys[rank][at[rank]] if at[rank] < len(keys[rank]) else ()
+        root = dict(call.other_roots).get(rank, call.root or 0)
         for key in met:
-            inside[key][rank] = call.op
+            inside[key][rank] = (call.op, root)
         if not call.waited_for or _kind(call) in left:
             return True
         if _over(programs[rank], at[rank]) and all(len(inside[key]) == expected[key] for key in met):
@@ -65,8 +66,7 @@ def _played(programs: Programs, keys: Keys, members: Members, left: Collection[o
             return False
         places = {one: place for place, one in enumerate(members(call.group))}
         there = inside[next(iter(met))]
-        entered = {places[one] for one, op in there.items() if one in places and op == call.op}
-        root = dict(call.other_roots).get(rank, call.root or 0)
+        entered = {places[one] for one, made in there.items() if one in places and made == (call.op, root)}
         return rank in places and returns(call.op, root, entered, places[rank], len(places))
 
     before = (-1, -1)

@@ -78,6 +78,13 @@ def test_a_rank_that_gloo_lets_go_does_not_fall_into_the_others_branch() -> None
     assert any("The last call of rank 1 would return with gloo" in note for note in made.notes)
 
 
+def test_ranks_that_gather_to_different_ones_do_not_meet() -> None:
+    """Rank 1 is one round ahead: rank 0, to which it gives its part, gathers to rank 2."""
+    ranks = [waiting(n, "gather", call=CallArguments(dst=0 if n == 1 else 2)) for n in range(3)]
+    notes = reproduction_of(job(*ranks), ALL).notes
+    assert any("The last call of rank 0 would return" in note for note in notes), "rank 1 would not"
+
+
 def test_calls_of_a_second_thread_are_made_in_the_recorded_order() -> None:
     """The main thread waits for one that is in a call: behind calls of its own, which were made at once."""
     groups = {"0": (0, 1), "1": (0, 1)}
