@@ -14,7 +14,7 @@ from safelaunch.cli.parsing import Parser
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.postmortem.found import Unreadable
-from safelaunch.reproduce import Extent, Reproduction, Wish, differences, hang_of, reproduction_of
+from safelaunch.reproduce import Extent, Reproduction, Wish, compared, reproduction_of
 from safelaunch.system.console import redact, say, show
 from safelaunch.system.printable import clean
 
@@ -146,5 +146,4 @@ def run(made: Reproduction, script: Path) -> list[str]:
         latest = Path(scratch, "bundles", "latest")
         if not latest.exists():
             return [f"it ended with exit code {done.returncode}, without a bundle"]
-        found = hang_of(locate.read(latest).evidence, range(made.world_size), user_source.text)
-        return differences(made.hang, found)
+        return compared(made.hang, locate.read(latest).evidence, user_source.text)[0]

@@ -14,7 +14,7 @@ from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, Verdict
 from safelaunch.reading.source import ReadSource
-from safelaunch.reproduce.compare import Hang, differences, hang_of
+from safelaunch.reproduce.compare import Hang, compared, hang_of
 from safelaunch.reproduce.places import records_tell
 from safelaunch.reproduce.program import Program
 from safelaunch.reproduce.programs import program_of
@@ -28,7 +28,7 @@ from safelaunch.reproduce.smaller import (
 )
 from safelaunch.reproduce.text import Head, script
 
-__all__ = ["Extent", "Hang", "Reproduction", "Wish", "differences", "hang_of", "reproduction_of"]
+__all__ = ["Extent", "Hang", "Reproduction", "Wish", "compared", "reproduction_of"]
 
 
 _MANY = 100_000  # entries of all ranks

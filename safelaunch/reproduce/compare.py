@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from safelaunch.diagnose import diagnose
 from safelaunch.diagnose.findings import ranks_word
 from safelaunch.diagnose.rank_state import Facts
-from safelaunch.model import Evidence
+from safelaunch.model import Evidence, RankEvidence
 from safelaunch.reading.source import ReadSource
 from safelaunch.reproduce.gloo import FUNCTIONS
 
@@ -41,12 +43,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Hang:
-    """How a job hangs, or how it ended. ``ranks``: those that were seen."""
+    """How a job hangs, or how it ended. ``ranks``: those that were seen. ``bare``: by records of calls alone."""
 
     outcome: str
     cause: str
     culprits: tuple[int, ...]
     ranks: Mapping[int, Standing]
+    bare: bool = False
 
 
 def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
@@ -55,7 +58,18 @@ def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | N
     number = {rank: place for place, rank in enumerate(kept)}
     culprits = dict.fromkeys(one.rank for one in verdict.culprits)
     ranks = {number[rank]: _standing(facts, rank, number) for rank in facts.ranks if rank in number}
-    return Hang(verdict.outcome, verdict.cause, tuple(number[rank] for rank in culprits if rank in number), ranks)
+    named = tuple(number[rank] for rank in culprits if rank in number)
+    return Hang(verdict.outcome, verdict.cause, named, ranks, all(one.main is None for one in evidence.ranks))
+
+
+def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
+    """What a run of the script does otherwise, and how it hangs. Where records alone told of the job, the run's alone
+    may tell the same.
+    """
+    bare = tuple(RankEvidence(one.rank, one.host, one.pid, flight_record=one.flight_record) for one in run.ranks)
+    views = (run, structs.replace(run, ranks=bare)) if recorded.bare else (run,)
+    hangs = [hang_of(view, range(run.world_size), read_source) for view in views]
+    return min(((differences(recorded, hang), hang) for hang in hangs), key=lambda one: len(one[0]))
 
 
 def _standing(facts: Facts, rank: int, number: Mapping[int, int]) -> Standing:
@@ -71,13 +85,14 @@ def _standing(facts: Facts, rank: int, number: Mapping[int, int]) -> Standing:
 def differences(recorded: Hang, run: Hang) -> list[str]:
     """What the run does otherwise, a sentence each; none where it hangs in the same way."""
     found = []
+    crashes = {one.outcome == "crash" for one in (recorded, run)}  # a dump or an early look may show a hang as well
     for rank, there in recorded.ranks.items():
         here = run.ranks.get(rank)
         if here is None:
             found.append(f"rank {rank} was not seen in the run")
-        elif recorded.outcome == run.outcome == "hang" and there.differs(here):
+        elif crashes == {False} and there.differs(here):
             found.append(f"rank {rank} was {there}, and is {here}")
-    if run.outcome != recorded.outcome:
+    if len(crashes) > 1:
         found = [f"the script ends in a {run.outcome}, and the job ended in a {recorded.outcome}"]
     causes = (recorded.cause, *_STAND_INS.get(recorded.cause, ()))
     if run.cause not in causes or set(run.culprits) != set(recorded.culprits):

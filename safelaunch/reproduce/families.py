@@ -39,7 +39,7 @@ def in_families(program: Program) -> tuple[Program, Families]:
 
 def _in_turn(program: RankProgram) -> dict[str, int]:
     """Group → its place among the groups of this rank, in the order in which it first calls in them."""
-    return {name: place for place, name in enumerate(dict.fromkeys(call.group for call in program.all_calls))}
+    return {name: place for place, name in enumerate(dict.fromkeys(call.group for call in program.calls))}
 
 
 def _fits(family: list[tuple[int, ...]], members: tuple[int, ...]) -> bool:
@@ -47,8 +47,7 @@ def _fits(family: list[tuple[int, ...]], members: tuple[int, ...]) -> bool:
 
 
 def _renamed(program: RankProgram, name_of: Mapping[str, str]) -> RankProgram:
-    sides = tuple(replace(one, calls=tuple(_call(call, name_of) for call in one.calls)) for one in program.sides)
-    return replace(program, calls=tuple(_call(call, name_of) for call in program.calls), sides=sides)
+    return replace(program, calls=tuple(_call(call, name_of) for call in program.calls))
 
 
 def _call(call: Call, name_of: Mapping[str, str]) -> Call:

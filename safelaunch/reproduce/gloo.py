@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 # Function of torch.distributed → the names under which it is recorded, without the backend.
 _RECORDED = {
@@ -26,23 +26,10 @@ _RECORDED = {
 FUNCTIONS = {name: function for function, names in _RECORDED.items() for name in names.split()}
 
 # The recorder's name of a type → torch's.
-_TYPES = {
+TYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Int": "int32", "Long": "int64",
     "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
-_SPARE = ("uint8", "int8", "int32", "int64", "float64", "float16", "bfloat16")
-
-
-def types_of(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """``(recorded name → torch's type, the names that have a stand-in)``. Names that differ stay different."""
-    distinct = sorted(set(names))
-    found = {name: _TYPES[name] for name in distinct if name in _TYPES}
-    spare = [one for one in _SPARE if one not in found.values()]
-    lacking = [name for name in distinct if name not in found and name]
-    for place, name in enumerate(lacking):
-        found[name] = spare[place % len(spare)] if spare else "float32"
-    found[""] = "float32"
-    return found, tuple(lacking)
 
 
 def returns(op: str, root: int, entered: Collection[int], place: int, size: int) -> bool:

@@ -28,12 +28,7 @@ def places_matter(program: Program, nodes: Sequence[Node]) -> bool:
 
 
 def records_tell(program: Program) -> Told:
-    """By the records alone that the script leaves, if it makes equal calls from one line.
-
-    Of threads nothing is told: each is a program of its own.
-    """
-    if any(one.sides for one in program.ranks.values()):
-        return "", []
+    """By the records alone that the script leaves, if it makes equal calls from one line."""
     named, _ = in_families(program)
     return _told(named, {rank: one.calls for rank, one in named.ranks.items()})
 

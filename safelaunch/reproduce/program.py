@@ -25,9 +25,8 @@ class Call:
     """One call of torch.distributed. ``op``: the function's name; ``batch`` for ``batch_isend_irecv`` of ``parts``.
 
     - ``sizes``: of the tensors that the rank gives, or, where only the root gives some (scatter), gets
-    - ``gets``: of those that it gets in an ``all_to_all``
     - ``other_roots``: ranks of the world that name another root, and which
-    - ``peer``: None in a ``recv`` from any rank
+    - ``peer``: None in a ``recv`` from any rank; ``named`` False: another one may have been meant
     - ``waited_for`` False: the rank went on before the call was over
     - ``site``: the user's line
     """
@@ -36,19 +35,18 @@ class Call:
     group: str = WORLD
     sizes: Sizes = ()
     dtypes: tuple[str, ...] = ()
-    gets: Sizes = ()
     root: int | None = None
     other_roots: tuple[tuple[int, int], ...] = ()
     peer: int | None = None
+    named: bool = True
     tag: int = 0
     waited_for: bool = True
     site: Frame | None = None
     parts: tuple[Call, ...] = ()
 
 
-# What a rank does behind its last call. ``waits``: it does not come back from it. ``joins``: it waits for its threads.
-# ``ends``: nothing more, as a thread.
-Ending = Literal["waits", "waits for work", "joins", "ends", "stands", "leaves", "raises", "exits", "is killed"]
+# What a rank does behind its last call. ``waits``: it does not come back from it.
+Ending = Literal["waits", "waits for work", "stands", "leaves", "raises", "exits", "is killed"]
 
 
 @dataclass(frozen=True)
@@ -66,32 +64,15 @@ class End:
 
 
 @dataclass(frozen=True)
-class Side:
-    """A thread beside the main one. ``after``: how many calls the main thread has made when it starts. ``name``: as it
-    was recorded.
-    """
-
-    calls: tuple[Call, ...]
-    end: End
-    after: int
-    name: str = ""
-
-
-@dataclass(frozen=True)
 class RankProgram:
-    """``calls`` and ``end`` are the main thread's; ``entries``: what each of these calls has left in the record, as far
-    as it has. ``before``: it stands before it joins the job.
+    """``entries``: what each call has left in the record, as far as it has. ``before``: it stands before it joins
+    the job.
     """
 
     calls: tuple[Call, ...]
     end: End
-    sides: tuple[Side, ...] = ()
     before: bool = False
     entries: tuple[tuple[Collective, ...], ...] = ()
-
-    @property
-    def all_calls(self) -> tuple[Call, ...]:
-        return (*self.calls, *(call for side in self.sides for call in side.calls))
 
 
 @dataclass(frozen=True)

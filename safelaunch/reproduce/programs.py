@@ -15,7 +15,7 @@ from safelaunch.diagnose.rank_state import Facts, RankFacts
 from safelaunch.diagnose.transfers import is_root
 from safelaunch.model import UNKNOWN_SIZES, Collective
 from safelaunch.reproduce.gloo import FUNCTIONS, returns
-from safelaunch.reproduce.order import passable, returning
+from safelaunch.reproduce.order import passable
 from safelaunch.reproduce.program import (
     BARE,
     OUTSIDE,
@@ -26,11 +26,9 @@ from safelaunch.reproduce.program import (
     End,
     Program,
     RankProgram,
-    Side,
     Sizes,
 )
 from safelaunch.reproduce.recorded import Extent, Meeting, Recorded, recorded
-from safelaunch.reproduce.threads import SideThread, threads_of
 
 _SCALAR = ((1,),)
 _MOST_ROOTS = 512  # that are tried
@@ -48,11 +46,6 @@ class _Made:
 
     call: Call
     entries: tuple[Collective, ...]
-
-    @property
-    def thread(self) -> int:
-        """0: not known."""
-        return self.entries[0].thread if self.entries else 0
 
     @property
     def over(self) -> bool:
@@ -78,10 +71,9 @@ class _Reader:
     def program(self) -> Program:
         ranks = {rank: self._rank(rank) for rank in range(self._world)}
         keys = {rank: self._keys(rank, one) for rank, one in ranks.items()}
-        passing = passable(ranks, keys)
+        passing, held = passable(ranks, keys, self._members)
         if ranks != passing:
             self._note("Some calls that are over are not waited for: made one after the other, they would hang.")
-        held = returning(passing, keys, lambda name: self._members("0" if name == WORLD else name))
         if held:
             self._note(
                 f"The last call of {ranks_word(held)} would return with gloo: there the script sleeps behind it."
@@ -90,7 +82,7 @@ class _Reader:
         ranks = {rank: replace(one, end=held_end) if rank in held else one for rank, one in passing.items()}
         self._say_what_is_missing()
         makers = self._makers()
-        used = {call.group for one in ranks.values() for call in one.all_calls} - {WORLD, OUTSIDE} | set(makers)
+        used = {call.group for one in ranks.values() for call in one.calls} - {WORLD, OUTSIDE} | set(makers)
         groups = {name: self._members(name) for name in sorted(used, key=lambda name: (len(name), name))}
         return Program(ranks, groups, makers, (*self._notes, *self._roots.notes()))
 
@@ -158,19 +150,8 @@ class _Reader:
     def _program_of(self, rank: int, one: RankFacts | None, made: list[_Made]) -> RankProgram:
         if one is None:
             return RankProgram(_left(made), End("stands", "missing-from-collective", "it was not seen"))
-        threads = threads_of(one, [call.entries[0] for call in made if call.entries])
-        threads = [] if _share_a_group(made, {thread.ident for thread in threads}) else threads
-        idents = {thread.ident for thread in threads}
-        main = self._main_of(one, [call for call in made if call.thread not in idents], threads)
-        return replace(main, sides=tuple(_side(one, made, thread, idents) for thread in threads))
-
-    def _main_of(self, one: RankFacts, made: Sequence[_Made], threads: Sequence[SideThread]) -> RankProgram:
-        if one.wait is not None and (one.wait.thread is None or not threads):
+        if one.wait is not None:
             return self._waiting(one, made)
-        if threads and made and not made[-1].over:
-            return RankProgram((*_left(made[:-1]), made[-1].call), End("waits"))
-        if one.wait is not None or any(thread.stands for thread in threads):
-            return RankProgram(_left(made), End("joins", site=one.frame))
         end = _end_of(one)
         alone = not made and not self._facts.alignment.joined(one.rank)
         return RankProgram(_left(made), end, before=end.kind == "stands" and alone and self._some_in_init)
@@ -231,7 +212,6 @@ class _Reader:
             group=WORLD if entry.group in self._default else entry.group,
             sizes=self._sizes(op, entry),
             dtypes=(_dtype(entry),) if op not in BARE else (),
-            gets=self._known(entry.output_sizes) if op == "all_to_all" else (),
             site=self._facts.alignment.stack(rank, entry).user_frame,
         )
         if op in ROOTED:
@@ -246,8 +226,11 @@ class _Reader:
     def _sizes(self, op: str, entry: Collective) -> Sizes:
         if op in BARE:
             return ()
+        if op == "all_to_all":  # each rank may split its own way
+            self._note("An all_to_all sends one element to each rank.")
+            return ((len(self._members(entry.group)),),)
         given = self._known(entry.output_sizes if op == "scatter" else entry.input_sizes)
-        if op in ("all_reduce", "all_to_all") or len(given) == 1:
+        if op == "all_reduce" or len(given) == 1:
             return given
         return ((elements(given) or 0,),)
 
@@ -271,10 +254,12 @@ class _Reader:
             yield Call("batch", site=wait.frame, parts=tuple(parts))
         elif op in TRANSFERS:
             self._note("Sends and receives of gloo are not recorded: those under way are read from the stacks.")
-            if wait.peer is None and wait.tag is None:
+            from_any = op == "recv" and wait.peer is None and wait.tag is not None
+            if wait.peer is None and not from_any:
                 self._note(f"Rank {one.rank}: the peer of its {op} is not known.")
             peer = wait.peer if wait.peer is not None or op == "recv" else (one.rank + 1) % self._world
-            yield Call(op, WORLD, _SCALAR, peer=peer, tag=wait.tag or 0, site=wait.frame)
+            named = wait.peer is not None
+            yield Call(op, WORLD, _SCALAR, peer=peer, named=named, tag=wait.tag or 0, site=wait.frame)
         elif op:
             self._note(f"{op} of rank {one.rank} is not recorded: its group and sizes are not known.")
             root = wait.source if wait.source is not None else wait.target
@@ -283,22 +268,6 @@ class _Reader:
         else:
             self._note(f"Rank {one.rank} waits in {wait.op}, which is not recorded: a barrier stands for it.")
             yield Call("barrier", site=wait.frame)
-
-
-def _side(one: RankFacts, made: Sequence[_Made], thread: SideThread, idents: set[int]) -> Side:
-    its = [call for call in made if call.thread == thread.ident]
-    first = made.index(its[0]) if its else len(made)
-    after = sum(call.thread not in idents and (bool(its) or call.over) for call in made[:first])
-    end = _end_of(one) if thread.stands else End("ends" if not its or its[-1].over else "waits")
-    return Side(_left(its[:-1]) + tuple(call.call for call in its[-1:]), end, after, thread.name)
-
-
-def _share_a_group(made: Sequence[_Made], idents: set[int]) -> bool:
-    """Then what matters is who came first: the main thread makes all calls, in their order."""
-    threads: dict[str, set[int]] = {}
-    for call in made:
-        threads.setdefault(call.call.group, set()).add(call.thread if call.thread in idents else 0)
-    return any(len(callers) > 1 for callers in threads.values())
 
 
 def _functions_of(entry: Collective) -> set[str]:

@@ -101,13 +101,13 @@ def _begin(facts: Facts, calls: Sequence[Recorded], extent: Extent) -> int:
 
 
 def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[Recorded]]) -> dict[int, int]:
-    """All begin with the same call of a group that all are in: the newest one before each begin, if there is one."""
+    """All begin with the newest call before each begin that all have made, else with their first."""
     places = {rank: {(one.meeting, one.place): at for at, one in enumerate(calls)} for rank, calls in every.items()}
     common = [key for key in next(iter(places.values()), {}) if all(key in mine for mine in places.values())]
     for key in reversed(common):
         if all(mine[key] <= begins[rank] for rank, mine in places.items()):
             return {rank: mine[key] for rank, mine in places.items()}
-    return dict(begins)
+    return dict(begins) if max(begins.values(), default=0) > _LONGEST_ROUND else dict.fromkeys(begins, 0)
 
 
 def _parted(facts: Facts) -> dict[Meeting, int]:

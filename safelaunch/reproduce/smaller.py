@@ -38,7 +38,7 @@ def fewest_ranks(program: Program, culprits: Collection[int], tells: Tells) -> l
 
 def _kind(one: RankProgram) -> object:
     """Ranks of one kind make the same last calls, each in groups of its own."""
-    alike = [replace(call, group="", root=None, other_roots=(), peer=None, parts=()) for call in one.all_calls[-8:]]
+    alike = [replace(call, group="", root=None, other_roots=(), peer=None, parts=()) for call in one.calls[-8:]]
     return one.end, one.before, tuple(alike)
 
 
@@ -68,9 +68,8 @@ class _Fewer:
 
     def program(self, one: RankProgram) -> RankProgram:
         calls = [self.call(call) for call in one.calls]
-        sides = (replace(side, calls=tuple(filter(None, map(self.call, side.calls)))) for side in one.sides)
         entries = tuple(left for call, left in zip(calls, one.entries, strict=False) if call is not None)
-        return replace(one, calls=tuple(filter(None, calls)), sides=tuple(sides), entries=entries)
+        return replace(one, calls=tuple(filter(None, calls)), entries=entries)
 
     def call(self, call: Call) -> Call | None:
         """None where nobody is left to make it with."""
@@ -109,7 +108,7 @@ def with_small_tensors(program: Program) -> Program:
         return tuple((small[prod(size)],) if size else size for size in given)
 
     def smaller(call: Call) -> Call:
-        return replace(call, sizes=sizes(call.sizes), gets=sizes(call.gets), parts=tuple(map(smaller, call.parts)))
+        return replace(call, sizes=sizes(call.sizes), parts=tuple(map(smaller, call.parts)))
 
     return _with_calls(program, smaller)
 
@@ -159,17 +158,14 @@ def _with_larger(program: Program, group: str, sizes: Collection[int], times: in
 
 def _numbers(program: Program) -> set[int]:
     parts = (part for call in _every(program) for part in (call, *call.parts))
-    return {prod(size) for part in parts for size in (*part.sizes, *part.gets)}
+    return {prod(size) for part in parts for size in part.sizes}
 
 
 def _every(program: Program) -> Iterator[Call]:
     for one in program.ranks.values():
-        yield from one.all_calls
+        yield from one.calls
 
 
 def _with_calls(program: Program, change: Callable[[Call], Call]) -> Program:
-    def changed(one: RankProgram) -> RankProgram:
-        sides = tuple(replace(side, calls=tuple(map(change, side.calls))) for side in one.sides)
-        return replace(one, calls=tuple(map(change, one.calls)), sides=sides)
-
-    return replace(program, ranks={rank: changed(one) for rank, one in program.ranks.items()})
+    ranks = {r: replace(one, calls=tuple(map(change, one.calls))) for r, one in program.ranks.items()}
+    return replace(program, ranks=ranks)

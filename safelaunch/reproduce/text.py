@@ -17,7 +17,7 @@ from safelaunch.reading.frames import basename, is_pseudo, short
 from safelaunch.redaction.redact import redact_text
 from safelaunch.reproduce import fold
 from safelaunch.reproduce.families import Families, in_families
-from safelaunch.reproduce.gloo import types_of
+from safelaunch.reproduce.gloo import TYPES
 from safelaunch.reproduce.places import places_matter
 from safelaunch.reproduce.program import BARE, OUTSIDE, TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
 
@@ -40,14 +40,7 @@ _STANDS = {
 _MODULES = ("os", "signal", "sys", "threading", "time")
 
 
-@dataclass(frozen=True)
-class Start:
-    """The main thread starts thread number ``number``."""
-
-    number: int
-
-
-Item = Call | End | Start
+Item = Call | End
 
 
 @dataclass(frozen=True)
@@ -69,15 +62,14 @@ def script(program: Program, head: Head, leavers: Collection[int] = ()) -> Scrip
     """The whole script. ``leavers``: ranks that have left a loop in which the others are."""
     named, families = in_families(program)
     items = {rank: _items(one) for rank, one in named.ranks.items()}
-    types, replaced = types_of(call.dtypes[0] for one in program.ranks.values() for call in _flat(one) if call.dtypes)
-    writer = _Writer(named, families, types)
-    body = [*_before(named), *writer.groups(), *writer.threads()]
-    threaded = any(one.sides for one in named.ranks.values())
+    names = {dtype for one in program.ranks.values() for call in _flat(one) for dtype in call.dtypes}
+    writer = _Writer(named, families)
+    body = [*_before(named), *writer.groups()]
     nodes = fold.merged(items, leavers=leavers)
-    listed = not (leavers or threaded) and places_matter(named, nodes)
+    listed = not leavers and places_matter(named, nodes)
     body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
     body.append(_CAME_BACK)
-    notes = [*program.notes, *_not_the_same(program), *(_of_type(name, types[name]) for name in replaced)]
+    notes = [*program.notes, *_not_the_same(program), *map(_of_type, sorted(names - {*TYPES, ""}))]
     command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
     lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
     return Script("\n".join(lines) + "\n", command, tuple(notes))
@@ -112,8 +104,8 @@ def plain(text: str) -> str:
     return "".join(c if " " <= c <= "~" else "?" for c in flat)
 
 
-def _of_type(name: str, stand_in: str) -> str:
-    return f"gloo has no {name[:40]}: {stand_in} stands for it."
+def _of_type(name: str) -> str:
+    return f"gloo has no {name[:40]}: float32 stands for it."
 
 
 NO_SENDS = (
@@ -154,27 +146,21 @@ def _before(program: Program) -> Iterator[str]:
 
 
 def _flat(program: RankProgram) -> Iterator[Call]:
-    for call in program.all_calls:
+    for call in program.calls:
         yield from call.parts or (call,)
 
 
 def _items(program: RankProgram) -> list[Item]:
-    found: list[Item] = [*program.calls, *_at_the_end(program.end)]
-    for number, side in reversed(list(enumerate(program.sides))):
-        found.insert(side.after, Start(number))
-    return [] if program.before else found
-
-
-def _at_the_end(end: End) -> tuple[End, ...]:
-    return () if end.kind in ("waits", "ends") else (end,)
+    ends = () if program.end.kind == "waits" else (program.end,)
+    return [] if program.before else [*program.calls, *ends]
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
 class _Writer:
-    def __init__(self, program: Program, families: Families, types: Mapping[str, str]) -> None:
-        self._program, self._families, self._types = program, families, types
+    def __init__(self, program: Program, families: Families) -> None:
+        self._program, self._families = program, families
         self._names: Mapping[Item, str] = {}  # of the functions that make the calls, where there are any
 
     def groups(self) -> Iterator[str]:
@@ -187,21 +173,9 @@ class _Writer:
                 yield from _wrapped(line if makers is None else _INDENT + line)
             else:
                 yield from _wrapped(f"{name}, _ = dist.new_subgroups_by_enumeration({_lists(groups)})")
-        if any(not call.waited_for for one in self._program.ranks.values() for call in one.all_calls):
+        if any(not call.waited_for for one in self._program.ranks.values() for call in one.calls):
             yield "works = []"
         yield ""
-
-    def threads(self) -> Iterator[str]:
-        """A function for each thread beside the main one."""
-        most = max((len(one.sides) for one in self._program.ranks.values()), default=0)
-        for number in range(most):
-            sides = {rank: one.sides[number] for rank, one in self._program.ranks.items() if number < len(one.sides)}
-            items: dict[int, list[Item]] = {r: [*one.calls, *_at_the_end(one.end)] for r, one in sides.items()}
-            name = next((one.name for one in sides.values() if one.name), "")
-            yield ""
-            yield from _with_comment([f"def run_thread_{number + 1}():"], f"recorded as {name[:60]!r}" if name else "")
-            yield from self.nodes(fold.merged(items), _INDENT)
-            yield from ("", "")
 
     def nodes(self, nodes: Sequence[fold.Node], indent: str) -> Iterator[str]:
         for is_plain, same in groupby(nodes, key=lambda node: isinstance(node, fold.Step)):
@@ -222,9 +196,6 @@ class _Writer:
             yield from (indent + line for line in self._item(item))
 
     def _item(self, item: Item) -> list[str]:
-        if isinstance(item, Start):
-            name = f"thread_{item.number + 1}"
-            return [f"{name} = threading.Thread(target=run_{name})", f"{name}.start()"]
         return _ending(item) if isinstance(item, End) else self._call(item)
 
     def list_of_calls(self, nodes: Sequence[fold.Node]) -> Iterator[str]:
@@ -281,7 +252,7 @@ class _Writer:
         words += ["async_op=True"] if not call.waited_for and call.op not in TRANSFERS else []
         if call.op == "all_reduce" and len(call.sizes) > 1:
             name = "all_reduce_coalesced"
-        elif call.op == "all_to_all" and len(call.sizes) == 1:
+        elif call.op == "all_to_all":
             name = "all_to_all_single"
         return f"dist.{name}({', '.join(words)})"
 
@@ -290,7 +261,7 @@ class _Writer:
         if call.root is not None:
             yield f"{prefix}{'dst' if call.op in ('reduce', 'gather') else 'src'}={self._root(call)}"
         if call.peer is not None:
-            yield f"{'dst' if call.op == 'send' else 'src'}={_peer(call)}"
+            yield f"{'' if call.named else 'group_'}{'dst' if call.op == 'send' else 'src'}={_peer(call)}"
         if call.tag:
             yield f"tag={call.tag}"
 
@@ -321,21 +292,13 @@ class _Writer:
             root = f"({self._root(call)})" if call.other_roots else str(call.root)
             yield from (given[0], f"{several} if {me} == {root} else None")
         elif call.op == "all_to_all":
-            yield from self._exchange(call, count)
+            yield from (given[0], given[0])
         else:
             yield given[0]
 
-    def _exchange(self, call: Call, count: int) -> Iterator[str]:
-        if len(call.sizes) == len(call.gets) == count > 1:
-            for sizes in (call.gets, call.sizes):
-                yield f"[{', '.join(self._zeros(size, call) for size in sizes)}]"
-            return
-        for sizes in (call.gets, call.sizes):
-            yield self._zeros((-(-_numel(sizes) // count) * count,), call)
-
     def _zeros(self, size: tuple[int, ...], call: Call) -> str:
         shape = ", ".join(map(str, size)) if size else "()"
-        dtype = self._types.get(call.dtypes[0], "float32") if call.dtypes else "float32"
+        dtype = TYPES.get(call.dtypes[0], "float32") if call.dtypes else "float32"
         return f"torch.zeros({shape}{f', dtype=torch.{dtype}' if dtype != 'float32' else ''})"
 
     def _batch(self, call: Call) -> list[str]:
@@ -373,8 +336,6 @@ def _numel(sizes: Sizes) -> int:
 def _ending(end: End) -> list[str]:
     if end.kind == "waits for work":
         return _with_comment([f"works[-{end.work + 1}].wait()"], _site(end.site))
-    if end.kind == "joins":
-        return _with_comment(["thread_1.join()"], _site(end.site))
     lines = {
         "leaves": ["threading.Thread(target=time.sleep, args=(86_400,)).start()", "sys.exit()"],
         "raises": ['raise RuntimeError("as recorded")'],
@@ -415,18 +376,7 @@ def _with_comment(lines: Sequence[str], words: str) -> list[str]:
 
 
 def _wrapped(line: str, indent: str = "") -> list[str]:
-    return (
-        textwrap.wrap(
-            line,
-            _WIDTH,
-            initial_indent="",
-            subsequent_indent=indent + 2 * _INDENT,
-            break_long_words=False,
-            drop_whitespace=True,
-        )
-        if len(line) > _WIDTH
-        else [line]
-    )
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=indent + 2 * _INDENT, break_long_words=False)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -442,9 +392,13 @@ def condition(ranks: frozenset[int], world: int) -> str:
     if len(ordered) == 1:
         return f"rank == {first}"
     if len(ordered) == last - first + 1 and len(ordered) > 2:
-        if first == 0:
-            return f"rank <= {last}"
-        return f"rank >= {first}" if last == world - 1 else f"{first} <= rank <= {last}"
+        return (
+            f"rank <= {last}"
+            if first == 0
+            else f"rank >= {first}"
+            if last == world - 1
+            else f"{first} <= rank <= {last}"
+        )
     return f"rank in {_range(ordered) or '(' + ', '.join(map(str, ordered)) + ')'}"
 
 

@@ -18,7 +18,7 @@ from safelaunch.capture import user_source
 from safelaunch.capture.flight_dump import to_json
 from safelaunch.model import Evidence
 from safelaunch.postmortem import locate
-from safelaunch.reproduce import LOST, Hang, Reproduction, Wish, differences, hang_of, reproduction_of
+from safelaunch.reproduce import LOST, Hang, Reproduction, Wish, compared, reproduction_of
 from safelaunch.reproduce.smaller import ABORTS
 from safelaunch.reproduce.text import NO_SENDS
 
@@ -122,11 +122,11 @@ def _replay(name: str, evidence: Evidence, scratch: Path, wish: Wish) -> tuple[R
     if len(result.bundles) != 1:
         why = f"exit code {result.code}, {len(result.bundles)} bundles: {result.said[-300:]}"
         return replace(told, why_not=why), True
-    found = hang_of(locate.read(result.bundle.path).evidence, range(made.world_size), user_source.text)
+    unlike, found = compared(made.hang, locate.read(result.bundle.path).evidence, user_source.text)
     told = replace(told, found=(found.cause, found.culprits))
     verdict = result.verdict
     unseen = [text for text in verdict["missing"] if text.startswith(("no Flight", "no Python", "ranks not seen"))]
-    why = "; ".join(differences(made.hang, found))
+    why = "; ".join(unlike)
     if why and is_said(made, found.culprits) and not different_calls(made.hang, found):
         return replace(told, in_part=why), not unseen
     why = why and " ".join([f"{why}: {verdict['summary']}", *(f"({text})" for text in unseen)])

@@ -52,4 +52,7 @@ def test_another_verdict() -> None:
 
 def test_a_crash_is_no_hang() -> None:
     assert "ends in a crash" in differences(JOB, replace(JOB, outcome="crash", ranks={}))[0]
-    assert differences(JOB, JOB) == []
+
+
+def test_a_dump_of_a_hang_shows_a_hang() -> None:
+    assert differences(replace(JOB, outcome="dump"), JOB) == []
