@@ -25,7 +25,7 @@ from evidence import (
 from msgspec import structs
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Evidence, GilTest, OtherEnd, RankEvidence, Verdict
+from safelaunch.model import Evidence, GilTest, OtherEnd, RankEvidence, RankException, RankExit, Verdict
 
 LINE = "tcp 127.0.0.1:4 -> 127.0.0.1:5 (established)"
 POLLS = dedent(
@@ -262,3 +262,14 @@ def test_a_remote_call_that_nobody_is_seen_to_handle() -> None:
     verdict = diagnose(job(waiting(0), waiting(1), asks(2), waiting(3)))
     assert decided(verdict)[1] == [(2, 24)]
     assert "for another rank to answer a remote call" in verdict.summary
+
+
+def test_a_remote_call_whose_time_ran_out_is_no_fault_of_who_made_it() -> None:
+    text = "RPCErr:1:RPC ran for more than set timeout (60000 ms) and will now be marked with an error"
+    frames = (at(820, "_invoke_rpc", f"{RPC}/api.py"), at(775, "rpc_sync", f"{RPC}/api.py"), at(24, "fetch"), MODULE)
+    error = RankException("RuntimeError", text, 100.0, frames)
+    asleep = rank(1, in_user(7, "load"), "sleep", flight=behind())
+    clients = [rank(n, seen=False, more={"exception": error, "exit": RankExit(1, 100.5)}) for n in (0, 2)]
+    verdict = diagnose(job(*clients, asleep, outcome="crash"))
+    assert decided(verdict)[:2] == ("stuck-in-user-code", [(1, 7)])
+    assert "ranks 0,2 wait in a remote call" in verdict.summary
