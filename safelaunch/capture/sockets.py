@@ -62,16 +62,22 @@ def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
 
 
 def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
-    """The inodes of these sockets of the process → those of the sockets at the other ends, if on this node."""
+    """The inodes of these sockets of the process → those of the sockets at the other ends, if on this node.
+
+    A connection that was not accepted yet has no socket there: that of the listener stands for it.
+    """
     net, found = Path(f"/proc/{pid}/net"), {}
     for name in ("tcp", "tcp6"):
-        pairs = {fields[9]: (fields[1], fields[2]) for fields in _established(_read(net / name))}
-        by_pair = {pair: inode for inode, pair in pairs.items()}
+        table = _read(net / name)
+        by_pair = {(fields[1], fields[2]): int(fields[9]) for fields in _connections(table)}
+        pairs = {inode: pair for pair, inode in by_pair.items()}
         for inode in inodes:
-            local, remote = pairs.get(str(inode), ("", ""))
+            local, remote = pairs.get(inode, ("", ""))
             other = by_pair.get((remote, local))
+            if other == 0:
+                other = next((number for number, _ in find_listening(table, int(remote.rpartition(":")[2], 16))), None)
             if other is not None:
-                found[inode] = int(other)
+                found[inode] = other
     unix = {inode: unix_peer(inode) for inode in inodes if inode not in found}
     return found | {inode: peer for inode, peer in unix.items() if peer is not None}
 
@@ -164,9 +170,10 @@ def _attributes(answer: bytes, at: int, end: int, wanted: int) -> Iterator[tuple
         at += max(4, (length + 3) & ~3)
 
 
-def _established(table: str) -> Iterator[list[str]]:
+def _connections(table: str) -> Iterator[list[str]]:
+    """Those that a process has, or that wait to be accepted: these have no inode, nor have those that are over."""
     lines = (line.split() for line in table.splitlines()[1:])
-    return (fields for fields in lines if len(fields) > 9 and fields[9] != "0")
+    return (fields for fields in lines if len(fields) > 9 and (fields[9] != "0" or fields[3] == "01"))
 
 
 def _target(path: Path) -> str:

@@ -29,10 +29,17 @@ _UNKNOWN: Signature = (None,)  # of an operation without a name
 # root has an input, as output. In the others (all_to_all, ragged forms) sizes may differ by design.
 _SAME_SIZE = frozenset(
     {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "_all_gather_base", "gather",
-     "all_gather_into_tensor", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor", "all_reduce_barrier",
-     "_broadcast_oop", "_reduce_oop"}
+     "_allgather_base", "all_gather_into_tensor", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
+     "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce_barrier", "_broadcast_oop", "_reduce_oop"}
 )  # fmt: skip
 _SAME_OUTPUT = frozenset({"scatter"})
+# One operation under the names of its forms (of a list or of one tensor), which backends carry out alike.
+_FORMS = (
+    ("all_gather", ("allgather", "_all_gather_base", "_allgather_base", "all_gather_into_tensor", "all_gather_single")),
+    ("reduce_scatter", ("_reduce_scatter_base", "reduce_scatter_tensor", "reduce_scatter_single")),
+    ("all_reduce", ("allreduce",)),
+)
+_ONE_NAME = {form: name for name, forms in _FORMS for form in forms}
 DEFAULT_GROUPS = ("0", "", "default_pg")
 
 
@@ -59,12 +66,15 @@ def signature(entry: Collective) -> Signature:
     Shapes count by their number of elements: (4, 1) and (4,) do match.
     """
     op = op_name(entry)
+    name = _ONE_NAME.get(op, op)
     if not op:
         return _UNKNOWN
     if op in _SAME_OUTPUT:
-        return (op, elements(entry.output_sizes), _types(entry.output_sizes, entry.output_dtypes))
+        return (name, elements(entry.output_sizes), _types(entry.output_sizes, entry.output_dtypes))
     if op in _SAME_SIZE:
-        return (op, elements(entry.input_sizes), _types(entry.input_sizes, entry.input_dtypes))
+        types = _types(entry.input_sizes, entry.input_dtypes)
+        is_list = name in ("all_gather", "reduce_scatter") and types is not None
+        return (name, elements(entry.input_sizes), tuple(dict.fromkeys(types)) if is_list and types else types)
     if isinstance(entry, Block) and _SAME_SIZE.issuperset(entry.ops):
         each = tuple(elements((size,)) for size in entry.input_sizes)
         return (op, None if None in each else each, _types(entry.input_sizes, entry.input_dtypes))

@@ -366,6 +366,9 @@ def _unexplained(view: View) -> Condition:
         text = "has no stack that says what it does"
         return Condition("missing-from-collective", text, doubts=(Doubt.STATE_UNKNOWN,))
     called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
+    if calls.waits_for_rpc(view.stack):
+        text = f"waits at {view.place} for another rank to answer a remote call"
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,))
     text = f"does not move at {view.place}{called}"
     return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
 

@@ -31,7 +31,7 @@ _CONSEQUENCE = re.compile(
     r"|rank \d+ (?:successfully reached|failed to (?:pass|reach|reply))|ranks? .* failed to pass"
     r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv"
     r"|application timeout caused pair closure|connectfullmesh failed|socket timeout|connection abort"
-    r"|detected mismatch between collectives on ranks",
+    r"|detected mismatch between collectives on ranks|rpc ran for more than set timeout",
     re.IGNORECASE | re.DOTALL,
 )
 # How c10d, gloo and NCCL word it where a RuntimeError has no line of torch on its stack, as that of `work.wait()`.

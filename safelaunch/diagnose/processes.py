@@ -28,7 +28,7 @@ _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells
 _CANNOT_RUN = ("stopped", "dead", "disk")
 CLOCK_TICKS = 100  # a second: USER_HZ, which is what /proc counts in
 _DETAILS = re.compile(r" at [0-9a-f]+ | ip:| total-vm:")  # of a line of the kernel's, from there on
-_FORK_NOTE = "; if another thread held that lock when the worker was forked, it is never released there"
+_FORK_NOTE = "; if another thread held that lock when the process was forked, it is never released there"
 _SHARED_NOTE = "; processes share it, and one that ends while it holds it never releases it"
 
 
@@ -187,6 +187,9 @@ class Inside:
         lock is held by somebody we cannot see. One that waits for other ranks may be meant by each of them.
         """
         others, among_peers = view.beside(), self._waiting_for_peers(view)
+        if lock.of_pool:  # its workers are to end that, whatever the threads beside it do
+            workers = _running_users_code(children)
+            return self._to(view, "work", workers[:1] if len({one.user_frame for one in workers}) == 1 else workers)
         if lock.on == "work":
             may = [one for one in others if one.serves_futures == lock.of_future] or others
             at_work = [one for one in may if self._condition(one).lock is None and not one.wait.again]
@@ -329,6 +332,7 @@ class Inside:
         if held is not None:
             who, found = f"{who} has held it since line {held.line} and", replace(found, signs=found.signs | {"held"})
         reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
+        reason += "" if is_thread or edge.kind != "work" else _note_on(found.lock)
         told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
         if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
             told = replace(told, signs=told.signs | {"full-pipe"})

@@ -437,7 +437,7 @@ class _Prover:
 def _call(entry: Collective, rank: int) -> _Call:
     named = signature(entry)
     whose = rank if entry.is_p2p else -1
-    return _Call(entry.group, number_of(entry), entry.is_p2p, (op_name(entry), *named[1:]), whose)
+    return _Call(entry.group, number_of(entry), entry.is_p2p, (named[0] or "", *named[1:]), whose)
 
 
 def _can_meet(one: Collective, other: Collective) -> bool:

@@ -415,7 +415,8 @@ def _raised_wait(rank: RankEvidence) -> PeerWait | None:
     stack = fr.stack_of(rank, rank.exception.frames)
     mine = stack.user_frame
     own = bool(stack.frames) and stack.frames[0] == mine
-    unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a collective")
+    remote = calls.waits_for_rpc(stack)
+    unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "a collective")
     seen = calls.torch_wait(stack) or unknown
     claim = Claim(
         f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from safelaunch.diagnose.causes import Sign
 from safelaunch.diagnose.collectives import mismatch_at, op_name
-from safelaunch.diagnose.conditions import Condition, record_claim
+from safelaunch.diagnose.conditions import Condition, record_claim, thread_condition
 from safelaunch.diagnose.doubts import Doubt, levels_of, those
 from safelaunch.diagnose.findings import (
     Finding,
@@ -30,8 +31,10 @@ from safelaunch.diagnose.findings import (
 )
 from safelaunch.diagnose.graph import Kind
 from safelaunch.diagnose.peers import PeerWait
+from safelaunch.diagnose.rank_state import view_of
 from safelaunch.diagnose.waits import Case, Holder, Waiters, Waits, ranks_in
 from safelaunch.model import Claim, Collective, Culprit
+from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 
 _UNEXPLAINED = Condition(
@@ -171,7 +174,8 @@ def other_tags(case: Case) -> Ruling:
 def one_sided(case: Case) -> Ruling:
     """A rank waits to send to a peer, or to receive from it, that is elsewhere and waits for the rank in turn.
 
-    The peer's own habit may show that it left out its part; else the rank may as well have made a call too many.
+    The peer's own habit may show that it left out its part; else most ranks are right, and where neither tells, the
+    rank may as well have made a call too many.
     """
     for one in case.waits.transfers_of_circle:
         rank, wait, peer = one.ranks[0], one.wait, one.wait.peer
@@ -182,6 +186,10 @@ def one_sided(case: Case) -> Ruling:
             continue
         text = f"{capital(ranks_do([rank], 'waits', 'wait'))} in {wait.words}, and rank {peer} in {theirs.words}"
         left_out = _left_out(case, peer, theirs)
+        if left_out is None and not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer):
+            text += f", where most are: rank {rank} goes another way than these."
+            claims, culprits = wait_claims(case, (rank, peer)), waiting_culprits(case, [rank])
+            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims)
         if left_out is None:
             culprits = waiting_culprits(case, (rank, peer))
             text += ": one of them made a call that the other left out."
@@ -197,6 +205,13 @@ def one_sided(case: Case) -> Ruling:
             signs=frozenset({"left-out"}),
         )
     return ""
+
+
+def _is_outvoted(case: Case, rank: int, peer: int) -> bool:
+    """Most ranks are in one collective with ``peer``, and ``rank`` is the one that they wait for."""
+    theirs = next(one for one in case.waits.circle if peer in one.ranks)
+    members, _ = case.alignment.members(str(theirs.wait.group))
+    return rank in theirs.blockers and len(theirs.ranks) > 1 and 2 * len(theirs.ranks) > len(members)
 
 
 def _left_out(case: Case, rank: int, wait: PeerWait) -> Collective | None:
@@ -251,11 +266,61 @@ def beside_calls(case: Case) -> Ruling:
     in_circle = {rank: holder for rank, holder in mine.items() if rank in end}
     kinds = {holder.kind for holder in in_circle.values()}
     if "message" in kinds:
+        by = next(holder for holder in in_circle.values() if holder.kind == "message")
+        if (served := _server_of(case, by.rank)) is not None:
+            return _kept_from_serving(case, by.rank, served, mine)
         return _owed(case, {rank: holder for rank, holder in in_circle.items() if holder.kind == "message"}, mine)
     if kinds & {"poll", "key"}:
         return _to_make(case, in_circle)
     others = {holder.rank for holder in in_circle.values()} - in_circle.keys()
     return _deadlock(case, mine if others else in_circle, tuple(sorted(others)))
+
+
+@dataclass(frozen=True)
+class _Server:
+    """What keeps a rank from answering: ``words``, in a clause; ``claim`` shows it."""
+
+    words: str
+    claim: Claim
+    signs: frozenset[Sign]
+
+
+def _server_of(case: Case, rank: int) -> _Server | None:
+    """The part of a rank that answers others, where the rank itself keeps it from that: a thread that waits for a lock,
+    or for peers, or the event loop on whose thread the rank waits."""
+    view = view_of(case.ranks[rank].evidence, case.read_source)
+    if view is None:
+        return None
+    if calls.runs_event_loop(view.frames):
+        text = "its event loop stands meanwhile, which was to answer"
+        return _Server(text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP)
+    for other in view.beside():
+        own = thread_condition(other)
+        if own.lock is not None and own.lock.on == "lock":
+            text = f"its thread {other.name}, which was to answer, {own.reason}"
+            return _Server(text, other.stack_claim(f"thread {other.name} {own.reason}"), frozenset({"lock"}))
+    return None
+
+
+_OWN_LOOP = frozenset[Sign]({"own-loop"})
+
+
+def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[int, Holder]) -> Finding:
+    """``rank`` waits for its peers, and they wait for an answer that it keeps itself from giving."""
+    own = {other: condition for other in waiting if (condition := case.ranks[other].condition) is not None}
+    wait = case.ranks[rank].wait
+    place = f"waits in {wait.words}" if wait is not None else "waits"
+    claims = wait_claims(case, [rank]) if wait is not None else ()
+    text = f"Rank {rank} {place}, and {server.words}."
+    return Finding(
+        "lock-deadlock",
+        those({Doubt.UNSEEN_RANKS: bool(case.unseen)}),
+        f"{text} {capital(ranks_do(own, 'waits', 'wait'))} for its answer.",
+        (waiting_culprit(case.ranks[rank], text),),
+        (Claim(f"rank {rank}: {server.claim.claim}", server.claim.file), *condition_claims(own), *claims),
+        held_up=tuple(own),
+        signs=server.signs,
+    )
 
 
 def _owed(case: Case, owed_by: Mapping[int, Holder], waiting: Mapping[int, Holder]) -> Finding:

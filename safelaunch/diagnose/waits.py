@@ -19,8 +19,9 @@ from safelaunch.diagnose.graph import Edge, Graph, Kind, Node
 from safelaunch.diagnose.guarding import whereabouts
 from safelaunch.diagnose.peers import PeerWait
 from safelaunch.diagnose.processes import Inside
-from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, user_stack_of
+from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, user_stack_of, view_of
 from safelaunch.model import Frame
+from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.guards import Guard, guards_of, way_to
 
@@ -160,6 +161,7 @@ def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Hol
             yield rank, replace(_holder(facts, owner, pid, nodes), kind="file" if own.locked_by == pid else "message")
         elif own.process == "main":
             found = _sets(facts, rank, own, nodes) or _kept_from(facts, rank, own, nodes)
+            found = found or _answers(facts, rank, nodes)
             yield from [(rank, found)] if found is not None else []
 
 
@@ -175,6 +177,19 @@ def _kept_from(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node
             words = f"`{guard.words}` keeps rank {other} from there"
             return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "poll", words)
     return None
+
+
+def _answers(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Holder | None:
+    """Of a rank that waits for the answer to a remote call: the one other rank that is at one; None for several."""
+    view = view_of(facts.ranks[rank].evidence)
+    if view is None or not calls.waits_for_rpc(view.stack):
+        return None
+    views = {other: view_of(one.evidence) for other, one in facts.ranks.items() if other != rank}
+    at_work = [r for r, v in views.items() if v is not None and any(calls.handles_rpc(t.frames) for t in v.beside())]
+    if len(at_work) != 1:
+        return None
+    other = at_work[0]
+    return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "message")
 
 
 def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:

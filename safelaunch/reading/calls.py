@@ -132,7 +132,18 @@ def in_torch(stack: Stack) -> bool:
 def in_distributed(stack: Stack) -> Frame | None:
     """The innermost frame, if it is of torch.distributed: a pipeline's schedule, say."""
     inner = stack.called
-    return inner[0] if inner and "/torch/distributed/" in normal(inner[0].file) else None
+    inside = bool(inner) and "/torch/distributed/" in normal(inner[0].file) and not waits_for_rpc(stack)
+    return inner[0] if inside else None
+
+
+def waits_for_rpc(stack: Stack) -> bool:
+    """The thread waits for what another rank is to answer (``rpc_sync``, ``to_here``)."""
+    return any("/torch/distributed/rpc/" in normal(f.file) for f in stack.called)
+
+
+def handles_rpc(frames: Sequence[Frame]) -> bool:
+    """A thread that runs what another rank has asked for."""
+    return any(_in(f, "torch/distributed/rpc/internal.py") and short(f.function) == "_run_function" for f in frames)
 
 
 def in_backward(stack: Stack) -> bool:

@@ -136,6 +136,8 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("thread-join", "locks", "join", "blocking-io"),
     Specimen("future", "locks", "future", "blocking-io"),
     Specimen("queue", "locks", "queue", "lock-deadlock"),
+    Specimen("server-lock", "serving", "lock", "lock-deadlock", 3),
+    Specimen("server-loop", "serving", "loop", "lock-deadlock", 3),
     Specimen("sqlite-lock", "held", "sqlite", "lock-deadlock", 3, culprits=everybody),
     Specimen("library-lock", "held", "filelock", "lock-deadlock", 3, culprits=everybody),
     Specimen("thread-behind", "held", "thread", "stuck-in-user-code", 3, recorder=True),

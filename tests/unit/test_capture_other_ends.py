@@ -137,11 +137,16 @@ TABLE = """\
    2: 0100007F:C350 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 12 1 0 20 4 30 10 -1
    3: 0100007F:C351 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 13 1 0 20 4 30 10 -1
    4: 0100007F:1F90 0100007F:C351 06 00000000:00000000 00:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
+   5: 0100007F:C352 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 14 1 0 20 4 30 10 -1
+   6: 0100007F:1F90 0100007F:C352 01 00000000:00000009 00:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
 """
 
 
-@pytest.mark.parametrize(("inode", "other"), [(11, {11: 12}), (12, {12: 11}), (13, {}), (99, {}), (10, {})])
+@pytest.mark.parametrize(
+    ("inode", "other"), [(11, {11: 12}), (12, {12: 11}), (13, {}), (14, {14: 10}), (99, {}), (10, {})]
+)
 def test_the_socket_at_the_other_end(inode: int, other: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 14, the connection was not accepted yet: its listener has it."""
     tables: Callable[[object], str] = lambda path: TABLE if str(path).endswith("tcp") else ""  # noqa: E731
     monkeypatch.setattr(sockets, "_read", tables)
     assert sockets.other_ends(os.getpid(), [inode]) == other

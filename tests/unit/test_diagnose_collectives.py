@@ -527,3 +527,29 @@ def test_a_wrong_pair_in_the_past_explains_a_wait_in_which_all_arrived() -> None
 
 def test_module_frames_are_the_users() -> None:
     assert diagnose(job(waiting(0), rank(1, (MODULE,), "sleep", flight=behind()))).culprits[0].frame == MODULE
+
+
+FORMS = {
+    "all_gather": ("all_gather", "_all_gather_base", "all_gather_into_tensor", "all_gather_single"),
+    "reduce_scatter": ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+}
+
+
+@pytest.mark.parametrize(("op", "forms"), FORMS.items())
+def test_forms_of_one_operation_are_one_side_of_a_vote(op: str, forms: tuple[str, ...]) -> None:
+    """A list of tensors on some ranks, one tensor on others: they meet. The one in a broadcast is the odd one."""
+    ranks = [
+        rank(n, in_c10d(form, 50), flight=record(*past(3), entry(form, 4, line=50))) for n, form in enumerate(forms)
+    ]
+    last = len(forms)
+    odd = rank(last, in_c10d("broadcast", 41), flight=record(*past(3), entry("broadcast", 4, line=41)))
+    verdict = diagnose(job(*ranks, odd))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [last])
+    assert verdict.confidence == "high"
+
+
+def test_a_list_of_tensors_has_as_many_elements_as_one() -> None:
+    listed = msgspec.structs.replace(entry("reduce_scatter", 4), input_sizes=((4,),) * 3, input_dtypes=("Float",) * 3)
+    single = entry("_reduce_scatter_base", 4, size=(12,))
+    assert signature(listed) == signature(single)
+    assert signature(entry("_reduce_scatter_base", 4, size=(9,))) != signature(single)

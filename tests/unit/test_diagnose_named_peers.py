@@ -59,9 +59,15 @@ def test_a_send_and_its_receive_with_one_tag_are_no_mismatch_of_tags() -> None:
 
 
 def test_a_peer_that_waits_elsewhere_made_no_call_or_the_rank_one_too_many() -> None:
-    verdict = diagnose(job(receives(0, 1), waiting(1), waiting(2), waiting(3)))
+    verdict = diagnose(job(receives(0, 1), waiting(1)))
     assert named(verdict) == ("collective-mismatch", [0, 1], "medium")
     assert "Rank 0 waits in recv from rank 1 at train.py:31 (train), and rank 1 in all_reduce" in verdict.summary
+
+
+def test_a_transfer_of_one_rank_where_most_wait_in_a_collective() -> None:
+    verdict = diagnose(job(receives(0, 1), *(waiting(n) for n in (1, 2, 3))))
+    assert named(verdict) == ("collective-mismatch", [0], "medium")
+    assert "in all_reduce at train.py:50 (train), where most are" in verdict.summary
 
 
 def with_p2p(number: int, text: str, *now: int, call: CallArguments | None = None, op: str) -> RankEvidence:

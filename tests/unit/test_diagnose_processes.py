@@ -274,3 +274,14 @@ def test_a_child_that_writes_into_a_pipe_of_which_nothing_more_is_known() -> Non
     assert "communicate()" in unknown.suggestions[0]
     elsewhere = parent(waits_for(70, POPEN), beside(child, 4711, call="write"))
     assert not any("communicate()" in one for one in elsewhere.suggestions)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pool_whose_workers_wait_for_a_lock_that_was_held_at_the_fork(workers: int) -> None:
+    """A thread beside them, which took it then, has nothing to do with what the pool is to return."""
+    frames = (at(9, "decode"), pool_frames("worker"), BOOTSTRAP, pool_frames("Pool.__init__"), *in_user(3))
+    stuck = [below(process(70 + n, frames, "futex", role="child"), RANK) for n in range(workers)]
+    main = process(RANK, RESULT, "futex", threads=[("refresher", (at(16, "refresher"), MODULE), "nap")])
+    verdict = parent(main, *stuck)
+    assert named(verdict) == ("lock-deadlock", 1, 9, "child (pid 70)")
+    assert "if another thread held that lock when the process was forked" in verdict.summary

@@ -5,11 +5,27 @@ from __future__ import annotations
 from textwrap import dedent
 
 import pytest
-from evidence import MODULE, SCRIPT, at, behind, entry, in_user, job, past, process, rank, record, waiting
+from evidence import (
+    MODULE,
+    SCRIPT,
+    SITE,
+    STDLIB,
+    at,
+    behind,
+    entry,
+    in_c10d,
+    in_user,
+    job,
+    past,
+    process,
+    rank,
+    record,
+    waiting,
+)
 from msgspec import structs
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import Evidence, OtherEnd, RankEvidence, Verdict
+from safelaunch.model import Evidence, GilTest, OtherEnd, RankEvidence, RankException, RankExit, Verdict
 
 LINE = "tcp 127.0.0.1:4 -> 127.0.0.1:5 (established)"
 POLLS = dedent(
@@ -86,6 +102,38 @@ def test_a_message_that_a_peer_owes_who_is_stuck(world: int) -> None:
     assert decided(verdict) == ("stuck-in-user-code", [(1, 7)], "high")
     assert "at the other end of the connection at which rank 0 waits" in verdict.summary
     assert verdict.victims == ("0,2" if world == 3 else "0,2-3")
+
+
+HANDLER = (at(9, "answer", f"{STDLIB}/socketserver.py"), at(14, "run", f"{STDLIB}/threading.py"))
+LOOP = at(1922, "BaseEventLoop._run_once", f"{STDLIB}/asyncio/base_events.py")
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_server_thread_that_wants_a_lock_of_its_own_rank(clients: int) -> None:
+    threads = [(f"Thread-{n}", (at(33, "do_GET"), *HANDLER), "futex") for n in range(clients)]
+    server = waiting(3, threads=[("Thread-9", HANDLER, "poll"), *threads])
+    verdict = diagnose(
+        job(*(receives(n, 1030) for n in range(clients)), *(waiting(n) for n in range(clients, 3)), server)
+    )
+    assert decided(verdict)[:2] == ("lock-deadlock", [(3, 50)])
+    assert "its thread 'Thread-0', which was to answer, waits for a lock at train.py:33 (do_GET)" in verdict.summary
+    assert any("never call a collective" in advice for advice in verdict.suggestions)
+
+
+def test_an_event_loop_that_stands_in_a_barrier() -> None:
+    frames = (*in_c10d("barrier", 50)[:3], at(31, "serve"), LOOP, at(9, "main"), MODULE)
+    server = rank(2, frames, flight=record(*past(3), entry("barrier", 4, line=50)))
+    verdict = diagnose(job(receives(0, 1020), receives(1, 1020), server))
+    assert decided(verdict)[:2] == ("lock-deadlock", [(2, 50)])
+    assert "its event loop stands meanwhile" in verdict.summary
+    assert verdict.victims == "0-1"
+
+
+def test_a_thread_that_waits_for_work_was_not_to_answer() -> None:
+    waiter = (at(355, "Condition.wait", f"{STDLIB}/threading.py"), at(171, "Queue.get", f"{STDLIB}/queue.py"))
+    peer = waiting(2, threads=[("Thread-1", (*waiter, at(33, "log"), *HANDLER[1:]), "futex")])
+    verdict = diagnose(job(receives(0, 1020), waiting(1), peer))
+    assert decided(verdict) == ("blocking-io", [(0, 9)], "medium")
 
 
 def test_ranks_that_receive_from_each_other() -> None:
@@ -191,3 +239,37 @@ def test_a_rank_that_sleeps_with_a_collective_under_way_does_not_wait_for_it() -
     busy = naps(1, (19, "pause"), (20, "train"), flight=flight)
     verdict = told(job(rank(0, in_user(7), "sleep", flight=behind()), busy))
     assert [one.rank for one in verdict.culprits] == [0] or verdict.confidence != "high"
+
+
+RPC = f"{SITE}/torch/distributed/rpc"
+
+
+def asks(number: int) -> RankEvidence:
+    inner = (at(820, "_invoke_rpc", f"{RPC}/api.py"), at(775, "rpc_sync", f"{RPC}/api.py"))
+    return rank(number, (*inner, at(24, "fetch"), MODULE), flight=behind(), gil=GilTest(ping=True, python=True))
+
+
+def test_a_remote_call_whose_handler_wants_a_lock_of_its_own_rank() -> None:
+    handler = (at(12, "get_weights"), at(207, "_run_function", f"{RPC}/internal.py"))
+    server = waiting(3, threads=[("Thread-4", handler, "futex")])
+    verdict = diagnose(job(waiting(0), waiting(1), asks(2), server), lambda path: "value = call()\n" * 60)
+    assert decided(verdict)[:2] == ("lock-deadlock", [(3, 50)])
+    assert "its thread 'Thread-4', which was to answer" in verdict.summary
+    assert verdict.victims == "0-2"
+
+
+def test_a_remote_call_that_nobody_is_seen_to_handle() -> None:
+    verdict = diagnose(job(waiting(0), waiting(1), asks(2), waiting(3)))
+    assert decided(verdict)[1] == [(2, 24)]
+    assert "for another rank to answer a remote call" in verdict.summary
+
+
+def test_a_remote_call_whose_time_ran_out_is_no_fault_of_who_made_it() -> None:
+    text = "RPCErr:1:RPC ran for more than set timeout (60000 ms) and will now be marked with an error"
+    frames = (at(820, "_invoke_rpc", f"{RPC}/api.py"), at(775, "rpc_sync", f"{RPC}/api.py"), at(24, "fetch"), MODULE)
+    error = RankException("RuntimeError", text, 100.0, frames)
+    asleep = rank(1, in_user(7, "load"), "sleep", flight=behind())
+    clients = [rank(n, seen=False, more={"exception": error, "exit": RankExit(1, 100.5)}) for n in (0, 2)]
+    verdict = diagnose(job(*clients, asleep, outcome="crash"))
+    assert decided(verdict)[:2] == ("stuck-in-user-code", [(1, 7)])
+    assert "ranks 0,2 wait in a remote call" in verdict.summary
