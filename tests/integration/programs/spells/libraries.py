@@ -125,7 +125,7 @@ def aiohttp_gathers(spell: Spell) -> None:
 def a_websocket(spell: Spell) -> None:
     from websockets.sync.client import connect
 
-    with connect(f"ws://127.0.0.1:{spell.port}/ws") as socket:
+    with connect(f"ws://127.0.0.1:{spell.port}/ws", ping_interval=None) as socket:  # the server sleeps
         assert socket.recv() == "done"
 
 
