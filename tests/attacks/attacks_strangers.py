@@ -347,7 +347,7 @@ def _swapped(scratch: Path) -> str:
                 done.add(name)
 
     with stranger(lambda: None, again=swap):
-        result = publish(staging.root, place, BUNDLE, scratch / "kept", Keeping(archive=True), deadline_s=60.0)
+        result = publish(staging.root, place, BUNDLE, scratch / "kept", Keeping(), deadline_s=60.0)
     if (result.path / "verdict.json").read_text() != "ours":
         return f"theirs is called ours: {result}"
     return "" if "\n" not in result.problem else f"more than a line: {result.problem!r}"
