@@ -10,7 +10,6 @@ from typing import Any
 
 from safelaunch.errors import StoreError
 from safelaunch.leases.choose import Inventory
-from safelaunch.leases.claims import MOST_UNLEASED_BYTES
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store, store_of
@@ -28,7 +27,7 @@ def main(argv: list[str]) -> int:
     words = parser().parse_args(argv)
     found = inventory(os.environ)
     held, waiting = _leases(found, store_of(os.environ))
-    table = rows(found.gpus, held, _users(found), MOST_UNLEASED_BYTES)
+    table = rows(found.gpus, held, _users(found))
     if words.json:
         show_json(document(table, waiting, found.missing))
     elif not found.gpus:
