@@ -61,7 +61,9 @@ def _add(parser: argparse._ActionsContainer, command: str) -> None:
 def add_option(parser: argparse._ActionsContainer, option: Option) -> None:
     """Adds one of safelaunch's own options."""
     text = option.help.replace("%", "%%")
-    if option.takes_value:
+    if option.value_is_optional:
+        parser.add_argument(option.flag, nargs="?", metavar=option.metavar, help=text)
+    elif option.takes_value:
         parser.add_argument(option.flag, metavar=option.metavar, help=text)
     else:
         parser.add_argument(option.flag, action="store_true", help=text)
@@ -150,7 +152,7 @@ def man_page() -> str:
         roff(TORCHRUN),
     ]
     for title, options in OPTION_GROUPS.items():
-        parts += [section(f"OPTIONS: {title.upper()}"), items((f"{o.flag} {o.metavar or ''}", o.help) for o in options)]
+        parts += [section(f"OPTIONS: {title.upper()}"), items((o.usage, o.help) for o in options)]
     parts += [section("OPTIONS: HELP"), items(HELP_OPTIONS.items()), ".PP", roff(ELSEWHERE)]
     parts += [section("SUBCOMMANDS")]
     for command in COMMANDS:

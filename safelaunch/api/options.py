@@ -8,7 +8,6 @@ from typing import Literal, TypedDict
 
 Text = str | os.PathLike[str]
 Seconds = float | str  # 90, "90s", "10m"
-Size = int | str  # bytes, "64MB"
 
 
 class Options(TypedDict, total=False):
@@ -20,7 +19,6 @@ class Options(TypedDict, total=False):
     preset: Text | Sequence[Text]
     stall_timeout: Seconds
     stall_floor: Seconds
-    stall_ceiling: Seconds
     max_stall: Seconds
     startup_timeout: Seconds
     on_stall: Literal["kill", "restart", "dump"]
@@ -29,17 +27,12 @@ class Options(TypedDict, total=False):
     check_every: int
     on_inconsistent: Literal["report", "dump", "stop"]
     pg_timeout: Seconds  # "10m!": of all groups
-    memory_history: bool
     watch: bool
     bundle_dir: Text
-    bundle_archive: bool
     keep_bundles: int
-    artifact_limit: Size
     on_bundle: str
     gpus: int | str
-    wait: bool
-    wait_timeout: Seconds
-    gpu_busy_memory: Size
+    wait: bool | Seconds
     no_lease: bool
     run_name: str
     cluster_key_file: Text

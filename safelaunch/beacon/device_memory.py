@@ -1,7 +1,7 @@
 """Records where a GPU's memory is when a rank runs out of it.
 
-Figures and the largest live blocks are noted in any case. With ``--memory-history``, torch's allocator also keeps the
-stack of each allocation, and its snapshot is written for https://pytorch.org/memory_viz. It is taken where the
+Figures and the largest live blocks are noted in any case. Under ``--preset oom-debug``, torch's allocator also keeps
+the stack of each allocation, and its snapshot is written for https://pytorch.org/memory_viz. It is taken where the
 allocation fails: once the exception has unwound the stack, some of the memory is free again.
 """
 

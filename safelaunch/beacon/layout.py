@@ -108,5 +108,5 @@ CHECK_LENGTH, CHECK_SLOTS, CHECK_SLOT_SIZE = 1, 2, 3
 CHECK_HEADER = 4
 CHECK_SLOT = 8
 CHECK_WINDOW = 1024
-MEMORY_HISTORY = "SAFELAUNCH_ALLOCATIONS"  # 1: keep where GPU memory is allocated; set by the supervisor
+MEMORY_HISTORY = "SAFELAUNCH_ALLOCATIONS"  # 1: keep where GPU memory is allocated; set by a preset
 CHECKS = "SAFELAUNCH_CHECKS"  # every how many steps; set by the supervisor

@@ -1,9 +1,8 @@
 """A program that copies a staged bundle into the bundle directory, whole or not at all. Standard library only.
 
-``copier.py STAGED DIRECTORY NAME KEEP ARCHIVE_S`` writes the final path and a NUL byte to stdout as soon as the bundle
-is in place. Then, unless KEEP is 0, it removes all but the KEEP newest bundles. Unless ARCHIVE_S is 0, it writes an
-archive beside the bundle, in at most that many seconds. Problems with these two, and with the link ``latest``, follow
-the NUL byte, one per line.
+``copier.py STAGED DIRECTORY NAME KEEP`` writes the final path and a NUL byte to stdout as soon as the bundle is in
+place. Then, unless KEEP is 0, it removes all but the KEEP newest bundles. Problems with that, and with the link
+``latest``, follow the NUL byte, one per line.
 
 It is a separate process, so that the supervisor can abandon it if the disk does not answer. It makes the directory its
 working directory: whatever others do to the name, the files go there. Others who may write there (a project's group)
@@ -29,7 +28,7 @@ WHOLE = ("verdict.json", "manifest.json")
 LINKS = ("latest", "latest-2", "latest-3", "latest-4")
 
 
-def main(staged: str, directory: str, name: str, keep: str, archive_s: str, whole: str = "") -> int:
+def main(staged: str, directory: str, name: str, keep: str, whole: str = "") -> int:
     """Publishes one bundle; returns 1, with the reason on stderr, if that fails.
 
     ``whole``: the name of the bundle that this one is a part of; if that is in the directory, it becomes the latest.
@@ -59,10 +58,6 @@ def main(staged: str, directory: str, name: str, keep: str, archive_s: str, whol
     sys.stdout.buffer.write(os.fsencode(os.path.join(directory, final)) + b"\0" + note.encode())
     sys.stdout.buffer.flush()
     _report("the remains of an earlier copy could not be removed", lambda: _remove_stale("."))
-    if float(archive_s):
-        _report(
-            "the archive could not be written", lambda: _archive(final, written, time.monotonic() + float(archive_s))
-        )
     if int(keep):
         _report("old bundles could not be removed", lambda: _remove_old(int(keep), final))
     return 0
@@ -279,10 +274,7 @@ def _remove_stale(directory: str) -> None:
             status = entry.stat(follow_symlinks=False)
             if status.st_uid != os.geteuid() or time.time() - status.st_mtime < STALE_S:
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
-                os.unlink(entry.path)
+            shutil.rmtree(entry.path, ignore_errors=True)
         except FileNotFoundError:
             continue  # our own copy has just ended: it is not a leftover
 
@@ -290,43 +282,9 @@ def _remove_stale(directory: str) -> None:
 def _report(what: str, work: "Callable[[], None]") -> None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - the bundle is in place; archive and retention are best effort
+    except Exception as error:  # noqa: BLE001 - the bundle is in place; retention is best effort
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         sys.stdout.buffer.write(f"{what}: {reason}\n".encode("utf-8", "replace"))
-
-
-# --- the archive ------------------------------------------------------------------------------------------------------
-
-
-def _archive(name: str, bundle: int, deadline_s: float) -> None:
-    """Writes ``<name>.tar.gz`` of the open directory ``bundle``, with relative names and without owners.
-
-    Whole or not at all, and never over another file.
-    """
-    import tarfile
-
-    def anonymous(member: tarfile.TarInfo) -> "tarfile.TarInfo | None":
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(None, "no time was left to write it")
-        member.uid = member.gid = 0
-        member.uname = member.gname = ""
-        return member if member.isreg() or member.isdir() else None
-
-    final = f"{name}.tar.gz"
-    partial = f".{name}.tar.gz.{os.getpid()}-{time.time_ns()}.partial"
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            with tarfile.open(fileobj=file, mode="w:gz", compresslevel=6, format=tarfile.PAX_FORMAT) as tar:
-                tar.add(f"/proc/self/fd/{bundle}/.", arcname=name, filter=anonymous)
-        os.close(os.open(final, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # reserves the name
-        os.replace(partial, final)
-    except BaseException:
-        try:
-            os.unlink(partial)
-        except OSError:
-            pass
-        raise
 
 
 # --- retention --------------------------------------------------------------------------------------------------------
@@ -381,11 +339,6 @@ def _remove(name: str) -> None:
         return
     finally:
         os.close(bundle)
-    try:
-        if stat.S_ISREG(os.lstat(f"{name}.tar.gz").st_mode):
-            os.unlink(f"{name}.tar.gz")
-    except FileNotFoundError:
-        pass
 
 
 if __name__ == "__main__":

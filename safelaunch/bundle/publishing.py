@@ -27,20 +27,18 @@ from safelaunch.model import Outcome
 from safelaunch.system import untrusted_paths
 
 PUBLISH_DEADLINE_S = 60.0
-ARCHIVE_SHARE = 0.5  # of the deadline
 CHECK_DEADLINE_S = 15.0  # a job is refused then: a busy network disk, or a busy machine, must not come to that
 REMOVE_DEADLINE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Which bundles to keep: the ``newest`` ones (0: all), with an ``archive`` (.tar.gz) beside each.
+    """Which bundles to keep: the ``newest`` ones (0: all).
 
     ``whole``: the name of the bundle that has every rank, if this one has those of its node only.
     """
 
     newest: int = 0
-    archive: bool = False
     whole: str = ""
 
 
@@ -73,11 +71,11 @@ def publish(
     """Copies the staged bundle to ``directory/name``; takes at most ``deadline_s`` seconds and never raises.
 
     The copy has a hidden name until it is complete. If it fails, the staged bundle moves to ``fallback``, without
-    archive and retention.
+    retention.
     """
     keeping = keeping or Keeping()
     helper = [sys.executable, "-I", "-S", os.fspath(Path(__file__).parent / "copier.py")]
-    limits = [str(keeping.newest), str(deadline_s * ARCHIVE_SHARE if keeping.archive else 0)]
+    limits = [str(keeping.newest)]
     limits += [keeping.whole] if keeping.whole else []
     try:
         process = subprocess.Popen(

@@ -196,7 +196,7 @@ class Staging(Sink):
         return msgspec.structs.replace(artifact, missing=text(artifact.missing), note=text(artifact.note))
 
     def _too_large(self, size: int) -> str:
-        return f"it has {size} bytes, more than --artifact-limit ({self._limit})"
+        return f"it has {size} bytes, more than {self._limit}"
 
 
 def cut(content: bytes, limit: int, tail: bool) -> bytes:

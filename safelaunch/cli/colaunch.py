@@ -218,9 +218,7 @@ OURS = {
     "--bundle-dir": "bundles go into the job's directory in the sweep",
     "--gpus": "colaunch assigns the GPUs: use 'gpus: N' or --gpus-per-job N",
     "--wait": "colaunch waits by itself",
-    "--wait-timeout": "colaunch waits by itself",
     "--no-lease": "colaunch leases the GPUs it assigns",
-    "--gpu-busy-memory": "it applies to all jobs: set SAFELAUNCH_GPU_BUSY_MEMORY, or put it into safelaunch.yaml",
     "--dry-run": "give it to colaunch",
 }
 
@@ -232,8 +230,7 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
     """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
     pool: Pool | None = None
     if slots is None:
-        settings = resolve((), environ, working_directory(), lambda: None)
-        node = NodeGpus(environ, settings.gpu_busy_memory_bytes)
+        node = NodeGpus(environ)
         pool = Gpus(node) if node.pool.gpus else None
         if pool is None:
             say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")

@@ -58,15 +58,13 @@ class Row:
         return str(first.pid), first.user or "-", moment(first.since_unix_s), command + more
 
 
-def rows(
-    gpus: Sequence[Gpu], held: Mapping[str, Holder], users: Mapping[int, User], most_bytes: int
-) -> tuple[Row, ...]:
-    """One row per GPU. A GPU counts as used if more than ``most_bytes`` of its memory is in use."""
+def rows(gpus: Sequence[Gpu], held: Mapping[str, Holder], users: Mapping[int, User]) -> tuple[Row, ...]:
+    """One row per GPU."""
     found = []
     for gpu in gpus:
         on_it = tuple(users.get(process.pid, User(process.pid)) for process in gpu.processes)
         holder = held.get(gpu.uuid)
-        use = users_of(gpu, most_bytes)
+        use = users_of(gpu)
         note = "" if on_it or not use else use if gpu.error else "no process is visible on it"
         found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, note))
     return tuple(found)

@@ -10,12 +10,10 @@ from typing import Any
 
 from safelaunch.errors import StoreError
 from safelaunch.leases.choose import Inventory
-from safelaunch.leases.claims import MOST_UNLEASED_BYTES
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store, store_of
 from safelaunch.leases.users import User, look
-from safelaunch.settings.values import parse_size
 from safelaunch.system.console import redact, say, show, show_json
 
 from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, document, rows, waiting_line
@@ -27,13 +25,9 @@ LEAST = 12  # characters of a command or name on the narrowest terminal
 def main(argv: list[str]) -> int:
     """Prints the GPUs; returns 0, even without GPUs, and 1 if the driver does not answer."""
     words = parser().parse_args(argv)
-    try:
-        most_bytes = parse_size(words.gpu_busy_memory) if words.gpu_busy_memory else MOST_UNLEASED_BYTES
-    except ValueError:
-        parser().error(f"--gpu-busy-memory: {words.gpu_busy_memory!r} is not a size")
     found = inventory(os.environ)
     held, waiting = _leases(found, store_of(os.environ))
-    table = rows(found.gpus, held, _users(found), most_bytes)
+    table = rows(found.gpus, held, _users(found))
     if words.json:
         show_json(document(table, waiting, found.missing))
     elif not found.gpus:
@@ -53,8 +47,6 @@ def parser() -> Parser:
         "by a run that has ended.",
     )
     found.add_argument("--json", action="store_true", help="print one JSON document")
-    above = "a GPU counts as used if more memory than this is in use [256MB]"
-    found.add_argument("--gpu-busy-memory", metavar="SIZE", default="", help=above)
     return found
 
 

@@ -42,13 +42,6 @@ class SweepPaths:
     def jobs(self) -> Path:
         return self.root / "jobs"
 
-    def job_names(self) -> list[str]:
-        """Of the jobs that have been started at some time."""
-        try:
-            return sorted(entry.name for entry in os.scandir(self.jobs) if entry.is_dir(follow_symlinks=False))
-        except OSError:
-            return []
-
     def job(self, name: str) -> Path:
         """A job's own directory, ``{job_dir}`` in its command; the job may write there too."""
         return self.jobs / name

@@ -64,11 +64,11 @@ class CommandLine:
         return replace(self, torchrun=tuple(words))
 
 
-def split(words: Sequence[str], own: Mapping[str, bool], takes_value: Mapping[str, bool]) -> CommandLine:
+def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Mapping[str, bool]) -> CommandLine:
     """Splits ``words`` as argparse would for torchrun, and takes out our own options.
 
-    ``own`` and ``takes_value`` map option strings to whether they take a value. Raises UsageError for an own option
-    that lacks its value or has one it does not take. Other errors are left to torchrun.
+    ``own`` and ``takes_value`` map option strings to whether they take a value; None: after an equals sign only. Raises
+    UsageError for an own option that lacks its value or has one it does not take. Other errors are left to torchrun.
     """
     mine: list[tuple[str, str | None]] = []
     theirs: list[str] = []
@@ -82,7 +82,7 @@ def split(words: Sequence[str], own: Mapping[str, bool], takes_value: Mapping[st
                 if index >= len(words):
                     raise UsageError(f"{name} needs a value.", "See safelaunch --help.")
                 value, equals = words[index], "="
-            elif equals and not own[name]:
+            elif equals and own[name] is False:
                 raise UsageError(f"{name} takes no value, but got {value!r}.", "See safelaunch --help.")
             mine.append((name, value if equals else None))
         elif word == "--":

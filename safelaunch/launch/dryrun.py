@@ -9,7 +9,7 @@ from safelaunch.launch.plan import Applied, Plan
 from safelaunch.redaction.job_secrets import secret_values
 from safelaunch.redaction.redact import redact_env
 from safelaunch.redaction.redactor import Redactor
-from safelaunch.settings.config import INTERNAL_ENV, Settings
+from safelaunch.settings.config import INTERNAL_ENV, STALL_CEILING_S, Settings
 from safelaunch.system.console import command_lines
 
 
@@ -31,7 +31,7 @@ def describe(plan: Plan, width: int) -> str:
     if settings.watch:
         stall = f"{settings.effective_stall_timeout_s:g} s"
         if settings.stall_timeout_s is None:
-            stall = f"auto: learned, {settings.stall_floor_s:g} to {settings.stall_ceiling_s:g} s; until then {stall}"
+            stall = f"auto: learned, {settings.stall_floor_s:g} to {STALL_CEILING_S:g} s; until then {stall}"
         lines += [
             f"  stall timeout    {stall}   ({settings.origin('stall-timeout')})",
             f"  startup timeout  {settings.startup_timeout_s:g} s   ({settings.origin('startup-timeout')})",
@@ -40,8 +40,6 @@ def describe(plan: Plan, width: int) -> str:
             f"  check every      {settings.check_every or 'never'}   ({settings.origin('check-every')})",
             f"  early look       {'yes' if settings.early_look else 'no'}   ({settings.origin('no-early-look')})",
         ]
-        if settings.memory_history:
-            lines.append(f"  memory history   yes   ({settings.origin('memory-history')})")
         if settings.on_suspect:
             lines.append(f"  on suspect       {settings.on_suspect}   ({settings.origin('on-suspect')})")
     if settings.pg_timeout is not None:
@@ -61,12 +59,10 @@ def _group_timeout(settings: Settings) -> str:
 
 
 def _bundles(settings: Settings) -> list[str]:
-    """Which bundles are kept, in which form, and the command that runs for each."""
+    """Which bundles are kept, and the command that runs for each."""
     kept = f"the {settings.keep_bundles} newest" if settings.keep_bundles else "all"
     lines = [
         f"  keep           {kept}   ({settings.origin('keep-bundles')})",
-        f"  artifact limit {settings.artifact_limit_bytes} bytes   ({settings.origin('artifact-limit')})",
-        f"  archive        {'.tar.gz' if settings.bundle_archive else 'none'}   ({settings.origin('bundle-archive')})",
     ]
     if settings.on_bundle:
         lines.append(f"  on bundle      {settings.on_bundle}   ({settings.origin('on-bundle')})")
@@ -92,7 +88,7 @@ def _variables(plan: Plan) -> list[str]:
         if setting.why:
             lines.append(f"      {setting.why}")
     for name in sorted(INTERNAL_ENV | {"PYTHONPATH"}):
-        if plan.watched and name in plan.env:
+        if plan.watched and name in plan.env and name not in values:
             lines.append(
                 f"  {name}={plan.env[name]}   (safelaunch: for the beacon; your script sees PYTHONPATH as you set it)"
             )

@@ -155,9 +155,6 @@ def _environment(
         env.pop(layout.CHECKS, None)
         if settings.check_every:
             env[layout.CHECKS] = str(settings.check_every)
-        env.pop(layout.MEMORY_HISTORY, None)
-        if settings.memory_history:
-            env[layout.MEMORY_HISTORY] = "1"
         if settings.pg_timeout is not None:
             env[GROUP_TIMEOUT] = f"{settings.pg_timeout.seconds:g}{'!' if settings.pg_timeout.everywhere else ''}"
         if around.rank_locks:

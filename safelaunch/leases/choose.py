@@ -11,6 +11,7 @@ from typing import Literal
 
 from safelaunch.errors import ResourceError
 
+MOST_UNUSED_BYTES = 256 << 20  # of memory that is in use on an idle GPU
 # The distance between two GPUs: NVLink, then NVML's topology levels (10 to 50), then unknown.
 NVLINK = 0
 SAME_NODE = 40  # NVML_TOPOLOGY_NODE: beyond it, the path crosses the link between processors
@@ -220,16 +221,16 @@ def _because(pool: Pool, found: Inventory) -> str:
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def users_of(gpu: Gpu, most_bytes: int) -> str:
+def users_of(gpu: Gpu) -> str:
     """How an unleased GPU is used, in words; empty if it is idle.
 
-    A compute process counts as use. So does more than ``most_bytes`` of used memory: then an invisible process uses it.
+    A compute process counts as use. So does memory in use beyond the driver's own: then an invisible process uses it.
     """
     if gpu.error:
         return f"not answering: {gpu.error}"
     if gpu.processes:
         return f"used without a lease by pid {', '.join(str(process.pid) for process in gpu.processes)}"
-    if gpu.memory_used_bytes is not None and gpu.memory_used_bytes > most_bytes:
+    if gpu.memory_used_bytes is not None and gpu.memory_used_bytes > MOST_UNUSED_BYTES:
         return f"used without a lease by an invisible process ({gpu.memory_used_bytes >> 20} MiB in use)"
     return ""
 

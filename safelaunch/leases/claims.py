@@ -13,7 +13,6 @@ from safelaunch.leases.store import Attempt, Store
 from safelaunch.leases.tickets import Ticket
 from safelaunch.leases.users import User, look
 
-MOST_UNLEASED_BYTES = 256 << 20
 FRESH_S = 2.0  # a decision needs an answer of NVML that is no older
 LATER_S = 30.0  # pause before the next question to a driver that did not answer
 
@@ -33,14 +32,13 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The request, who makes it, and when an unleased GPU counts as used.
+    """The request, and who makes it.
 
     ``tolerant``: use without a lease gives only a note, because the user named these GPUs in CUDA_VISIBLE_DEVICES.
     """
 
     wish: Wish
     about: Holder
-    most_unleased_bytes: int = MOST_UNLEASED_BYTES
 
     @property
     def tolerant(self) -> bool:
@@ -79,10 +77,10 @@ class Survey:
         """Invalidates the last answer: something has changed."""
         self._old_s = float("-inf")
 
-    def users(self, gpus: Sequence[Gpu], most_bytes: int) -> dict[str, str]:
+    def users(self, gpus: Sequence[Gpu]) -> dict[str, str]:
         """UUID → how NVML says the GPU is used, leased or not."""
         now = {gpu.uuid: gpu for gpu in self.found.gpus}
-        used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu), most_bytes) for gpu in gpus}
+        used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu)) for gpu in gpus}
         return {uuid: use for uuid, use in used.items() if use}
 
     def seen(self, uuid: str) -> list[User]:
@@ -116,7 +114,7 @@ class Claim:
         self._ticket = None
         taken = set(self.last.lease.keys)
         gpus = tuple(gpu for gpu in wish.candidates if gpu.uuid in taken)
-        uses = self.survey.users(gpus, self.terms.most_unleased_bytes)
+        uses = self.survey.users(gpus)
         notes = tuple(f"GPU {gpu.label} is {uses[gpu.uuid]}" for gpu in gpus if gpu.uuid in uses)
         return Taken(self.last.lease, gpus, notes)
 
@@ -139,7 +137,7 @@ class Claim:
             return 0
         if not self.survey.refresh():
             return None
-        return len(free) - len(self.survey.users(free, self.terms.most_unleased_bytes))
+        return len(free) - len(self.survey.users(free))
 
     def foresee(self) -> tuple[Gpu, ...] | None:
         """The GPUs that ``advance`` would lease now if nobody waited."""
@@ -148,7 +146,7 @@ class Claim:
 
     def _pick(self, held: Mapping[str, Holder]) -> list[str] | None:
         wish = self.terms.wish
-        used = {} if self.terms.tolerant else self.survey.users(wish.candidates, self.terms.most_unleased_bytes)
+        used = {} if self.terms.tolerant else self.survey.users(wish.candidates)
         free = [gpu for gpu in wish.candidates if gpu.uuid not in held and gpu.uuid not in used]
         chosen = nearest(free, wish.count, self.survey.found.distances)
         return [gpu.uuid for gpu in chosen] if chosen is not None else None
@@ -177,7 +175,7 @@ def table(claim: Claim, ours: Collection[int] | None = None) -> str:
     With ``ours``, the pids of our own jobs, it lists only what others hold; empty if that is nothing.
     """
     terms, attempt = claim.terms, claim.last
-    used = claim.survey.users(terms.wish.candidates, terms.most_unleased_bytes)
+    used = claim.survey.users(terms.wish.candidates)
     lines = []
     for gpu in terms.wish.candidates:
         holder = attempt.held.get(gpu.uuid)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from safelaunch.errors import InterruptedWait, ResourceError
 from safelaunch.leases.choose import Pool, Wish, pool_of
-from safelaunch.leases.claims import MOST_UNLEASED_BYTES, Claim, Survey, Taken, Terms, refusal, table, what
+from safelaunch.leases.claims import Claim, Survey, Taken, Terms, refusal, table, what
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.inventory import Asking, inventory
 from safelaunch.leases.store import store_of
@@ -38,7 +38,7 @@ def take(claim: Claim, patience: Patience) -> Taken:
     if taken is None and patience.wait:
         taken = _wait(claim, patience)
     if taken is None:
-        again = "Wait longer with --wait-timeout" if patience.wait else "Wait for them with --wait"
+        again = "Wait longer with --wait=DURATION" if patience.wait else "Wait for them with --wait"
         remedy = f"{again}, start without GPUs (--gpus none), or share them as under torchrun (--no-lease)."
         raise ResourceError(refusal(claim), remedy)
     return taken
@@ -76,9 +76,8 @@ class NodeGpus:
     A scheduler has one place in the node's queue, however many of its jobs wait.
     """
 
-    def __init__(self, environ: Mapping[str, str], most_unleased_bytes: int = MOST_UNLEASED_BYTES) -> None:
+    def __init__(self, environ: Mapping[str, str]) -> None:
         found = inventory(environ)
-        self._most_unleased_bytes = most_unleased_bytes
         self.missing = found.missing
         self.pool: Pool = pool_of(environ, found.gpus)
         self._asking = Asking(environ)
@@ -87,7 +86,7 @@ class NodeGpus:
 
     def _terms(self, count: int, name: str) -> Terms:
         wish = Wish(self.pool.gpus, count, name)
-        return Terms(wish, ourselves(name, "safelaunch colaunch"), self._most_unleased_bytes)
+        return Terms(wish, ourselves(name, "safelaunch colaunch"))
 
     def free(self) -> int | None:
         """The number of GPUs that are free and not promised to others; None while the driver has not answered.

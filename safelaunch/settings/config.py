@@ -90,9 +90,7 @@ DEFAULT_MAX_STALL_S = 1800.0
 MAX_STALL_FACTOR = 12
 DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
 DEFAULT_STALL_FLOOR_S = 60.0
-DEFAULT_STALL_CEILING_S = 1800.0
-DEFAULT_ARTIFACT_LIMIT_BYTES = 64 << 20
-DEFAULT_GPU_BUSY_MEMORY_BYTES = 256 << 20
+STALL_CEILING_S = 1800.0
 
 _Values = dict[str, Sourced]
 
@@ -113,26 +111,21 @@ class Settings:
     presets: tuple[str, ...] = ()
     stall_timeout_s: float | None = None
     stall_floor_s: float = DEFAULT_STALL_FLOOR_S
-    stall_ceiling_s: float = DEFAULT_STALL_CEILING_S
     max_stall_s: float | None = None
     startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S
     on_stall: str = "kill"
     pg_timeout: GroupTimeout | None = None
     watch: bool = True
     bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)
-    bundle_archive: bool = False
     keep_bundles: int = 0
-    artifact_limit_bytes: int = DEFAULT_ARTIFACT_LIMIT_BYTES
     on_bundle: str | None = None
     early_look: bool = True
     on_suspect: str | None = None
     check_every: int = 0
     on_inconsistent: str = "report"
-    memory_history: bool = False
     gpus: str | None = None
     wait: bool = False
     wait_timeout_s: float | None = None
-    gpu_busy_memory_bytes: int = DEFAULT_GPU_BUSY_MEMORY_BYTES
     lease: bool = True
     run_name: str | None = None
     cluster_key_file: Path | None = None
@@ -201,31 +194,26 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
     def value(name: str, default: Any) -> Any:
         return values[name].value if name in values else default
 
-    key_file = value("cluster-key-file", None)
+    key_file, wait = value("cluster-key-file", None), value("wait", False)
     return Settings(
         presets=value("preset", ()),
         stall_timeout_s=value("stall-timeout", None),
         stall_floor_s=value("stall-floor", DEFAULT_STALL_FLOOR_S),
-        stall_ceiling_s=value("stall-ceiling", DEFAULT_STALL_CEILING_S),
         max_stall_s=value("max-stall", None),
         startup_timeout_s=value("startup-timeout", DEFAULT_STARTUP_TIMEOUT_S),
         on_stall=value("on-stall", "kill"),
         pg_timeout=value("pg-timeout", None),
         watch=not value("no-watch", False),
         bundle_dir=cwd / Path(value("bundle-dir", DEFAULT_BUNDLE_DIR)).expanduser(),
-        bundle_archive=value("bundle-archive", False),
         keep_bundles=value("keep-bundles", 0),
-        artifact_limit_bytes=value("artifact-limit", DEFAULT_ARTIFACT_LIMIT_BYTES),
         on_bundle=value("on-bundle", None),
         early_look=not value("no-early-look", False),
         on_suspect=value("on-suspect", None),
         check_every=value("check-every", 0),
         on_inconsistent=value("on-inconsistent", "report"),
-        memory_history=value("memory-history", False),
         gpus=value("gpus", None),
-        wait=value("wait", False) or value("wait-timeout", None) is not None,
-        wait_timeout_s=value("wait-timeout", None),
-        gpu_busy_memory_bytes=value("gpu-busy-memory", DEFAULT_GPU_BUSY_MEMORY_BYTES),
+        wait=bool(wait),
+        wait_timeout_s=None if isinstance(wait, bool) else wait,
         lease=not value("no-lease", False),
         run_name=value("run-name", None),
         cluster_key_file=cwd / Path(key_file).expanduser() if key_file is not None else None,
@@ -261,7 +249,7 @@ def _from_command_line(cli: Sequence[tuple[str, str | None]]) -> _Values:
         option = BY_FLAG.get(flag)
         if option is None:
             raise UsageError(f"unknown option {flag}{did_you_mean(flag, BY_FLAG)}", "safelaunch --help lists them")
-        if option.takes_value != (text is not None):
+        if option.takes_value not in (None, text is not None):
             raise UsageError(f"{flag} {'needs a' if option.takes_value else 'takes no'} value")
         value = True if text is None else option.parse_text(text, flag)
         if option.repeatable:

@@ -24,16 +24,19 @@ from safelaunch.settings.values import (
     parse_path,
     parse_run_name,
     parse_seconds,
-    parse_size,
     parse_stall_timeout,
     parse_store,
+    parse_wait,
 )
 from safelaunch.settings.yamlfile import Node, did_you_mean, texts_of
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. ``expects`` completes the sentence "X is not ..."; ``metavar`` is None for a switch."""
+    """One option. ``expects`` completes the sentence "X is not ..."; ``metavar`` is None for a switch.
+
+    ``value_is_optional``: a switch to which ``=VALUE`` may be added.
+    """
 
     name: str
     metavar: str | None
@@ -43,6 +46,7 @@ class Option:
     commands: frozenset[str]
     repeatable: bool = False
     in_file: bool = True
+    value_is_optional: bool = False
 
     @property
     def flag(self) -> str:
@@ -50,8 +54,16 @@ class Option:
         return f"--{self.name}"
 
     @property
-    def takes_value(self) -> bool:
-        return self.metavar is not None
+    def takes_value(self) -> bool | None:
+        """None: it may have one, after an equals sign."""
+        return None if self.value_is_optional else self.metavar is not None
+
+    @property
+    def usage(self) -> str:
+        """Its flag and value, as the help shows them: ``--gpus N``, ``--wait[=DURATION]``."""
+        if self.value_is_optional:
+            return f"{self.flag}[={self.metavar}]"
+        return f"{self.flag} {self.metavar or ''}".rstrip()
 
     @property
     def variable(self) -> str:
@@ -75,7 +87,7 @@ class Option:
         try:
             if self.repeatable:
                 return tuple(self.parse_text(item.text, where) for item in texts_of(node, self.name))
-            if not self.takes_value and node.kind != "boolean":
+            if self.takes_value is False and node.kind != "boolean":
                 raise PresetError(f"{where} must be true or false, not {node.text or node.describe()}")
             if self.takes_value and node.kind not in ("text", "number"):
                 raise PresetError(f"{where} must be {self.expects}; this is {node.describe()}", _quote_hint(node))
@@ -119,14 +131,6 @@ _WATCHING = (
         parse_seconds,
         _A_DURATION,
         "auto never suspects a hang sooner than this [60s].",
-        _RUNS,
-    ),
-    Option(
-        "stall-ceiling",
-        "SECONDS",
-        parse_seconds,
-        _A_DURATION,
-        "auto never waits longer than this [30m].",
         _RUNS,
     ),
     Option(
@@ -199,14 +203,6 @@ _WATCHING = (
         "30m].",
         _RUNS,
     ),
-    Option(
-        "memory-history",
-        None,
-        parse_flag,
-        "1 or 0",
-        "Keep the stack of each allocation on a GPU, and the allocator's snapshot if the GPU runs out of memory.",
-        _RUNS,
-    ),
     Option("no-watch", None, parse_flag, "1 or 0", "Only launch: no beacon, no watchdog, no bundle.", _RUNS),
 )
 _BUNDLES = (
@@ -219,27 +215,11 @@ _BUNDLES = (
         _RUNS | {"demo", "dump"},
     ),
     Option(
-        "bundle-archive",
-        None,
-        parse_flag,
-        "1 or 0",
-        "Also write each bundle as NAME.tar.gz, beside its directory.",
-        _RUNS,
-    ),
-    Option(
         "keep-bundles",
         "N",
         parse_count,
         "a number of bundles (0: all of them)",
         "Keep the N newest bundles of the bundle directory, and remove older ones when one is added [0: keep all].",
-        _RUNS,
-    ),
-    Option(
-        "artifact-limit",
-        "SIZE",
-        parse_size,
-        "a size such as 64MB, 500k or 2G",
-        "Largest file of a bundle. Longer text is cut, other files are left out, and the manifest says so [64MB].",
         _RUNS,
     ),
     Option(
@@ -269,22 +249,14 @@ _GPUS = (
         "Lease this many GPUs, or these (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one for each rank].",
         _RUNS,
     ),
-    Option("wait", None, parse_flag, "1 or 0", "Wait until the GPUs are free, first come, first served.", _RUNS),
     Option(
-        "wait-timeout",
-        "SECONDS",
-        parse_seconds,
-        _A_DURATION,
-        "Like --wait, but give up after this long.",
+        "wait",
+        "DURATION",
+        parse_wait,
+        "1, 0 or a duration (90s, 10m, 2h)",
+        "Wait until the GPUs are free, first come, first served; give up after DURATION [for ever].",
         _RUNS,
-    ),
-    Option(
-        "gpu-busy-memory",
-        "SIZE",
-        parse_size,
-        "a size such as 64MB, 500k or 2G",
-        "A GPU without a lease counts as used if more memory than this is in use on it [256MB].",
-        _RUNS,
+        value_is_optional=True,
     ),
     Option("no-lease", None, parse_flag, "1 or 0", "Lease no GPUs: share them, as under torchrun.", _RUNS),
 )
@@ -344,7 +316,6 @@ WATCHDOG_KEYS = (
     "check-every",
     "on-inconsistent",
     "pg-timeout",
-    "memory-history",
 )
 
 
@@ -373,7 +344,7 @@ def help_text(command: str = "run", width: int = 100) -> str:
     """The help on the own options of a subcommand, by subject."""
     parts = []
     for title, options in OPTION_GROUPS.items():
-        rows = [(f"{o.flag} {o.metavar or ''}".rstrip(), o.help) for o in options if command in o.commands]
+        rows = [(o.usage, o.help) for o in options if command in o.commands]
         parts += [f"{title}:\n{entries(rows, width)}\n"] if rows else []
     return "\n".join([*parts, wrapped(ELSEWHERE, width)])
 

@@ -40,6 +40,9 @@ from safelaunch.settings.yamlfile import (
 
 RUN_DIR = "run_dir"
 
+# What a preset may tell safelaunch in the ranks.
+OF_THE_BEACON = ("SAFELAUNCH_ALLOCATIONS",)
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([0-9]+(?:\.[0-9]+)*)")
 _RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)*")
@@ -118,7 +121,7 @@ def read_env(node: Node, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...
     for key, value in mapping_entries(node, "env"):
         if not _NAME.fullmatch(key.text):
             raise PresetError(f"{key.where}: {key.text!r} is not the name of an environment variable")
-        if key.text.startswith("SAFELAUNCH_"):
+        if key.text.startswith("SAFELAUNCH_") and key.text not in OF_THE_BEACON:
             raise PresetError(
                 f"{key.where}: {key.text} cannot be set here",
                 f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})",

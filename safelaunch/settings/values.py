@@ -12,7 +12,6 @@ AUTO = "auto"
 
 _SECONDS = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?(s|m|h)?", re.IGNORECASE)
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
-_SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s?([kmgt])?(i?b)?", re.IGNORECASE)
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _GPU_ID = re.compile(r"[0-9]+|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 _STORE = re.compile(r"(?:(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):)?([0-9]{1,5})", re.ASCII)
@@ -48,17 +47,6 @@ def parse_group_timeout(text: str) -> GroupTimeout:
     if not 1e-3 <= seconds <= 1e8:  # milliseconds, in a datetime.timedelta
         raise ValueError(text)
     return GroupTimeout(seconds, text.endswith("!"))
-
-
-def parse_size(text: str) -> int:
-    """Bytes from ``1048576``, ``64MB``, ``64MiB``, ``64M``, ``1.5 GB``: powers of 1024; ValueError below one byte."""
-    match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise ValueError(text)
-    size = int(float(match[1]) * 1024 ** " kmgt".index((match[2] or " ").lower()))
-    if not 1 <= size < 1 << 63:
-        raise ValueError(text)
-    return size
 
 
 def parse_count(text: str) -> int:
@@ -127,6 +115,11 @@ def parse_flag(text: str) -> bool:
     if word not in _TRUE + _FALSE:
         raise ValueError(text)
     return word in _TRUE
+
+
+def parse_wait(text: str) -> bool | float:
+    """A switch, or for how many seconds it is on."""
+    return parse_flag(text) if text.strip().lower() in _TRUE + _FALSE else parse_seconds(text)
 
 
 def parse_command(text: str) -> str:

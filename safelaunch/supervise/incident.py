@@ -19,7 +19,7 @@ import msgspec
 from safelaunch.beacon import layout
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
-from safelaunch.bundle.staging import LIMIT_BYTES, OURS, Staging, rewrite, roomier
+from safelaunch.bundle.staging import OURS, Staging, rewrite, roomier
 from safelaunch.capture import collect
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
 from safelaunch.capture.parallel import gather_into
@@ -101,7 +101,6 @@ class Circumstances:
     host: str = field(default_factory=socket.gethostname)
     redactor: Redactor = field(default_factory=Redactor)
     kills_at_start: KillCounts = field(default_factory=kill_counts)
-    artifact_limit_bytes: int = LIMIT_BYTES
     keeping: Keeping = field(default_factory=Keeping)
     notifier: Notifier = field(default_factory=Notifier)
     suspects: Notifier = field(default_factory=Notifier)
@@ -203,7 +202,7 @@ def take_evidence(
     safe = may_be_ours(about.fallback_dir.parent)
     place = roomier(about.fallback_dir, about.run_dir) if safe else about.run_dir
     root = about.unfinished.name(place, about.run_dir, outcome)
-    staging = Staging(root, about.redactor, limit_bytes=about.artifact_limit_bytes)
+    staging = Staging(root, about.redactor)
     about.unfinished.hold(root)
     pages = about.run_dir / "pages"
     seen: dict[int, RankEvidence] = {}

@@ -32,8 +32,7 @@ def circumstances(job: Job) -> Circumstances:
         fallback_dir=local_bundles(),
         launch=_launch(job, redactor),
         redactor=redactor,
-        artifact_limit_bytes=settings.artifact_limit_bytes,
-        keeping=Keeping(settings.keep_bundles, settings.bundle_archive),
+        keeping=Keeping(settings.keep_bundles),
         notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
         suspects=Notifier(settings.on_suspect, option="--on-suspect", tell_user=lambda text: say(redactor.said(text))),
     )
@@ -81,15 +80,12 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "early_look": settings.early_look,
             "check_every": settings.check_every,
             "on_inconsistent": settings.on_inconsistent,
-            "memory_history": settings.memory_history,
             "on_suspect": redactor.said(settings.on_suspect or ""),
             "origins": dict(settings.origins),
         },
         "bundles": {
             "directory": os.fspath(settings.bundle_dir),
             "keep": settings.keep_bundles,
-            "archive": settings.bundle_archive,
-            "artifact_limit_bytes": settings.artifact_limit_bytes,
             "on_bundle": redactor.said(settings.on_bundle or ""),
         },
     }

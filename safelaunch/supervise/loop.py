@@ -27,7 +27,7 @@ from safelaunch.launch.job import (
 from safelaunch.launch.paths import sweep, sweep_unfinished, working_directory
 from safelaunch.model import RankExit
 from safelaunch.roster.progress import AgentEvent, Roster
-from safelaunch.settings.config import Settings
+from safelaunch.settings.config import STALL_CEILING_S, Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.contract import Contracts
@@ -82,7 +82,7 @@ def bounds_of(settings: Settings) -> Bounds | None:
     if settings.stall_timeout_s is not None:
         return None
     floor_s = settings.stall_floor_s
-    ceiling_s = max(floor_s, settings.stall_ceiling_s)
+    ceiling_s = max(floor_s, STALL_CEILING_S)
     return Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 

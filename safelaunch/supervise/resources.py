@@ -188,7 +188,7 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         if found.trouble and settings.gpus is None:
             say(f"this job's GPUs are not leased, so other jobs may use them: {found.missing}")
         return plain
-    terms = Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes)
+    terms = Terms(wish, _about(plain.command, settings))
     claim = Claim(store_of(environ), terms, _survey(found, environ))
     try:
         if settings.dry_run:

@@ -124,7 +124,7 @@ def _used(store: Store, said: list[str]) -> str:
     held, waiting = store.look([A, B]), store.waiting()
     if any(one.uid != STRANGER for one in held.values()):
         return f"held by one who does not: {held}"
-    shown = [*map(holder.told, held.values()), *gpus.plain(gpu_rows.rows([Gpu("0", A)], held, {}, 0))]
+    shown = [*map(holder.told, held.values()), *gpus.plain(gpu_rows.rows([Gpu("0", A)], held, {}))]
     shown += [json.dumps([gpu_rows._holder(one) for one in waiting])]
     if bad := [line for line in (*said, *shown, *map(gpu_rows.waiting_line, waiting)) if not line.isprintable()]:
         return f"reaches the terminal: {bad[0]!r:.200}"
@@ -347,7 +347,7 @@ def _swapped(scratch: Path) -> str:
                 done.add(name)
 
     with stranger(lambda: None, again=swap):
-        result = publish(staging.root, place, BUNDLE, scratch / "kept", Keeping(archive=True), deadline_s=60.0)
+        result = publish(staging.root, place, BUNDLE, scratch / "kept", Keeping(), deadline_s=60.0)
     if (result.path / "verdict.json").read_text() != "ours":
         return f"theirs is called ours: {result}"
     return "" if "\n" not in result.problem else f"more than a line: {result.problem!r}"

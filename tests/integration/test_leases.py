@@ -171,7 +171,7 @@ def test_ctrl_c_ends_the_waiting(node: stub.Node, tmp_path: Path) -> None:
 
 def test_waiting_has_its_time(node: stub.Node) -> None:
     node.write(used=range(8))
-    with safelaunch("exec", "--gpus=1", "--wait-timeout=1", "--", "true", env=node.environ) as process:
+    with safelaunch("exec", "--gpus=1", "--wait=1s", "--", "true", env=node.environ) as process:
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "invisible process (10240 MiB in use)" in stderr and "Wait longer" in stderr

@@ -68,7 +68,7 @@ def test_options_become_words() -> None:
         "stall_timeout": 90,
         "config_file": "other.toml",
         "no_early_look": True,
-        "bundle_archive": False,
+        "no_lease": False,
         "watch": True,
         "gpus": None,
     }

@@ -8,7 +8,6 @@ import stat
 import struct
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,10 +82,9 @@ def test_modes_under_any_umask(mask: int, tmp_path: Path, umask: None) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     os.umask(mask)
-    result = published(directory, keeping=Keeping(archive=True))
+    result = published(directory)
     assert result == Published(directory / NAME)
     assert modes(result.path) == PRIVATE
-    assert stat.S_IMODE((directory / f"{NAME}.tar.gz").stat().st_mode) == 0o600
 
 
 def test_modes_where_the_directory_gives_everything_to_everybody(tmp_path: Path, umask: None) -> None:
@@ -102,9 +100,8 @@ def test_modes_where_the_directory_gives_everything_to_everybody(tmp_path: Path,
     os.umask(0)
     (directory / "probe").write_text("")
     assert stat.S_IMODE((directory / "probe").stat().st_mode) == 0o666, "the default ACL counts"
-    result = published(directory, keeping=Keeping(archive=True))
+    result = published(directory)
     assert modes(result.path) == PRIVATE
-    assert stat.S_IMODE((directory / f"{NAME}.tar.gz").stat().st_mode) == 0o600
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
@@ -184,16 +181,15 @@ def test_what_a_dead_disk_kept_is_swept_a_day_later(tmp_path: Path) -> None:
     """Only ours, only copies, and only old ones: another node may be writing just now."""
     directory = tmp_path / "bundles"
     old, young = directory / ".a-hang.1-1.partial", directory / ".b-hang.2-2.partial"
-    archive, other = directory / ".c-hang.tar.gz.3-3.partial", directory / "notes.partial"
+    other = directory / "notes.partial"
     for folder in (old, young):
         (folder / "ranks").mkdir(parents=True)
-    for file in (archive, other):
-        file.write_text("x")
-    for path in (old, archive, other):
+    other.write_text("x")
+    for path in (old, other):
         os.utime(path, (0, 0))
     published(directory)
     assert {".b-hang.2-2.partial", "notes.partial"} <= set(names(directory))
-    assert not old.exists() and not archive.exists()
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
@@ -425,7 +421,7 @@ def until(condition: Callable[[], bool], patience_s: float = 90.0) -> None:
 
 
 def test_what_comes_after_the_bundle_cannot_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The archive hangs: the bundle is where it was wanted all the same."""
+    """Retention hangs: the bundle is where it was wanted all the same."""
     slow = tmp_path / "python"
     slow.write_text(f"#!/bin/sh\nmkdir {tmp_path}/bundles\nprintf '%s\\0' {tmp_path}/bundles/{NAME}\nexec sleep 60\n")
     slow.chmod(0o755)
@@ -441,61 +437,20 @@ def test_a_path_of_any_bytes(tmp_path: Path) -> None:
 
 
 @AS_ROOT
-@pytest.mark.parametrize("archive", [False, True], ids=["the bundle", "the archive"])
-def test_a_full_disk(archive: bool, tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path: Path) -> None:
     directory = tmp_path / "small"
-    size = 700_000 if archive else 2_000_000
     source = staged(tmp_path / "staged")
-    (source / "large.bin").write_bytes(os.urandom(size))
+    (source / "large.bin").write_bytes(os.urandom(2_000_000))
     with mounted(directory, "size=1m"):
-        keeping = Keeping(archive=archive)
-        result = publish(source, directory, NAME, tmp_path / "fallback", keeping, deadline_s=30.0)
-        if archive:
-            assert (result.path, result.problem) == (directory / NAME, "")
-            assert result.note == "the archive could not be written: No space left on device"
-            assert names(directory) == ["latest", NAME]
-        else:
-            assert result.path == tmp_path / "fallback" / NAME
-            assert "No space left on device" in result.problem
-            assert names(directory) == []
-        assert (result.path / "large.bin").stat().st_size == size
+        result = publish(source, directory, NAME, tmp_path / "fallback", deadline_s=30.0)
+        assert result.path == tmp_path / "fallback" / NAME
+        assert "No space left on device" in result.problem
+        assert names(directory) == []
+        assert (result.path / "large.bin").stat().st_size == 2_000_000
 
 
 def test_the_name_of_a_bundle() -> None:
     assert name_of("train", 0.0, "crash") == "train-19700101T000000Z-crash"
-
-
-# --- the archive ------------------------------------------------------------------------------------------------------
-
-
-def test_the_archive(tmp_path: Path) -> None:
-    directory = tmp_path / "bundles"
-    result = published(directory, keeping=Keeping(archive=True))
-    assert (result.problem, result.note) == ("", "")
-    assert names(directory) == ["latest", NAME, f"{NAME}.tar.gz"]
-    with tarfile.open(directory / f"{NAME}.tar.gz") as tar:
-        members = {member.name: member for member in tar.getmembers()}
-        assert set(members) == {
-            NAME,
-            *(f"{NAME}/{path.relative_to(result.path)}" for path in result.path.rglob("*")),
-        }
-        for member in members.values():
-            assert (member.uid, member.gid, member.uname, member.gname) == (0, 0, "", "")
-            assert member.mode == (0o700 if member.isdir() else 0o600)
-        stack = tar.extractfile(f"{NAME}/ranks/0/stack.txt")
-        assert stack is not None
-        assert stack.read() == b"Thread 1\n"
-
-
-def test_an_archive_never_takes_the_place_of_another_file(tmp_path: Path) -> None:
-    directory = tmp_path / "bundles"
-    directory.mkdir()
-    (directory / f"{NAME}.tar.gz").write_text("mine")
-    result = published(directory, keeping=Keeping(archive=True))
-    assert result.path == directory / NAME
-    assert result.note == "the archive could not be written: File exists"
-    assert (directory / f"{NAME}.tar.gz").read_text() == "mine"
-    assert names(directory) == ["latest", NAME, f"{NAME}.tar.gz"]
 
 
 # --- retention --------------------------------------------------------------------------------------------------------
@@ -513,7 +468,6 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for day in (2, 3, 4):
         path = bundle(directory, day, suffix="hang" if day % 2 else "crash")
         os.utime(path, (day, 100 - day))  # the name says how old it is, not the file system
-    (directory / "train-20260102T000000Z-crash.tar.gz").write_text("its archive")
     result = published(directory, "eval-20260105T000000Z-dump", Keeping(newest=2))
     assert result.note == ""
     assert names(directory) == ["eval-20260105T000000Z-dump", "latest", "train-20260104T000000Z-crash"]
@@ -635,7 +589,7 @@ def test_too_large_artifacts(tmp_path: Path) -> None:
     assert found["ranks/0/log_tail.txt"].note == "cut: the last 100 of 900 bytes"
     for name in ("ranks/0/flight_recorder.pickle", "ranks/0/stack.json"):
         assert not (tmp_path / "b" / name).exists()
-        assert found[name].missing.endswith("more than --artifact-limit (100)")
+        assert found[name].missing.endswith("more than 100")
         assert found[name].bytes == 0
     assert msgspec.json.decode((tmp_path / "b/verdict.json").read_bytes()) == {"summary": lines}
     assert found["exact.txt"].note == ""

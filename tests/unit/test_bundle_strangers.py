@@ -94,8 +94,8 @@ def test_directories_that_are_anybodys_are_refused(
 def test_a_link_to_the_directory(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "bundles").symlink_to("real")
-    assert published(tmp_path / "bundles", Keeping(archive=True)) == Published(tmp_path / "bundles" / NAME)
-    assert (tmp_path / "real" / f"{NAME}.tar.gz").is_file()
+    assert published(tmp_path / "bundles") == Published(tmp_path / "bundles" / NAME)
+    assert (tmp_path / "real" / NAME).is_dir()
 
 
 # --- somebody of the project's group, who may rename what he finds ----------------------------------------------------

@@ -55,6 +55,7 @@ TABLE = {
     "ours, with = in the value": ("--preset=a=b train.py", [("--preset", "a=b")], "", "train.py"),
     "ours, without a value": ("--dry-run train.py", [("--dry-run", None)], "", "train.py"),
     "ours, twice": ("--preset a --preset b t.py", [("--preset", "a"), ("--preset", "b")], "", "t.py"),
+    "ours, with a value or without": ("--wait=10m --wait t.py", [("--wait", "10m"), ("--wait", None)], "", "t.py"),
     "ours after the script is the script's": ("t.py --preset x --wait", [], "", "t.py --preset x --wait"),
     "ours between": (
         "--standalone --wait --nnodes 1 --gpus=2 t.py --gpus 3",
@@ -104,7 +105,7 @@ def test_flags_are_looked_for_before_the_script_only() -> None:
     [
         (["--preset"], "--preset needs a value"),
         (["--standalone", "--run-name"], "--run-name needs a value"),
-        (["--wait=1", "t.py"], "--wait takes no value, but got '1'"),
+        (["--no-lease=1", "t.py"], "--no-lease takes no value, but got '1'"),
         (["--dry-run=", "t.py"], "--dry-run takes no value, but got ''"),
     ],
 )

@@ -177,5 +177,5 @@ def test_instances_of_one_gpu_are_nearest() -> None:
     ],
 )
 def test_use_without_a_lease(gpu: Gpu, expected: str) -> None:
-    found = users_of(gpu, 256 << 20)
+    found = users_of(gpu)
     assert found.startswith(expected) and bool(found) == bool(expected)

@@ -319,7 +319,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("gpu", "held", "users", "state", "words"), ROWS)
 def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: str, words: str) -> None:
-    (row,) = gpu_rows.rows([gpu], held, users, 256 * MIB)
+    (row,) = gpu_rows.rows([gpu], held, users)
     assert (row.state, row.cells[-1]) == (state, words)
     (shown,) = gpu_rows.document([row], [], "")["gpus"]
     assert shown["state"] == state
@@ -329,7 +329,7 @@ def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: 
 
 def test_plain_lines_are_aligned() -> None:
     gpu = Gpu("10", "GPU-0", "NVIDIA H100", memory_used_bytes=MIB, memory_total_bytes=80 << 30)
-    lines = gpus.plain(gpu_rows.rows([gpu, replace(gpu, label="1")], {}, {}, 256 * MIB))
+    lines = gpus.plain(gpu_rows.rows([gpu, replace(gpu, label="1")], {}, {}))
     assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
     assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]
 
@@ -342,7 +342,7 @@ def test_on_a_narrow_terminal_names_are_cut_and_numbers_are_not() -> None:
     gpu = Gpu("0", "GPU-0", "NVIDIA H100 80GB HBM3", memory_used_bytes=10 << 30, memory_total_bytes=80 << 30)
     held = {"GPU-0": Holder(4194304, 1, "", "train.py --lr 1e-3 " + "x" * 60, time.time(), 0)}
     console = Console(file=io.StringIO(), width=80)
-    console.print(gpus.picture(gpu_rows.rows([gpu], held, {}, 256 * MIB), 80))
+    console.print(gpus.picture(gpu_rows.rows([gpu], held, {}), 80))
     header, line = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert header.split() == list(gpus.COLUMNS) and len(line) <= 80
     assert "10.0/80 GiB" in line and "leased" in line and "4194304" in line and "train.py --" in line

@@ -73,7 +73,7 @@ def stands(store: Store, said: Said) -> None:
     begin = time.monotonic()
     held, waiting = store.look([A, B]), store.waiting()
     shown = [holder.told(one) for one in (*held.values(), *waiting)]
-    rows = gpu_rows.rows([Gpu("0", A), Gpu("1", B)], held, {}, 0)
+    rows = gpu_rows.rows([Gpu("0", A), Gpu("1", B)], held, {})
     shown += [*gpus.plain(rows), *map(gpu_rows.waiting_line, waiting)]
     assert len(said) <= 1 and all(line.isprintable() for line in (*said, *shown))
     lease = take(store, B)

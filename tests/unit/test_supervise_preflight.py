@@ -9,7 +9,7 @@ import pytest
 from safelaunch.settings.config import resolve
 from safelaunch.supervise.preflight import without_effect
 
-WATCHING = [("--pg-timeout", "30s"), ("--memory-history", None), ("--run-name", "trial")]
+WATCHING = [("--pg-timeout", "30s"), ("--check-every", "5"), ("--run-name", "trial")]
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ WATCHING = [("--pg-timeout", "30s"), ("--memory-history", None), ("--run-name", 
         (
             [*WATCHING, ("--no-watch", None)],
             {},
-            ["--no-watch: --pg-timeout, --memory-history: no effect, as nothing of safelaunch's runs in the ranks"],
+            ["--no-watch: --check-every, --pg-timeout: no effect, as nothing of safelaunch's runs in the ranks"],
         ),
         ([("--no-watch", None)], {"SAFELAUNCH_PG_TIMEOUT": "30s"}, []),
         ([("--no-watch", None), ("--preset", "oom-debug")], {}, []),

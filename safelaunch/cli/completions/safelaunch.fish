@@ -51,7 +51,7 @@ function _shtab_safelaunch_using
 end
 
 set -g _shtab_safelaunch_commands demo exec colaunch presets status dump record diagnose reproduce doctor gpus completion help
-set -g _shtab_safelaunch_opts_with_value --artifact-limit --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --engine --event-log-handler --gpu-busy-memory --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-ceiling --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait-timeout -o -r -t
+set -g _shtab_safelaunch_opts_with_value --bundle-dir --check-every --cluster-key-file --cluster-store --compare --config --duplicate-stderr-filters --duplicate-stdout-filters --duration --engine --event-log-handler --gpus --gpus-per-job --grid --groups --html --keep-bundles --last --local-addr --local-ranks-filter --log-dir --logs-specs --master-addr --master-port --max-parallel --max-restarts --max-stall --metric --monitor-interval --nnodes --node-rank --nproc-per-node --numa-binding --on-bundle --on-inconsistent --on-stall --on-suspect --output --pg-timeout --ports-per-job --preset --ranks --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --redirects --retries --role --run-name --shutdown-timeout --signals-to-handle --slots --stall-floor --stall-timeout --start-method --startup-timeout --sweep-dir --tee --timeout --wait -o -r -t
 
 complete -c safelaunch -e
 complete -c safelaunch -f
@@ -60,7 +60,6 @@ complete -c safelaunch -n _shtab_safelaunch_using -s h -l help -d 'show this hel
 complete -c safelaunch -n _shtab_safelaunch_using -l preset -rFka "(safelaunch completion --values presets)" -d 'Run under a preset'"'"'s environment (see '"'"'safelaunch presets'"'"'). Repeat to combine presets; later ones win.'
 complete -c safelaunch -n _shtab_safelaunch_using -l stall-timeout -xka "auto" -d 'Suspect a hang after this long without a step, and end the job unless it works; auto learns this from the job'"'"'s own steps, and at that time ends only a job that is proved dead [auto].'
 complete -c safelaunch -n _shtab_safelaunch_using -l stall-floor -x -d 'auto never suspects a hang sooner than this [60s].'
-complete -c safelaunch -n _shtab_safelaunch_using -l stall-ceiling -x -d 'auto never waits longer than this [30m].'
 complete -c safelaunch -n _shtab_safelaunch_using -l max-stall -x -d 'End the job after this long without a step, even if it works; under --stall-timeout auto, the default does not end a job that works [12 x an explicit --stall-timeout, else 30m].'
 complete -c safelaunch -n _shtab_safelaunch_using -l startup-timeout -x -d 'Suspect a hang after this long without a first step; a value that you set counts like an explicit --stall-timeout [30m].'
 complete -c safelaunch -n _shtab_safelaunch_using -l on-stall -xka "kill restart dump" -d 'What to do about a hang after its bundle is written: end the job (kill), start its ranks again, or let it run (dump) [kill].'
@@ -69,18 +68,13 @@ complete -c safelaunch -n _shtab_safelaunch_using -l on-suspect -x -d 'Run COMMA
 complete -c safelaunch -n _shtab_safelaunch_using -l check-every -x -d 'Every N optimizer steps, compare the ranks'"'"' replicas and look for gradients that are not finite [0: never].'
 complete -c safelaunch -n _shtab_safelaunch_using -l on-inconsistent -xka "report dump stop" -d 'When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) [report].'
 complete -c safelaunch -n _shtab_safelaunch_using -l pg-timeout -x -d 'The time-out of process groups to which the script gives none; with a !, of all [torch'"'"'s: 10m for NCCL, else 30m].'
-complete -c safelaunch -n _shtab_safelaunch_using -l memory-history -d 'Keep the stack of each allocation on a GPU, and the allocator'"'"'s snapshot if the GPU runs out of memory.'
 complete -c safelaunch -n _shtab_safelaunch_using -l no-watch -d 'Only launch: no beacon, no watchdog, no bundle.'
 complete -c safelaunch -n _shtab_safelaunch_using -l bundle-dir -xka "(__fish_complete_directories)" -d 'Where bundles go [./safelaunch-bundles].'
-complete -c safelaunch -n _shtab_safelaunch_using -l bundle-archive -d 'Also write each bundle as NAME.tar.gz, beside its directory.'
 complete -c safelaunch -n _shtab_safelaunch_using -l keep-bundles -x -d 'Keep the N newest bundles of the bundle directory, and remove older ones when one is added [0: keep all].'
-complete -c safelaunch -n _shtab_safelaunch_using -l artifact-limit -x -d 'Largest file of a bundle. Longer text is cut, other files are left out, and the manifest says so [64MB].'
 complete -c safelaunch -n _shtab_safelaunch_using -l on-bundle -x -d 'Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, _VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.'
 complete -c safelaunch -n _shtab_safelaunch_using -l run-name -x -d 'Name of this run in bundles and in '"'"'safelaunch status'"'"' [the script'"'"'s name].'
 complete -c safelaunch -n _shtab_safelaunch_using -l gpus -xka "all none" -d 'Lease this many GPUs, or these (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one for each rank].'
-complete -c safelaunch -n _shtab_safelaunch_using -l wait -d 'Wait until the GPUs are free, first come, first served.'
-complete -c safelaunch -n _shtab_safelaunch_using -l wait-timeout -x -d 'Like --wait, but give up after this long.'
-complete -c safelaunch -n _shtab_safelaunch_using -l gpu-busy-memory -x -d 'A GPU without a lease counts as used if more memory than this is in use on it [256MB].'
+complete -c safelaunch -n _shtab_safelaunch_using -l wait -x -d 'Wait until the GPUs are free, first come, first served; give up after DURATION [for ever].'
 complete -c safelaunch -n _shtab_safelaunch_using -l no-lease -d 'Lease no GPUs: share them, as under torchrun.'
 complete -c safelaunch -n _shtab_safelaunch_using -l cluster-key-file -xka "(__fish_complete_path (commandline -ct))" -d 'On several nodes: a file with the same secret on each. Messages of supervisors without it are ignored.'
 complete -c safelaunch -n _shtab_safelaunch_using -l cluster-store -x -d 'On several nodes without a store of torchrun'"'"'s (exec, etcd): where the supervisors meet. The one on HOST [the job'"'"'s first] starts a store there.'
@@ -130,7 +124,6 @@ complete -c safelaunch -n '_shtab_safelaunch_using exec' -s h -l help -d 'show t
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l preset -rFka "(safelaunch completion --values presets)" -d 'Run under a preset'"'"'s environment (see '"'"'safelaunch presets'"'"'). Repeat to combine presets; later ones win.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l stall-timeout -xka "auto" -d 'Suspect a hang after this long without a step, and end the job unless it works; auto learns this from the job'"'"'s own steps, and at that time ends only a job that is proved dead [auto].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l stall-floor -x -d 'auto never suspects a hang sooner than this [60s].'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l stall-ceiling -x -d 'auto never waits longer than this [30m].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l max-stall -x -d 'End the job after this long without a step, even if it works; under --stall-timeout auto, the default does not end a job that works [12 x an explicit --stall-timeout, else 30m].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l startup-timeout -x -d 'Suspect a hang after this long without a first step; a value that you set counts like an explicit --stall-timeout [30m].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-stall -xka "kill restart dump" -d 'What to do about a hang after its bundle is written: end the job (kill), start its ranks again, or let it run (dump) [kill].'
@@ -139,18 +132,13 @@ complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-suspect -x -d 'Ru
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l check-every -x -d 'Every N optimizer steps, compare the ranks'"'"' replicas and look for gradients that are not finite [0: never].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-inconsistent -xka "report dump stop" -d 'When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) [report].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l pg-timeout -x -d 'The time-out of process groups to which the script gives none; with a !, of all [torch'"'"'s: 10m for NCCL, else 30m].'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l memory-history -d 'Keep the stack of each allocation on a GPU, and the allocator'"'"'s snapshot if the GPU runs out of memory.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-watch -d 'Only launch: no beacon, no watchdog, no bundle.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-dir -xka "(__fish_complete_directories)" -d 'Where bundles go [./safelaunch-bundles].'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l bundle-archive -d 'Also write each bundle as NAME.tar.gz, beside its directory.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l keep-bundles -x -d 'Keep the N newest bundles of the bundle directory, and remove older ones when one is added [0: keep all].'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l artifact-limit -x -d 'Largest file of a bundle. Longer text is cut, other files are left out, and the manifest says so [64MB].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l on-bundle -x -d 'Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, _VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l run-name -x -d 'Name of this run in bundles and in '"'"'safelaunch status'"'"' [the script'"'"'s name].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l gpus -xka "all none" -d 'Lease this many GPUs, or these (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one for each rank].'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l wait -d 'Wait until the GPUs are free, first come, first served.'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l wait-timeout -x -d 'Like --wait, but give up after this long.'
-complete -c safelaunch -n '_shtab_safelaunch_using exec' -l gpu-busy-memory -x -d 'A GPU without a lease counts as used if more memory than this is in use on it [256MB].'
+complete -c safelaunch -n '_shtab_safelaunch_using exec' -l wait -x -d 'Wait until the GPUs are free, first come, first served; give up after DURATION [for ever].'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l no-lease -d 'Lease no GPUs: share them, as under torchrun.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l cluster-key-file -xka "(__fish_complete_path (commandline -ct))" -d 'On several nodes: a file with the same secret on each. Messages of supervisors without it are ignored.'
 complete -c safelaunch -n '_shtab_safelaunch_using exec' -l cluster-store -x -d 'On several nodes without a store of torchrun'"'"'s (exec, etcd): where the supervisors meet. The one on HOST [the job'"'"'s first] starts a store there.'
@@ -219,7 +207,6 @@ complete -c safelaunch -n '_shtab_safelaunch_using doctor' -l json -d 'print one
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a gpus -d 'show this node'"'"'s GPUs, and who leases or uses them'
 complete -c safelaunch -n '_shtab_safelaunch_using gpus' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using gpus' -l json -d 'print one JSON document'
-complete -c safelaunch -n '_shtab_safelaunch_using gpus' -l gpu-busy-memory -x -d 'a GPU counts as used if more memory than this is in use [256MB]'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a completion -d 'print the completion script of a shell: bash, zsh or fish'
 complete -c safelaunch -n '_shtab_safelaunch_using completion' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using completion; and test $_shtab_safelaunch_npos -eq 0' -ka "bash zsh fish" -d 'bash, zsh, fish'
