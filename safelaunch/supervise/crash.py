@@ -119,7 +119,7 @@ class CrashCase:
         """Handles one event of the agent; call it in their order."""
         if event.event == "started":
             if self._ended_for:
-                say(f"torchrun has started the ranks here anew, though none of them had failed: {self._ended_for}")
+                say(f"torchrun restarted this node's ranks although none had failed: {self._ended_for}")
             self._failure, self._exits_known, self._ended_for = None, False, ""
             self._together.crash.anew()
         elif event.event == "failing":
