@@ -242,11 +242,11 @@ class CrashCase:
             word = met.word if is_known else self._together.last_words()
             if word.anew and not (word.troubles or self._together.crash.has_trouble):
                 incident.discard(found)
-                say("torchrun starts the ranks of another node anew, and that has ended those of this one")
+                say("torchrun restarted the ranks of another node, which ended this node's")
                 return None
             if word.stopping:
                 incident.discard(found)
-                say("the job was stopped on another node: that is what has ended the ranks of this one")
+                say("the job was stopped on another node, which ended this node's ranks")
                 return None
             return incident.finish(_with_notes(found, (*notes, *notes_of(word))))
 

@@ -405,7 +405,7 @@ class Supervisor:
             self._show(report)
         elif self._stall.attempt != self._watch.attempt:
             self._show(report)
-            say("torchrun has started the ranks anew meanwhile: the job continues")
+            say("torchrun restarted the ranks: the job continues")
         elif self._on_stall_is("restart"):
             self._show(report)
             if self._give_up_or_go_on(report):
