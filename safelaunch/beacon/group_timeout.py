@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# What a group without a time-out of its own takes: the names that c10d looks up when it makes one.
+# What a group without a timeout of its own takes: the names that c10d looks up when it makes one.
 _DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 _MAKERS = ("init_process_group", "new_group", "split_group")
 
 
 def apply(c10d: ModuleType, given: str) -> None:
-    """``given``: seconds, empty for none; with a ``!`` for groups to which the script gives a time-out, too.
+    """``given``: seconds, empty for none; with a ``!`` for groups to which the script gives a timeout, too.
 
     ``c10d``: the module ``distributed_c10d``, best before anything else has imported a name from it.
     """

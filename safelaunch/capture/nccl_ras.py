@@ -149,7 +149,7 @@ def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[s
                 service = _Service(connection)
                 service.begin(min(until, time.monotonic() + HANDSHAKE_S))
                 return service.status(until)
-        except OSError as error:  # also a time-out
+        except OSError as error:  # also a timeout
             reasons.append(str(error) or type(error).__name__)
     raise CaptureError(f"no answer on port {addresses[0][1]}: {'; '.join(dict.fromkeys(reasons))}", kind="timeout")
 

@@ -31,7 +31,7 @@ on one line: after --, write what you would give safelaunch for a single run
 
 the same sweep as a file, which has more keys
   defaults:               # for all jobs; a job's own keys win
-    command: --nproc-per-node=1 train.py --lr {lr} --out {job_dir}
+    command: train.py --lr {lr} --seed {seed} --out {job_dir}
     gpus: 1               # on a node without GPUs: slots
     preset: hang-debug    # also stall-timeout, max-stall, on-stall
     env: {WANDB_NAME: "{name}"}

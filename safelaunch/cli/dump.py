@@ -94,7 +94,7 @@ def _show(run: Run, answer: DumpAnswer, *, as_json: bool) -> int:
     say(clean(answer.summary))
     if answer.problem:
         say(f"the bundle could not be written to the requested directory: {answer.problem}")
-    say("bundle (start with report.md):")
+    say("bundle (start with report.html):")
     sys.stderr.flush()
     show(answer.bundle)
     return 0

@@ -177,7 +177,7 @@ class Session:
         answers = self._of_all(page, now) if page is not None else None
         return Seen(
             page=page,
-            why="they speak with another key, or in another version" if self._unreadable_s is not None else "",
+            why="they use a different key or protocol version" if self._unreadable_s is not None else "",
             leads=self._leader is not None,
             complete=complete,
             silent_s=silent_s,

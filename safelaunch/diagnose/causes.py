@@ -205,8 +205,8 @@ _HOST_MEMORY = Advice(
 )
 
 _GROUP_TIMEOUT = Advice(
-    "The process group's own time-out ended the job. If this line needs that long by right, raise it:"
-    " `init_process_group(timeout=...)`, or `safelaunch --pg-timeout '2h!' ...` for one run of the unchanged script.",
+    "The process group's own timeout ended the job. If this line legitimately takes that long, raise the timeout: "
+    "`init_process_group(timeout=...)`, or `safelaunch --pg-timeout '2h!' ...` for one run of the unchanged script.",
     only_if="group-timeout",
 )
 
@@ -244,9 +244,9 @@ _COMMUNICATION = (
         only_if="nccl-memory",
     ),
     Advice(
-        "Look for an Xid in `node/<host>/kernel_log.txt`, compare the driver with the CUDA version of torch"
-        " (`node/<host>/versions.json`), and see with `nvidia-smi topo -m` how the GPUs reach each other;"
-        " `NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` tell whether it is that way.",
+        "Look for an Xid in `node/<host>/kernel_log.txt`, compare the driver with the CUDA version of torch "
+        "(`node/<host>/versions.json`), and see with `nvidia-smi topo -m` how the GPUs reach each other. Try "
+        "`NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` to rule out P2P and NVLS.",
         only_if="nccl-cuda",
     ),
     Advice(
@@ -260,8 +260,9 @@ _COMMUNICATION = (
         only_if="nccl-limit",
     ),
     Advice(
-        "Check the link on both nodes: `ibstat`, and the error counters of the port in `node/<host>/resources.json`;"
-        " for RoCE also `NCCL_IB_GID_INDEX`. If the same job runs with `NCCL_IB_DISABLE=1`, it is that link.",
+        "Check the link on both nodes: `ibstat`, and the error counters of the port in `node/<host>/resources.json`; "
+        "for RoCE also `NCCL_IB_GID_INDEX`. If the same job runs with `NCCL_IB_DISABLE=1`, the InfiniBand link is the "
+        "problem.",
         only_if="infiniband",
     ),
     Advice(
@@ -284,8 +285,8 @@ _COMMUNICATION = (
         only_if="socket",
     ),
     Advice(
-        "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`), and start as many"
-        " ranks: `--nproc-per-node` times `--nnodes`.",
+        "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`), and start that many "
+        "ranks (`--nproc-per-node` times `--nnodes`).",
         only_if="mesh",
     ),
     Advice(
@@ -321,8 +322,7 @@ CAUSES: dict[str, Cause] = {
             only_if="race",
         ),
         Advice(
-            "Of a send or receive, the other end may be what is missing: look on the peer for a branch that leaves "
-            "it out.",
+            "The matching send or receive may be missing. On the peer, look for a branch that skips it.",
             only_if="transfer",
             unless=("tags-differ",),
         ),
@@ -492,7 +492,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "data-loading": _cause(
         _OWN_LOCK,
-        "Run the dataset alone over the sample that the worker is at; give reads and downloads a timeout, and the "
+        "Load the sample the worker is stuck on without a DataLoader; give reads and downloads a timeout, and the "
         "DataLoader `timeout=60` so that it raises instead of waiting.",
         Advice(
             "If the worker waits for a lock: start threads after the workers, or use "
@@ -507,9 +507,9 @@ CAUSES: dict[str, Cause] = {
         *_CIRCLES,
         _HELD_LOCK,
         Advice(
-            "Find out why the child ended that was to send this (its output, `node/<host>/kernel_log.txt`), and let the"
-            " wait see such an end: `get(timeout=...)` in a loop that checks `is_alive()`, or a `ProcessPoolExecutor`,"
-            " which raises.",
+            "Find out why the child process that should have sent this exited (its output, "
+            "`node/<host>/kernel_log.txt`), and make the wait detect that: `get(timeout=...)` in a loop that checks "
+            "`is_alive()`, or a `ProcessPoolExecutor`, which raises.",
             only_if="dead-child",
         ),
         Advice(
@@ -570,8 +570,8 @@ CAUSES: dict[str, Cause] = {
         ),
         _OWN_LOCK,
         Advice(
-            "Take locks in one order everywhere, or one lock less; never call a collective or join a thread with a lock"
-            " held.",
+            "Acquire locks in the same order everywhere, or use a single lock; never call a collective or join a "
+            "thread with a lock held.",
             only_if="lock",
         ),
         "Give `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()` a timeout, so that it raises "
@@ -583,7 +583,7 @@ CAUSES: dict[str, Cause] = {
     "gil-held": _cause(
         "The native call has to release the GIL (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL"
         " instead of PyDLL), or to return.",
-        "The C frames are in `stack.txt` where `py-spy --native` succeeded: `safelaunch doctor` tells whether it can.",
+        "See the C frames in `stack.txt` (needs `py-spy --native`; check with `safelaunch doctor`).",
         own=True,
         of_node="perhaps",
     ),
@@ -625,7 +625,7 @@ CAUSES: dict[str, Cause] = {
             "Make the thread a daemon (`daemon=True`), or stop and join it before the script ends.",
             only_if="outlives",
         ),
-        "Give this call a timeout, or let only ranks that nobody waits for run it.",
+        "Add a timeout, or move the call to where no other rank depends on it.",
         "If the wait is meant, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer `--stall-"
         "timeout`.",
         own=True,
@@ -859,7 +859,7 @@ CAUSES: dict[str, Cause] = {
         " have departed.",
     ),
     "slow-not-stuck": _cause(
-        "Nothing to fix for a hang; to see where the time goes, look at the merged stacks in `report.md`.",
+        "The job isn't hung. To see where the time goes, look at the merged stacks in `report.md`.",
         "To watch it: `safelaunch status --watch`",
     ),
 }

@@ -47,7 +47,7 @@ class Doubt(Enum):
     SUMS_ALONE = "calls", 1, "Of an all_to_all only the sums over all ranks can be compared."
     NO_AGREEMENT_SINCE = "calls", 1, "The calls have not agreed again since they parted."
     NO_FRAMES = "calls", 1, "The records do not say from which lines the calls came."
-    ROUND_UNKNOWN = "calls", 1, "One loop encloses both lines: a rank that is past the inner one may be a round behind."
+    ROUND_UNKNOWN = "calls", 1, "Both lines are in one outer loop, so the rank may just be an iteration behind."
     MEMBERS_UNKNOWN = "calls", 1, "The members of a group that ranks wait in are not known."
     RINGS_NOT_WHOLE = "calls", 1, "The ranks may have parted before the first call that their ring buffers still hold."
     NOT_CALLED_ALIKE = "calls", 1, "The ranks did not make the same calls in these groups before."
@@ -73,7 +73,7 @@ class Doubt(Enum):
     NO_PATTERN = (
         "others",
         1,
-        "Several ranks went another way, and nothing sets them apart: each may have drawn for itself.",
+        "Several ranks went another way, and nothing sets them apart: each may have made its own random choice.",
     )
     RANK_AND_MORE = (
         "others",
@@ -96,11 +96,11 @@ class Doubt(Enum):
     MISMATCH_TOO = "rival", 1, "Ranks also recorded different operations under one number."
     CALL_ON_SOME_RANKS = "rival", 1, "A peer waits in a call that only some ranks reach."
     TRANSFER_LEFT_OUT = "rival", 1, "A peer may wait for a send or receive that the rank left out before it ended."
-    ABORTED_CALL_LOST = "rival", 1, "What the aborted rank had called died with it."
+    ABORTED_CALL_LOST = "rival", 1, "The aborted rank's calls are lost."
 
     NOT_PROVED = "proof", 1, "Nothing proves that the job cannot go on: what it waits for may still come."
     MORE_NAMED = "share", 1, "More ranks are named than are left innocent: these may be at fault instead."
-    DAMAGED_RECORD = "evidence", 1, "A Flight Recorder holds what no torch writes."
+    DAMAGED_RECORD = "evidence", 1, "A Flight Recorder dump is malformed."
 
 
 def those(found: Mapping[Doubt, bool]) -> tuple[Doubt, ...]:

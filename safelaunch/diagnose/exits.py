@@ -150,7 +150,7 @@ def _aborted_for_a_peer(rank: RankEvidence) -> bool:
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
     """A crash in which no rank failed on its own account and some gave up waiting: the end of a hang, not a crash.
 
-    The process group's time-out came before the watchdog's; who kept the others waiting is the question all the same.
+    The process group's timeout came before the watchdog's; who kept the others waiting is the question all the same.
     """
     ranks = tuple(ranks)
     return not any(map(failed_by_itself, ranks)) and any(map(_gave_up, ranks))

@@ -222,7 +222,7 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
         return replace(own, locked_by=lock.pid, locked_on=host, claims=(*own.claims, claim))
     if own.locked_by is None:
         return own
-    reason = f"{own.reason}, a process of no rank that was seen"
+    reason = f"{own.reason}, which is not one of this job's ranks"
     return replace(own, reason=reason, signs=own.signs | {"foreign-lock"})
 
 
@@ -235,7 +235,7 @@ def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition
     pid, owner = next(iter(owners.items()))
     if owner is None:
         who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in own.ends[:3])
-        words = f"the other end is process {who}, of no rank that was seen"
+        words = f"the other end is process {who}, not one of this job's ranks"
         return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, Claim(words, f"{folder}/proc.json")))
     main = facts.ranks[owner].evidence.pid  # the children that it has forked have inherited it
     words = f"the other end is rank {owner}'s"
@@ -403,8 +403,8 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     last = record.entries[-1]
     site = fr.stack_of(rank, last.frames).user_frame
     number = f"#{number_of(last)} of group {last.group!r}"
-    text = f"entered nothing after {op_name(last)} {number}{fr.at(site)}"
-    claim = record_claim(rank.rank, f"the last on its record: {described(last)}")
+    text = f"made no call after {op_name(last)} {number}{fr.at(site)}"
+    claim = record_claim(rank.rank, f"last recorded call: {described(last)}")
     return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 

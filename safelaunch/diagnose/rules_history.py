@@ -244,7 +244,8 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
         record_claim(rank, f"rank {rank}: #{shift.number} is {_called(facts, rank, shift)}")
         for rank in (ends if extra else ends[::-1])
     ]
-    agree = f"{shift.matched} later calls are those of the peers again, {shift.calls} further on"
+    what = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
+    agree = f"the next {what} {their} peers' again, shifted by {shift.calls}"
     own = list(conditions(facts).items())[:4]
     ruled = (f"rank {rank} {condition.reason}: nobody would wait for it without that" for rank, condition in own)
     sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}

@@ -230,9 +230,7 @@ def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | 
     """All ranks have come to the store, and it lets none of them go on."""
     if views.keys() != facts.world or not all(map(_makes_store, views.values())):
         return None
-    text = (
-        f"{capital(waits_words(facts, sorted(views)))}: all are at its store, which lets none go on. It waits for more"
-    )
+    text = f"{capital(waits_words(facts, sorted(views)))}: all are blocked at the store. It waits for more"
     text += " ranks than there are, or what answers at its address is no store."
     signs: frozenset[Sign] = frozenset({"store-not-reached"})
     return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), signs=signs)

@@ -226,7 +226,7 @@ def read_bundle(root: Path) -> Found:
 def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
     nodes = bundle.json("nodes.json", tuple[NodeEvidence, ...]) or ()
     if any(not 0 <= rank < MAX_RANKS for node in nodes for rank in node.ranks):
-        bundle.problems.append("nodes.json: ignored, because it names ranks that there cannot be")
+        bundle.problems.append("nodes.json: ignored, because it lists impossible ranks")
         return ()
     return nodes[:MAX_NODES]
 

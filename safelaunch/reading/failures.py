@@ -158,13 +158,13 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         "peer-late",
         False,
         r"timed out waiting (?P<ms>\d+) ?ms for (?P<way>send|recv) operation",
-        "a peer did not come to this {way} within the group's time-out of {ms} ms",
+        "a peer did not come to this {way} within the group's timeout of {ms} ms",
     ),
     (
         "peer-late",
         False,
         r"application timeout caused pair closure",
-        "the group's time-out ended another call over the same connection before",
+        "the group's timeout ended another call over the same connection before",
     ),
     (
         "peer-late",
@@ -183,7 +183,7 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         "peer-late",
         False,
         r"watchdog caught collective operation timeout",
-        "a collective was not over within the group's time-out",
+        "a collective was not over within the group's timeout",
     ),
     (
         "socket",

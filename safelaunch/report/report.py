@@ -57,7 +57,7 @@ OUTCOMES = {
     "hang": "the job hangs",
     "suspect": "the job may hang",
     "crash": "the job crashed",
-    "dump": "a look at the job",
+    "dump": "snapshot",
 }
 
 
@@ -106,7 +106,7 @@ def screen(
     """
     room = max(width - len(PREFIX), 28)
     title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})", room)
-    summary = _cut(_wrap(clean(verdict.summary), room), _SUMMARY_LINES)
+    summary = _cut(_wrap(clean(verdict.summary), room), _SUMMARY_LINES, room)
     head = list(map(Line, _quoted(summary) if color else summary))
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
     if len(verdict.culprits) > 3:
@@ -157,9 +157,13 @@ def _wrap(text: str, room: int, indent: str = "") -> list[str]:
     return [line.replace(_SPACE, " ") for line in wrapped]
 
 
-def _cut(lines: list[str], most: int) -> list[str]:
+def _cut(lines: list[str], most: int, room: int) -> list[str]:
     """At most so many of them, the last one with ``…`` where it is not their end."""
-    return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1]} …"][: max(most, 0)]
+    if len(lines) <= most or most <= 0:
+        return lines[: max(most, 0)]
+    last = lines[most - 1]
+    last = last if len(last) + 2 <= room else last.rsplit(" ", 1)[0]
+    return [*lines[: most - 1], f"{last} …"]
 
 
 def _unbroken(text: str) -> str:
@@ -258,14 +262,14 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
     """What is below the evidence, in ``space`` lines: of a second piece of advice all or nothing."""
     lines = []
     if proved := proof_words(verdict):
-        lines += _cut(_wrap(clean(proved), room, "  "), 3)
+        lines += _cut(_wrap(clean(proved), room, "  "), 3, room)
     if verdict.victims:
         what = "held up by it" if verdict.culprits else "waiting"
         lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
     first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in beside_next(verdict)[:2]] or [[]]
-    lines += _cut(first, min(_ADVICE_LINES, max(space - len(lines), 1)))
+    lines += _cut(first, min(_ADVICE_LINES, max(space - len(lines), 1)), room)
     for advice in second:
         lines += advice if len(lines) + len(advice) + _EVIDENCE_LINES <= space else []
     return list(map(Line, lines))

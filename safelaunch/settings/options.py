@@ -199,7 +199,7 @@ _WATCHING = (
         "DURATION[!]",
         parse_group_timeout,
         f"{_A_DURATION}, and perhaps a ! behind it",
-        "The time-out of process groups to which the script gives none; with a !, of all [torch's: 10m for NCCL, else "
+        "The timeout of process groups to which the script gives none; with a !, of all [torch's: 10m for NCCL, else "
         "30m].",
         _RUNS,
     ),

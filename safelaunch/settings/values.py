@@ -31,7 +31,7 @@ def parse_seconds(text: str) -> float:
 
 
 class GroupTimeout(NamedTuple):
-    """The time-out of process groups. ``everywhere``: also of those to which the script gives one."""
+    """The timeout of process groups. ``everywhere``: also of those to which the script gives one."""
 
     seconds: float
     everywhere: bool = False

@@ -119,7 +119,7 @@ class CrashCase:
         """Handles one event of the agent; call it in their order."""
         if event.event == "started":
             if self._ended_for:
-                say(f"torchrun has started the ranks here anew, though none of them had failed: {self._ended_for}")
+                say(f"torchrun restarted this node's ranks although none had failed: {self._ended_for}")
             self._failure, self._exits_known, self._ended_for = None, False, ""
             self._together.crash.anew()
         elif event.event == "failing":
@@ -242,11 +242,11 @@ class CrashCase:
             word = met.word if is_known else self._together.last_words()
             if word.anew and not (word.troubles or self._together.crash.has_trouble):
                 incident.discard(found)
-                say("torchrun starts the ranks of another node anew, and that has ended those of this one")
+                say("torchrun restarted the ranks of another node, which ended this node's")
                 return None
             if word.stopping:
                 incident.discard(found)
-                say("the job was stopped on another node: that is what has ended the ranks of this one")
+                say("the job was stopped on another node, which ended this node's ranks")
                 return None
             return incident.finish(_with_notes(found, (*notes, *notes_of(word))))
 

@@ -111,7 +111,7 @@ class Interrupt:
             found = replace(found, evidence=structs.replace(found.evidence, answer=answer))
         if steps != self._steps():
             incident.discard(found)
-            say("a rank has made a step meanwhile: it was slow, not stuck, and there is no bundle")
+            say("a rank advanced: the job is slow, not hung; no bundle written")
             return None
         return incident.finish(found if alone else incident.with_nodes(found, self._together.nodes(probing=False)))
 

@@ -238,7 +238,7 @@ class Live:
             dump.given_up = True
             self._dumps.remove(dump)
             if dump.show is not None:
-                say("the bundle of the live run is given up: the job is being stopped")
+                say("dump cancelled: the job is stopping")
             for client in dump.clients:
                 client.answer(DumpAnswer(problem="the job is being stopped"))
         self._advance_dumps()

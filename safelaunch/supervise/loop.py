@@ -312,11 +312,11 @@ class Supervisor:
 
     def _is_worth_evidence(self, now: float) -> bool:
         if self._stall.needs_ranks:
-            say(f"finishing the evidence first, at most {HOLD_S:g} s; Ctrl-C again stops at once")
+            say(f"finishing the evidence first (up to {HOLD_S:g} s); press Ctrl-C again to stop now")
             return True
         failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished
         if self._stall.writing or self._live.writing or failed:
-            say("stopping; the verdict comes once its bundle is written; Ctrl-C again goes without")
+            say("stopping; the verdict follows; press Ctrl-C again to skip it")
             return False
         if self._newest and self._watch.state.status is Status.HUNG:
             say(f"stopping; the bundle of this hang is {self._newest}")
@@ -328,7 +328,8 @@ class Supervisor:
             return False
         times = f" ({frozen_s / spell.usual_s:.0f} x the usual step)" if frozen_s else ""
         quiet_s = frozen_s or now - spell.since_s
-        say(f"no step for {quiet_s:.0f} s{times}: first the evidence, at most {HOLD_S:g} s; Ctrl-C again stops at once")
+        first = f"collecting evidence first (up to {HOLD_S:g} s); press Ctrl-C again to stop now"
+        say(f"no step for {quiet_s:.0f} s{times}: {first}")
         self._interrupt.begin(quiet_s, spell.usual_s if frozen_s else 0.0, now)
         return True
 
@@ -390,7 +391,7 @@ class Supervisor:
             self._show(report)
         elif self._stall.attempt != self._watch.attempt:
             self._show(report)
-            say("torchrun has started the ranks anew meanwhile: the job continues")
+            say("torchrun restarted the ranks: the job continues")
         elif self._on_stall_is("restart"):
             self._show(report)
             if self._give_up_or_go_on(report):

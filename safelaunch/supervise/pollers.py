@@ -1,4 +1,4 @@
-"""What the supervisor asks now and then while a job is healthy: time-outs, collectives, what slows the job down.
+"""What the supervisor asks now and then while a job is healthy: timeouts, collectives, what slows the job down.
 
 The worker servers' C++ threads answer without the GIL and without running a frame in the rank.
 """

@@ -95,7 +95,7 @@ class Threshold:
 def learn(known: Learned, step: int, mark_s: float, now: float, *, excused: bool = False) -> Learned:
     """Takes in the slowest rank's mark: ``step`` made at ``mark_s``, as seen at ``now``.
 
-    ``excused``: the job is paused, in a phase with a time-out of its own, or the clock was started again; what lies
+    ``excused``: the job is paused, in a phase with a timeout of its own, or the clock was started again; what lies
     between the marks then says nothing about its rhythm.
     """
     if known.last_step is None or excused or step < known.last_step or mark_s < known.last_s:

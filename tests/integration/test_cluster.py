@@ -277,7 +277,7 @@ def test_ctrl_c_on_one_node_of_a_frozen_job_accuses_nobody_wrongly(tmp_path: Pat
         asked.process.send_signal(signal.SIGINT)
         results = {job is asked: job.wait() for job in nodes.jobs}
     assert [result.code for result in results.values()] == [1, 1]
-    assert "first the evidence" in results[True].said and results[True].bundle.problems() == []
+    assert "collecting evidence first" in results[True].said and results[True].bundle.problems() == []
     verdict = results[True].verdict
     assert verdict["outcome"] == "dump" and "not seen" in verdict["missing"][0], "the other node's ranks"
     assert [culprit["rank"] for culprit in verdict["culprits"]] in ([], [3] if rank else [])

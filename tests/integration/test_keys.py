@@ -68,7 +68,7 @@ def test_a_frozen_job_is_asked_by_ctrl_backslash_and_goes_on_and_is_stopped_by_c
         job.type(CTRL_C)
         result = job.wait()
     assert result.code == 1 and not result.leftovers, "as torchrun ends"
-    assert result.stderr.index("first the evidence, at most 2 s") < result.stderr.index("Received 2 death signal")
+    assert result.stderr.index("collecting evidence first (up to 2 s)") < result.stderr.index("Received 2 death signal")
     (last,) = (bundle for bundle in result.bundles if bundle.path != dump.path)
     assert last.problems() == [] and verdict_is_shown(result.said, last), result.stderr
     # Where two seconds are not enough to see every rank twice, it says less, and nothing else.

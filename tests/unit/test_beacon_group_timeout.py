@@ -15,7 +15,7 @@ TORCHS, SCRIPTS, OURS = timedelta(minutes=30), timedelta(minutes=7), timedelta(s
 
 
 def c10d() -> Any:
-    """Two of its functions, which say with which time-out they make a group."""
+    """Two of its functions, which say with which timeout they make a group."""
     module: Any = ModuleType("distributed_c10d")
 
     def init_process_group(backend: str = "", init_method: str = "", timeout: Any = None) -> Any:

@@ -345,7 +345,7 @@ def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> Non
     one, other = join(0, 1, key=b"secret"), join(2, 3, key=b"secret")
     until(covered(one, other), "each other")
     stranger = join(0, 1)
-    until(lambda: "another key" in stranger.seen.why, "the stranger's connection")
+    until(lambda: "different key" in stranger.seen.why, "the stranger's connection")
     time.sleep(1.5)
     assert (stranger.seen.page, stranger.seen.leads) == (None, False)
     assert covered(one, other)() and (one.seen.leads or other.seen.leads)

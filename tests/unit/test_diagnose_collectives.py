@@ -336,7 +336,7 @@ def test_one_receive_among_collectives_is_the_odd_one() -> None:
     odd = rank(1, in_c10d("recv", 41), flight=behind())
     assert named(with_culprit(odd, 4)) == ("collective-mismatch", [1])
     verdict = diagnose(with_culprit(odd, 4))
-    assert verdict.confidence != "high" and verdict.suggestions[0].startswith("Of a send or receive, the other end")
+    assert verdict.confidence != "high" and verdict.suggestions[0].startswith("The matching send or receive")
     assert any("a peer that left out the other end of what rank 1 waits in" in text for text in verdict.ruled_out)
 
 

@@ -146,7 +146,7 @@ def test_a_rank_looked_at_in_its_own_code_is_a_victim_all_the_same() -> None:
 
 
 def test_a_timeout_is_diagnosed_as_the_hang_it_was() -> None:
-    """All that is left is the time-out of the ranks that waited; the rank they waited for was asleep."""
+    """All that is left is the timeout of the ranks that waited; the rank they waited for was asleep."""
     late = "Timed out waiting 30000ms for recv operation to complete"
     victims = [raised(n, "RuntimeError", late, 130.0 + n) for n in (0, 2)]
     asleep = rank(

@@ -52,7 +52,7 @@ def raised(kind: str, message: str, *files: str) -> RankException:
 
 PEERS = [
     ("RuntimeError", f"[{GLOO}/unbound_buffer.cc:136] Timed out waiting 1800000ms for send operation to complete", C10D,
-     "peer-late", "did not come to this send within the group's time-out of 1800000 ms"),
+     "peer-late", "did not come to this send within the group's timeout of 1800000 ms"),
     ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", "", "peer-late", "to this recv"),
     ("RuntimeError", "Application timeout caused pair closure", "", "peer-late", "another call over the same"),
     ("RuntimeError", f"[{GLOO}/pair.cc:534] Connection closed by peer [127.0.0.1]:10895", "", "socket", "a peer ended"),

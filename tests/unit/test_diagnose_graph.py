@@ -123,7 +123,7 @@ def test_a_sleep_beside_a_locked_file_is_a_sleep(native: tuple[Frame, ...], kern
 def test_a_lock_that_no_rank_holds() -> None:
     verdict = diagnose(job(asks_again(0, 4711), waiting(1), waiting(2)))
     assert decided(verdict) == ("blocking-io", [(0, 9)], "medium")
-    assert "/data/cache.db, locked by pid 4711, a process of no rank that was seen" in verdict.summary
+    assert "/data/cache.db, locked by pid 4711, which is not one of this job's ranks" in verdict.summary
 
 
 def with_child(number: int, frames: tuple[Frame, ...], kernel: str) -> RankEvidence:

@@ -88,7 +88,7 @@ def test_a_child_that_writes_elsewhere_is_blocked_itself() -> None:
     child = beside(process(70, (SERVES, MODULE), "pipe", role="child"), 4711, call="write")
     verdict = parent(waits_for(70, POPEN), child)
     assert named(verdict) == ("blocking-io", 1, 44, "child (pid 70)")
-    assert "the other end is process 4711 (name4711), of no rank that was seen" in verdict.summary
+    assert "the other end is process 4711 (name4711), not one of this job's ranks" in verdict.summary
 
 
 def test_the_feeder_of_a_child_that_was_to_end() -> None:
@@ -168,7 +168,7 @@ def test_a_queue_whose_only_writer_has_died(status: int, words: str) -> None:
     verdict = parent(main, structs.replace(dead, states=states))
     assert named(verdict) == ("blocking-io", 1, 7, "main")
     assert f"its child process 70 has ended{words} and not been reaped, while" in verdict.summary
-    assert "why the child ended" in verdict.suggestions[0]
+    assert "why the child process that should have sent this exited" in verdict.suggestions[0]
 
 
 @pytest.mark.parametrize("frames", [(), (SERVES, MODULE)])

@@ -144,7 +144,7 @@ def test_ranks_that_receive_from_each_other() -> None:
 def test_a_connection_to_a_process_of_no_rank() -> None:
     verdict = diagnose(job(receives(0, 4711), waiting(1), waiting(2)))
     assert decided(verdict) == ("blocking-io", [(0, 9)], "high")
-    assert "the other end is process 4711 (python), of no rank that was seen" in verdict.summary
+    assert "the other end is process 4711 (python), not one of this job's ranks" in verdict.summary
 
 
 def test_where_the_other_end_is_not_known_nothing_is_said_of_it() -> None:

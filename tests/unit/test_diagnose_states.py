@@ -534,9 +534,9 @@ def test_a_store_that_lets_nobody_go_on() -> None:
     everyone = [rank(n, making_store(n).main.stacks[0].threads[0].frames, "pipe", step=None) for n in range(2)]
     verdict = diagnose(job(*everyone))
     assert (verdict.cause, verdict.culprits) == ("init-not-joined", ())
-    assert "all are at its store, which lets none go on" in verdict.summary
+    assert "all are blocked at the store" in verdict.summary
     beyond = diagnose(job(*everyone, rank(2, in_init(), "poll", step=None)))
-    assert "lets none go on" not in beyond.summary
+    assert "blocked at the store" not in beyond.summary
 
 
 def test_ranks_that_have_all_come_to_init_are_told_nothing_of_broadcasts() -> None:
@@ -648,7 +648,7 @@ def test_who_was_killed_while_it_waited_is_no_cause() -> None:
 
 # --- advice that fits -------------------------------------------------------------------------------------------------
 
-LOCKS = "Take locks in one order"
+LOCKS = "Acquire locks in the same order"
 FUTURE = (Frame(f"{STDLIB}/threading.py", 327, "wait"), Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "result"))
 LOOP = (
     Frame(f"{STDLIB}/asyncio/events.py", 80, "Handle._run"),

@@ -433,7 +433,7 @@ def test_a_healthy_job_is_no_alarm(show: Show) -> None:
 def test_what_hung_is_read_from_top_to_bottom(show: Show) -> None:
     opened = show("four")
     assert opened.text("#summary").startswith("Rank 0 waits in all_gather at train.py:12 (evaluate)")
-    assert "Confidence: high" in opened.text("#confidence")
+    assert "High confidence: no conflicting evidence." in opened.text("#confidence")
     head = opened.text("#run")
     for word in (
         "No progress for 30 s",

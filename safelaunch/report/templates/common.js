@@ -137,7 +137,7 @@ function section(id, title, bar, ...content) {
 
 // A branch is as wide as `n`: ranks, or with a text `t` their time; then `k` counts its ranks.
 const ranksOf = (branch) => `${ranksWord(branch.r, branch.k === undefined ? branch.n : branch.k)}${branch.t ? `: ${branch.t}` : ""}`;
-function stacks(name = "Where stacks diverge", hint = "a box is as wide as ranks are in it; press one to see only those") {
+function stacks(name = "Where stacks diverge", hint = "Width = number of ranks. Click to zoom.") {
   const total = page.tree.reduce((sum, branch) => sum + branch.n, 0);
   if (!total) return;
   const culprits = new Set(page.rows.filter((row) => row.c).map((row) => row.r).join(",").split(","));

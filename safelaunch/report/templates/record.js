@@ -53,7 +53,7 @@ ranks();
 lines("waits", "Waits by line", "for collectives, sends and receives, and inside backward; the mean of all ranks", page.waits);
 lines("work", "Everything else by line", "the mean of all ranks", page.work);
 compared();
-stacks("Flame graph of all ranks", "a box is as wide as its time, the mean of all ranks; press one to see only what it calls");
+stacks("Flame graph of all ranks", "Width = time, as a mean over all ranks. Click to zoom.");
 if (page.missing.length) section("missing", "Not seen", "", h("ul", { class: "list" }, page.missing.map((text) => h("li", {}, text))));
 main.prepend(h("nav", { "aria-label": "Sections" }, h("div", { class: "bar" }, sections.map(([id, title]) => h("a", { href: `#${id}` }, title)))));
 document.documentElement.setAttribute("data-drawn", "yes");

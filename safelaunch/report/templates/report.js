@@ -6,8 +6,8 @@ function head() {
   const sure = h("div", { class: "sure", id: "confidence" },
     h("p", {}, h("span", { class: "level", "aria-hidden": "true" },
       [1, 2, 3].map((n) => h("i", { class: n <= levels[it.confidence] ? "on" : null }))),
-    `Confidence: ${it.confidence}`,
-    it.doubts.length ? "" : h("span", { class: "dim" }, it.confidence === "high" ? ": nothing seen speaks against it." : ".")),
+    `${capital(it.confidence)} confidence`,
+    it.doubts.length ? "" : h("span", { class: "dim" }, it.confidence === "high" ? ": no conflicting evidence." : ".")),
     it.doubts.length ? h("ul", {}, it.doubts.map((text) => h("li", {}, text))) : null);
   const [why, next] = it.next;
   const todo = it.suggestions.length || next
