@@ -86,6 +86,33 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(nav) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("**/*.md"))
 
 
+@pytest.mark.parametrize(
+    ("symptom", "page"),
+    [
+        ("TORCH_CPP_LOG_LEVEL", "silent-freeze"),
+        ("100 % SM and 0 % memory", "index"),
+        ("0 % `mem`", "looks-frozen"),
+        ("fabric manager", "network"),
+        ("system not yet initialized", "nccl-cuda-failure"),
+        ("MTU", "network"),
+        ("same order unless the loop calls `sampler.set_epoch", "batch-norm"),
+    ],
+)
+def test_a_symptom_is_named_where_its_owner_looks(symptom: str, page: str) -> None:
+    assert symptom in " ".join(PAGES[f"docs/questions/{page}.md"].read_text().split())
+
+
+@EVERY_PAGE
+def test_the_advice_that_a_page_shows_is_still_given(page: str) -> None:
+    """If this fails, run ``python scripts/docs_output.py PAGE``."""
+    given = {" ".join(advice.shown.split()) for cause in CAUSES.values() for advice in cause.advice}
+    for block in blocks(page):
+        if block.comment == "verdict":
+            words = " ".join(line.removeprefix("safelaunch:").strip() for line in block.text.splitlines())
+            for advice in words.split(" next: ")[1:]:
+                assert any(advice in one for one in given), f"{block.where}: {advice}"
+
+
 # --- what they say ----------------------------------------------------------------------------------------------------
 
 
