@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import subprocess
@@ -75,6 +76,23 @@ def test_figures_are_marked() -> None:
     assert {page: one.problems for page, one in rendered.items() if one.problems} == {}
     names = [name for one in rendered.values() for name in one.names]
     assert len(names) == len(set(names)) >= 10
+
+
+def test_the_picture_is_of_the_readmes_job() -> None:
+    """If this fails, run ``python scripts/picture.py``."""
+    picture = (DOCS / "pictures" / "verdict.svg").read_text("utf-8")
+    assert not re.findall(r"@import|url\((?!#)|href=", picture), "it loads nothing"
+    words = " ".join(html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", picture, flags=re.DOTALL)).split())
+    screen = next(block.text for block in blocks("README.md") if "safelaunch: the job hangs" in block.text)
+    shown = [line for line in screen.splitlines() if not re.search(r"quiet|no progress|pid|bundle:", line)]
+    lacking = [line for line in shown if _squeezed(line.removeprefix("safelaunch:")) not in _squeezed(words)]
+    assert lacking == []
+    for page in ("README.md", "docs/index.md"):
+        assert "pictures/verdict.svg" in PAGES[page].read_text()
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def test_the_readme_is_short() -> None:
