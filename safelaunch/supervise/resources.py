@@ -204,6 +204,8 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         if found.trouble and settings.gpus is None:
             say(f"this job's GPUs are not leased, so other jobs may use them: {found.missing}")
         return plain
+    for note in _about_one_process(plain.command, settings, wish, environ):
+        say(note)
     avoid = _blamed(settings)
     terms = Terms(wish, _about(plain.command, settings), settings.gpu_busy_memory_bytes, avoid)
     claim = Claim(store_of(environ), terms, _survey(found, environ))
@@ -220,7 +222,7 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         say(note)
     if not wish.keep:
         say(f"GPUs of this job: {', '.join(gpu.label for gpu in taken.gpus)} ({wish.origin})")
-    for note in (*_about_one_process(plain.command, settings, wish, environ), *_about_blamed(wish, taken.gpus, avoid)):
+    for note in _about_blamed(wish, taken.gpus, avoid):
         say(note)
     return replace(
         plain,
