@@ -13,29 +13,45 @@ from typing import Any
 import msgspec
 
 from safelaunch import schemas
+from safelaunch.cli import doctor, dump, gpu_rows, presets
+from safelaunch.cli.status import AnsweringRun, SilentRun
 from safelaunch.colaunch.summary import Summary
 from safelaunch.diagnose.causes import CAUSES
 from safelaunch.model import Verdict
+from safelaunch.report.calls import CallDocument
+from safelaunch.report.recording import RecordDocument
 
-DOCUMENTS: dict[str, tuple[type, str]] = {
-    "verdict.json": (Verdict, "A verdict of safelaunch"),
-    "summary.json": (Summary, "The summary of a sweep of safelaunch colaunch"),
+# The records of a document; ``list``: it is a list of them.
+DOCUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
+    "verdict.json": ((Verdict,), "A verdict of safelaunch"),
+    "summary.json": ((Summary,), "The summary of a sweep of safelaunch colaunch"),
+    "status.json": ((list, AnsweringRun, SilentRun), "What safelaunch status --json prints"),
+    "dump.json": ((dump.Document,), "What safelaunch dump --json prints"),
+    "record.json": ((RecordDocument,), "What safelaunch record --json prints"),
+    "gpus.json": ((gpu_rows.Document,), "What safelaunch gpus --json prints"),
+    "doctor.json": ((doctor.Document,), "What safelaunch doctor --json prints"),
+    "presets.json": ((list, presets.SummaryDocument), "What safelaunch presets --json prints"),
+    "preset.json": ((presets.PresetDocument,), "What safelaunch presets show NAME --json prints"),
+    "calls.json": ((list, CallDocument), "What safelaunch diagnose --calls --json prints"),
 }
 
 
 def schema_of(document: str) -> dict[str, Any]:
-    """The schema of ``verdict.json`` or ``summary.json``. It allows keys that newer versions may add."""
-    record, title = DOCUMENTS[document]
-    made = msgspec.json.schema(record)
-    if record is Verdict:
-        properties = made["$defs"]["Verdict"]["properties"]
+    """The schema of ``verdict.json``, say. It allows keys that newer versions may add."""
+    records, title = DOCUMENTS[document]
+    is_list = records[0] is list
+    found, definitions = msgspec.json.schema_components(records[is_list:], ref_template="#/$defs/{name}")
+    if Verdict in records:
+        properties = definitions["Verdict"]["properties"]
         properties["schema"] = {"const": 1}
         # A list of examples, not of all values: a newer version may know more causes.
         properties["cause"] = {"type": "string", "examples": sorted(CAUSES)}
-    for definition in made["$defs"].values():
-        definition["description"] = " ".join(definition["description"].replace("``", "`").split())
+    for definition in definitions.values():
+        if "description" in definition:
+            definition["description"] = " ".join(definition["description"].replace("``", "`").split())
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
-    return {**head, **made}
+    one = found[0] if len(found) == 1 else {"anyOf": list(found)}
+    return {**head, **({"type": "array", "items": one} if is_list else one), "$defs": definitions}
 
 
 def text_of(document: str) -> str:

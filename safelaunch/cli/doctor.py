@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, TypedDict
+
+import msgspec
 
 from safelaunch import __version__
 from safelaunch.cli.parsing import Parser
-from safelaunch.doctor import RESULTS, Check, examine, worst
+from safelaunch.doctor import RESULTS, Check, Result, examine, worst
 from safelaunch.system.console import display, show, show_json
 from safelaunch.system.printable import clean
 
@@ -23,7 +25,7 @@ def main(argv: list[str]) -> int:
     words = parser().parse_args(argv)
     checks = examine(dict(os.environ), os.getuid(), Path.cwd())
     if words.json:
-        show_json(document(checks))
+        show_json(msgspec.to_builtins(document(checks)))
     else:
         shown = display(1, os.environ)
         show(text(checks, width=min(120, shown.width), colour=shown.color), color=shown.color)
@@ -41,7 +43,18 @@ def parser() -> Parser:
     return found
 
 
-def document(checks: tuple[Check, ...]) -> dict[str, object]:
+class Document(TypedDict):
+    """The --json document. ``result``: the worst of the checks'. ``user``: the uid for whom they hold."""
+
+    schema: Literal[1]
+    safelaunch: str
+    host: str
+    user: int
+    result: Result
+    checks: list[Check]
+
+
+def document(checks: tuple[Check, ...]) -> Document:
     """The --json document."""
     return {
         "schema": 1,
@@ -49,7 +62,7 @@ def document(checks: tuple[Check, ...]) -> dict[str, object]:
         "host": socket.gethostname(),
         "user": os.getuid(),
         "result": worst(checks),
-        "checks": [dataclasses.asdict(check) for check in checks],
+        "checks": list(checks),
     }
 
 

@@ -24,6 +24,13 @@ INTERRUPTED = 130
 T = TypeVar("T")
 
 
+class Document(DumpAnswer, frozen=True, kw_only=True):
+    """The --json document: the run's id and name, and what it has answered."""
+
+    run: str
+    name: str
+
+
 def main(argv: list[str]) -> int:
     """Prints the bundle's path; returns 0 with a bundle, 1 without, 2 if RUN does not name exactly one live run."""
     words = parser().parse_args(argv)
@@ -87,7 +94,7 @@ def answer_of(run: Run, data: bytes, kind: type[T], command: str) -> T:
 
 def _show(run: Run, answer: DumpAnswer, *, as_json: bool) -> int:
     if as_json:
-        show_json({"run": run.id, "name": run.name, **msgspec.to_builtins(answer)})
+        show_json(msgspec.to_builtins(Document(run=run.id, name=run.name, **msgspec.structs.asdict(answer))))
         return 0 if answer.bundle else 1
     if not answer.bundle:
         raise SafelaunchError(f"dump: no bundle of {run.id}: {answer.problem or 'its supervisor gave no reason'}.")

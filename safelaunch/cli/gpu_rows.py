@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 from safelaunch.leases.choose import Gpu, users_of
 from safelaunch.leases.holder import Holder, moment
@@ -80,7 +80,54 @@ def _state(gpu: Gpu, holder: Holder | None, users: Sequence[User], use: str) -> 
     return "unleased use" if use else "free"
 
 
-def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> dict[str, Any]:
+class LeaseDocument(TypedDict):
+    """Who holds a GPU, or waits for one. ``alive``: the supervisor holds it, not only ranks that it left behind."""
+
+    pid: int
+    user: str
+    uid: int
+    run_name: str
+    command: str
+    since_unix_s: float
+    by: str
+    alive: bool
+
+
+class ProcessDocument(TypedDict):
+    """A process that uses a GPU. ``left_over``: of a run whose supervisor is gone."""
+
+    pid: int
+    user: str
+    command: str
+    since_unix_s: float
+    left_over: bool
+    memory_bytes: int | None
+
+
+class GpuDocument(TypedDict):
+    """A GPU, or a MIG instance of one. ``parent``: the UUID of the GPU."""
+
+    gpu: str
+    uuid: str
+    name: str
+    parent: str | None
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    state: State
+    note: str
+    lease: LeaseDocument | None
+    processes: list[ProcessDocument]
+
+
+class Document(TypedDict):
+    """The --json document. ``missing``: why there are no GPUs. ``waiting``: the jobs in the queue."""
+
+    missing: str
+    gpus: list[GpuDocument]
+    waiting: list[LeaseDocument]
+
+
+def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> Document:
     """For ``--json``."""
     return {
         "missing": missing,
@@ -89,7 +136,7 @@ def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> d
     }
 
 
-def _gpu(row: Row) -> dict[str, Any]:
+def _gpu(row: Row) -> GpuDocument:
     gpu = row.gpu
     return {
         "gpu": gpu.label,
@@ -102,13 +149,20 @@ def _gpu(row: Row) -> dict[str, Any]:
         "note": gpu.error or row.note,
         "lease": _holder(row.holder) if row.holder is not None else None,
         "processes": [
-            {**asdict(user), "memory_bytes": process.memory_bytes}
+            {
+                "pid": user.pid,
+                "user": user.user,
+                "command": user.command,
+                "since_unix_s": user.since_unix_s,
+                "left_over": user.left_over,
+                "memory_bytes": process.memory_bytes,
+            }
             for user, process in zip(row.users, gpu.processes, strict=True)
         ],
     }
 
 
-def _holder(one: Holder) -> dict[str, Any]:
+def _holder(one: Holder) -> LeaseDocument:
     return {
         "pid": one.pid,
         "user": one.user,

@@ -35,8 +35,8 @@ EXIT_CODES = {
     "123": "Ranks computed different results, and --on-inconsistent stop ended the job.",
     "124": "The watchdog ended a hung job.",
     "125": "Restarting was given up, because the same failure came back at the same step and place.",
-    "2": "An error in safelaunch's own options, presets, configuration, GPUs or bundle directory, or a script that "
-    "does not exist. Nothing was started.",
+    "2": "An error in safelaunch's own options, presets, configuration, GPUs or bundle directory, a script that "
+    "does not exist, or --standalone with several nodes. Nothing was started.",
 }
 EXAMPLES = {
     "safelaunch --nproc-per-node=8 train.py --lr 1e-3": "Run 8 ranks under the watchdog.",

@@ -7,7 +7,7 @@ import os
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from safelaunch.cli.parsing import Parser
 from safelaunch.settings.presets import (
@@ -131,11 +131,35 @@ def _watchdog(chain: tuple[Preset, ...]) -> Mapping[str, object]:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _summary_document(preset: Preset) -> dict[str, Any]:
+class SummaryDocument(TypedDict):
+    """A shipped preset, in the --json list."""
+
+    name: str
+    description: str
+
+
+SettingDocument = TypedDict(
+    "SettingDocument",
+    {"name": str, "value": str, "why": str, "torch": str, "yields-to": list[str], "from": str},
+)
+
+
+class PresetDocument(TypedDict):
+    """What ``show --json`` prints of a preset. ``watchdog``: safelaunch's options that it sets, with their values."""
+
+    name: str
+    file: str
+    description: str
+    extends: list[str]
+    env: list[SettingDocument]
+    watchdog: dict[str, str | float | bool | int]
+
+
+def _summary_document(preset: Preset) -> SummaryDocument:
     return {"name": preset.name, "description": preset.summary}
 
 
-def _document(chain: tuple[Preset, ...]) -> dict[str, Any]:
+def _document(chain: tuple[Preset, ...]) -> PresetDocument:
     preset = chain[-1]
     return {
         "name": preset.name,
@@ -147,11 +171,11 @@ def _document(chain: tuple[Preset, ...]) -> dict[str, Any]:
     }
 
 
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, tuple) else value
+def _plain(value: object) -> str | float | bool | int:
+    return value if isinstance(value, (int, float)) else str(value)
 
 
-def _setting_document(setting: EnvSetting) -> dict[str, Any]:
+def _setting_document(setting: EnvSetting) -> SettingDocument:
     return {
         "name": setting.name,
         "value": setting.value,

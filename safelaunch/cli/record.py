@@ -21,7 +21,7 @@ from safelaunch.control.protocol import RecordAnswer, Request, ask
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import RunPaths, working_directory
 from safelaunch.model.recording import Recording, decode, ranks_in
-from safelaunch.system.console import display, redact, say, show, show_json
+from safelaunch.system.console import display, say, show, show_json
 from safelaunch.system.printable import clean
 
 LONGEST_S = 300.0
@@ -107,7 +107,7 @@ def _report(
     # Imported while nobody waits for the samples any more.
     from safelaunch.profiling.compare import compare
     from safelaunch.profiling.verdict import verdict_of
-    from safelaunch.report.recording import Recorded, screen
+    from safelaunch.report.recording import Recorded, document, screen
 
     slowness = verdict_of(recording)
     compared = compare(earlier, recording) if earlier is not None else None
@@ -117,7 +117,7 @@ def _report(
         raise SafelaunchError(f"record: no rank of {run.id} could be sampled: {clean(why)}.")
     folder = _write(place, recording.name, recording.at_unix_s, _files(recorded))
     if as_json:
-        show_json({"run": run.id, "name": run.name, "folder": str(folder), **_as_json(recorded)})
+        show_json(msgspec.to_builtins(document(recorded, run.id, str(folder))))
         return 0
     width = max(40, display(2, os.environ).width - len("safelaunch: "))
     say(screen(recorded, width), laid_out=True)
@@ -170,24 +170,3 @@ def _published(staged: Path, target: Path) -> Path:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     raise FileExistsError(errno.EEXIST, "there are too many folders of this name")
-
-
-def _as_json(recorded: Any) -> dict[str, object]:
-    found = recorded.slowness
-    compared = recorded.compared
-    return {
-        "summary": redact(found.headline),
-        "findings": [msgspec.to_builtins(one) for one in found.findings],
-        "ranks": [
-            {
-                "rank": one.rank,
-                "waits": round(one.waits, 4),
-                "gil": round(one.gil, 4),
-                "steps": one.steps,
-                "shares": {kind: round(share, 4) for kind, share in one.kinds.items()},
-            }
-            for one in found.times
-        ],
-        "missing": list(found.missing),
-        "compared": compared.text if compared is not None else "",
-    }

@@ -79,12 +79,33 @@ def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
     return chosen
 
 
+class AnsweringRun(RunStatus, frozen=True, kw_only=True):
+    """A run for --json, as its supervisor describes it."""
+
+    directory: str
+    alive: bool
+    problem: str
+
+
+class SilentRun(msgspec.Struct, frozen=True):
+    """A run for --json whose supervisor gave no answer. ``problem``: why; ``alive``: the supervisor is."""
+
+    run: str
+    supervisor_pid: int | None
+    directory: str
+    alive: bool
+    problem: str
+
+
 def document(run: Run) -> dict[str, Any]:
     """One run for --json: the supervisor's answer, if any, and always ``directory``, ``alive`` and ``problem``."""
-    said: dict[str, Any] = {"run": run.id, "supervisor_pid": run.pid}
+    directory = os.fspath(run.found.directory)
+    found: AnsweringRun | SilentRun = SilentRun(run.id, run.pid, directory, run.alive, run.problem)
     if run.status is not None:
-        said = msgspec.to_builtins(run.status)
-    return {**said, "directory": os.fspath(run.found.directory), "alive": run.alive, "problem": run.problem}
+        said = msgspec.structs.asdict(run.status)
+        found = AnsweringRun(**said, directory=directory, alive=run.alive, problem=run.problem)
+    document: dict[str, Any] = msgspec.to_builtins(found)
+    return document
 
 
 # --- plain text -------------------------------------------------------------------------------------------------------

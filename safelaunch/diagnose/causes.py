@@ -698,9 +698,10 @@ CAUSES: dict[str, Cause] = {
     ),
     "rank-exception": _cause(
         Advice(
-            "Pass `find_unused_parameters=True` to `DistributedDataParallel`, or let every parameter take part in each"
-            " forward pass: DDP waits for a gradient of each. `TORCH_DISTRIBUTED_DEBUG=INFO` adds their names to the"
-            " message.",
+            "Let every parameter take part in the loss, or freeze what is not trained (`requires_grad_(False)` before"
+            " wrapping): DDP waits for a gradient of each. `TORCH_DISTRIBUTED_DEBUG=INFO` adds their names to the"
+            " message. Only if steps leave some out on purpose, pass `find_unused_parameters=True`, which costs time in"
+            " each step.",
             only_if="unused-parameters",
         ),
         *_COMMUNICATION,

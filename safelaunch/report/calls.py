@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TypedDict
 
 from safelaunch.diagnose.collectives import describe, op_name
 from safelaunch.diagnose.rank_state import Facts
@@ -239,7 +239,25 @@ def _label(call: Collective) -> str:
     return call.group if call.description in ("", "undefined") else f"{call.group} {call.description}"
 
 
-def document(shown: Table) -> list[dict[str, Any]]:
+class CallDocument(TypedDict):
+    """A call, as ``ranks`` made it. ``number``: in its process group, of sends and receives counted apart."""
+
+    group: str
+    description: str
+    number: int
+    p2p: bool
+    op: str
+    input_sizes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    output_sizes: tuple[tuple[int, ...], ...]
+    output_dtypes: tuple[str, ...]
+    state: str
+    at: str
+    ranks: list[int]
+    not_called_by: list[int]
+
+
+def document(shown: Table) -> list[CallDocument]:
     """The table for ``--json``: an object for each line."""
     return [
         {

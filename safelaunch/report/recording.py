@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
@@ -15,7 +15,7 @@ from safelaunch.profiling.activity import KINDS
 from safelaunch.profiling.compare import Comparison
 from safelaunch.profiling.compare import where as change_words
 from safelaunch.profiling.shares import Place, RankTime, Stacks, frame_of, mean, place_share
-from safelaunch.profiling.verdict import Slowness, percent
+from safelaunch.profiling.verdict import Finding, Slowness, percent
 from safelaunch.reading.frames import place
 from safelaunch.report.tables import Frames, Paths
 from safelaunch.system.printable import clean
@@ -282,3 +282,50 @@ def _branches(node: _Node, into: list[dict[str, Any]], left: list[int], many: in
         branch |= {"t": f"{100 * below.share:.1f}% of the time", "m": "", "b": []}
         into.append(branch)
         _branches(last, branch["b"], left, many)
+
+
+class RankDocument(TypedDict):
+    """Shares of a rank's time, 0 to 1. ``waits``: for its peers; ``gil``: holding the interpreter's lock."""
+
+    rank: int
+    waits: float
+    gil: float
+    steps: int | None
+    shares: dict[str, float]
+
+
+class RecordDocument(TypedDict):
+    """The --json document: the verdict, what it rests on, and the folder with all samples."""
+
+    run: str
+    name: str
+    folder: str
+    summary: str
+    findings: list[Finding]
+    ranks: list[RankDocument]
+    missing: list[str]
+    compared: str
+
+
+def document(recorded: Recorded, run: str, folder: str) -> RecordDocument:
+    """The --json document of a recording of ``run``, whose files are in ``folder``."""
+    found, compared = recorded.slowness, recorded.compared
+    return {
+        "run": run,
+        "name": recorded.recording.name,
+        "folder": folder,
+        "summary": found.headline,
+        "findings": list(found.findings),
+        "ranks": [
+            {
+                "rank": one.rank,
+                "waits": round(one.waits, 4),
+                "gil": round(one.gil, 4),
+                "steps": one.steps,
+                "shares": {kind: round(share, 4) for kind, share in one.kinds.items()},
+            }
+            for one in found.times
+        ],
+        "missing": list(found.missing),
+        "compared": compared.text if compared is not None else "",
+    }

@@ -188,6 +188,8 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         if found.trouble and settings.gpus is None:
             say(f"this job's GPUs are not leased, so other jobs may use them: {found.missing}")
         return plain
+    for note in _about_one_process(plain.command, settings, wish, environ):
+        say(note)
     terms = Terms(wish, _about(plain.command, settings))
     claim = Claim(store_of(environ), terms, _survey(found, environ))
     try:
@@ -203,8 +205,6 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         say(note)
     if not wish.keep:
         say(f"GPUs of this job: {', '.join(gpu.label for gpu in taken.gpus)} ({wish.origin})")
-    for note in _about_one_process(plain.command, settings, wish, environ):
-        say(note)
     return replace(
         plain,
         visible_gpus=_visible(taken.gpus, wish),

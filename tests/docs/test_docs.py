@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import subprocess
@@ -77,6 +78,23 @@ def test_figures_are_marked() -> None:
     assert len(names) == len(set(names)) >= 10
 
 
+def test_the_picture_is_of_the_readmes_job() -> None:
+    """If this fails, run ``python scripts/picture.py``."""
+    picture = (DOCS / "pictures" / "verdict.svg").read_text("utf-8")
+    assert not re.findall(r"@import|url\((?!#)|href=", picture), "it loads nothing"
+    words = " ".join(html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", picture, flags=re.DOTALL)).split())
+    screen = next(block.text for block in blocks("README.md") if "safelaunch: the job hangs" in block.text)
+    shown = [line for line in screen.splitlines() if not re.search(r"quiet|no progress|pid|bundle:", line)]
+    lacking = [line for line in shown if _squeezed(line.removeprefix("safelaunch:")) not in _squeezed(words)]
+    assert lacking == []
+    for page in ("README.md", "docs/index.md"):
+        assert "pictures/verdict.svg" in PAGES[page].read_text()
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
 def test_the_readme_is_short() -> None:
     assert len(PAGES["README.md"].read_text().split()) < 1000
 
@@ -84,6 +102,33 @@ def test_the_readme_is_short() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     nav = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(nav) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("**/*.md"))
+
+
+@pytest.mark.parametrize(
+    ("symptom", "page"),
+    [
+        ("TORCH_CPP_LOG_LEVEL", "silent-freeze"),
+        ("100 % SM and 0 % memory", "index"),
+        ("0 % `mem`", "looks-frozen"),
+        ("fabric manager", "network"),
+        ("system not yet initialized", "nccl-cuda-failure"),
+        ("MTU", "network"),
+        ("same order unless the loop calls `sampler.set_epoch", "batch-norm"),
+    ],
+)
+def test_a_symptom_is_named_where_its_owner_looks(symptom: str, page: str) -> None:
+    assert symptom in " ".join(PAGES[f"docs/questions/{page}.md"].read_text().split())
+
+
+@EVERY_PAGE
+def test_the_advice_that_a_page_shows_is_still_given(page: str) -> None:
+    """If this fails, run ``python scripts/docs_output.py PAGE``."""
+    given = {" ".join(advice.shown.split()) for cause in CAUSES.values() for advice in cause.advice}
+    for block in blocks(page):
+        if block.comment == "verdict":
+            words = " ".join(line.removeprefix("safelaunch:").strip() for line in block.text.splitlines())
+            for advice in words.split(" next: ")[1:]:
+                assert any(advice in one for one in given), f"{block.where}: {advice}"
 
 
 # --- what they say ----------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +84,27 @@ def test_the_dockerfile_is_one() -> None:
 
 def test_the_metadata_is_complete() -> None:
     project = toml.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert {"description", "readme", "license", "license-files", "authors", "keywords", "urls"} <= project.keys()
+    assert project["dynamic"] == ["readme"]
+    assert {"description", "license", "license-files", "authors", "keywords", "urls"} <= project.keys()
     assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} <= project["urls"].keys()
     assert "Typing :: Typed" in project["classifiers"]
     assert not [one for one in project["classifiers"] if one.startswith("License ::")], "the licence is an SPDX name"
+
+
+def test_the_links_of_the_readme_lead_somewhere_on_a_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    interface = types.ModuleType("hatchling.metadata.plugin.interface")
+    interface.MetadataHookInterface = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    hook = runpy.run_path(str(ROOT / "hatch_build.py"))["AbsoluteLinks"]()
+    hook.root = str(ROOT)
+    metadata: dict[str, Any] = {"urls": {"Source": "https://example.org/safelaunch"}}
+    hook.update(metadata)
+    targets = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", metadata["readme"]["text"])
+    assert len(targets) > 20
+    for image, target in targets:
+        kind, _, path = target.removeprefix("https://example.org/safelaunch/").partition("/main/")
+        assert kind == ("raw" if image else "blob")
+        assert (ROOT / path.partition("#")[0]).exists(), target
 
 
 PYTHON = """#!/bin/bash

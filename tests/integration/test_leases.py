@@ -207,6 +207,18 @@ def test_a_dry_run_takes_nothing(node: stub.Node, tmp_path: Path) -> None:
     assert not node.lease_dir.exists()
 
 
+def test_one_process_for_all_gpus_is_said(node: stub.Node, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    for words, said in (
+        ([], "safelaunch: 1 process for 8 GPUs: --nproc-per-node=8 starts one for each\n"),
+        (["--np=1"], ""),
+    ):
+        with safelaunch("--dry-run", *words, os.fspath(script), env=node.environ) as process:
+            _, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stderr) == (0, said)
+
+
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_lease_without_a_watch(node: stub.Node, tmp_path: Path, watched: bool) -> None:
     """The job's first process shares it where there is no guardian; released at the end, daemon or not."""

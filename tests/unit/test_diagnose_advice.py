@@ -124,7 +124,7 @@ def test_an_exception_of_one_rank() -> None:
         (
             "RuntimeError",
             "Expected to have finished reduction in the prior iteration before starting a new one.",
-            "`find_unused_parameters=True`",
+            "Only if steps leave some out on purpose, pass `find_unused_parameters=True`",
         ),
         ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "--preset oom-debug"),
         ("AcceleratorError", "CUDA error: device-side assert triggered", "--preset cuda-sync"),

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from safelaunch import doctor
@@ -453,7 +454,7 @@ def test_colour_changes_nothing_but_colour() -> None:
 
 
 def test_the_json_document() -> None:
-    found = json.loads(json.dumps(command.document(CHECKS)))
+    found = msgspec.to_builtins(command.document(CHECKS))
     assert (found["schema"], found["result"]) == (1, "failed")
     assert set(found["checks"][0]) == {"name", "result", "detail", "fix"}
 

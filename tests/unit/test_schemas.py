@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -11,12 +12,25 @@ import incidents
 import msgspec
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
+from recordings import recorded
+from test_cli_status_rows import rank, run, run_status
 
 import safelaunch
 from safelaunch import schemas
+from safelaunch.cli import COMMANDS, doctor, dump, gpu_rows, main, status
 from safelaunch.colaunch.jobs import Job, Outcome, Track
 from safelaunch.colaunch.summary import document
+from safelaunch.control.protocol import NodeStatus
+from safelaunch.diagnose.rank_state import Facts
+from safelaunch.doctor.check import failed, ok
+from safelaunch.leases.choose import Gpu, GpuProcess
+from safelaunch.leases.holder import Holder
+from safelaunch.leases.users import User
 from safelaunch.model import BundlePlace, NodeAtFault
+from safelaunch.profiling.verdict import verdict_of
+from safelaunch.report import calls
+from safelaunch.report.recording import Recorded
+from safelaunch.report.recording import document as record_document
 from safelaunch.system.console import json_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -71,6 +85,48 @@ def _track(state: Any, outcome: Outcome | None) -> Track:
     track = Track(Job(name=state, words=("train.py",), where="sweep.yaml:3", params=(("lr", "0.1"),)))
     track.state, track.outcome = state, outcome
     return track
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_json_of_a_command_has_a_schema(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    if "--json" in capsys.readouterr().out:
+        assert schemas.path(f"{'verdict' if command == 'diagnose' else command}.json").is_file()
+
+
+GPU = Gpu("0", "GPU-0", memory_used_bytes=1 << 30, processes=(GpuProcess(5),))
+HOLDER = Holder(7, 1, "trial", "train.py", 1.0, 0)
+GPUS = gpu_rows.rows([GPU, Gpu("1.0", "MIG-1", parent="GPU-1")], {"GPU-0": HOLDER}, {5: User(5, "ann")}, 1 << 28)
+RUNS = [run(10, run_status(rank(0), nodes=[NodeStatus("node1", "0")])), run(11, problem="gone", alive=False)]
+STRAGGLER = Recorded(recorded("straggler"), verdict_of(recorded("straggler")))
+CALLS = calls.table(Facts.of(incidents.hang(4).evidence), calls.Selection(last=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "needed"),
+    [
+        ("status.json", [status.document(one) for one in RUNS], "directory"),
+        ("dump.json", dump.Document(run="r1", name="trial", bundle="/b", summary="slow"), "run"),
+        ("record.json", record_document(STRAGGLER, "r1", "/folder"), "findings"),
+        ("gpus.json", gpu_rows.document(GPUS, [HOLDER], ""), "gpus"),
+        ("doctor.json", doctor.document((ok("torch", "2.13"), failed("py-spy", "gone", "Install it."))), "checks"),
+        ("calls.json", calls.document(CALLS), "ranks"),
+    ],
+)
+def test_what_a_command_prints_is_valid(name: str, found: object, needed: str) -> None:
+    printed = json.loads(json_text(msgspec.to_builtins(found)))
+    check(name, printed)
+    for one in printed if isinstance(printed, list) else [printed]:
+        del one[needed]
+    with pytest.raises(ValidationError):
+        check(name, printed)
+
+
+@pytest.mark.parametrize(("words", "name"), [((), "presets.json"), (("show", "hang-debug"), "preset.json")])
+def test_what_presets_prints_is_valid(words: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", *words, "--json"]) == 0
+    check(name, json.loads(capsys.readouterr().out))
 
 
 def test_a_document_without_a_schema_is_an_error() -> None:
